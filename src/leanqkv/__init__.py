@@ -1,0 +1,50 @@
+"""leanqkv: transformers with fewer attention weights and a smaller KV cache."""
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .errors import LeanError
+from .model.cache import cache_bytes
+from .model.config import LeanConfig
+from .model.plan import ParameterCount, Plan
+from .model.registry import ConfigError
+from .model.transformer import LeanForCausalLM, LeanModel
+from .presets import Recipe, preset, recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "LeanConfig",
+    "LeanError",
+    "LeanForCausalLM",
+    "LeanModel",
+    "ParameterCount",
+    "Plan",
+    "Recipe",
+    "cache_bytes",
+    "count_parameters",
+    "kv_bytes_per_token",
+    "plan",
+    "preset",
+    "recipe",
+]
+
+AutoConfig.register("leanqkv", LeanConfig)
+AutoModel.register(LeanConfig, LeanModel)
+AutoModelForCausalLM.register(LeanConfig, LeanForCausalLM)
+
+
+def plan(config: LeanConfig) -> Plan:
+    """Per layer: which key and value heads are computed, which are borrowed and from where, what is cached."""
+    return config.plan
+
+
+def count_parameters(config: LeanConfig) -> ParameterCount:
+    """`.total` and `.non_embedding`, from the plan; no model is built. Tied tensors count once."""
+    return config.plan.count_parameters()
+
+
+def kv_bytes_per_token(config: LeanConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes of cache per token and sequence, over all layers, for elements of `dtype`."""
+    return config.plan.kv_bytes_per_token(dtype)

@@ -1,0 +1,52 @@
+"""The key/value cache: one entry per tensor of the plan, nothing else, inside transformers' own cache classes.
+
+`DynamicCache(config=...)` and `StaticCache(config=...)`, which `generate` builds by itself, find the two layers below
+through `config.layer_types`. What a layer stores is what the plan says it computes; borrowed heads are stored once,
+where they are computed.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+LAYER_TYPE = "leanqkv_attention"
+
+
+class LeanDynamicLayer(DynamicLayer):
+    """Grows with every token; keys and values may differ in their number of heads."""
+
+    _layer_type = LAYER_TYPE
+
+
+class LeanStaticLayer(StaticLayer):
+    """Allocated once for `max_cache_len` tokens. Unlike its parent it takes the values' own number of heads."""
+
+    _layer_type = LAYER_TYPE
+    # `early_initialization` assumes as many value heads as key heads; buffers are made at the first update instead.
+    supports_early_init = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads, _, self.k_head_dim = key_states.shape
+        self.v_head_dim = value_states.shape[-1]
+        self.keys, self.values = (
+            states.new_zeros((*states.shape[:2], self.max_cache_len, states.shape[-1]))
+            for states in (key_states, value_states)
+        )
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not torch.compiler.is_compiling():
+            for tensor in (self.keys, self.values, self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+
+def cache_bytes(past_key_values: Cache) -> int:
+    """Bytes of key/value memory that `past_key_values` really holds: each storage once, and whole, so that a view into
+    a larger tensor counts as the larger tensor."""
+    storages = {}
+    for layer in past_key_values.layers:
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,54 @@
+"""Rotary position embedding (RoPE), on all or on the leading part of each head.
+
+Su et al. 2021, https://arxiv.org/abs/2104.09864
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of the positions. `config.rope_parameters` selects the variant, as in `transformers`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        inv_freq, self.attention_scaling = self.frequencies()
+        self.inv_freq: Tensor
+        self.original_inv_freq: Tensor
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Inverse frequencies `theta^(-2i/n)`, i < n/2, for the n rotated dimensions of a head, and a factor on the
+        result (1 except for scaled variants)."""
+        if self.rope_type != "default":
+            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, None)
+        parameters = self.config.rope_parameters
+        rotated = int(self.config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
+        return parameters["rope_theta"] ** -exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """`(cos, sin)` of shape [batch, positions, rotated dimensions] in the dtype of `x`."""
+        angles = position_ids[..., None].float() * self.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+def rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the leading dimensions of each head, pairing dimension i with i + n/2 (the LLaMA and NeoX convention).
+
+    heads: [batch, heads, positions, head_dim]; cos and sin: [batch, positions, n] with n <= head_dim.
+    """
+    cos, sin = (table[:, None] for table in position_embeddings)
+    n = cos.shape[-1]
+    turned, straight = heads[..., :n], heads[..., n:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, straight), dim=-1) if straight.shape[-1] else turned

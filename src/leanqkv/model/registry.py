@@ -1,0 +1,90 @@
+"""Name -> class, one line per mechanism."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from .keyvalue_first_layer_values import FirstLayerValues
+from .keyvalue_projected import ProjectedKeyValue
+from .projection_identity import IdentityKey, IdentityQuery, IdentityValue
+from .projection_linear import LinearProjection
+from .query_nonlinear import NonlinearQuery
+from .query_residual import ResidualQuery
+
+QUERIES = {
+    "linear": LinearProjection,
+    "identity": IdentityQuery,
+    "nonlinear": NonlinearQuery,
+    "residual": ResidualQuery,
+}
+KEYS = {
+    "linear": LinearProjection,
+    "identity": IdentityKey,
+}
+VALUES = {
+    "linear": LinearProjection,
+    "identity": IdentityValue,
+}
+KEY_VALUES = {
+    "projected": ProjectedKeyValue,
+    "first_layer_values": FirstLayerValues,
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be built; the message is for the person who wrote it."""
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A mechanism as one layer uses it: its registered name, the class behind it and its checked options."""
+
+    kind: str
+    cls: Any
+    options: Any
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """The tail of an error message about an unknown `name`: the nearest valid names, or all of them."""
+    valid = sorted(valid)
+    near = difflib.get_close_matches(name, valid, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid: {', '.join(valid)}"
+
+
+def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any]) -> Mechanism:
+    """Checks one `{"type": ..., **options}` against `table` and fills in the defaults of what it leaves out.
+
+    Raises:
+        ConfigError: unknown type or option (with the nearest names), or an option of the wrong type.
+    """
+    options = dict(spec)
+    kind = options.pop("type", None)
+    if kind is None:
+        raise ConfigError(f'`{slot}` needs a "type", one of {", ".join(table)}; found {dict(spec)}')
+    if kind not in table:
+        raise ConfigError(f"`{slot}` has no type {kind!r}: {suggest(str(kind), table)}")
+    cls = table[kind]
+    known = {field.name: field for field in fields(cls.Options)}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(f"{slot} {kind!r} has no option {name!r}: {suggest(name, known)}")
+        _check_type(f"{slot} {kind!r}", name, value, known[name].default)
+    return Mechanism(kind, cls, cls.Options(**options))
+
+
+def _check_type(what: str, name: str, value: Any, default: Any) -> None:
+    # The default carries the type; None as a default means an optional whole number.
+    if default is MISSING or default is None:
+        valid = value is None or (isinstance(value, int) and not isinstance(value, bool))
+        expected = "a whole number or null"
+    elif isinstance(default, bool):
+        valid, expected = isinstance(value, bool), "true or false"
+    elif isinstance(default, float):
+        valid, expected = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+    elif isinstance(default, int):
+        valid, expected = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    else:
+        valid, expected = isinstance(value, str), "a name"
+    if not valid:
+        raise ConfigError(f"{what}: option {name!r} must be {expected}, found {value!r}")

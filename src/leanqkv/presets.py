@@ -1,0 +1,314 @@
+"""The papers' architectures and sizes as data: `BASE+MECHANISM+MECHANISM` is how a model is named everywhere.
+
+P1: Karbevski & Mijoski 2025, arXiv 2510.23912. P2: Karbevski 2026, nonlinear queries. P3: Wu et al. 2025, SkipV1Former.
+Where a paper leaves a value open, `ours` in the source says so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+
+from .errors import LeanError
+from .model.config import LeanConfig
+from .model.registry import suggest
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained. Counts are optimizer steps and whole batches of sequences, over all processes."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    min_learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+    schedule_steps: int | None = None  # length of the cosine; None: `steps`
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class Base:
+    """A size: configuration fields, the recipe it is trained with, and where both come from."""
+
+    config: Mapping[str, Any]
+    recipe: Recipe
+    source: str
+
+
+@dataclass(frozen=True)
+class MechanismPreset:
+    """A mechanism: the configuration field it sets, the recipe fields that change with it per base, its source.
+
+    `slot` "query", "key" and "value" add one entry to that list; "key_value" sets it; "heads" sets the number of
+    key/value heads.
+    """
+
+    slot: str
+    spec: Mapping[str, Any]
+    summary: str
+    source: str
+    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def _gpt(hidden_size: int, heads: int, layers: int, **other: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": 50304,
+        "max_position_embeddings": 1024,
+    } | other
+
+
+def _llama(hidden_size: int, intermediate_size: int, heads: int, layers: int, **other: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": 32000,
+        "max_position_embeddings": 1024,
+        "position_embedding_type": "rope",
+        "norm_type": "rmsnorm",
+        "norm_eps": 1e-6,
+        "mlp_type": "gated",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "scaled_residual_init": False,
+    } | other
+
+
+_NANOGPT = Recipe(60_000, 480, 6e-4, 6e-5, 0.1, 2_000)
+_P3_DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "embedding_dropout": 0.2}
+_P3_GPT2 = "P3 Table 3 (vocabulary, gradient clipping 1.0 and where dropout acts: ours, as in nanoGPT)"
+_P3_LLAMA = "P3 Table 4 (vocabulary 32000, RMSNorm eps 1e-6, untied head: ours)"
+_TINYLLAMA = (
+    "P3 Table 6 (the paper gives sizes alone; shapes ours: TinyLlama's proportions, group-of-4 GQA, the LLaMA recipe)"
+)
+
+
+def _p3_gpt2(learning_rate: float) -> Recipe:
+    return Recipe(40_000, 120, learning_rate, learning_rate / 10, 0.1, 4_000)
+
+
+def _p3_llama(steps: int, learning_rate: float, large: bool) -> Recipe:
+    # "No weight decay and gradient clipping" up to 350M, both above.
+    decay, clip = (0.1, 1.0) if large else (0.0, None)
+    return Recipe(steps, 512, learning_rate, learning_rate / 10, decay, round(steps / 10), max_grad_norm=clip)
+
+
+BASES: dict[str, Base] = {
+    "tiny": Base(
+        _gpt(128, 4, 4, vocab_size=4096, max_position_embeddings=128),
+        Recipe(600, 16, 3e-3, 3e-4, 0.1, 60),
+        "ours: the quickstart's size, seconds a run on a CPU",
+    ),
+    "small": Base(
+        _gpt(256, 4, 6, vocab_size=4096, max_position_embeddings=256),
+        Recipe(600, 16, 2e-3, 2e-4, 0.1, 60),
+        "ours: minutes a run on a CPU",
+    ),
+    "gpt2-124m": Base(
+        _gpt(768, 12, 12),
+        _NANOGPT,
+        "P1 and P2: nanoGPT's GPT-2 shape; 60k steps of the later P1 version and P2",
+    ),
+    "gpt2-125m": Base(_gpt(768, 12, 12, **_P3_DROPOUT), _p3_gpt2(1e-3), _P3_GPT2),
+    "gpt2-200m": Base(_gpt(1024, 16, 12, **_P3_DROPOUT), _p3_gpt2(1e-3), _P3_GPT2),
+    "gpt2-355m": Base(_gpt(1024, 16, 24, **_P3_DROPOUT), _p3_gpt2(1e-3), _P3_GPT2),
+    "gpt2-550m": Base(_gpt(1200, 20, 28, **_P3_DROPOUT), _p3_gpt2(6e-4), _P3_GPT2),
+    "llama-60m": Base(_llama(512, 1376, 8, 8), _p3_llama(2_500, 2e-3, False), _P3_LLAMA),
+    "llama-130m": Base(_llama(768, 2048, 12, 12), _p3_llama(5_000, 2e-3, False), _P3_LLAMA),
+    "llama-350m": Base(_llama(1024, 2736, 16, 24), _p3_llama(15_000, 2e-3, False), _P3_LLAMA),
+    "llama-1b": Base(_llama(2048, 5461, 32, 24), _p3_llama(25_000, 1e-3, True), _P3_LLAMA),
+    "llama-3b": Base(_llama(2560, 6848, 32, 32), _p3_llama(30_000, 5e-4, True), _P3_LLAMA),
+    "tinyllama-125m": Base(_llama(768, 2112, 12, 12, num_key_value_heads=3), _p3_llama(5_000, 2e-3, False), _TINYLLAMA),
+    "tinyllama-315m": Base(
+        _llama(1024, 2816, 16, 22, num_key_value_heads=4), _p3_llama(15_000, 2e-3, False), _TINYLLAMA
+    ),
+    "tinyllama-1.1b": Base(
+        _llama(2048, 5632, 32, 22, num_key_value_heads=8), _p3_llama(25_000, 1e-3, True), _TINYLLAMA
+    ),
+}
+
+_SKIP = "P3 section 6.5"
+MECHANISMS: dict[str, MechanismPreset] = {
+    "identity-query": MechanismPreset(
+        "query",
+        {"type": "identity"},
+        "Q = X, attention scale halved",
+        "P1 section 5",
+        {"gpt2-124m": {"weight_decay": 2**-5}},
+    ),
+    "identity-key": MechanismPreset("key", {"type": "identity"}, "K = X, attention scale halved (MHA)", "P1 Remark 1"),
+    "identity-value": MechanismPreset("value", {"type": "identity"}, "V = X (MHA)", "P1 Remark 1"),
+    "nonlinear-query": MechanismPreset(
+        "query",
+        {"type": "nonlinear"},
+        "Q = (X + f(X)) / 2 with a bottleneck MLP f",
+        "P2 eq. 2-3, Table 1",
+        {"gpt2-124m": {"learning_rate": 3e-3, "min_learning_rate": 3e-5, "weight_decay": 2**-5}},
+    ),
+    "residual-query": MechanismPreset("query", {"type": "residual"}, "Q = (X + X W_Q) / 2", "P2's public code"),
+    "skipv1": MechanismPreset(
+        "key_value",
+        {"type": "first_layer_values"},
+        "half of each later layer's value heads are the first layer's",
+        "P3 section 3.2",
+    ),
+    "skipv2": MechanismPreset(
+        "key_value", {"type": "first_layer_values", "source_layer": 1}, "as skipv1, from layer 2", _SKIP
+    ),
+    "skipv3": MechanismPreset(
+        "key_value", {"type": "first_layer_values", "source_layer": 2}, "as skipv1, from layer 3", _SKIP
+    ),
+    "skipv4": MechanismPreset(
+        "key_value", {"type": "first_layer_values", "source_layer": 3}, "as skipv1, from layer 4", _SKIP
+    ),
+    "skipv0": MechanismPreset(
+        "key_value", {"type": "first_layer_values", "inject": False}, "half the heads, none injected", _SKIP
+    ),
+    "gqa": MechanismPreset(
+        "heads", {"group_size": 2}, "each key/value head serves group_size query heads", "Ainslie et al. 2023; P3 5.2"
+    ),
+    "mqa": MechanismPreset("heads", {"group_size": 0}, "one key/value head for all query heads", "Shazeer 2019"),
+}
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """A parsed `BASE+MECHANISM:option=value+field=value`."""
+
+    base: str
+    mechanisms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+    overrides: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        def show(value: Any) -> str:
+            return ",".join(map(str, value)) if isinstance(value, list | tuple) else yaml_scalar(value)
+
+        parts = [self.base]
+        for mechanism, options in self.mechanisms:
+            listed = ",".join(f"{name}={show(value)}" for name, value in options)
+            parts.append(f"{mechanism}:{listed}" if listed else mechanism)
+        return "+".join([*parts, *(f"{name}={show(value)}" for name, value in self.overrides)])
+
+
+def yaml_scalar(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_name(name: str) -> ModelName:
+    """Reads `BASE+MECHANISM+...`; each part after the base is a mechanism or a configuration field, `field=value`.
+
+    Raises:
+        LeanError: an unknown base or mechanism (nearest names offered), or an option without a value.
+    """
+    base, *parts = name.split("+")
+    if base not in BASES:
+        raise LeanError(f"unknown base {base!r} in {name!r}: {suggest(base, BASES)}")
+    mechanisms, overrides = [], []
+    for part in parts:
+        head, _, options = part.partition(":")
+        if "=" in head:
+            overrides.extend(_parse_options(part, name))
+        elif head in MECHANISMS:
+            mechanisms.append((head, tuple(_parse_options(options, name))))
+        else:
+            raise LeanError(f"unknown mechanism {head!r} in {name!r}: {suggest(head, MECHANISMS)}")
+    return ModelName(base, tuple(mechanisms), tuple(overrides))
+
+
+def _parse_options(text: str, name: str) -> list[tuple[str, Any]]:
+    """`layers=0,3,rank=64` -> [("layers", [0, 3]), ("rank", 64)]: a part without `=` continues the value before it."""
+    pairs: list[tuple[str, list[str]]] = []
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if equals:
+            pairs.append((key.strip(), [value]))
+        elif pairs:
+            pairs[-1][1].append(part)
+        else:
+            raise LeanError(f"option {part!r} in {name!r} has no value; write option=value")
+    try:
+        return [
+            (key, [yaml.safe_load(v) for v in values] if len(values) > 1 or key == "layers" else _scalar(values[0]))
+            for key, values in pairs
+        ]
+    except yaml.YAMLError as error:
+        raise LeanError(f"cannot read the options {text!r} in {name!r}: {error}") from None
+
+
+def _scalar(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML reads 1e-3 as a word
+        except ValueError:
+            return value
+    return value
+
+
+def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
+    """The configuration of a base size with mechanisms and overrides.
+
+    `preset("gpt2-124m", "identity-query", num_hidden_layers=6)`; names may carry options, `skipv1:ratio=0.25`.
+
+    Raises:
+        LeanError: unknown names. ConfigError: a combination that cannot be built.
+    """
+    parsed = parse_name("+".join((base, *mechanisms)))
+    config: dict[str, Any] = {**BASES[parsed.base].config, **dict(parsed.overrides), **overrides}
+    seen: dict[str, str] = {}
+    for name, given in parsed.mechanisms:
+        mechanism, options = MECHANISMS[name], dict(given)
+        if mechanism.slot in ("query", "key", "value"):
+            config[mechanism.slot] = [*config.get(mechanism.slot, ()), {**mechanism.spec, **options}]
+        elif mechanism.slot in seen:
+            raise LeanError(
+                f"{seen[mechanism.slot]} and {name} clash: both decide "
+                + ("how heads are shared between layers" if mechanism.slot == "key_value" else "the key/value heads")
+                + "; use one of them"
+            )
+        elif mechanism.slot == "key_value":
+            config["key_value"] = {**mechanism.spec, **options}
+        else:
+            config["num_key_value_heads"] = _grouped_heads(name, mechanism, options, config["num_attention_heads"])
+        seen[mechanism.slot] = name
+    try:
+        return LeanConfig(**config)
+    except StrictDataclassError as error:  # a value of the wrong type
+        raise LeanError(f"{parsed}: {str(error).splitlines()[-1].strip()}") from None
+
+
+def _grouped_heads(name: str, mechanism: MechanismPreset, options: dict[str, Any], heads: int) -> int:
+    if unknown := set(options) - ({"group_size"} if name == "gqa" else set()):
+        raise LeanError(f"{name} has no option {unknown.pop()!r}" + (": valid: group_size" if name == "gqa" else ""))
+    group = {**mechanism.spec, **options}["group_size"] or heads
+    if not isinstance(group, int) or group < 1 or heads % group:
+        raise LeanError(f"{name}: group_size must divide the {heads} query heads, found {group!r}")
+    return heads // group
+
+
+def recipe(name: str, **overrides: Any) -> Recipe:
+    """How the papers train `name`: the base's recipe, changed as its mechanisms ask for on that base.
+
+    For the bases made for a CPU the rates come from a committed sweep (`results/`), see `TUNED`.
+    """
+    parsed = parse_name(name)
+    found = BASES[parsed.base].recipe
+    for mechanism, _ in parsed.mechanisms:
+        found = replace(found, **MECHANISMS[mechanism].recipes.get(parsed.base, {}))
+    kinds = frozenset(mechanism for mechanism, _ in parsed.mechanisms)
+    return replace(found, **TUNED.get((parsed.base, kinds), {}), **overrides)
+
+
+# (base, mechanisms) -> recipe fields, measured by `leanqkv compare ... --lr-grid`.
+TUNED: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}
