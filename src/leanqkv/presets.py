@@ -1,7 +1,7 @@
 """The papers' architectures and sizes as data: `BASE+MECHANISM+MECHANISM` is how a model is named everywhere.
 
 P1: Karbevski & Mijoski 2025, arXiv 2510.23912. P2: Karbevski 2026, nonlinear queries. P3: Wu et al. 2025, SkipV1Former.
-Where a paper leaves a value open, `ours` in the source says so.
+Where a paper leaves a value open, the note says that it is ours.
 """
 
 from collections.abc import Mapping
@@ -34,11 +34,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Base:
-    """A size: configuration fields, the recipe it is trained with, and where both come from."""
+    """A size: configuration fields, the recipe it is trained with, where both come from, and what in them is ours."""
 
     config: Mapping[str, Any]
     recipe: Recipe
     source: str
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,12 @@ def _llama(hidden_size: int, intermediate_size: int, heads: int, layers: int, **
 
 _NANOGPT = Recipe(60_000, 480, 6e-4, 6e-5, 0.1, 2_000)
 _P3_DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "embedding_dropout": 0.2}
-_P3_GPT2 = "P3 Table 3 (vocabulary, gradient clipping 1.0 and where dropout acts: ours, as in nanoGPT)"
-_P3_LLAMA = "P3 Table 4 (vocabulary 32000, RMSNorm eps 1e-6, untied head: ours)"
+_P3_GPT2 = ("P3 Table 3", "vocabulary, gradient clipping at 1.0 and where dropout acts are ours, as in nanoGPT")
+_P3_LLAMA = ("P3 Table 4", "vocabulary 32000, RMSNorm eps 1e-6 and the untied head are ours")
 _TINYLLAMA = (
-    "P3 Table 6 (the paper gives sizes alone; shapes ours: TinyLlama's proportions, group-of-4 GQA, the LLaMA recipe)"
+    "P3 Table 6",
+    "the paper gives sizes alone; the shapes are ours, TinyLlama's proportions with group-of-4 GQA, and so is the "
+    "recipe, that of the LLaMA of like size",
 )
 
 
@@ -108,33 +111,36 @@ BASES: dict[str, Base] = {
     "tiny": Base(
         _gpt(128, 4, 4, vocab_size=4096, max_position_embeddings=128),
         Recipe(600, 16, 3e-3, 3e-4, 0.1, 60),
-        "ours: the quickstart's size, seconds a run on a CPU",
+        "ours: the quickstart's size",
     ),
     "small": Base(
         _gpt(256, 4, 6, vocab_size=4096, max_position_embeddings=256),
         Recipe(600, 16, 2e-3, 2e-4, 0.1, 60),
-        "ours: minutes a run on a CPU",
+        "ours: minutes on a CPU",
     ),
     "gpt2-124m": Base(
         _gpt(768, 12, 12),
         _NANOGPT,
-        "P1 and P2: nanoGPT's GPT-2 shape; 60k steps of the later P1 version and P2",
+        "P1, P2",
+        "nanoGPT's GPT-2 shape; the steps are those of P2 and of the later version of P1, 60k",
     ),
-    "gpt2-125m": Base(_gpt(768, 12, 12, **_P3_DROPOUT), _p3_gpt2(1e-3), _P3_GPT2),
-    "gpt2-200m": Base(_gpt(1024, 16, 12, **_P3_DROPOUT), _p3_gpt2(1e-3), _P3_GPT2),
-    "gpt2-355m": Base(_gpt(1024, 16, 24, **_P3_DROPOUT), _p3_gpt2(1e-3), _P3_GPT2),
-    "gpt2-550m": Base(_gpt(1200, 20, 28, **_P3_DROPOUT), _p3_gpt2(6e-4), _P3_GPT2),
-    "llama-60m": Base(_llama(512, 1376, 8, 8), _p3_llama(2_500, 2e-3, False), _P3_LLAMA),
-    "llama-130m": Base(_llama(768, 2048, 12, 12), _p3_llama(5_000, 2e-3, False), _P3_LLAMA),
-    "llama-350m": Base(_llama(1024, 2736, 16, 24), _p3_llama(15_000, 2e-3, False), _P3_LLAMA),
-    "llama-1b": Base(_llama(2048, 5461, 32, 24), _p3_llama(25_000, 1e-3, True), _P3_LLAMA),
-    "llama-3b": Base(_llama(2560, 6848, 32, 32), _p3_llama(30_000, 5e-4, True), _P3_LLAMA),
-    "tinyllama-125m": Base(_llama(768, 2112, 12, 12, num_key_value_heads=3), _p3_llama(5_000, 2e-3, False), _TINYLLAMA),
+    "gpt2-125m": Base(_gpt(768, 12, 12, **_P3_DROPOUT), _p3_gpt2(1e-3), *_P3_GPT2),
+    "gpt2-200m": Base(_gpt(1024, 16, 12, **_P3_DROPOUT), _p3_gpt2(1e-3), *_P3_GPT2),
+    "gpt2-355m": Base(_gpt(1024, 16, 24, **_P3_DROPOUT), _p3_gpt2(1e-3), *_P3_GPT2),
+    "gpt2-550m": Base(_gpt(1200, 20, 28, **_P3_DROPOUT), _p3_gpt2(6e-4), *_P3_GPT2),
+    "llama-60m": Base(_llama(512, 1376, 8, 8), _p3_llama(2_500, 2e-3, False), *_P3_LLAMA),
+    "llama-130m": Base(_llama(768, 2048, 12, 12), _p3_llama(5_000, 2e-3, False), *_P3_LLAMA),
+    "llama-350m": Base(_llama(1024, 2736, 16, 24), _p3_llama(15_000, 2e-3, False), *_P3_LLAMA),
+    "llama-1b": Base(_llama(2048, 5461, 32, 24), _p3_llama(25_000, 1e-3, True), *_P3_LLAMA),
+    "llama-3b": Base(_llama(2560, 6848, 32, 32), _p3_llama(30_000, 5e-4, True), *_P3_LLAMA),
+    "tinyllama-125m": Base(
+        _llama(768, 2112, 12, 12, num_key_value_heads=3), _p3_llama(5_000, 2e-3, False), *_TINYLLAMA
+    ),
     "tinyllama-315m": Base(
-        _llama(1024, 2816, 16, 22, num_key_value_heads=4), _p3_llama(15_000, 2e-3, False), _TINYLLAMA
+        _llama(1024, 2816, 16, 22, num_key_value_heads=4), _p3_llama(15_000, 2e-3, False), *_TINYLLAMA
     ),
     "tinyllama-1.1b": Base(
-        _llama(2048, 5632, 32, 22, num_key_value_heads=8), _p3_llama(25_000, 1e-3, True), _TINYLLAMA
+        _llama(2048, 5632, 32, 22, num_key_value_heads=8), _p3_llama(25_000, 1e-3, True), *_TINYLLAMA
     ),
 }
 
@@ -145,7 +151,7 @@ MECHANISMS: dict[str, MechanismPreset] = {
         {"type": "identity"},
         "Q = X, attention scale halved",
         "P1 section 5",
-        {"gpt2-124m": {"weight_decay": 2**-5}},
+        {base: {"weight_decay": 2**-5} for base in ("gpt2-124m", "tiny", "small")},
     ),
     "identity-key": MechanismPreset("key", {"type": "identity"}, "K = X, attention scale halved (MHA)", "P1 Remark 1"),
     "identity-value": MechanismPreset("value", {"type": "identity"}, "V = X (MHA)", "P1 Remark 1"),
@@ -154,7 +160,11 @@ MECHANISMS: dict[str, MechanismPreset] = {
         {"type": "nonlinear"},
         "Q = (X + f(X)) / 2 with a bottleneck MLP f",
         "P2 eq. 2-3, Table 1",
-        {"gpt2-124m": {"learning_rate": 3e-3, "min_learning_rate": 3e-5, "weight_decay": 2**-5}},
+        {
+            "gpt2-124m": {"learning_rate": 3e-3, "min_learning_rate": 3e-5, "weight_decay": 2**-5},
+            "tiny": {"weight_decay": 2**-5},
+            "small": {"weight_decay": 2**-5},
+        },
     ),
     "residual-query": MechanismPreset("query", {"type": "residual"}, "Q = (X + X W_Q) / 2", "P2's public code"),
     "skipv1": MechanismPreset(
@@ -298,16 +308,24 @@ def _grouped_heads(name: str, mechanism: MechanismPreset, options: dict[str, Any
 
 
 def recipe(name: str, **overrides: Any) -> Recipe:
-    """How the papers train `name`: the base's recipe, changed as its mechanisms ask for on that base.
+    """How the papers train `name`: the base's recipe, changed as its mechanisms ask for on that base, then overridden.
 
-    For the bases made for a CPU the rates come from a committed sweep (`results/`), see `TUNED`.
+    For the bases made for a CPU the rates come from a committed sweep (`results/`), see `TUNED`. A different number of
+    `steps` scales the warm-up, and a learning rate of one's own the minimum, unless these are given too.
     """
     parsed = parse_name(name)
     found = BASES[parsed.base].recipe
     for mechanism, _ in parsed.mechanisms:
         found = replace(found, **MECHANISMS[mechanism].recipes.get(parsed.base, {}))
     kinds = frozenset(mechanism for mechanism, _ in parsed.mechanisms)
-    return replace(found, **TUNED.get((parsed.base, kinds), {}), **overrides)
+    found = replace(found, **TUNED.get((parsed.base, kinds), {}))
+    scaled: dict[str, Any] = {}
+    if "steps" in overrides:
+        scaled["warmup_steps"] = round(found.warmup_steps * overrides["steps"] / found.steps)
+    if "learning_rate" in overrides:
+        ratio = found.min_learning_rate / found.learning_rate
+        scaled["min_learning_rate"] = overrides["learning_rate"] * ratio
+    return replace(found, **{**scaled, **overrides})
 
 
 # (base, mechanisms) -> recipe fields, measured by `leanqkv compare ... --lr-grid`.

@@ -141,6 +141,10 @@ class LeanConfig(PreTrainedConfig):
     def plan(self) -> Plan:
         return make_plan(self)
 
+    def as_overrides(self) -> dict[str, Any]:
+        """What differs from the defaults: `LeanConfig(**overrides)` is equal to this configuration."""
+        return {key: value for key, value in self.to_diff_dict().items() if key != "transformers_version"}
+
     @property
     def layer_types(self) -> list[str]:
         """Tells transformers' DynamicCache and StaticCache which cache layer to make; see cache.py."""

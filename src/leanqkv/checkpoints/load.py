@@ -1,0 +1,42 @@
+"""Opening a checkpoint directory of ours."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..errors import LeanError
+from ..files import read_json
+from ..model.config import LeanConfig
+from ..model.transformer import LeanForCausalLM
+
+
+def load_config(directory: Path) -> LeanConfig:
+    """Raises:
+    LeanError: no checkpoint there, or one of another architecture.
+    """
+    if not (directory / "config.json").is_file():
+        raise LeanError(f"{directory} is not a checkpoint: it has no config.json")
+    kind = read_json(directory / "config.json").get("model_type")
+    if kind != LeanConfig.model_type:
+        raise LeanError(f"{directory} is a {kind!r} checkpoint; only {LeanConfig.model_type!r} ones can be opened")
+    return LeanConfig.from_pretrained(directory)
+
+
+def load_model(directory: Path) -> LeanForCausalLM:
+    """The model in `directory`, on the CPU, in evaluation mode.
+
+    Raises:
+        LeanError: as `load_config`, and for weights that are missing, damaged, or not the configuration's.
+    """
+    config = load_config(directory)
+    try:
+        loaded: Any = LeanForCausalLM.from_pretrained(directory, config=config, output_loading_info=True)
+        model, info = loaded
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise LeanError(f"the weights in {directory} cannot be read: {str(error).splitlines()[0]}") from None
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            name = sorted(map(str, info[what]))[0]
+            raise LeanError(f"the weights in {directory} do not fit its config.json: {what.replace('_', ' ')}, {name}")
+    return model.eval()

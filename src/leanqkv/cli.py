@@ -1,0 +1,489 @@
+"""The command line."""
+
+import errno
+import os
+import shlex
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .data import TokenData
+    from .train import Precision
+
+app = typer.Typer(
+    help="Transformers with fewer attention weights and a smaller KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+errors = Console(stderr=True)
+
+NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"
+
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Text, JSONL or Parquet file or folder, nanoGPT .bin, or Hugging Face dataset name. "
+        "Default: the source of this Python's standard library.",
+        show_default=False,
+    ),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="Directory or hub name. Default: a byte-level BPE trained on the data.", show_default=False),
+]
+TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datasets that holds the text.")]
+MaxDocuments = Annotated[int | None, typer.Option(min=1, help="Read no more documents than that.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps; the warm-up scales along.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences per step, over all processes.")]
+MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences at a time; the rest is accumulated.")]
+ContextLength = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence. Default: all positions.")]
+LearningRate = Annotated[float | None, typer.Option(help="Peak; the minimum scales along.")]
+MinLearningRate = Annotated[float | None, typer.Option(help="End of the cosine.")]
+WeightDecay = Annotated[float | None, typer.Option(min=0, help="On matrices only.")]
+WarmupSteps = Annotated[int | None, typer.Option(min=0)]
+ScheduleSteps = Annotated[int | None, typer.Option(min=1, help="Length of the cosine. Default: the steps.")]
+PrecisionOption = Annotated[
+    str, typer.Option(help="auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps. Default: what there is.")]
+EvaluateEvery = Annotated[int, typer.Option(min=1, help="Steps between validations, which are checkpoints too.")]
+EvaluationSequences = Annotated[int, typer.Option(min=1, help="Validation sequences, the same each time.")]
+
+
+def _recipe_overrides(**given: Any) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _prepare(
+    source: str | None, vocab_size: int, tokenizer: str | None, text_field: str, max_documents: int | None
+) -> "TokenData":
+    from .data import prepare_data
+
+    with console.status("reading the data") as status:
+
+        def progress(stage: str, done: int) -> None:
+            status.update(f"{stage}, {done:,} documents" if done else stage)
+
+        data = prepare_data(
+            source,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            text_field=text_field,
+            max_documents=max_documents,
+            progress=progress,
+        )
+    console.print(
+        f"data: {data.description}; {data.train_tokens:,} training and {data.validation_tokens:,} validation tokens",
+        highlight=False,
+    )
+    return data
+
+
+@app.command()
+def presets() -> None:
+    """List the base sizes and the mechanisms, each with its source."""
+    import torch
+
+    from .presets import BASES, MECHANISMS, preset
+
+    table = Table(title="Bases", title_justify="left")
+    for column in ("name", "parameters", "KV B/token (bf16)", "source"):
+        table.add_column(column, justify="right" if column[0] in "pK" else "left")
+    for name, base in BASES.items():
+        plan = preset(name).plan
+        parameters = f"{plan.count_parameters().total / 1e6:,.1f} M"
+        table.add_row(name, parameters, f"{plan.kv_bytes_per_token(torch.bfloat16):,}", base.source)
+    console.print(table)
+    for source, note in {base.source: base.note for base in BASES.values() if base.note}.items():
+        console.print(f"{source}: {note}", highlight=False)
+    console.print()
+    table = Table(title="Mechanisms", title_justify="left")
+    for column in ("name", "what it does", "options", "source"):
+        table.add_column(column)
+    for name, mechanism in MECHANISMS.items():
+        table.add_row(name, mechanism.summary, _options(mechanism), mechanism.source)
+    console.print(table)
+    console.print("A model is BASE+MECHANISM+…, with options as in tiny+skipv1:ratio=0.25+identity-query:layers=0,3;")
+    console.print("any configuration field as in tiny+intermediate_size=576.", highlight=False)
+
+
+def _options(mechanism: Any) -> str:
+    from .model.registry import KEY_VALUES, KEYS, QUERIES, VALUES
+
+    if mechanism.slot == "heads":
+        return f"group_size={mechanism.spec['group_size']}" if mechanism.spec["group_size"] else ""
+    tables: dict[str, Any] = {"query": QUERIES, "key": KEYS, "value": VALUES, "key_value": KEY_VALUES}
+    cls = tables[mechanism.slot][mechanism.spec["type"]]
+    options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in fields(cls.Options)]
+    return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))
+
+
+@app.command()
+def inspect(source: Annotated[str, typer.Argument(help=f"{NAME_HELP}; or a checkpoint directory")]) -> None:
+    """Show parameters, KV bytes and the plan of every layer, without building the model."""
+    import torch
+
+    from .checkpoints import load_config
+    from .presets import preset
+
+    config: Any = load_config(Path(source)) if Path(source).exists() else preset(source)
+    plan = config.plan
+    count = plan.count_parameters()
+    table = Table(title=source, title_justify="left")
+    for column in ("layer", "query", "keys", "values", "cached per token (bf16)"):
+        table.add_column(column, justify="right" if column[:2] in ("la", "ca") else "left")
+    for layer in plan.layers:
+        table.add_row(
+            str(layer.layer),
+            f"{layer.query.kind} ({layer.num_query_heads} heads)",
+            _heads(layer.key.kind, layer.layout.keys, layer.layer),
+            _heads(layer.value.kind, layer.layout.values, layer.layer),
+            f"{2 * sum(cached.elements for cached in layer.cached):,} B",
+        )
+    console.print(table)
+    console.print(f"parameters: {count.total:,} ({count.non_embedding:,} without embeddings and output head)")
+    full = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    for dtype in (torch.bfloat16, torch.float32):
+        size = plan.kv_bytes_per_token(dtype)
+        share = size / (full * dtype.itemsize)
+        console.print(f"KV cache, {str(dtype).removeprefix('torch.')}: {size:,} bytes per token, {share:.1%} of MHA")
+
+
+def _heads(kind: str, sources: Any, layer: int) -> str:
+    return ", ".join(
+        f"{source.start}-{source.stop - 1} " + (kind if source.layer == layer else f"of layer {source.layer}")
+        for source in sources
+    )
+
+
+@app.command()
+def train(
+    name: Annotated[str, typer.Argument(help=NAME_HELP)],
+    out: Annotated[Path, typer.Option(help="Directory of the run; goes on where an earlier start of it left off.")],
+    data: Data = None,
+    steps: Steps = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the batches.")] = 0,
+    batch_size: BatchSize = None,
+    micro_batch_size: MicroBatchSize = None,
+    context_length: ContextLength = None,
+    learning_rate: LearningRate = None,
+    min_learning_rate: MinLearningRate = None,
+    weight_decay: WeightDecay = None,
+    warmup_steps: WarmupSteps = None,
+    schedule_steps: ScheduleSteps = None,
+    precision: PrecisionOption = "auto",
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    text_field: TextField = "text",
+    max_documents: MaxDocuments = None,
+    evaluate_every: EvaluateEvery = 50,
+    evaluation_sequences: EvaluationSequences = 128,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False,
+) -> None:
+    """Train one model; the same command goes on after an interruption, with the same losses.
+
+    Without options the published recipe of the model applies. Several processes: `torchrun -m leanqkv.cli train …`.
+
+    leanqkv train small+skipv1 --steps 600 --out runs/skipv1
+    """
+    from .presets import preset, recipe
+    from .progress import training_display
+    from .train import RunSpec
+    from .train import train as run
+    from .train.environment import default_device
+
+    config = preset(name)
+    overrides = _recipe_overrides(
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        min_learning_rate=min_learning_rate,
+        weight_decay=weight_decay,
+        warmup_steps=warmup_steps,
+        schedule_steps=schedule_steps,
+    )
+    chosen = recipe(name, **overrides)
+    context = context_length or config.max_position_embeddings
+    prepared = _prepare(data, config.vocab_size, tokenizer, text_field, max_documents)
+    arithmetic = _precision(precision, out, config, chosen, micro_batch_size, context, device or default_device())
+    spec = RunSpec(
+        name=name,
+        config=config.as_overrides(),
+        recipe=chosen,
+        seed=seed,
+        context_length=context,
+        precision=str(arithmetic),
+        precision_timings=arithmetic.timings,
+        data_sha256=prepared.sha256,
+        micro_batch_size=micro_batch_size,
+        evaluation_sequences=evaluation_sequences,
+        evaluate_every=evaluate_every,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    with training_display(console) as display:
+        display.start(chosen.steps)
+
+        def progress(step: int, total: int, loss: float | None, rate: float | None) -> None:
+            display.update(name, step, total, loss, rate)
+
+        record = run(spec, prepared, out, device=device, progress=progress)
+        display.finish(name, chosen.steps, _outcome(record))
+    console.print(f"{out}: the model, its tokenizer and record.json", highlight=False)
+
+
+def _precision(
+    asked: str, out: Path, config: Any, recipe: Any, micro: int | None, context: int, device: str
+) -> "Precision":
+    """The precision asked for; with "auto" that of the run in `out`, or the fastest one on this machine."""
+    from dataclasses import replace
+
+    from .files import read_json
+    from .train import choose_precision, parse_precision
+    from .train.run import SPEC
+
+    if asked == "auto" and (out / SPEC).exists():
+        found = read_json(out / SPEC)
+        earlier = parse_precision(found["precision"])
+        assert earlier is not None
+        return replace(earlier, timings=found["precision_timings"])
+    with console.status("timing precisions") as status:
+        chosen = parse_precision(asked) or choose_precision(
+            config,
+            batch_size=micro or recipe.batch_size,
+            context_length=context,
+            steps=recipe.steps,
+            device=device,
+            progress=status.update,
+        )
+    console.print(f"precision: {chosen}", highlight=False)
+    return chosen
+
+
+def _outcome(record: dict[str, Any]) -> str:
+    if record["diverged"]:
+        return f"diverged at step {record['diverged']['step']}"
+    rate = f", {record['tokens_per_second']:,.0f} tokens/s" if record["tokens_per_second"] else ""
+    return f"validation loss {record['final']['validation_loss']:.4f}{rate}"
+
+
+@app.command()
+def compare(
+    names: Annotated[
+        list[str], typer.Argument(help=f"A suite (quickstart), or models, the baseline first: {NAME_HELP}")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory of the comparison; goes on where an earlier start left off.")],
+    data: Data = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Paired seeds. Default: the suite's, else 3.")] = None,
+    steps: Steps = None,
+    lr_grid: Annotated[
+        str | None,
+        typer.Option(help="1e-3,2e-3,3e-3: search every model's learning rate on a seed of its own, report its best."),
+    ] = None,
+    batch_size: BatchSize = None,
+    micro_batch_size: MicroBatchSize = None,
+    context_length: ContextLength = None,
+    learning_rate: LearningRate = None,
+    weight_decay: WeightDecay = None,
+    warmup_steps: WarmupSteps = None,
+    precision: PrecisionOption = "auto",
+    device: Device = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time. Default: one a core for small models on a CPU, else 1.")
+    ] = None,
+    tokenizer: Tokenizer = None,
+    text_field: TextField = "text",
+    max_documents: MaxDocuments = None,
+    evaluate_every: Annotated[int | None, typer.Option(min=1)] = None,
+    evaluation_sequences: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Train several models on the same batches and seeds, and report paired differences.
+
+    leanqkv compare quickstart --out runs/quickstart
+
+    leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
+    """
+    from .compare.report import load_comparison, terminal_table, write_report
+    from .compare.run import Comparison, Job, Update, run_comparison
+    from .compare.suites import SUITES, Suite
+    from .errors import LeanError
+    from .presets import preset
+    from .progress import training_display
+
+    suite = SUITES.get(names[0]) if len(names) == 1 else None
+    if suite is None:
+        if len(names) == 1:
+            raise LeanError(f"{names[0]!r} is not a suite ({', '.join(SUITES)}), and one model alone is no comparison")
+        suite = Suite(" against ".join([", ".join(names[1:]), names[0]]), tuple(names), seeds=3)
+    if repeated := {name for name in suite.architectures if suite.architectures.count(name) > 1}:
+        raise LeanError(f"{repeated.pop()} is named twice")
+    overrides = _recipe_overrides(
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        warmup_steps=warmup_steps,
+    )
+    comparison = Comparison(
+        title=suite.title,
+        suite=names[0] if names[0] in SUITES else None,
+        architectures=suite.architectures,
+        seeds=tuple(range(seeds or suite.seeds)),
+        recipe={**suite.recipe, **overrides},
+        learning_rates=_grid(lr_grid),
+        context_length=context_length,
+        evaluation_sequences=evaluation_sequences or suite.evaluation_sequences,
+        evaluate_every=evaluate_every or suite.evaluate_every,
+        micro_batch_size=micro_batch_size,
+        command=shlex.join(["leanqkv", *sys.argv[1:]]),
+    )
+    vocab_size = min(preset(name).vocab_size for name in comparison.architectures)
+    prepared = _prepare(data, vocab_size, tokenizer, text_field, max_documents)
+
+    def label(job: Job) -> str:
+        role = f" lr {job.spec.recipe.learning_rate:g}" if job.spec.role == "grid" else ""
+        return f"{job.spec.name}{role} seed {job.spec.seed}"
+
+    with training_display(console) as display:
+
+        def on_jobs(todo: Any) -> None:
+            display.start(sum(job.spec.recipe.steps for job in todo))
+
+        def on_update(update: Update) -> None:
+            job = update.job
+            if update.record is not None:
+                display.finish(label(job), job.spec.recipe.steps, _outcome(update.record))
+            else:
+                total = job.spec.recipe.steps
+                display.update(label(job), update.step, total, update.loss, update.tokens_per_second)
+
+        run_comparison(
+            comparison,
+            prepared,
+            out,
+            precision=precision,
+            device=device,
+            jobs=jobs,
+            on_message=lambda text: console.print(text, highlight=False),
+            on_jobs=on_jobs,
+            on_update=on_update,
+        )
+    page = write_report(out)
+    console.print(terminal_table(load_comparison(out)))
+    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+
+
+def _grid(text: str | None) -> tuple[float, ...] | None:
+    from .errors import LeanError
+
+    if text is None:
+        return None
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise LeanError(f"--lr-grid takes learning rates between commas, 1e-3,2e-3; found {text!r}") from None
+    if any(rate <= 0 for rate in rates):
+        raise LeanError(f"--lr-grid takes positive learning rates, found {text!r}")
+    return rates
+
+
+@app.command()
+def report(directory: Annotated[Path, typer.Argument(help="Directory of a comparison.")]) -> None:
+    """Make the table and report.html again, from the records alone."""
+    from .compare.report import load_comparison, terminal_table, write_report
+
+    page = write_report(directory)
+    console.print(terminal_table(load_comparison(directory)))
+    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def generate(
+    directory: Annotated[Path, typer.Argument(help="Directory of a trained model.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among that many likeliest tokens.")] = 50,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Device = None,
+) -> None:
+    """Continue a prompt with a trained model.
+
+    leanqkv generate runs/skipv1 --prompt "def " --max-new-tokens 64
+    """
+    import torch
+    from transformers import TextStreamer
+
+    from .checkpoints import load_model
+    from .data.tokenizer import load_tokenizer
+    from .errors import LeanError
+    from .train.environment import default_device
+
+    model: Any = load_model(directory).to(device or default_device())  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(directory)
+    inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt").to(model.device)
+    length = inputs["input_ids"].shape[1]
+    room = model.config.max_position_embeddings - length
+    if model.config.position_embedding_type == "learned" and max_new_tokens > room:
+        raise LeanError(
+            f"the prompt has {length} tokens and the model {model.config.max_position_embeddings} positions: "
+            f"--max-new-tokens can be {room} at most, found {max_new_tokens}"
+        )
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    print(prompt, end="")
+    model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )
+
+
+def main() -> None:
+    """Runs the command line; what a person can mend is one line and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from .errors import LeanError
+
+    try:
+        app()
+    except (LeanError, ValueError) as error:
+        from .model.registry import ConfigError
+
+        if not isinstance(error, LeanError | ConfigError):
+            raise
+        _fail(str(error))
+    except OSError as error:
+        reasons = {errno.ENOSPC: "the disk is full", errno.EACCES: "permission denied", errno.EROFS: "read-only"}
+        if error.errno not in reasons:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        _fail(f"{reasons[error.errno]}{where}; what was complete is kept, the same command goes on from there")
+    except KeyboardInterrupt:
+        errors.print("\nstopped; the same command goes on from the last checkpoint", highlight=False)
+        sys.exit(130)
+
+
+def _fail(message: str) -> None:
+    errors.print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(2)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(text.split()))
+
+
+if __name__ == "__main__":
+    main()

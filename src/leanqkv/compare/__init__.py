@@ -1,0 +1,1 @@
+"""Fair comparisons: paired runs of several architectures, and their report."""

@@ -1,0 +1,277 @@
+"""Runs a comparison: every architecture on every seed, on the same batches, several runs at a time on a CPU."""
+
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data import TokenData
+from ..errors import LeanError
+from ..files import read_json, write_json
+from ..presets import parse_name, preset, recipe
+from ..train import Precision, RunSpec, choose_precision, parse_precision, train
+from ..train.environment import default_device
+
+COMPARISON = "compare.json"
+# Above this many parameters a CPU is used better by one run on all cores than by one run a core.
+SMALL_MODEL = 20_000_000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared. The first architecture is the baseline.
+
+    Attributes:
+        learning_rates: the grid to search, for each architecture by itself, on a seed of its own; None: the rates of
+            the recipes.
+        recipe: overrides for every architecture's own recipe.
+    """
+
+    title: str
+    architectures: tuple[str, ...]
+    seeds: tuple[int, ...]
+    recipe: dict[str, Any]
+    command: str
+    suite: str | None = None
+    learning_rates: tuple[float, ...] | None = None
+    context_length: int | None = None
+    evaluation_sequences: int = 128
+    evaluate_every: int = 50
+    micro_batch_size: int | None = None
+
+    @property
+    def grid_seed(self) -> int:
+        """A seed that no reported run uses: the rates are not chosen on the runs they are reported for."""
+        return max(self.seeds) + 1
+
+
+@dataclass(frozen=True)
+class Job:
+    spec: RunSpec
+    out: Path
+
+
+@dataclass(frozen=True)
+class Update:
+    """One run's progress; `record` once it is done."""
+
+    job: Job
+    step: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    record: dict[str, Any] | None = None
+
+
+def run_comparison(
+    comparison: Comparison,
+    data: TokenData,
+    out: Path,
+    *,
+    precision: str = "auto",
+    device: str | None = None,
+    jobs: int | None = None,
+    on_message: Callable[[str], None] = lambda text: None,
+    on_jobs: Callable[[Sequence[Job]], None] = lambda jobs: None,
+    on_update: Callable[[Update], None] = lambda update: None,
+) -> None:
+    """Trains what is not trained yet; `out` then holds compare.json and one directory per run under runs/.
+
+    Args:
+        precision: "auto" times the candidates on the baseline once; every run then uses the same one.
+        jobs: runs at a time. Default: on a CPU one for each core if the models are small, else one.
+        on_message, on_jobs, on_update: what happens, for a progress display.
+
+    Raises:
+        LeanError: names or data that do not fit, or `out` holding another comparison.
+    """
+    device = device or default_device()
+    configs = {name: preset(name) for name in comparison.architectures}
+    recipes = {name: recipe(name, **comparison.recipe) for name in comparison.architectures}
+    context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
+    for name, config in configs.items():
+        if config.position_embedding_type == "learned" and context > config.max_position_embeddings:
+            raise LeanError(
+                f"a context of {context} is longer than the {config.max_position_embeddings} positions of {name}"
+            )
+        if data.vocab_size > config.vocab_size:
+            raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
+
+    baseline = comparison.architectures[0]
+    workers = jobs or default_jobs(device, max(c.plan.count_parameters().total for c in configs.values()))
+    threads = max(1, (os.cpu_count() or 1) // workers) if device == "cpu" else torch.get_num_threads()
+    torch.set_num_threads(threads)
+    about = _claim(out, comparison, context, data)
+    if "precision" not in about:
+        chosen = parse_precision(precision) or choose_precision(
+            configs[baseline],
+            batch_size=comparison.micro_batch_size or recipes[baseline].batch_size,
+            context_length=context,
+            steps=recipes[baseline].steps,
+            device=device,
+            progress=on_message,
+        )
+        about["precision"] = chosen.record()
+        write_json(out / COMPARISON, about)
+    precision_record = about["precision"]
+    chosen = replace(_parse(precision_record["choice"]), timings=precision_record["milliseconds_per_step"])
+
+    def job(name: str, seed: int, learning_rate: float, role: str) -> Job:
+        spec = RunSpec(
+            name=name,
+            config=configs[name].as_overrides(),
+            recipe=recipe(name, **{**comparison.recipe, "learning_rate": learning_rate}),
+            seed=seed,
+            context_length=context,
+            precision=str(chosen),
+            precision_timings=chosen.timings,
+            data_sha256=data.sha256,
+            micro_batch_size=comparison.micro_batch_size,
+            evaluation_sequences=comparison.evaluation_sequences,
+            evaluate_every=comparison.evaluate_every,
+            role=role,
+        )
+        return Job(spec, out / "runs" / f"{slug(name)}-{role}-lr{learning_rate:g}-seed{seed}")
+
+    def run(todo: list[Job]) -> dict[Path, dict[str, Any]]:
+        on_jobs(todo)
+        settings = {"device": device, "batches": out / "batches"}
+        return _run_jobs(todo, data, settings, workers, threads, on_update)
+
+    rates = {name: recipes[name].learning_rate for name in configs}
+    if comparison.learning_rates:
+        grid = [job(name, comparison.grid_seed, rate, "grid") for name in configs for rate in comparison.learning_rates]
+        found = run(grid)
+        for name in configs:
+            losses = {
+                j.spec.recipe.learning_rate: record["final"]["validation_loss"]
+                for j in grid
+                if j.spec.name == name and (record := found[j.out])["final"] is not None
+            }
+            if not losses:
+                raise LeanError(f"{name} diverged at every learning rate of the grid; try smaller ones")
+            rates[name] = min(losses, key=losses.__getitem__)
+    about["chosen_learning_rate"] = rates
+    write_json(out / COMPARISON, about)
+    run([job(name, seed, rates[name], "final") for seed in comparison.seeds for name in configs])
+
+
+def default_jobs(device: str, parameters: int) -> int:
+    """Runs at a time: small models leave most of a core idle waiting for another, so each gets one core to itself."""
+    return os.cpu_count() or 1 if device == "cpu" and parameters < SMALL_MODEL else 1
+
+
+def slug(name: str) -> str:
+    """A directory name for a model name."""
+    return re.sub(r"[^A-Za-z0-9.+_-]+", "-", name)
+
+
+def _parse(choice: str) -> Precision:
+    precision = parse_precision(choice)
+    if precision is None:
+        raise LeanError(f"{COMPARISON} names no precision that was chosen, found {choice!r}")
+    return precision
+
+
+def _claim(out: Path, comparison: Comparison, context: int, data: TokenData) -> dict[str, Any]:
+    """Makes `out` this comparison's own, or finds what an earlier start of it wrote."""
+    for name in comparison.architectures:
+        parse_name(name)
+    wanted = {
+        "title": comparison.title,
+        "suite": comparison.suite,
+        "command": comparison.command,
+        "baseline": comparison.architectures[0],
+        "architectures": list(comparison.architectures),
+        "seeds": list(comparison.seeds),
+        "grid": {"seed": comparison.grid_seed, "learning_rates": list(comparison.learning_rates)}
+        if comparison.learning_rates
+        else None,
+        "recipe": comparison.recipe,
+        "context_length": context,
+        "data_sha256": data.sha256,
+        "notes": [],
+    }
+    file = out / COMPARISON
+    if file.exists():
+        found = read_json(file)
+        different = [key for key in wanted if key not in ("command", "title") and found.get(key) != wanted[key]]
+        if different:
+            shown = "; ".join(f"{key}: {found.get(key)} there, {wanted[key]} asked" for key in different)
+            raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
+        return found
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise LeanError(f"{out} is not empty and not a comparison; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(file, wanted)
+    return wanted
+
+
+def _run_jobs(
+    jobs: Sequence[Job],
+    data: TokenData,
+    settings: dict[str, Any],
+    workers: int,
+    threads: int,
+    on_update: Callable[[Update], None],
+) -> dict[Path, dict[str, Any]]:
+    """Runs the jobs here one after another, or in `workers` processes, and returns their records by directory."""
+    records: dict[Path, dict[str, Any]] = {}
+
+    def note(update: Update) -> None:
+        on_update(update)
+        if update.record is not None:
+            records[update.job.out] = update.record
+
+    if workers == 1:
+        for job in jobs:
+            _work(job, data, settings, note)
+        return records
+    context = multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
+    with context.Manager() as manager, ProcessPoolExecutor(workers, context) as pool:
+        updates = manager.Queue()
+        futures = [pool.submit(_work_elsewhere, job, data, settings, threads, updates) for job in jobs]
+        # The end of the last job, or the first failure, ends the wait for updates.
+        ending = threading.Thread(target=_announce_end, args=(futures, updates))
+        ending.start()
+        try:
+            while (update := updates.get()) is not None:
+                note(update)
+            for future in futures:
+                if future.done():
+                    future.result()
+        except BrokenProcessPool:
+            raise LeanError(
+                "a training process died, out of memory perhaps; run the same command again to go on, with --jobs 1"
+            ) from None
+        finally:
+            for future in futures:
+                future.cancel()
+            ending.join()
+    return records
+
+
+def _announce_end(futures: Sequence[Future], updates: Any) -> None:
+    wait(futures, return_when=FIRST_EXCEPTION)
+    updates.put(None)
+
+
+def _work_elsewhere(job: Job, data: TokenData, settings: dict[str, Any], threads: int, updates: Any) -> None:
+    torch.set_num_threads(threads)
+    _work(job, data, settings, updates.put)
+
+
+def _work(job: Job, data: TokenData, settings: dict[str, Any], report: Callable[[Update], None]) -> None:
+    def progress(step: int, steps: int, loss: float | None, rate: float | None) -> None:
+        report(Update(job, step, loss, rate))
+
+    record = train(job.spec, data, job.out, progress=progress, **settings)
+    report(Update(job, step=job.spec.recipe.steps, record=record))

@@ -1,0 +1,100 @@
+"""The batch plan: which tokens make up every training batch and every evaluation, decided once, before any model.
+
+P1 section 5 and P2 section 3.1: all models of a comparison see the same tokens in the same order and are evaluated on
+the same tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import LeanError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Start offsets into the token files; a sequence is the `context_length` tokens from there on, and its targets the
+    same shifted by one.
+
+    Attributes:
+        train_starts: [steps, batch_size]; row i is optimizer step i.
+        evaluation_starts: [sequences] into the validation tokens; the same for every seed.
+        sha256: of both arrays.
+    """
+
+    train_starts: np.ndarray
+    evaluation_starts: np.ndarray
+    context_length: int
+    sha256: str
+
+    def record(self) -> dict[str, Any]:
+        steps, batch_size = self.train_starts.shape
+        return {
+            "sha256": self.sha256,
+            "steps": steps,
+            "batch_size": batch_size,
+            "evaluation_sequences": len(self.evaluation_starts),
+        }
+
+
+def batch_plan(
+    directory: Path, *, seed: int, steps: int, batch_size: int, context_length: int, **sizes: int
+) -> BatchPlan:
+    """The plan saved in `directory`, made and saved there first if need be; arguments as `make_batch_plan`."""
+    stem = f"seed{seed}-{steps}x{batch_size}x{context_length}"
+    files = [directory / f"{stem}-{part}.npy" for part in ("train", "evaluation")]
+    if not all(file.exists() for file in files):
+        made = make_batch_plan(seed=seed, steps=steps, batch_size=batch_size, context_length=context_length, **sizes)
+        directory.mkdir(parents=True, exist_ok=True)
+        for file, array in zip(files, (made.train_starts, made.evaluation_starts), strict=True):
+            with (partial := file.with_suffix(".partial")).open("wb") as stream:
+                np.save(stream, array)
+            partial.replace(file)
+    train, evaluation = (np.load(file, mmap_mode="r") for file in files)
+    return BatchPlan(train, evaluation, context_length, _digest(train, evaluation))
+
+
+def make_batch_plan(
+    *,
+    train_tokens: int,
+    validation_tokens: int,
+    context_length: int,
+    batch_size: int,
+    steps: int,
+    evaluation_sequences: int,
+    seed: int,
+) -> BatchPlan:
+    """Draws the starts uniformly. Training starts depend on `seed` (and a plan with more steps begins with the same
+    batches); evaluation starts do not.
+
+    Raises:
+        LeanError: a split too short for one sequence.
+    """
+    for split, tokens in (("training", train_tokens), ("validation", validation_tokens)):
+        if tokens <= context_length:
+            raise LeanError(
+                f"the {split} text is too short: {tokens} tokens, one sequence needs {context_length + 1}; "
+                "give more data or a smaller --context-length"
+            )
+    train = np.random.default_rng([seed, 0]).integers(0, train_tokens - context_length, (steps, batch_size))
+    evaluation = np.random.default_rng([0, 1]).integers(0, validation_tokens - context_length, evaluation_sequences)
+    return BatchPlan(train, evaluation, context_length, _digest(train, evaluation))
+
+
+def _digest(train: np.ndarray, evaluation: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in (train, evaluation):
+        digest.update(np.ascontiguousarray(array, dtype="<i8").data)
+    return digest.hexdigest()
+
+
+def collate(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, context_length: int) -> dict[str, torch.Tensor]:
+    """One batch: `input_ids` and, one token on, `shift_labels`, both int64 [batch, context_length]."""
+    windows = np.asarray(starts)[:, None] + np.arange(context_length + 1)
+    batch = torch.from_numpy(tokens[windows].astype(np.int64))
+    return {"input_ids": batch[:, :-1].contiguous(), "shift_labels": batch[:, 1:].contiguous()}

@@ -1,0 +1,226 @@
+"""Tokenizes a corpus once, into memory-mapped files cached by content, however much larger than memory it is."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from ..errors import LeanError
+from .corpus import open_corpus
+from .tokenizer import load_tokenizer, train_tokenizer
+
+# One document in this many goes to the validation split; short corpora give up as large a tail instead.
+VALIDATION_SHARE = 20
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Token files on disk.
+
+    Attributes:
+        directory: holds train.bin, validation.bin and the tokenizer (a nanoGPT folder: train.bin and val.bin).
+        dtype: of the token files, "uint16" or "uint32".
+        sha256: of the training tokens, then the validation tokens.
+        bytes_per_token: UTF-8 bytes of text per token; None where the text is not at hand.
+    """
+
+    directory: Path
+    description: str
+    dtype: str
+    train_tokens: int
+    validation_tokens: int
+    sha256: str
+    vocab_size: int
+    bytes_per_token: float | None
+    train_file: str = "train.bin"
+    validation_file: str = "validation.bin"
+
+    def train(self) -> np.ndarray:
+        return np.memmap(self.directory / self.train_file, dtype=self.dtype, mode="r", shape=(self.train_tokens,))
+
+    def validation(self) -> np.ndarray:
+        # For a lone nanoGPT file the validation split is the tail of the same file.
+        offset = self.train_tokens if self.validation_file == self.train_file else 0
+        return np.memmap(
+            self.directory / self.validation_file,
+            dtype=self.dtype,
+            mode="r",
+            offset=offset * np.dtype(self.dtype).itemsize,
+            shape=(self.validation_tokens,),
+        )
+
+    def tokenizer(self) -> PreTrainedTokenizerFast | None:
+        directory = self.directory / "tokenizer"
+        return load_tokenizer(directory) if directory.is_dir() else None
+
+    def record(self) -> dict[str, Any]:
+        """What a run record says about the data; no path of this machine."""
+        return {name: value for name, value in asdict(self).items() if name not in ("directory",)}
+
+
+def cache_directory() -> Path:
+    """Where prepared data is kept: $LEANQKV_CACHE, else leanqkv under $XDG_CACHE_HOME or ~/.cache."""
+    if "LEANQKV_CACHE" in os.environ:
+        return Path(os.environ["LEANQKV_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanqkv"
+
+
+def prepare_data(
+    source: str | None = None,
+    *,
+    vocab_size: int,
+    tokenizer: str | None = None,
+    text_field: str = "text",
+    max_documents: int | None = None,
+    progress: Callable[[str, int], None] = lambda stage, done: None,
+) -> TokenData:
+    """Token files of `source`, made on first use and found again by content hash afterwards.
+
+    Args:
+        source: see `open_corpus`; or a nanoGPT `.bin` file, or a folder with train.bin and val.bin.
+        vocab_size: the model's vocabulary, which every token must fit into.
+        tokenizer: a directory or hub name; None trains a byte-level BPE of `vocab_size` on the corpus.
+        max_documents: read no more than that many.
+        progress: called with a stage and the number of documents done.
+
+    Raises:
+        LeanError: data or tokenizer missing, unreadable, empty, or with more tokens than the model has.
+    """
+    if source is not None and (found := _nanogpt(Path(source), vocab_size)) is not None:
+        return found
+    progress("reading", 0)
+    corpus = open_corpus(source, text_field)
+    named = load_tokenizer(tokenizer) if tokenizer is not None else None
+    if named is not None and len(named) > vocab_size:
+        raise LeanError(
+            f"the tokenizer {tokenizer} has {len(named)} tokens, the model only {vocab_size}; set vocab_size"
+        )
+    about_tokenizer = named.backend_tokenizer.to_str() if named is not None else f"bpe {vocab_size}"
+    content = f"{FORMAT}\0{corpus.fingerprint}\0{about_tokenizer}\0{max_documents}"
+    key = hashlib.sha256(content.encode()).hexdigest()[:24]
+    directory = cache_directory() / "data" / key
+    if (directory / "data.json").exists():
+        return _load(directory)
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=directory.parent))
+    try:
+        progress("training the tokenizer", 0)
+        chosen = named or train_tokenizer(islice(corpus.documents(), max_documents), vocab_size)
+        chosen.save_pretrained(partial / "tokenizer")
+        facts = _write_tokens(partial, islice(corpus.documents(), max_documents), chosen, progress)
+        about = {"description": corpus.description, "vocab_size": len(chosen), **facts}
+        (partial / "data.json").write_text(json.dumps(about, indent=1))
+        try:
+            partial.rename(directory)
+        except OSError:
+            if not (directory / "data.json").exists():  # else another process finished the same data first
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return _load(directory)
+
+
+def _load(directory: Path) -> TokenData:
+    return TokenData(directory=directory, **json.loads((directory / "data.json").read_text()))
+
+
+def _write_tokens(
+    directory: Path,
+    documents: Iterator[str],
+    tokenizer: PreTrainedTokenizerFast,
+    progress: Callable[[str, int], None],
+) -> dict[str, Any]:
+    """Appends every document and an end-of-text token to train.bin or validation.bin, a batch at a time."""
+    dtype = np.dtype("uint16" if len(tokenizer) <= 2**16 else "uint32")
+    end = [tokenizer.eos_token_id]
+    size = done = 0
+    counts = {"train": 0, "validation": 0}
+    with (directory / "train.bin").open("wb") as train, (directory / "validation.bin").open("wb") as validation:
+        while batch := list(islice(documents, 256)):
+            for encoding in tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                held_out = done % VALIDATION_SHARE == VALIDATION_SHARE - 1
+                tokens = np.array(encoding.ids + end, dtype=dtype)
+                (validation if held_out else train).write(tokens.tobytes())
+                counts["validation" if held_out else "train"] += len(tokens)
+                done += 1
+            size += sum(len(document.encode()) for document in batch)
+            progress("tokenizing", done)
+    if not counts["train"]:
+        raise LeanError("the data is empty: there is no document in it")
+    if not counts["validation"]:
+        counts["validation"] = counts["train"] // VALIDATION_SHARE
+        counts["train"] -= counts["validation"]
+        with (directory / "train.bin").open("rb+") as train:
+            train.seek(counts["train"] * dtype.itemsize)
+            (directory / "validation.bin").write_bytes(train.read())
+            train.truncate(counts["train"] * dtype.itemsize)
+    return {
+        "dtype": dtype.name,
+        "train_tokens": counts["train"],
+        "validation_tokens": counts["validation"],
+        "sha256": _sha256(directory / "train.bin", directory / "validation.bin"),
+        "bytes_per_token": size / (counts["train"] + counts["validation"]),
+    }
+
+
+def _sha256(*files: Path) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _nanogpt(path: Path, vocab_size: int) -> TokenData | None:
+    """nanoGPT's token files, uint16 as its data scripts write them; None if `path` is something else."""
+    if path.is_dir() and (path / "train.bin").exists():
+        train, validation = path / "train.bin", path / "val.bin"
+        if not validation.exists():
+            raise LeanError(f"{path} has a train.bin but no val.bin beside it")
+    elif path.suffix == ".bin" and path.is_file():
+        train = validation = path
+    else:
+        return None
+    counts = []
+    for file in dict.fromkeys((train, validation)):
+        size = file.stat().st_size
+        if size % 2:
+            raise LeanError(f"{file} is cut off: {size} bytes are not a whole number of 16-bit tokens")
+        if not size:
+            raise LeanError(f"the data is empty: {file} has no bytes")
+        counts.append(size // 2)
+        largest = _largest(np.memmap(file, dtype="uint16", mode="r"))
+        if largest >= vocab_size:
+            raise LeanError(
+                f"{file} has token {largest}, the model's vocabulary ends at {vocab_size - 1}; set vocab_size"
+            )
+    if train == validation:
+        counts = [counts[0] - counts[0] // VALIDATION_SHARE, counts[0] // VALIDATION_SHARE]
+    return TokenData(
+        directory=train.parent,
+        description=f"{path.name} (nanoGPT tokens)",
+        dtype="uint16",
+        train_tokens=counts[0],
+        validation_tokens=counts[1],
+        sha256=_sha256(*dict.fromkeys((train, validation))),
+        vocab_size=vocab_size,
+        bytes_per_token=None,
+        train_file=train.name,
+        validation_file=validation.name,
+    )
+
+
+def _largest(tokens: np.ndarray) -> int:
+    return max(int(tokens[start : start + 2**24].max()) for start in range(0, len(tokens), 2**24))

@@ -1,0 +1,53 @@
+"""The tokenizer: a named one, or a byte-level BPE trained on the corpus at hand."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ..errors import LeanError
+
+END_OF_TEXT = "<|endoftext|>"
+# Merges settle long before this much text; more would only take longer.
+TRAINING_CHARACTERS = 16 * 2**20
+
+
+def train_tokenizer(documents: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most `vocab_size` tokens, trained on the first 16 Mi characters of `documents`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_leading(documents, TRAINING_CHARACTERS), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a directory or a hub name.
+
+    Raises:
+        LeanError: none there, or none that marks the end of a text.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name))
+    except Exception as error:  # as many kinds as there are ways not to find one
+        raise LeanError(f"no tokenizer at {name}: {str(error).splitlines()[0]}") from None
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise LeanError(f"the tokenizer {name} cannot be used: it needs a fast version and an end-of-text token")
+    return tokenizer  # type: ignore[return-value]
+
+
+def _leading(documents: Iterator[str], characters: int) -> Iterator[str]:
+    for document in documents:
+        yield document[:characters]
+        characters -= len(document)
+        if characters <= 0:
+            return

@@ -1,0 +1,41 @@
+"""Validation loss on fixed sequences."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..data import collate
+
+
+@torch.no_grad()
+def sequence_losses(
+    model: nn.Module,
+    tokens: np.ndarray,
+    starts: Sequence[int] | np.ndarray,
+    context_length: int,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> torch.Tensor:
+    """Mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
+
+    Every sequence is `context_length` targets, so the mean over sequences is the mean over tokens.
+    """
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    losses = []
+    try:
+        for first in range(0, len(starts), batch_size):
+            batch = collate(tokens, starts[first : first + batch_size], context_length)
+            targets = batch["shift_labels"].to(device)
+            with autocast():
+                # `forward`, not `__call__`: a compiled model would be compiled once more for evaluation.
+                logits = model.forward(input_ids=batch["input_ids"].to(device), use_cache=False).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+            losses.append(loss.view_as(targets).double().mean(1).cpu())
+    finally:
+        model.train(training)
+    return torch.cat(losses)

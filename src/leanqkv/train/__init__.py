@@ -1,0 +1,6 @@
+"""One training run: precision, optimizer and schedule, checkpoints, the run's record."""
+
+from .precision import Precision, choose_precision, parse_precision
+from .run import RunSpec, train
+
+__all__ = ["Precision", "RunSpec", "choose_precision", "parse_precision", "train"]

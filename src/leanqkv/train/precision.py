@@ -1,0 +1,120 @@
+"""Precision: bf16 autocast or fp32, compiled or not, which attention; chosen by timing the real model."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import LeanError
+from ..model.config import LeanConfig
+from ..model.transformer import LeanForCausalLM
+
+ATTENTION = ("sdpa", "eager")
+TIMED_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the arithmetic of a run is done. Weights and optimizer state are float32 in every case.
+
+    Attributes:
+        dtype: "fp32", or "bf16" for autocast.
+        compiled: torch.compile of the whole model.
+        attention: "sdpa" or "eager"; eager is the faster one on some CPUs once compiled, for short contexts.
+        timings: name -> milliseconds a step of what `choose_precision` tried.
+    """
+
+    dtype: str = "fp32"
+    compiled: bool = False
+    attention: str = "sdpa"
+    timings: dict[str, float] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        return "+".join([self.dtype, *(["compile"] if self.compiled else []), self.attention])
+
+    def autocast(self, device: str) -> AbstractContextManager:
+        return torch.autocast(device, torch.bfloat16) if self.dtype == "bf16" else nullcontext()
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Sets the attention implementation and compiles, in place: tensor names stay as they are."""
+        model.set_attn_implementation(self.attention)
+        if self.compiled:
+            model.compile(dynamic=False)
+
+    def record(self) -> dict[str, Any]:
+        return {"choice": str(self), "milliseconds_per_step": self.timings}
+
+
+def parse_precision(text: str) -> Precision | None:
+    """`fp32`, `bf16+compile`, `bf16+compile+eager`, ...; None for `auto`."""
+    if text == "auto":
+        return None
+    dtype, *rest = text.split("+")
+    if dtype not in ("fp32", "bf16") or set(rest) - {"compile", *ATTENTION} or len(rest) > 2:
+        raise LeanError(f"precision {text!r} is not known: auto, or fp32 or bf16 with +compile and +sdpa or +eager")
+    return Precision(dtype, "compile" in rest, next((name for name in ATTENTION if name in rest), "sdpa"))
+
+
+def choose_precision(
+    config: LeanConfig,
+    *,
+    batch_size: int,
+    context_length: int,
+    steps: int,
+    device: str,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Precision:
+    """Times a few training steps of the real model in each precision, plain and compiled, and takes the one with the
+    smallest estimated time for the whole run: set-up (compiling) plus `steps` steps.
+    """
+    timed: dict[Precision, tuple[float, float]] = {}
+
+    def measure(precision: Precision) -> None:
+        progress(f"timing {precision}")
+        try:
+            timed[precision] = _time(config, precision, batch_size, context_length, device)
+        except Exception:  # no compiler, no bf16 on this device: not a choice here
+            if precision == Precision():
+                raise
+
+    for dtype in ("fp32", "bf16"):
+        measure(Precision(dtype))
+        measure(Precision(dtype, compiled=True))
+    if device == "cpu":
+        best = min(timed, key=lambda p: timed[p][1])
+        measure(Precision(best.dtype, compiled=best.compiled, attention="eager"))
+    best = min(timed, key=lambda p: timed[p][0] + steps * timed[p][1])
+    timings = {str(precision): round(1e3 * step, 2) for precision, (_, step) in timed.items()}
+    return Precision(best.dtype, best.compiled, best.attention, timings)
+
+
+def _time(
+    config: LeanConfig, precision: Precision, batch_size: int, context_length: int, device: str
+) -> tuple[float, float]:
+    """Seconds until the first step is done, and the median seconds of a step after that."""
+    state = torch.get_rng_state()
+    try:
+        torch._dynamo.reset()
+        model = LeanForCausalLM(config)
+        model.to(device)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        tokens = torch.randint(config.vocab_size, (batch_size, context_length), device=device)
+        precision.apply(model)
+        seconds = []
+        for _ in range(TIMED_STEPS + 1):
+            start = time.perf_counter()
+            with precision.autocast(device):
+                loss = model(input_ids=tokens, shift_labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()  # waits for an accelerator
+            seconds.append(time.perf_counter() - start)
+        return seconds[0], median(seconds[1:])
+    finally:
+        torch.set_rng_state(state)

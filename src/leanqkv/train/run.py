@@ -1,0 +1,383 @@
+"""A training run: `transformers.Trainer` over the batch plan, read in order."""
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_with_min_lr_schedule_with_warmup
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging as transformers_logging
+
+from ..data import BatchPlan, TokenData, batch_plan, collate
+from ..errors import LeanError
+from ..evaluate import sequence_losses
+from ..files import read_json, write_json
+from ..model.config import LeanConfig
+from ..model.transformer import LeanForCausalLM
+from ..presets import Recipe
+from .environment import default_device, git_commit, hardware, versions
+from .precision import Precision, parse_precision
+
+RECORD = "record.json"
+SPEC = "run.json"
+# Written into a checkpoint last; a checkpoint without it was cut off and is never picked up.
+COMPLETE = "complete"
+RECORD_FORMAT = 1
+
+# step, steps, training loss (None until the first is known), tokens per second
+Progress = Callable[[int, int, float | None, float | None], None]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything that decides the numbers of a run; two runs of equal specs on one machine give equal losses."""
+
+    name: str
+    config: dict[str, Any]
+    recipe: Recipe
+    seed: int
+    context_length: int
+    precision: str
+    data_sha256: str
+    precision_timings: dict[str, float] = field(default_factory=dict)
+    micro_batch_size: int | None = None
+    evaluation_sequences: int = 128
+    evaluate_every: int = 50
+    log_every: int = 10
+    gradient_checkpointing: bool = False
+    role: str = "final"
+
+    def as_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+
+class _Sequences(Dataset):
+    """The plan's training starts, one after another; `collate` turns them into tokens a batch at a time."""
+
+    def __init__(self, plan: BatchPlan):
+        self.starts = plan.train_starts.reshape(-1)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.starts[index])
+
+
+class _Trainer(Trainer):
+    """Trainer with our autocast, our validation loss, and the time of every logging interval in the log."""
+
+    def __init__(self, *, precision: Precision, evaluate_loss: Callable[[torch.nn.Module], float], **kwargs: Any):
+        super().__init__(**kwargs)
+        self.precision = precision
+        self.evaluate_loss = evaluate_loss
+        self.interval_start: float | None = None
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(self.precision.autocast(self.args.device.type))
+        return stack
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        paused = time.perf_counter()
+        metrics = {"eval_loss": self.evaluate_loss(self.accelerator.unwrap_model(self.model))}
+        self.log(metrics)
+        if self.interval_start is not None:
+            self.interval_start += time.perf_counter() - paused
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            now = time.perf_counter()
+            if self.interval_start is not None:
+                logs["seconds"] = now - self.interval_start
+            self.interval_start = now
+        super().log(logs, start_time)
+
+
+class _Watch(TrainerCallback):
+    """Progress, an end to runs that diverge, and the mark of complete checkpoints."""
+
+    def __init__(self, spec: RunSpec, progress: Progress):
+        self.spec, self.progress = spec, progress
+        self.loss: float | None = None
+        self.rate: float | None = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.progress(state.global_step, state.max_steps, self.loss, self.rate)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        self.loss = logs.get("loss", self.loss)
+        if "seconds" in logs:
+            self.rate = _tokens(self.spec, self.spec.log_every) / logs["seconds"]
+        if not math.isfinite(logs.get("loss", logs.get("eval_loss", 0.0))):
+            control.should_training_stop = True
+            control.should_save = False
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+def train(
+    spec: RunSpec,
+    data: TokenData,
+    out: Path,
+    *,
+    device: str | None = None,
+    batches: Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Trains, or goes on where `out` left off, and returns the run's record, which is also written to `out`.
+
+    `out` ends up a directory that `from_pretrained` loads, with the tokenizer and record.json. Under `torchrun` or
+    `accelerate launch` the batch is split over the processes.
+
+    Args:
+        batches: where the batch plan is, or will be, saved; by default in `out`.
+
+    Raises:
+        LeanError: `out` holds something else, or the batch does not divide.
+    """
+    device = device or default_device()
+    precision = _precision(spec)
+    finished = _claim(out, spec)
+    if finished is not None:
+        return finished
+    config = LeanConfig(**spec.config)
+    recipe = spec.recipe
+    plan = batch_plan(
+        batches or out / "batches",
+        train_tokens=data.train_tokens,
+        validation_tokens=data.validation_tokens,
+        context_length=spec.context_length,
+        batch_size=recipe.batch_size,
+        steps=recipe.steps,
+        evaluation_sequences=spec.evaluation_sequences,
+        seed=spec.seed,
+    )
+    arguments = _arguments(spec, out, device)
+    torch.manual_seed(spec.seed)
+    model = LeanForCausalLM(config)
+    tokenizer = data.tokenizer()
+    if tokenizer is not None:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    precision.apply(model)
+    optimizer = make_optimizer(model, recipe)
+    tokens, validation = data.train(), data.validation()
+
+    def evaluate_loss(evaluated: torch.nn.Module) -> float:
+        losses = sequence_losses(
+            evaluated,
+            validation,
+            plan.evaluation_starts,
+            spec.context_length,
+            arguments.per_device_train_batch_size,
+            lambda: precision.autocast(arguments.device.type),
+        )
+        return losses.mean().item()
+
+    trainer = _Trainer(
+        precision=precision,
+        evaluate_loss=evaluate_loss,
+        model=model,
+        args=arguments,
+        train_dataset=_Sequences(plan),
+        eval_dataset=_Sequences(plan),
+        data_collator=lambda starts: collate(tokens, starts, spec.context_length),
+        optimizers=(optimizer, make_schedule(optimizer, recipe)),
+        callbacks=[_Watch(spec, progress)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    started = time.perf_counter()
+    with _no_progress_bars():
+        trainer.train(resume_from_checkpoint=_last_checkpoint(out))
+    history = trainer.state.log_history
+    record = {
+        "record": RECORD_FORMAT,
+        **spec.as_json(),
+        "parameters": asdict(config.plan.count_parameters()),
+        "kv_bytes_per_token": {
+            name: config.plan.kv_bytes_per_token(getattr(torch, name)) for name in ("bfloat16", "float32")
+        },
+        "data": data.record(),
+        "batch_plan": plan.record(),
+        "precision": precision.record(),
+        "hardware": {**hardware(device), "processes": arguments.world_size},
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "last_session_seconds": round(time.perf_counter() - started, 2),
+        **summarize(spec, history),
+    }
+    if trainer.is_world_process_zero():
+        with _no_progress_bars():
+            _finish(out, model, tokenizer, record)
+    return record
+
+
+def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices (embeddings among them) and not on vectors, as nanoGPT and the papers."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=True)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up, then a cosine to the minimum over `schedule_steps`, of which a run may see only a part."""
+    return get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer,
+        num_warmup_steps=recipe.warmup_steps,
+        num_training_steps=recipe.schedule_steps or recipe.steps,
+        min_lr=recipe.min_learning_rate,
+    )
+
+
+def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
+    """Curves and figures of a run, from the trainer's log."""
+    training, evaluations = (
+        # By step: the trainer evaluates the last one twice.
+        [{"step": step, "loss": loss} for step, loss in {e["step"]: e[key] for e in history if key in e}.items()]
+        for key in ("loss", "eval_loss")
+    )
+    seconds = [entry["seconds"] for entry in history if "seconds" in entry]
+    bad = next((entry for entry in (*training, *evaluations) if not math.isfinite(entry["loss"])), None)
+    last = evaluations[-1]["loss"] if evaluations and bad is None else None
+    return {
+        "tokens": _tokens(spec, training[-1]["step"] if training else 0),
+        "training": [entry for entry in training if math.isfinite(entry["loss"])],
+        "evaluations": [entry for entry in evaluations if math.isfinite(entry["loss"])],
+        "final": None if last is None else {"validation_loss": last, "perplexity": math.exp(last)},
+        "tokens_per_second": round(_tokens(spec, spec.log_every) / median(seconds), 1) if seconds else None,
+        "seconds": round(sum(seconds), 2),
+        "diverged": {"step": bad["step"], "reason": "the loss is not finite"} if bad else None,
+    }
+
+
+def _tokens(spec: RunSpec, steps: int) -> int:
+    return steps * spec.recipe.batch_size * spec.context_length
+
+
+def _precision(spec: RunSpec) -> Precision:
+    precision = parse_precision(spec.precision)
+    if precision is None:
+        raise LeanError("a run needs a precision that has been chosen; choose_precision does")
+    return replace(precision, timings=spec.precision_timings)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keeps transformers from drawing a bar for every file it saves."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
+    """Makes `out` this run's own; returns the record if the run is already done."""
+    spec_file = out / SPEC
+    if spec_file.exists():
+        found = read_json(spec_file)
+        wanted = spec.as_json()
+        different = [key for key in wanted if key != "precision_timings" and found.get(key) != wanted[key]]
+        if different:
+            shown = "; ".join(
+                f"{key}: {_short(found.get(key))} there, {_short(wanted[key])} asked" for key in different
+            )
+            raise LeanError(f"{out} holds another run ({shown}); choose another --out or delete it")
+        if (out / RECORD).exists():
+            return read_json(out / RECORD)
+        return None
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise LeanError(f"{out} is not empty and not a run of ours; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(spec_file, spec.as_json())
+    return None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _last_checkpoint(out: Path) -> str | None:
+    """The newest complete checkpoint; what was cut off while being written is removed."""
+    complete = []
+    for checkpoint in out.glob("checkpoint-*"):
+        if (checkpoint / COMPLETE).exists():
+            complete.append(checkpoint)
+        else:
+            shutil.rmtree(checkpoint)
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+
+
+def _arguments(spec: RunSpec, out: Path, device: str) -> TrainingArguments:
+    recipe = spec.recipe
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    micro = spec.micro_batch_size or recipe.batch_size // processes
+    if micro < 1 or recipe.batch_size % (micro * processes):
+        raise LeanError(
+            f"a batch of {recipe.batch_size} sequences does not divide into micro-batches of {max(micro, 1)} on "
+            f"{processes} process{'es' if processes > 1 else ''}; change --batch-size or --micro-batch-size"
+        )
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        use_cpu=device == "cpu",
+        seed=spec.seed,
+        max_steps=recipe.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=recipe.batch_size // (micro * processes),
+        max_grad_norm=recipe.max_grad_norm or 0.0,
+        train_sampling_strategy="sequential",
+        dataloader_num_workers=0,
+        dataloader_pin_memory=device == "cuda",
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        logging_strategy="steps",
+        logging_steps=spec.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=spec.evaluate_every,
+        save_strategy="steps",
+        save_steps=spec.evaluate_every,
+        save_total_limit=2,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    arguments._n_gpu = min(arguments._n_gpu, 1)  # several devices are torchrun's business, never DataParallel's
+    return arguments
+
+
+def _finish(out: Path, model: LeanForCausalLM, tokenizer: Any, record: dict[str, Any]) -> None:
+    """Puts the final model and, last of all, the record in place, then drops the checkpoints."""
+    if record["diverged"] is None:
+        partial = out / ".partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.config.use_cache = True  # the trainer turns it off
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        for file in sorted(partial.iterdir()):
+            file.replace(out / file.name)
+        partial.rmdir()
+    write_json(out / RECORD, record)
+    for checkpoint in out.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
