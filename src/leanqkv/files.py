@@ -6,6 +6,9 @@ from typing import Any
 
 from .errors import LeanError
 
+# Of the run records; a reader refuses any other.
+RECORD_FORMAT = 1
+
 
 def write_text(file: Path, content: str) -> None:
     """Writes under a temporary name and renames, so that no reader ever sees half a file."""

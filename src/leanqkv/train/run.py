@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from ..data import BatchPlan, TokenData, batch_plan, collate
 from ..errors import LeanError
 from ..evaluate import sequence_losses
-from ..files import read_json, write_json
+from ..files import RECORD_FORMAT, read_json, write_json
 from ..model.config import LeanConfig
 from ..model.transformer import LeanForCausalLM
 from ..presets import Recipe
@@ -32,7 +32,6 @@ RECORD = "record.json"
 SPEC = "run.json"
 # Written into a checkpoint last; a checkpoint without it was cut off and is never picked up.
 COMPLETE = "complete"
-RECORD_FORMAT = 1
 
 # step, steps, training loss (None until the first is known), tokens per second
 Progress = Callable[[int, int, float | None, float | None], None]

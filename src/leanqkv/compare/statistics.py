@@ -1,0 +1,90 @@
+"""Comparing losses seed by seed: runs of one seed see the same batches, so their difference has far less noise."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+Curve = Mapping[int, float]  # step -> value
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Loss minus the baseline's, per seed, and what the seeds together say about its mean.
+
+    `half_width` and `p` come from Student's t over the seeds; with one seed they are None.
+    """
+
+    by_seed: Mapping[int, float]
+    mean: float
+    half_width: float | None
+    p: float | None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The two-sided 95% interval of the mean."""
+        return None if self.half_width is None else (self.mean - self.half_width, self.mean + self.half_width)
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves zero out."""
+        return self.half_width is not None and abs(self.mean) > self.half_width
+
+
+@dataclass(frozen=True)
+class Band:
+    """A value at one step: its mean over seeds and the lowest and highest seed."""
+
+    step: int
+    mean: float
+    low: float
+    high: float
+
+
+def standard_deviation(values: Sequence[float]) -> float | None:
+    """The sample's (n - 1); None for fewer than two values."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]) -> PairedDifference | None:
+    """From losses by seed; over the seeds both have, None where there is no such seed."""
+    seeds = sorted(losses.keys() & baseline.keys())
+    if not seeds:
+        return None
+    by_seed = {seed: losses[seed] - baseline[seed] for seed in seeds}
+    mean = float(np.mean(list(by_seed.values())))
+    deviation = standard_deviation(list(by_seed.values()))
+    if deviation is None:
+        return PairedDifference(by_seed, mean, None, None)
+    error, freedom = deviation / len(seeds) ** 0.5, len(seeds) - 1
+    half_width = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+    # Seeds that agree to the last digit leave no error to divide by.
+    p = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
+    return PairedDifference(by_seed, mean, half_width, p)
+
+
+def average(curves: Mapping[int, Curve]) -> list[Band]:
+    """Curves by seed -> mean and range at every step that all of them have."""
+    if not curves:
+        return []
+    steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
+    values = {step: [curve[step] for curve in curves.values()] for step in steps}
+    return [Band(step, float(np.mean(at)), min(at), max(at)) for step, at in values.items()]
+
+
+def relative_improvement(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> list[Band]:
+    """`(L_baseline - L) / L_baseline` per seed at each common step, then over seeds; above zero is better."""
+    return average(
+        {
+            seed: {
+                step: (baseline[seed][step] - loss) / baseline[seed][step]
+                for step, loss in curve.items()
+                if step in baseline[seed]
+            }
+            for seed, curve in curves.items()
+            if seed in baseline
+        }
+    )

@@ -1,0 +1,211 @@
+"""Corpora, token files and the batch plan."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from leanqkv import LeanError
+from leanqkv.data import batch_plan, collate, make_batch_plan, open_corpus, prepare_data
+from leanqkv.data import prepare as prepare_module
+
+TEXT = [f"line {i}: the quick brown fox number {i * i} jumps over the lazy dog\n" for i in range(400)]
+SIZES = {
+    "train_tokens": 1000,
+    "validation_tokens": 200,
+    "context_length": 16,
+    "batch_size": 4,
+    "evaluation_sequences": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
+
+
+def write_text(path):
+    path.write_text("".join(TEXT))
+    return path
+
+
+def write_jsonl(path):
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT))
+    return path
+
+
+def write_parquet(path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXT}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(write_text, "a.txt"), (write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")]
+)
+def test_every_format_yields_the_text(tmp_path, write, name):
+    corpus = open_corpus(str(write(tmp_path / name)))
+    assert "".join(corpus.documents()) == "".join(TEXT)
+
+
+def test_folder_reads_all_text_files_in_order(tmp_path):
+    (tmp_path / "d" / "sub").mkdir(parents=True)
+    (tmp_path / "d" / "b.txt").write_text("second")
+    (tmp_path / "d" / "a.md").write_text("first")
+    (tmp_path / "d" / "sub" / "c.py").write_text("third")
+    (tmp_path / "d" / "image.png").write_bytes(b"\x89PNG\x00")
+    assert list(open_corpus(str(tmp_path / "d")).documents()) == ["first", "second", "third"]
+
+
+def test_long_files_come_in_pieces_that_add_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("leanqkv.data.corpus.PIECE_CHARACTERS", 100)
+    pieces = list(open_corpus(str(write_text(tmp_path / "a.txt"))).documents())
+    assert len(pieces) > 50
+    assert all(piece.endswith("\n") for piece in pieces)
+    assert "".join(pieces) == "".join(TEXT)
+
+
+def test_fingerprint_follows_content(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    first = open_corpus(str(tmp_path / "a.txt")).fingerprint
+    assert first == open_corpus(str(tmp_path / "a.txt")).fingerprint
+    (tmp_path / "a.txt").write_text("two")
+    assert first != open_corpus(str(tmp_path / "a.txt")).fingerprint
+
+
+def test_standard_library_is_the_default():
+    corpus = open_corpus(None)
+    assert "standard library" in corpus.description
+    assert any("def " in document for document, _ in zip(corpus.documents(), range(5), strict=False))
+
+
+def test_tokens_decode_to_the_documents_and_one_in_twenty_is_held_out(tmp_path):
+    data = prepare_data(str(write_jsonl(tmp_path / "a.jsonl")), vocab_size=400)
+    tokenizer = data.tokenizer()
+    end = tokenizer.eos_token
+    train, validation = (
+        tokenizer.decode(split().astype(int)).split(end)[:-1] for split in (data.train, data.validation)
+    )
+    assert validation == TEXT[19::20]
+    assert train == [line for i, line in enumerate(TEXT) if i % 20 != 19]
+    assert data.bytes_per_token == sum(map(len, TEXT)) / (data.train_tokens + data.validation_tokens)
+
+
+def test_one_document_gives_up_its_tail(tmp_path):
+    data = prepare_data(str(write_text(tmp_path / "a.txt")), vocab_size=400)
+    whole = data.tokenizer().decode(np.concatenate([data.train(), data.validation()]).astype(int))
+    assert whole == "".join(TEXT) + data.tokenizer().eos_token
+    assert data.validation_tokens == (data.train_tokens + data.validation_tokens) // 20
+
+
+def test_second_preparation_is_read_from_the_cache(tmp_path, monkeypatch):
+    source = str(write_text(tmp_path / "a.txt"))
+    first = prepare_data(source, vocab_size=400)
+    monkeypatch.setattr(prepare_module, "_write_tokens", lambda *_: pytest.fail("tokenized twice"))
+    assert prepare_data(source, vocab_size=400) == first
+    monkeypatch.undo()
+    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
+    assert prepare_data(source, vocab_size=300).sha256 != first.sha256
+
+
+def test_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
+    source = str(write_text(tmp_path / "a.txt"))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_module, "_write_tokens", full)
+    with pytest.raises(OSError, match="No space"):
+        prepare_data(source, vocab_size=400)
+    assert list((tmp_path / "cache" / "data").iterdir()) == []
+
+
+def test_nanogpt_files_are_used_as_they_are(tmp_path):
+    tokens = np.arange(1000, dtype=np.uint16) % 97
+    tokens.tofile(tmp_path / "train.bin")
+    tokens[:100].tofile(tmp_path / "val.bin")
+    folder = prepare_data(str(tmp_path), vocab_size=97)
+    assert np.array_equal(folder.train(), tokens)
+    assert np.array_equal(folder.validation(), tokens[:100])
+    single = prepare_data(str(tmp_path / "train.bin"), vocab_size=97)
+    assert np.array_equal(single.train(), tokens[:950])
+    assert np.array_equal(single.validation(), tokens[950:])
+
+
+# what is wrong -> (file or folder, its content, a part of the message)
+BAD = {
+    "missing": ("nowhere.txt", None, "no such file"),
+    "empty": ("empty.txt", b"", "empty"),
+    "empty documents": ("empty.jsonl", b"\n\n", "empty"),
+    "latin-1": ("latin.txt", b"caf\xe9 \xff", "not UTF-8 text: byte 0xe9"),
+    "NUL bytes": ("garbage.txt", b"abc\0\0def", "NUL"),
+    "no text files": ("folder", {"x.png": b"\x89PNG"}, "no text in"),
+    "broken JSON": ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+    "wrong field": ("field.jsonl", b'{"body": "a"}\n', "found: body"),
+    "broken Parquet": ("a.parquet", b"not a parquet file", "not a Parquet file"),
+    "cut off .bin": ("odd.bin", b"\0\0\0", "cut off: 3 bytes"),
+    "empty .bin": ("empty.bin", b"", "empty"),
+    "token beyond the vocabulary": ("large.bin", np.array([5, 500], "uint16").tobytes(), "token 500"),
+    "no val.bin": ("folder", {"train.bin": b"\0\0"}, "no val.bin"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_data_is_named(tmp_path, kind):
+    name, content, message = BAD[kind]
+    source = tmp_path / name
+    if isinstance(content, dict):
+        source.mkdir()
+        for file, data in content.items():
+            (source / file).write_bytes(data)
+    elif content is not None:
+        source.write_bytes(content)
+    with pytest.raises(LeanError, match=message) as caught:
+        prepare_data(str(source), vocab_size=400)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
+def test_unreachable_dataset_is_one_line(tmp_path):
+    with pytest.raises(
+        LeanError, match="no such file or folder, and the dataset of that name cannot be loaded"
+    ) as caught:
+        prepare_data("surely/not-a-dataset", vocab_size=400)
+    assert "\n" not in str(caught.value)
+
+
+def test_plan_is_saved_once_and_read_afterwards(tmp_path):
+    first = batch_plan(tmp_path, seed=3, steps=10, **SIZES)
+    file = next(tmp_path.glob("*train.npy"))
+    assert np.array_equal(np.load(file), make_batch_plan(seed=3, steps=10, **SIZES).train_starts)
+    np.save(file, np.load(file) * 0)
+    again = batch_plan(tmp_path, seed=3, steps=10, **SIZES)
+    assert not again.train_starts.any(), "the saved indices are the ones that are used"
+    assert again.sha256 != first.sha256
+
+
+def test_plan_depends_on_the_seed_for_training_alone_and_grows_at_the_end():
+    first, other, longer = (make_batch_plan(seed=s, steps=n, **SIZES) for s, n in ((0, 10), (1, 10), (0, 20)))
+    assert not np.array_equal(first.train_starts, other.train_starts)
+    assert np.array_equal(first.evaluation_starts, other.evaluation_starts)
+    assert np.array_equal(first.train_starts, longer.train_starts[:10])
+    for plan in (first, other, longer):
+        assert plan.train_starts.min() >= 0
+        assert plan.train_starts.max() + 16 < 1000
+        assert plan.evaluation_starts.max() + 16 < 200
+
+
+@pytest.mark.parametrize("split", ["train_tokens", "validation_tokens"])
+def test_text_shorter_than_the_context_is_refused(split):
+    with pytest.raises(LeanError, match=r"too short: 16 tokens, one sequence needs 17"):
+        make_batch_plan(seed=0, steps=1, **{**SIZES, split: 16})
+
+
+def test_collate_shifts_the_targets_by_one():
+    batch = collate(np.arange(100, dtype=np.uint16), [0, 83], 16)
+    assert torch.equal(batch["input_ids"][1], torch.arange(83, 99))
+    assert torch.equal(batch["shift_labels"], batch["input_ids"] + 1)
+    assert batch["input_ids"].dtype == torch.int64

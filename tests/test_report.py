@@ -1,0 +1,424 @@
+"""The report: its numbers, what it says of runs that are missing or diverged, and that the page stands alone."""
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from rich.console import Console
+
+from leanqkv.compare.report import load_comparison, markdown_table, reading, remarks, terminal_table, write_report
+from leanqkv.errors import LeanError
+
+STEPS = list(range(0, 601, 50))
+RATES = [1e-3, 3e-3, 1e-2]
+# name -> parameters (total, non-embedding), bf16 cache bytes per token, loss above the baseline's at the end, by seed
+ARCHITECTURES: dict[str, tuple[int, int, int, tuple[float, float]]] = {
+    "tiny": (1_334_784, 794_112, 2048, (0.0, 0.0)),
+    "tiny+skipv1": (1_310_208, 769_536, 1664, (-0.0210, -0.0212)),
+    "tiny+identity-query": (1_269_248, 728_576, 2048, (-0.004, 0.006)),
+    "tiny+nonlinear-query": (1_334_784, 794_112, 2048, (-0.0300, -0.0304)),
+    "tiny+mqa": (1_236_480, 695_808, 512, (0.0510, 0.0518)),
+    "tiny+identity-query+skipv1": (1_244_672, 704_000, 1664, (-0.013, -0.016)),
+}
+
+
+def curve(end: float) -> list[dict[str, Any]]:
+    """From ln 4096 down to `end`, wobbling a little on the way."""
+    shape = [math.exp(-step / 110) for step in STEPS]
+    wobble = [0.02 * math.sin(end * 90 + step / 40) * (1 - step / 600) for step in STEPS]
+    return [
+        {"step": step, "loss": end + (8.32 - end) * (s - shape[-1]) / (1 - shape[-1]) + w}
+        for step, s, w in zip(STEPS, shape, wobble, strict=True)
+    ]
+
+
+def record(name: str, seed: int, loss: float, role: str = "final", rate: float = 3e-3) -> dict[str, Any]:
+    total, non_embedding, kv_bytes, _ = ARCHITECTURES[name]
+    return {
+        "record": 1,
+        "role": role,
+        "name": name,
+        "seed": seed,
+        "recipe": {
+            "steps": 600,
+            "batch_size": 16,
+            "learning_rate": rate,
+            "min_learning_rate": rate / 10,
+            "weight_decay": 0.03125 if name == "tiny+nonlinear-query" else 0.1,
+            "warmup_steps": 60,
+            "schedule_steps": None,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "max_grad_norm": 1.0,
+        },
+        "context_length": 128,
+        "parameters": {"total": total, "non_embedding": non_embedding},
+        "kv_bytes_per_token": {"bfloat16": kv_bytes, "float32": 2 * kv_bytes},
+        "data": {
+            "description": "Public domain English prose, byte-pair vocabulary of 4,096",
+            "sha256": "5f2d" * 16,
+            "train_tokens": 3_214_567,
+            "validation_tokens": 164_211,
+            "bytes_per_token": 3.412,
+        },
+        "batch_plan": {"sha256": f"{seed}c7e" * 16, "evaluation_sequences": 256},
+        "precision": {"choice": "fp32"},
+        "hardware": {"device": "cpu", "cpu": "Example CPU @ 2.60GHz", "threads": 2},
+        "versions": {"leanqkv": "0.1.0", "torch": "2.11.0", "transformers": "5.17.0", "python": "3.11.7"},
+        "git_commit": "0123456789abcdef0123456789abcdef01234567",
+        "tokens": 600 * 16 * 128,
+        "evaluations": curve(loss),
+        "training": [{"step": 10, "loss": 7.5}],
+        "final": {"validation_loss": loss, "perplexity": math.exp(loss)},
+        "tokens_per_second": 24_000.0 + 100 * seed + kv_bytes,
+        "seconds": 51.2,
+        "diverged": None,
+    }
+
+
+def diverge(run: dict[str, Any], step: int) -> dict[str, Any]:
+    run["evaluations"] = [at for at in run["evaluations"] if at["step"] < step]
+    return run | {"final": None, "diverged": {"step": step, "reason": "loss is nan"}}
+
+
+def save(directory: Path, run: dict[str, Any]) -> Path:
+    folder = directory / "runs" / f"{run['role']}-{run['name']}-{run['seed']}-{run['recipe']['learning_rate']:g}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "record.json").write_text(json.dumps(run))
+    return folder / "record.json"
+
+
+def build(directory: Path, grid: bool = True) -> Path:
+    """Six architectures, two seeds, a search over three rates whose highest diverges for one architecture."""
+    directory.mkdir(parents=True, exist_ok=True)
+    plan = {
+        "title": "Smaller caches at the tiny size",
+        "suite": "tiny",
+        "command": "leanqkv compare " + " ".join(ARCHITECTURES) + " --seeds 0,1 --lr-grid 1e-3,3e-3,1e-2",
+        "baseline": "tiny",
+        "architectures": list(ARCHITECTURES),
+        "seeds": [0, 1],
+        "grid": {"seed": 2, "learning_rates": RATES} if grid else None,
+        "chosen_learning_rate": dict.fromkeys(ARCHITECTURES, 3e-3),
+        "notes": ["A size for trying things out; <not> the papers'."],
+    }
+    (directory / "compare.json").write_text(json.dumps(plan))
+    for place, (name, (*_, above)) in enumerate(ARCHITECTURES.items()):
+        for seed, extra in enumerate(above):
+            save(directory, record(name, seed, 3.9 + 0.01 * seed + extra))
+        for rate in RATES if grid else []:
+            run = record(name, 2, 3.9 + 0.05 * math.log(rate / 3e-3) ** 2 + 0.01 * place, "grid", rate)
+            save(directory, diverge(run, 120) if (name, rate) == ("tiny+mqa", 1e-2) else run)
+    return directory
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def folders(directory: Path, name: str, seed: int) -> list[Path]:
+    return list((directory / "runs").glob(f"final-{name}-{seed}-*"))
+
+
+def terminal(directory: Path) -> list[str]:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(terminal_table(load_comparison(directory)))
+    return capture.get().splitlines()
+
+
+def markdown_rows(directory: Path) -> dict[str, list[str]]:
+    lines = [line for line in markdown_table(load_comparison(directory)).splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+class Page(HTMLParser):
+    """Collects what the tests ask about; fails on tags that do not nest."""
+
+    void = {"meta", "br", "wbr"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        assert len(attrs) == len(dict(attrs)), f"an attribute of <{tag}> is given twice"
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert "svg" in self.open, f"<{tag}/> closes itself outside of SVG"
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(found == tag for found, _ in self.tags)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture(scope="module")
+def page(finished: Path) -> str:
+    return write_report(finished).read_text()
+
+
+def test_markdown_holds_the_numbers(finished: Path) -> None:
+    rows = markdown_rows(finished)
+    assert list(rows) == list(ARCHITECTURES)
+    assert rows["tiny"] == ["1.33M (794k)", "2,048 (100%)", "3.9050 ± 0.0071", "baseline", "0.003", "26,098"]
+    # Differences -0.0210 and -0.0212: mean -0.0211, half-width 12.706 * 0.0001 = 0.0013.
+    assert rows["tiny+skipv1"][1:4] == ["1,664 (81%)", "3.8839 ± 0.0069", "**−0.0211 ± 0.0013**"]
+    assert rows["tiny+mqa"][1] == "512 (25%)"
+    assert rows["tiny+mqa"][3] == "**+0.0514 ± 0.0051**"
+    # -0.004 and +0.006: half-width 12.706 * 0.005 = 0.0635, not clear and so not bold.
+    assert rows["tiny+identity-query"][3] == "+0.0010 ± 0.0635"
+
+
+def test_terminal_table_fits_100_columns_with_the_same_numbers(finished: Path) -> None:
+    lines = terminal(finished)
+    assert max(map(len, lines)) <= 100
+    assert not any("…" in line for line in lines)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if re.match(r"(tiny|\+)\S*\s+\d", line)}
+    assert next(iter(rows)) == "tiny"
+    assert rows["+skipv1"] == "1.31M (770k) 1,664 (81%) 3.8839 ± 0.0069 −0.0211 ± 0.0013 0.003 25,714"
+
+
+def test_large_models_fit_100_columns_too(tmp_path: Path) -> None:
+    names = ["gpt2-124m", "gpt2-124m+nonlinear-query:layers=0,3", "gpt2-124m+identity-query+skipv1"]
+    directory = build(tmp_path, grid=False)
+    shutil.rmtree(directory / "runs")
+    edit(directory / "compare.json", baseline=names[0], architectures=names)
+    for place, name in enumerate(names):
+        for seed in (0, 1):
+            run = record("tiny", seed, 10.25 + 0.2 * place * seed, rate=1.25e-4) | {
+                "name": name,
+                "parameters": {"total": 124_439_808, "non_embedding": 123_653_376},
+                "kv_bytes_per_token": {"bfloat16": 136_864, "float32": 273_728},
+                "tokens_per_second": 1_234_567.0,
+            }
+            save(directory, run)
+    lines = terminal(directory)
+    assert max(map(len, lines)) <= 100
+    assert not any("…" in line for line in lines)
+    row = next(line.split() for line in lines if line.startswith("gpt2-124m "))
+    assert row[1:5] == ["124M", "(124M)", "136,864", "(100%)"]
+    assert row[-2:] == ["0.000125", "1,234,567"]
+
+
+def test_reading_says_which_differences_are_clear(finished: Path) -> None:
+    said = reading(load_comparison(finished))
+    lower, higher, unclear = said.split("; ")
+    assert "over 2 seeds" in lower
+    assert "clearly lower for tiny+skipv1 (−0.0211 with 81% of the KV cache)" in lower
+    assert "tiny+nonlinear-query (−0.0302)" in lower
+    assert higher == "clearly higher for tiny+mqa (+0.0514 with 25% of the KV cache)"
+    assert unclear.startswith("not clearly different for tiny+identity-query (+0.0010) and tiny+identity-query+skipv1")
+    caption = terminal_table(load_comparison(finished)).caption
+    assert said in str(caption)
+    assert said in markdown_table(load_comparison(finished))
+
+
+def test_baseline_comes_first_wherever_it_is_listed(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    edit(directory / "compare.json", baseline="tiny+mqa")
+    rows = markdown_rows(directory)
+    assert next(iter(rows)) == "tiny+mqa"
+    assert rows["tiny"][1] == "2,048 (400%)"
+    assert rows["tiny"][3] == "**−0.0514 ± 0.0051**"
+
+
+def test_missing_and_diverged_runs_are_shown(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    save(directory, diverge(record("tiny+mqa", 1, 4.0), 340))
+    for folder in (*folders(directory, "tiny+skipv1", 1), *folders(directory, "tiny+nonlinear-query", 0)):
+        shutil.rmtree(folder)
+    for seed in (0, 1):
+        save(directory, record("tiny+identity-query", seed, 4.0) | {"final": None})
+    rows = markdown_rows(directory)
+    assert rows["tiny+skipv1"][2:4] == ["3.8790<br>1 missing", "−0.0210<br>1 seed"]
+    assert rows["tiny+mqa"][2:4] == ["3.9510<br>1 diverged", "+0.0510<br>1 seed"]
+    assert rows["tiny+identity-query"][2:4] == ["2 missing", "–"]
+    assert rows["tiny+identity-query"][5] == "–"
+    listed = remarks(load_comparison(directory))
+    assert "tiny+identity-query: no finished run yet for seeds 0 and 1." in listed
+    assert "tiny+mqa, seed 1: diverged at step 340 (loss is nan); left out of every mean." in listed
+    assert "tiny+mqa, learning rate 0.01 of the search: diverged at step 120." in listed
+    text = "".join(Page(write_report(directory).read_text()).text)
+    assert "8 of 12 final runs are there" in text
+    assert all(line in text for line in listed)
+    assert "tiny+identity-query cannot be compared yet" in text
+
+
+def test_a_loss_that_is_not_a_number_counts_as_diverged(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    save(directory, record("tiny+mqa", 1, 4.0) | {"final": {"validation_loss": math.nan, "perplexity": math.nan}})
+    assert markdown_rows(directory)["tiny+mqa"][2] == "3.9510<br>1 diverged"
+
+
+def test_nothing_but_the_plan_still_makes_a_report(tmp_path: Path) -> None:
+    directory = build(tmp_path)
+    shutil.rmtree(directory / "runs")
+    plan = json.loads((directory / "compare.json").read_text())
+    del plan["chosen_learning_rate"]  # not known before the search is done
+    (directory / "compare.json").write_text(json.dumps(plan))
+    page = Page(write_report(directory).read_text())
+    assert page.count("svg") == 0
+    assert "There is no difference to tiny to report yet." in "".join(page.text)
+    assert set(markdown_rows(directory)["tiny"]) == {"–", "2 missing", "baseline"}
+
+
+def test_one_seed_has_no_interval(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    edit(directory / "compare.json", seeds=[0])
+    assert markdown_rows(directory)["tiny+skipv1"][2:4] == ["3.8790", "−0.0210"]
+    assert "known from one seed only, too few to judge" in reading(load_comparison(directory))
+    assert "clearly" not in markdown_table(load_comparison(directory)).lower()
+
+
+def test_runs_that_cannot_be_paired_are_named(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    [folder] = folders(directory, "tiny+mqa", 1)
+    edit(folder / "record.json", batch_plan={"sha256": "f" * 64, "evaluation_sequences": 256}, tokens=1)
+    listed = remarks(load_comparison(directory))
+    assert "Seed 1: the runs did not all see the same batches; their differences are not paired." in listed
+    assert "The runs were not all trained on the same number of tokens." in listed
+    assert not any("Seed 0" in line or "same data" in line for line in listed)
+
+
+def test_runs_of_another_plan_are_left_alone(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    save(directory, record("tiny", 7, 1.0))
+    save(directory, record("tiny", 2, 1.0, "grid", 5e-2))
+    assert markdown_table(load_comparison(directory)) == markdown_table(load_comparison(finished))
+    assert len(load_comparison(directory).runs) == len(load_comparison(finished).runs)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("compare.json", None, "no .*compare.json"),
+        ("compare.json", "{", "compare.json cannot be read"),
+        ("compare.json", '{"title": "x"}', "compare.json: field 'baseline' is missing"),
+        ("runs/broken/record.json", "half a rec", "runs/broken/record.json cannot be read"),
+        ("runs/broken/record.json", '{"record": 1}', "runs/broken/record.json: field 'final' is missing"),
+        ("runs/broken/record.json", '{"record": 9}', "runs/broken/record.json cannot be read: record version 9"),
+        ("runs/broken/record.json", "[]", "runs/broken/record.json does not hold a JSON object"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: str, content: str | None, complaint: str) -> None:
+    directory = build(tmp_path, grid=False)
+    (directory / file).parent.mkdir(exist_ok=True)
+    if content is None:
+        (directory / file).unlink()
+    else:
+        (directory / file).write_text(content)
+    with pytest.raises(LeanError, match=complaint) as caught:
+        load_comparison(directory)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("part", "field"), [("data", "sha256"), ("recipe", "batch_size"), ("batch_plan", "sha256")])
+def test_a_record_without_a_needed_field_is_named(tmp_path: Path, part: str, field: str) -> None:
+    directory = build(tmp_path, grid=False)
+    run = record("tiny", 0, 3.9)
+    del run[part][field]
+    with pytest.raises(LeanError, match=rf"record\.json: field '{field}' is missing"):
+        load_comparison(save(directory, run).parents[2])
+
+
+def test_the_same_run_twice_is_an_error(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    shutil.copytree(folders(directory, "tiny", 0)[0], directory / "runs" / "again")
+    with pytest.raises(LeanError, match=r"the same run as .*runs/again/record\.json"):
+        load_comparison(directory)
+
+
+def test_the_same_records_give_the_same_bytes(finished: Path, page: str, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "elsewhere"))
+    with matplotlib.rc_context({"font.size": 30, "axes.linewidth": 9, "svg.fonttype": "path"}):
+        again = write_report(directory)
+    assert again == directory / "report.html"
+    assert again.read_bytes() == page.encode()
+    assert sorted(file.name for file in directory.iterdir()) == ["compare.json", "report.html", "runs", "table.md"]
+
+
+def test_page_is_well_formed_and_stands_alone(page: str) -> None:
+    found = Page(page)
+    assert page.startswith("<!DOCTYPE html>")
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in found.tags
+    assert not {"link", "script", "img", "iframe", "object", "image"} & {tag for tag, _ in found.tags}
+    assert not re.search(r"https?://|@import|url\((?!#)", page)
+    ids = [attributes["id"] for _, attributes in found.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', page)) <= set(ids)
+    assert {attributes["aria-labelledby"] for _, attributes in found.tags if "aria-labelledby" in attributes} <= set(
+        ids
+    )
+
+
+def test_page_has_every_figure_twice_with_a_caption_and_a_label(page: str) -> None:
+    found = Page(page)
+    assert found.count("figure") == found.count("figcaption") == 4
+    drawings = [attributes for tag, attributes in found.tags if tag == "svg"]
+    assert len(drawings) == 8
+    assert all(drawing["role"] == "img" and drawing["aria-label"] for drawing in drawings)
+    widths = [float(drawing["viewbox"].split()[2]) for drawing in drawings]
+    assert widths == [900, 360] * 4
+    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in found.tags if tag == "th")
+
+
+def test_page_without_a_search_has_three_figures(tmp_path: Path) -> None:
+    page = write_report(build(tmp_path, grid=False)).read_text()
+    assert Page(page).count("figure") == 3
+    assert "search" not in "".join(Page(page).text).replace("none was searched for", "")
+
+
+def test_figures_follow_the_theme(page: str) -> None:
+    light, dark = page.split("@media (prefers-color-scheme: dark)")
+    dark = dark[: dark.index("\n}\n")]
+    used = set(re.findall(r"var\((--[\w-]+)\)", page))
+    assert {f"--series-{place}" for place in range(len(ARCHITECTURES))} <= used
+    for name in used:
+        assert f"{name}: #" in light, f"{name} has no value in the light theme"
+        assert f"{name}: #" in dark, f"{name} has no value in the dark theme"
+    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert all("currentColor" in drawing and not re.search(r":\s*#[0-9a-f]{3}", drawing) for drawing in drawings)
+
+
+def test_page_says_how_it_was_measured(page: str) -> None:
+    text = " ".join("".join(Page(page).text).split())
+    for fact in (
+        "5f2d" * 16,
+        "seed 1: " + "1c7e" * 16,
+        "600 steps of 16 sequences of 128 tokens: 1,228,800 tokens",
+        "the one of 0.001, 0.003 and 0.01 with the lowest validation loss on seed 2, which no run in the table uses",
+        "torch 2.11.0",
+        "Example CPU @ 2.60GHz",
+        "0123456789abcdef0123456789abcdef01234567",
+        "leanqkv compare tiny tiny+skipv1",
+        "The same for all: warmup steps 60, schedule steps none, beta1 0.9, beta2 0.95, max grad norm 1.",
+        "tiny+nonlinear-query 0.003 0.0003 0.03125",
+        "A size for trying things out; <not> the papers'.",
+        "tiny+skipv1 1 3.8888 48.85 −0.0212 25,764 0.9",
+    ):
+        assert fact in text, fact
