@@ -27,7 +27,7 @@ from .statistics import Curve, PairedDifference, average, paired_difference, rel
 DATA_FIELDS = ("description", "sha256", "train_tokens", "validation_tokens", "bytes_per_token")
 RECIPE_FIELDS = {"steps": int, "batch_size": int, "learning_rate": float}  # what the report counts with
 HEADERS = (
-    "architecture",
+    "model",
     "parameters\n(non-emb.)",
     "KV bytes per\ntoken (bf16)",
     "validation loss\nmean ± s.d.",
@@ -35,6 +35,7 @@ HEADERS = (
     "learning\nrate",
     "tokens/s",
 )
+WHOLE = ("tokens/s",)  # where a terminal is too narrow the columns before it wrap
 DIFFERENCE = 4  # the place of that column
 ABSENT = "–"
 INTERVAL_NOTE = (
@@ -276,7 +277,7 @@ def terminal_table(comparison: Comparison) -> Table:
         collapse_padding=True,
     )
     for place, header in enumerate(HEADERS):
-        table.add_column(header, justify="right" if place else "left", min_width=len(header.split("\n")[-1]), overflow="fold")
+        table.add_column(header, justify="right" if place else "left", no_wrap=header in WHOLE, overflow="fold")
     styles = {"lower": "bold green", "higher": "bold red"}
     for result in comparison.results:
         cells = [Text(cell) for cell in _cells(comparison, result)]
