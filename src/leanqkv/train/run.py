@@ -1,5 +1,6 @@
 """A training run: `transformers.Trainer` over the batch plan, read in order."""
 
+import errno
 import json
 import math
 import os
@@ -203,7 +204,7 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     started = time.perf_counter()
-    with _no_progress_bars():
+    with _quiet_transformers(), _disk_full_is_an_error(out):
         trainer.train(resume_from_checkpoint=_last_checkpoint(out))
     history = trainer.state.log_history
     record = {
@@ -223,7 +224,7 @@ def train(
         **summarize(spec, history),
     }
     if trainer.is_world_process_zero():
-        with _no_progress_bars():
+        with _quiet_transformers(), _disk_full_is_an_error(out):
             _finish(out, model, tokenizer, record)
     return record
 
@@ -279,14 +280,31 @@ def _precision(spec: RunSpec) -> Precision:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keeps transformers from drawing a bar for every file it saves."""
-    shown = transformers_logging.is_progress_bar_enabled()
+def _disk_full_is_an_error(out: Path) -> Iterator[None]:
+    """Every library reports a full disk in its own way; this makes it one line."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "PytorchStreamWriter" in text:
+            raise LeanError(
+                f"the disk is full: {out} could not be written; make room and run the same command again, it goes on "
+                "from the last checkpoint"
+            ) from error
+        raise
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps transformers from drawing a bar for every file it saves and from remarks on how it sorts checkpoints."""
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if shown:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
             transformers_logging.enable_progress_bar()
 
 

@@ -1,0 +1,45 @@
+"""A small corpus and a run on it, for the tests of training."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from leanqkv import preset, recipe
+from leanqkv.data import TokenData, prepare_data
+from leanqkv.train import RunSpec
+
+SHAPE = (
+    "+hidden_size=32+intermediate_size=64+num_hidden_layers=2+num_attention_heads=2+vocab_size=300"
+    "+max_position_embeddings=32"
+)
+
+
+def write_corpus(path: Path) -> Path:
+    """Sentences with some structure to learn, the same each time."""
+    words = ["the", "a", "quick", "slow", "brown", "red", "fox", "dog", "jumps", "runs", "over", "lazy", "happy", "cat"]
+    lines = (" ".join(words[(i * k + k * k) % len(words)] for k in range(3, 12)) for i in range(3000))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def prepare(directory: Path) -> TokenData:
+    return prepare_data(str(write_corpus(directory / "corpus.txt")), vocab_size=300)
+
+
+def spec(data: TokenData, mechanisms: str = "", seed: int = 0, **changes) -> RunSpec:
+    """30 steps of a model with two layers of width 32; dropout on, so that the random state matters."""
+    name = f"tiny{mechanisms}{SHAPE}+hidden_dropout=0.1"
+    return replace(
+        RunSpec(
+            name=name,
+            config=preset(name).as_overrides(),
+            recipe=recipe(name, steps=30, batch_size=8),
+            seed=seed,
+            context_length=32,
+            precision="fp32",
+            data_sha256=data.sha256,
+            evaluation_sequences=16,
+            evaluate_every=10,
+            log_every=5,
+        ),
+        **changes,
+    )

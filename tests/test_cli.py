@@ -1,0 +1,134 @@
+"""The command line, as a person uses it: in processes of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from corpus import SHAPE, write_corpus
+
+MODEL = f"tiny+skipv1{SHAPE}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a corpus, and the environment to run in."""
+    directory = tmp_path_factory.mktemp("cli")
+    write_corpus(directory / "corpus.txt")
+    return directory
+
+
+def start(place: Path, *arguments: str, **options) -> subprocess.Popen:
+    environment = os.environ | {"LEANQKV_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "leanqkv.cli", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=place, env=environment, **pipes, **options)
+
+
+def cli(place: Path, *arguments: str) -> tuple[int, str, str]:
+    process = start(place, *arguments)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+TRAIN = ("train", MODEL, "--data", "corpus.txt", "--steps", "40", "--precision", "fp32", "--evaluate-every", "10")
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    code, out, err = cli(place, *TRAIN, "--out", "whole")
+    assert (code, err) == (0, "")
+    assert "validation loss" in out
+    return place / "whole"
+
+
+def test_train_killed_outright_goes_on_bit_identically(place, trained):
+    process = start(place, *TRAIN, "--out", "killed")
+    deadline = time.monotonic() + 200
+    while not list(place.glob("killed/checkpoint-*/complete")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (place / "killed" / "record.json").exists(), "it was over before it could be killed"
+    assert cli(place, *TRAIN, "--out", "killed")[0] == 0
+    whole, killed = (json.loads((place / d / "record.json").read_text()) for d in ("whole", "killed"))
+    assert killed["evaluations"] == whole["evaluations"]
+    assert killed["training"] == whole["training"]
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (place / "killed" / file).read_bytes() == (trained / file).read_bytes()
+
+
+def test_generate_and_inspect_a_trained_model(place, trained):
+    arguments = ("generate", str(trained), "--prompt", "the quick", "--max-new-tokens", "8", "--seed", "3")
+    code, out, err = cli(place, *arguments)
+    assert code == 0, err
+    assert out.startswith("the quick")
+    assert len(out.strip()) > len("the quick")
+    assert cli(place, *arguments)[1] == out, "the seed decides"
+    code, out, _ = cli(place, "inspect", str(trained))
+    assert code == 0
+    record = json.loads((trained / "record.json").read_text())
+    assert f"parameters: {record['parameters']['total']:,}" in out
+    assert f"{record['kv_bytes_per_token']['bfloat16']:,} bytes per token, 87.5% of MHA" in out
+
+
+def test_compare_ends_with_the_table_and_the_page(place):
+    arguments = ("compare", f"tiny{SHAPE}", MODEL, "--data", "corpus.txt", "--steps", "12", "--seeds", "2")
+    code, out, err = cli(place, *arguments, "--precision", "fp32", "--evaluate-every", "6", "--out", "both")
+    assert code == 0, err
+    assert "difference to" in out
+    assert "report: both/report.html" in out
+    assert (place / "both" / "report.html").stat().st_size > 10_000
+    command = json.loads((place / "both" / "compare.json").read_text())["command"]
+    assert command.startswith("leanqkv compare tiny+")
+    (place / "both" / "report.html").unlink()
+    assert cli(place, "report", "both")[0] == 0
+    assert (place / "both" / "report.html").exists()
+
+
+def test_presets_name_their_papers(place):
+    code, out, _ = cli(place, "presets")
+    assert code == 0
+    for text in ("gpt2-124m", "llama-3b", "tinyllama-1.1b", "skipv0", "P2 eq. 2-3", "source_layer=2"):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "tinny"], "unknown base 'tinny' in 'tinny': did you mean 'tiny'"),
+        (["inspect", "tiny+skipv9"], "did you mean 'skipv"),
+        (["inspect", "tiny+skipv1:ration=0.5"], "did you mean 'ratio'"),
+        (["inspect", "tiny+mqa+skipv1"], "less than one head"),
+        (["train", MODEL, "--data", "nowhere.txt", "--out", "x"], "no data at nowhere.txt"),
+        (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--precision", "fp8"], "precision 'fp8' is not known"),
+        (["train", MODEL, "--data", "tiny.txt", "--out", "x", "--precision", "fp32"], "text is too short"),
+        (["train", MODEL, "--data", "corpus.txt", "--out", "other", "--precision", "fp32"], "not empty and not a run"),
+        (["compare", "tiny", "--out", "x"], "one model alone is no comparison"),
+        (["compare", "tiny", "tiny", "--out", "x"], "named twice"),
+        (["compare", "quickstart", "--lr-grid", "fast", "--out", "x"], "--lr-grid takes learning rates"),
+        (["report", "nowhere"], "there is no nowhere/compare.json"),
+        (["generate", "other", "--prompt", "a"], "'gpt2' checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(place, arguments, message):
+    (place / "tiny.txt").write_text("too short")
+    (place / "other").mkdir(exist_ok=True)
+    (place / "other" / "config.json").write_text('{"model_type": "gpt2"}')
+    code, _, err = cli(place, *arguments)
+    assert code == 2
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, "more than one line"
+    assert not (place / "x").exists() or not any((place / "x").iterdir()), "something half-written was left"
+    assert [file.name for file in (place / "other").iterdir()] == ["config.json"]
+
+
+def test_prompts_beyond_the_positions_are_refused(place, trained):
+    code, _, err = cli(place, "generate", str(trained), "--prompt", "the " * 20, "--max-new-tokens", "30")
+    assert code == 2
+    assert "--max-new-tokens can be" in err

@@ -1,0 +1,165 @@
+"""Comparisons: every architecture on the same batches, the learning-rate grid, going on, several processes."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from corpus import SHAPE, prepare
+
+from leanqkv import LeanError
+from leanqkv.compare.report import load_comparison, write_report
+from leanqkv.compare.run import Comparison, default_jobs, run_comparison, slug
+
+NAMES = tuple(f"tiny{mechanism}{SHAPE}" for mechanism in ("", "+identity-query", "+skipv1"))
+COMPARISON = Comparison(
+    title="Three models",
+    architectures=NAMES,
+    seeds=(0, 1),
+    recipe={"steps": 12, "batch_size": 4},
+    command="leanqkv compare ...",
+    learning_rates=(1e-3, 3e-3),
+    evaluation_sequences=8,
+    evaluate_every=6,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
+        yield prepare(directory)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_core():
+    """Models this small are many times slower on two threads than on one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.cpu_count", lambda: 1)
+        yield
+
+
+def run(comparison, data, out, **options):
+    run_comparison(comparison, data, out, precision="fp32", device="cpu", **{"jobs": 1, **options})
+    return {path.parent.name: json.loads(path.read_text()) for path in out.glob("runs/*/record.json")}
+
+
+@pytest.fixture(scope="module")
+def done(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("comparison") / "out"
+    return out, run(COMPARISON, data, out)
+
+
+def test_every_model_sees_the_same_batches(done):
+    out, records = done
+    finals = [record for record in records.values() if record["role"] == "final"]
+    assert sorted((r["name"], r["seed"]) for r in finals) == sorted((name, s) for name in NAMES for s in (0, 1))
+    plans = {seed: {r["batch_plan"]["sha256"] for r in finals if r["seed"] == seed} for seed in (0, 1)}
+    assert all(len(plan) == 1 for plan in plans.values())
+    assert plans[0] != plans[1]
+    starts = {np.load(file).tobytes() for file in out.glob("batches/*-evaluation.npy")}
+    assert len(starts) == 1, "all seeds are evaluated on the same tokens"
+    assert not list(out.glob("runs/*/batches")), "the runs use the comparison's plan, not one of their own"
+
+
+def test_the_grid_has_a_seed_of_its_own_and_its_best_rate_is_used(done):
+    out, records = done
+    grid = [record for record in records.values() if record["role"] == "grid"]
+    assert len(grid) == 6
+    assert {record["seed"] for record in grid} == {2}
+    chosen = json.loads((out / "compare.json").read_text())["chosen_learning_rate"]
+    for name in NAMES:
+        tried = {r["recipe"]["learning_rate"]: r["final"]["validation_loss"] for r in grid if r["name"] == name}
+        assert chosen[name] == min(tried, key=tried.get)
+        finals = [r for r in records.values() if r["role"] == "final" and r["name"] == name]
+        assert {r["recipe"]["learning_rate"] for r in finals} == {chosen[name]}
+        assert all(r["recipe"]["min_learning_rate"] == pytest.approx(chosen[name] / 10) for r in finals)
+
+
+def test_started_again_it_trains_nothing_that_is_done(data, done):
+    out, records = done
+    steps = []
+    again = run(COMPARISON, data, out, on_update=lambda update: steps.append(update.record is None))
+    assert not any(steps)
+    assert again == records
+
+
+def test_it_goes_on_where_it_was_stopped(data, done, tmp_path):
+    def stop(update):
+        if update.record is not None and update.job.spec.role == "final":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(COMPARISON, data, tmp_path / "out", on_update=stop)
+    assert 0 < len(list(tmp_path.glob("out/runs/*/record.json"))) < 12
+    write_report(tmp_path / "out")  # what there is can be looked at
+    assert losses(run(COMPARISON, data, tmp_path / "out")) == losses(done[1])
+
+
+def losses(records):
+    return {name: record["evaluations"] for name, record in records.items()}
+
+
+def test_processes_side_by_side_give_the_same_losses(data, done, tmp_path):
+    comparison = replace(COMPARISON, learning_rates=None, seeds=(0,), architectures=NAMES[:2])
+    alone = run(comparison, data, tmp_path / "alone")
+    assert losses(run(comparison, data, tmp_path / "beside", jobs=2)) == losses(alone)
+
+
+def test_a_failure_in_a_process_reaches_the_person(data, tmp_path):
+    comparison = replace(COMPARISON, learning_rates=None, seeds=(0,), micro_batch_size=3)
+    with pytest.raises(LeanError, match="does not divide"):
+        run(comparison, data, tmp_path / "out", jobs=2)
+
+
+def test_another_comparison_in_out_is_refused(data, done, tmp_path):
+    out, records = done
+    with pytest.raises(LeanError, match=r"holds another comparison \(seeds: \[0, 1\] there, \[0\] asked"):
+        run(replace(COMPARISON, seeds=(0,)), data, out)
+    assert losses(run(COMPARISON, data, out)) == losses(records)
+    (tmp_path / "notes.txt").write_text("precious")
+    with pytest.raises(LeanError, match="not empty and not a comparison"):
+        run(COMPARISON, data, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_length": 64}, "longer than the 32 positions"),
+        ({"architectures": ("tiny", "tiny+skipv9")}, "unknown mechanism"),
+        ({"architectures": (f"tiny{SHAPE}", f"tiny{SHAPE}+vocab_size=100")}, "the data has"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(data, tmp_path, changes, message):
+    with pytest.raises(LeanError, match=message):
+        run(replace(COMPARISON, **changes), data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_report_has_a_row_for_every_model(done):
+    out, records = done
+    page = write_report(out).read_text()
+    comparison = load_comparison(out)
+    for result in comparison.results:
+        assert result.name in page
+        finals = [
+            r["final"]["validation_loss"] for r in records.values() if (r["name"], r["role"]) == (result.name, "final")
+        ]
+        assert result.mean_loss == pytest.approx(sum(finals) / len(finals))
+
+
+def test_divergence_everywhere_on_the_grid_is_an_error(data, tmp_path):
+    with pytest.raises(LeanError, match="diverged at every learning rate"):
+        run(replace(COMPARISON, learning_rates=(1e18,), architectures=NAMES[:2]), data, tmp_path / "out")
+
+
+def test_small_models_share_the_cores_and_large_ones_do_not(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert default_jobs("cpu", 1_000_000) == 8
+    assert default_jobs("cpu", 124_000_000) == 1
+    assert default_jobs("cuda", 1_000_000) == 1
+
+
+def test_slugs_are_file_names():
+    assert slug("tiny+skipv1:ratio=0.25,layers=0,3") == "tiny+skipv1-ratio-0.25-layers-0-3"

@@ -1,0 +1,277 @@
+"""Training runs: what they write, how they go on after an interruption, what they refuse."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from corpus import SHAPE, prepare, spec
+from safetensors.torch import load_file
+
+from leanqkv import LeanError, LeanForCausalLM, preset, recipe
+from leanqkv.checkpoints import load_model
+from leanqkv.data import collate, make_batch_plan
+from leanqkv.evaluate import sequence_losses
+from leanqkv.train import choose_precision, parse_precision, train
+from leanqkv.train.run import make_optimizer, make_schedule
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
+        yield prepare(directory)
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """An uninterrupted run: its directory and record."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return out, train(spec(data), data, out, device="cpu")
+
+
+def losses(record):
+    return record["training"], record["evaluations"], record["final"]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the training code catches it."""
+
+
+@pytest.mark.parametrize("at", [4, 17, 29])
+def test_a_killed_run_goes_on_bit_identically(data, finished, tmp_path, at):
+    out, record = finished
+
+    def kill(step, *_):
+        if step == at:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(spec(data), data, tmp_path / "run", device="cpu", progress=kill)
+    assert not (tmp_path / "run" / "record.json").exists()
+    first_step = []
+    again = train(spec(data), data, tmp_path / "run", device="cpu", progress=lambda step, *_: first_step.append(step))
+    assert first_step[0] == at // 10 * 10 + 1, "it did not go on from the last checkpoint"
+    assert losses(again) == losses(record)
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(tmp_path / "run" / "model.safetensors")[name]), name
+
+
+def test_a_half_written_checkpoint_is_not_picked_up(data, finished, tmp_path):
+    def kill(step, *_):
+        if step == 25:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(spec(data), data, tmp_path / "run", device="cpu", progress=kill)
+    checkpoint = tmp_path / "run" / "checkpoint-20"
+    (checkpoint / "complete").unlink()
+    (checkpoint / "model.safetensors").write_bytes(b"cut off")
+    again = train(spec(data), data, tmp_path / "run", device="cpu")
+    assert losses(again) == losses(finished[1])
+
+
+def test_a_finished_run_is_not_trained_again(data, finished):
+    out, record = finished
+    again = train(spec(data), data, out, device="cpu", progress=lambda *_: pytest.fail("trained again"))
+    assert again == json.loads(json.dumps(record))
+
+
+def test_the_same_spec_gives_the_same_losses_and_another_seed_others(data, finished, tmp_path):
+    assert losses(train(spec(data), data, tmp_path / "a", device="cpu")) == losses(finished[1])
+    assert losses(train(spec(data, seed=1), data, tmp_path / "b", device="cpu")) != losses(finished[1])
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(data, tmp_path):
+    whole, parts = (
+        train(
+            replace(spec(data, micro_batch_size=micro), config=preset(f"tiny{SHAPE}").as_overrides()),
+            data,
+            tmp_path / str(micro),
+            device="cpu",
+        )
+        for micro in (None, 2)
+    )
+    # Sums of 8 float32 losses in another order: a few units in the last place, grown over 30 steps.
+    for one, other in zip(whole["training"], parts["training"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_a_run_learns_and_its_directory_holds_what_the_record_says(data, finished):
+    out, record = finished
+    curve = [entry["loss"] for entry in record["evaluations"]]
+    assert [entry["step"] for entry in record["evaluations"]] == [10, 20, 30]
+    assert curve[0] > curve[1] > curve[2]
+    assert not list(out.glob("checkpoint-*"))
+    model = load_model(out)
+    assert model.config.use_cache
+    plan = make_batch_plan(
+        train_tokens=data.train_tokens,
+        validation_tokens=data.validation_tokens,
+        context_length=32,
+        batch_size=8,
+        steps=30,
+        evaluation_sequences=16,
+        seed=0,
+    )
+    assert record["batch_plan"]["sha256"] == plan.sha256
+    found = sequence_losses(model, data.validation(), plan.evaluation_starts, 32, batch_size=8).mean().item()
+    assert found == record["final"]["validation_loss"]
+    assert record["final"]["perplexity"] == math.exp(found)
+    assert record["tokens"] == 30 * 8 * 32
+    assert record["parameters"]["total"] == sum(p.numel() for p in model.parameters())
+    for key in ("config", "seed", "data", "versions", "git_commit", "hardware", "precision", "tokens_per_second"):
+        assert key in record
+
+
+def test_sequence_losses_match_the_models_own_loss_and_leave_its_mode(data):
+    torch.manual_seed(0)
+    model = LeanForCausalLM(preset(f"tiny{SHAPE}+hidden_dropout=0.5")).train()
+    found = sequence_losses(model, data.validation(), [0, 5, 9], 32, batch_size=2)
+    assert model.training
+    batch = collate(data.validation(), [5], 32)
+    assert found[1].item() == pytest.approx(model.eval()(**batch).loss.item(), rel=1e-6)
+    assert found.shape == (3,)
+
+
+def test_a_diverging_run_stops_and_says_so(data, tmp_path):
+    started = spec(data)
+    bad = replace(started, recipe=replace(started.recipe, learning_rate=1e18, max_grad_norm=None, warmup_steps=0))
+    record = train(bad, data, tmp_path / "run", device="cpu")
+    assert record["diverged"]["step"] < 30
+    assert record["final"] is None
+    assert all(math.isfinite(entry["loss"]) for entry in record["training"])
+    assert json.loads((tmp_path / "run" / "record.json").read_text())["diverged"] == record["diverged"]
+
+
+def test_another_run_in_out_is_refused_untouched(data, finished, tmp_path):
+    out, _ = finished
+    before = {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
+    with pytest.raises(LeanError, match=r"holds another run \(seed: 0 there, 7 asked\)"):
+        train(spec(data, seed=7), data, out, device="cpu")
+    with pytest.raises(LeanError, match="config"):
+        train(spec(data, "+skipv1"), data, out, device="cpu")
+    assert before == {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("precious")
+    with pytest.raises(LeanError, match="not empty and not a run"):
+        train(spec(data), data, tmp_path / "full", device="cpu")
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(data, finished, tmp_path, monkeypatch):
+    def full(self, path, *_, **__):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LeanForCausalLM, "save_pretrained", full)
+        with pytest.raises(LeanError, match="the disk is full"):
+            train(spec(data), data, tmp_path / "run", device="cpu")
+    assert losses(train(spec(data), data, tmp_path / "run", device="cpu")) == losses(finished[1])
+
+
+def test_indivisible_batches_are_refused(data, tmp_path):
+    with pytest.raises(LeanError, match="does not divide into micro-batches of 3"):
+        train(spec(data, micro_batch_size=3), data, tmp_path / "run", device="cpu")
+
+
+def test_weight_decay_acts_on_matrices_only():
+    model = LeanForCausalLM(preset(f"tiny{SHAPE}", attention_bias=True))
+    decayed, free = make_optimizer(model, recipe("tiny")).param_groups
+    assert decayed["weight_decay"] == recipe("tiny").weight_decay
+    assert free["weight_decay"] == 0
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert {p.ndim for p in free["params"]} == {1}
+    assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
+
+
+def test_schedule_warms_up_and_ends_at_the_minimum_or_partway():
+    chosen = recipe("tiny", steps=100, warmup_steps=10)
+    for schedule_steps, expected in ((None, chosen.min_learning_rate), (200, None)):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.AdamW([parameter], lr=chosen.learning_rate)
+        schedule = make_schedule(optimizer, replace(chosen, schedule_steps=schedule_steps))
+        rates = []
+        for _ in range(101):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        assert rates[5] == pytest.approx(chosen.learning_rate / 2)
+        assert max(rates) == rates[10] == pytest.approx(chosen.learning_rate)
+        if expected is not None:
+            assert rates[100] == pytest.approx(expected)
+        else:  # a cosine of 200 steps, 10 of them warm-up, seen up to step 100
+            cosine = (1 + math.cos(math.pi * 90 / 190)) / 2
+            minimum = chosen.min_learning_rate
+            assert rates[100] == pytest.approx(minimum + (chosen.learning_rate - minimum) * cosine)
+
+
+def test_steps_scale_the_warmup_and_a_rate_its_minimum():
+    paper = recipe("gpt2-124m")
+    short = recipe("gpt2-124m", steps=600, learning_rate=1.2e-3)
+    assert (paper.steps, paper.warmup_steps) == (60_000, 2_000)
+    assert (short.warmup_steps, short.min_learning_rate) == (20, pytest.approx(1.2e-4))
+    assert recipe("gpt2-124m+nonlinear-query").learning_rate == 3e-3
+    assert recipe("gpt2-124m+nonlinear-query").weight_decay == recipe("gpt2-124m+identity-query").weight_decay == 2**-5
+
+
+@pytest.mark.parametrize("text", ["fp32", "bf16", "bf16+compile", "fp32+eager", "bf16+compile+eager"])
+def test_precision_reads_back_what_it_prints(text):
+    assert parse_precision(str(parse_precision(text))) == parse_precision(text)
+    assert str(parse_precision(text)).startswith(text.split("+")[0])
+
+
+@pytest.mark.parametrize("text", ["fp16", "bf16+fast", "", "bf16+sdpa+eager+compile"])
+def test_unknown_precisions_are_refused(text):
+    with pytest.raises(LeanError, match="is not known"):
+        parse_precision(text)
+
+
+def test_bf16_autocast_trains_and_keeps_float32_weights(data, tmp_path):
+    record = train(spec(data, "+identity-query+skipv1", precision="bf16"), data, tmp_path / "run", device="cpu")
+    assert record["evaluations"][-1]["loss"] < record["evaluations"][0]["loss"]
+    assert {t.dtype for t in load_file(tmp_path / "run" / "model.safetensors").values()} == {torch.float32}
+
+
+def test_the_fastest_precision_is_chosen_and_the_random_state_kept(monkeypatch):
+    seconds = {"fp32+sdpa": (0, 2.0), "bf16+sdpa": (0, 1.0), "fp32+compile+sdpa": (90, 0.5), "bf16+sdpa+eager": (0, 9)}
+
+    def timed(config, precision, *_):
+        if str(precision) == "bf16+compile+sdpa":
+            raise RuntimeError("no compiler")
+        return seconds.get(str(precision), (0, 9.0))
+
+    monkeypatch.setattr("leanqkv.train.precision._time", timed)
+    arguments = {"batch_size": 2, "context_length": 16, "device": "cpu"}
+    config = preset(f"tiny{SHAPE}")
+    assert str(choose_precision(config, steps=10, **arguments)) == "bf16+sdpa", "compiling does not pay for 10 steps"
+    assert str(choose_precision(config, steps=1000, **arguments)) == "fp32+compile+sdpa"
+    monkeypatch.undo()
+    monkeypatch.setattr("leanqkv.train.precision.TIMED_STEPS", 1)
+    monkeypatch.setattr("leanqkv.train.precision.Precision.apply", lambda *_: None)
+    before = torch.get_rng_state()
+    chosen = choose_precision(config, steps=10, **arguments)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(chosen.timings) == 5
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(finished, tmp_path):
+    out, _ = finished
+    broken = shutil.copytree(out, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(LeanError, match="cannot be read"):
+        load_model(broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(LeanError, match="'gpt2' checkpoint"):
+        load_model(broken)
+    with pytest.raises(LeanError, match=r"no config\.json"):
+        load_model(tmp_path)
+    other = shutil.copytree(out, tmp_path / "other")
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "leanqkv", "intermediate_size": 128}))
+    with pytest.raises(LeanError, match=r"do not fit|cannot be read"):
+        load_model(other)
