@@ -7,6 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.generation import GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .cache import LAYER_TYPE
 from .plan import Plan, make_plan
@@ -18,6 +19,11 @@ CHOICES = {
     "mlp_type": ("mlp", "gated"),
     "hidden_act": tuple(ACT2FN),
 }
+
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
 
 # What transformers itself writes into a config.json or passes along when it loads one, beyond declared fields.
 _TRANSFORMERS_KEYS = {
@@ -98,13 +104,18 @@ class LeanConfig(PreTrainedConfig):
             found = getattr(self, name)
             if found not in choices:
                 raise ConfigError(f"{name} {found!r} is not known: {suggest(str(found), choices)}")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        for name in SIZES:
             found = getattr(self, name)
+            if found is None and name in ("num_key_value_heads", "head_dim"):
+                continue
             if not isinstance(found, int) or found < 1:
                 raise ConfigError(f"{name} must be a whole number, at least 1, found {found!r}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+        for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 0 and below 1, found {getattr(self, name)}")
+        if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_key_value_heads ({self.num_key_value_heads}) must divide num_attention_heads "
                 f"({self.num_attention_heads}): each key/value head serves an equal group of query heads"
@@ -118,8 +129,15 @@ class LeanConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.position_embedding_type == "rope":
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0} | (self.rope_parameters or {})
-            if self.head_dim % 2:
-                raise ConfigError(f"rotary positions need an even head_dim, found {self.head_dim}")
+            kind = self.rope_parameters["rope_type"]
+            if kind not in (kinds := ("default", *ROPE_INIT_FUNCTIONS)):
+                raise ConfigError(f"rope_parameters: rope_type {kind!r} is not known: {suggest(str(kind), kinds)}")
+            rotated = int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
+            if rotated < 2 or rotated % 2:
+                raise ConfigError(
+                    "rotary positions need an even number of dimensions, head_dim * partial_rotary_factor; found "
+                    f"{rotated} of {self.head_dim}"
+                )
         elif self.rope_parameters:
             raise ConfigError(
                 f"rope_parameters have no effect with position_embedding_type {self.position_embedding_type!r}; "

@@ -4,7 +4,7 @@ A pure function of the configuration. The model's wiring, parameter counts and K
 cannot disagree, and none of them needs a model to be built.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -51,12 +51,9 @@ class LayerPlan:
         return self.head_dim**-0.5 * getattr(self.query.options, "scale", 1.0) * getattr(self.key.options, "scale", 1.0)
 
     @property
-    def borrowed_keys(self) -> tuple[HeadSource, ...]:
-        return tuple(source for source in self.layout.keys if source.layer != self.layer)
-
-    @property
-    def borrowed_values(self) -> tuple[HeadSource, ...]:
-        return tuple(source for source in self.layout.values if source.layer != self.layer)
+    def borrowed(self) -> tuple[HeadSource, ...]:
+        """Keys and values that another layer computes."""
+        return tuple(source for source in (*self.layout.keys, *self.layout.values) if source.layer != self.layer)
 
 
 @dataclass(frozen=True)
@@ -129,6 +126,8 @@ def _per_layer(config, slot: str, table) -> list[Mechanism]:
     chosen = [make_mechanism(table, slot, {"type": "linear"})] * config.num_hidden_layers
     claimed: dict[int, str] = {}
     for spec in getattr(config, slot):
+        if not isinstance(spec, Mapping):
+            raise ConfigError(f'`{slot}` is a list of {{"type": ..., "layers": [...]}}, found {spec!r} in it')
         options = dict(spec)
         layers = options.pop("layers", None)
         mechanism = make_mechanism(table, slot, options)
@@ -146,6 +145,8 @@ def _per_layer(config, slot: str, table) -> list[Mechanism]:
 def _check_layers(layers: Sequence[int] | None, slot: str, kind: str, num_layers: int) -> Sequence[int]:
     if layers is None:
         return range(num_layers)
+    if not isinstance(layers, Sequence):
+        raise ConfigError(f"{slot} {kind!r}: layers must be a list, [{layers}] for one, found {layers!r}")
     for layer in layers:
         if not isinstance(layer, int) or not 0 <= layer < num_layers:
             raise ConfigError(

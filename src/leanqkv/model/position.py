@@ -30,7 +30,7 @@ class RotaryEmbedding(nn.Module):
         parameters = self.config.rope_parameters
         rotated = int(self.config.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
-        return parameters["rope_theta"] ** -exponents, 1.0
+        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
     @torch.no_grad()
     @dynamic_rope_update

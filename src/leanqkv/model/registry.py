@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from math import isfinite
 from typing import Any
 
 from .keyvalue_first_layer_values import FirstLayerValues
@@ -58,6 +59,8 @@ def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any])
     Raises:
         ConfigError: unknown type or option (with the nearest names), or an option of the wrong type.
     """
+    if not isinstance(spec, Mapping):
+        raise ConfigError(f'`{slot}` is a {{"type": ...}}, found {spec!r}')
     options = dict(spec)
     kind = options.pop("type", None)
     if kind is None:
@@ -81,7 +84,10 @@ def _check_type(what: str, name: str, value: Any, default: Any) -> None:
     elif isinstance(default, bool):
         valid, expected = isinstance(value, bool), "true or false"
     elif isinstance(default, float):
-        valid, expected = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+        valid, expected = (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value),
+            "a number",
+        )
     elif isinstance(default, int):
         valid, expected = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     else:

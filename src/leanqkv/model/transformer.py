@@ -1,7 +1,10 @@
 """Embedding -> blocks -> head. What sets variants apart is in the plan; nothing here asks which one it is."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
@@ -24,6 +27,7 @@ RESIDUAL_OUTPUTS = ("o_proj.weight", "mlp.down_proj.weight")
 class LeanPreTrainedModel(PreTrainedModel):
     config: LeanConfig
     config_class = LeanConfig
+    _initial_seed: int
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LeanBlock"]
@@ -36,6 +40,16 @@ class LeanPreTrainedModel(PreTrainedModel):
         "hidden_states": OutputRecorder(LeanBlock, index=0),
         "attentions": OutputRecorder(LeanAttention, index=1),
     }
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, *args, **kwargs
+    ) -> None:
+        lenders = {s.layer for layer in self.config.plan.layers for s in layer.borrowed}
+        if enable and lenders and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True would lose the gradient of heads that later layers borrow; use use_reentrant=False"
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -50,10 +64,6 @@ class LeanPreTrainedModel(PreTrainedModel):
         if not hasattr(module, "_qualified_name"):
             for name, child in self.named_modules():
                 child._qualified_name = name
-        if not hasattr(self, "_initial_seed"):
-            # One number from torch's global generator, so that torch.manual_seed decides, on the CPU even while a
-            # checkpoint is loaded on the meta device.
-            self._initial_seed = int(torch.randint(2**62, (), device="cpu"))
         for tensor_name, parameter in own:
             name = f"{module._qualified_name}.{tensor_name}"
             if parameter.ndim == 1:
@@ -70,6 +80,10 @@ class LeanModel(LeanPreTrainedModel):
 
     def __init__(self, config: LeanConfig):
         super().__init__(config)
+        # One number from torch's global generator, so that torch.manual_seed decides. Taken before any module is
+        # made, for torch's own constructors draw from it too, as often as there are weights; on the CPU even while a
+        # checkpoint is loaded on the meta device.
+        self._initial_seed = int(torch.randint(2**62, (), device="cpu"))
         plan = config.plan
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position_embedding_type == "learned"
@@ -79,7 +93,7 @@ class LeanModel(LeanPreTrainedModel):
         self.norm = make_norm(config, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
         # Layers whose keys or values a later layer borrows: only theirs are carried along.
-        self.lenders = {s.layer for layer in plan.layers for s in (*layer.borrowed_keys, *layer.borrowed_values)}
+        self.lenders = {source.layer for layer in plan.layers for source in layer.borrowed}
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -148,6 +162,7 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
     def __init__(self, config: LeanConfig):
         super().__init__(config)
         self.model = LeanModel(config)
+        self._initial_seed = self.model._initial_seed
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

@@ -1,0 +1,12 @@
+"""Settings for every test; set before transformers is imported."""
+
+import os
+import tempfile
+
+# Checkpoints carry their code, and loading it copies it under HF_HOME: a fresh folder, never the person's own.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="leanqkv-tests-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+
+torch.set_num_threads(1)

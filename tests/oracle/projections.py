@@ -1,0 +1,71 @@
+"""Queries, keys and values: each function gives [positions, heads * head_dim] and its factor on the attention scale.
+
+`x` is the normed input of attention, `width` is heads * head_dim: where fewer heads are built than the input has
+slices, an identity takes the leading ones.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from .basic import ACTIVATIONS, Tensors, layernorm, linear, rmsnorm
+
+Projected = tuple[Tensor, float]
+
+
+def linear_projection(x: Tensor, tensors: Tensors, config: Any, name: str, width: int) -> Projected:
+    """X W"""
+    return linear(x, tensors, name), 1.0
+
+
+def identity_query_or_key(
+    x: Tensor, tensors: Tensors, config: Any, name: str, width: int, scale: float = 0.5
+) -> Projected:
+    """Q = X (or K = X), and the attention scale is halved: 1 / (2 sqrt(d_k))"""
+    return x[:, :width], scale
+
+
+def identity_value(x: Tensor, tensors: Tensors, config: Any, name: str, width: int) -> Projected:
+    """V = X"""
+    return x[:, :width], 1.0
+
+
+def residual_query(x: Tensor, tensors: Tensors, config: Any, name: str, width: int, scale: float = 1.0) -> Projected:
+    """Q = (X + X W_Q) / 2"""
+    return (x[:, :width] + linear(x, tensors, name)) / 2, scale
+
+
+def nonlinear_query(
+    x: Tensor,
+    tensors: Tensors,
+    config: Any,
+    name: str,
+    width: int,
+    activation: str = "gelu",
+    rank: int | None = None,
+    norm_in: bool = True,
+    norm_out: bool = True,
+    anchor: str = "identity",
+    scale: float = 1.0,
+) -> Projected:
+    """Q = (X + f(X)) / 2 with f(X) = LayerNorm(act(RMSNorm(X) W_1) W_2), W_1 [d, r], W_2 [r, d], r = d / 2 by default;
+    with the anchor "linear", X W_Q in place of the first X"""
+    rank = rank or config.hidden_size // 2
+    w_1, w_2 = tensors[f"{name}.down_proj.weight"].T, tensors[f"{name}.up_proj.weight"].T
+    assert w_1.shape == (config.hidden_size, rank) and w_2.shape == (rank, width)
+    f = rmsnorm(x, tensors[f"{name}.norm_in.weight"], config.norm_eps) if norm_in else x
+    f = ACTIVATIONS[activation](f @ w_1) @ w_2
+    if norm_out:
+        f = layernorm(f, tensors[f"{name}.norm_out.weight"], None, config.norm_eps)
+    anchored = linear(x, tensors, f"{name}.anchor") if anchor == "linear" else x[:, :width]
+    return (anchored + f) / 2, scale
+
+
+QUERIES = {
+    "linear": linear_projection,
+    "identity": identity_query_or_key,
+    "residual": residual_query,
+    "nonlinear": nonlinear_query,
+}
+KEYS = {"linear": linear_projection, "identity": identity_query_or_key}
+VALUES = {"linear": linear_projection, "identity": identity_value}

@@ -1,0 +1,158 @@
+"""What cannot be built is refused with a message that says what clashes, or which names are near."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from shapes import GPT, tiny
+
+from leanqkv import ConfigError, LeanConfig, LeanError, plan, preset
+from leanqkv.presets import MECHANISMS
+
+ROPE = {"position_embedding_type": "rope"}
+
+# mechanisms, overrides, what the message must contain
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
+    # names
+    (("identity-quer",), {}, ("identity-quer", "did you mean", "identity-query")),
+    (("skipv1", "nonsense"), {}, ("nonsense", "valid", "skipv1", "mqa")),
+    (("identity-query:scal=1.0",), {}, ("scal", "did you mean 'scale'")),
+    (("skipv1:layers=1",), {}, ("first_layer_values", "layers", "source_layer")),
+    (("mqa:group_size=2",), {}, ("mqa", "group_size")),
+    (("gqa:groups=2",), {}, ("gqa", "groups", "group_size")),
+    ((), {"hiden_size": 32}, ("hiden_size", "did you mean 'hidden_size'")),
+    ((), {"rank": 3}, ("rank", "valid")),
+    ((), {"norm_type": "layrnorm"}, ("norm_type", "layrnorm", "'layernorm'")),
+    ((), {"mlp_type": "swiglu"}, ("mlp_type", "swiglu", "gated")),
+    ((), {"hidden_act": "gelo"}, ("hidden_act", "gelo", "'gelu'")),
+    ((), {"position_embedding_type": "alibi"}, ("position_embedding_type", "alibi", "rope")),
+    ((), {"query": [{"type": "identit"}]}, ("query", "identit", "did you mean 'identity'")),
+    ((), {"query": [{"layers": [0]}]}, ("query", "type", "nonlinear")),
+    ((), {"key": [{"type": "nonlinear"}]}, ("key", "nonlinear", "'linear'")),
+    ((), {"key_value": {"type": "first_layer"}}, ("key_value", "first_layer", "first_layer_values")),
+    (("nonlinear-query:activation=silu",), {}, ("activation", "silu", "relu2")),
+    (("nonlinear-query:anchor=none",), {}, ("anchor", "identity", "linear")),
+    # types
+    (("identity-query:scale=big",), {}, ("scale", "a number", "'big'")),
+    (("identity-query:scale=true",), {}, ("scale", "a number", "True")),
+    (("nonlinear-query:rank=2.5",), {}, ("rank", "whole number", "2.5")),
+    (("nonlinear-query:norm_in=3",), {}, ("norm_in", "true or false", "3")),
+    (("nonlinear-query:activation=3",), {}, ("activation", "a name", "3")),
+    (("skipv1:inject=1",), {}, ("inject", "true or false", "1")),
+    (("skipv1:source_layer=0.5",), {}, ("source_layer", "whole number", "0.5")),
+    (("identity-query:layers=1.5",), {}, ("layers", "whole numbers", "1.5")),
+    (("identity-query:layers=",), {}, ("layers", "whole numbers", "None")),
+    (("identity-query:layers",), {}, ("layers", "no value")),
+    ((), {"query": ["identity"]}, ("query", "identity")),
+    ((), {"query": [{"type": "identity", "layers": 1}]}, ("query", "layers", "1")),
+    ((), {"query": {"type": "identity"}}, ("query", "list")),
+    ((), {"key_value": "first_layer_values"}, ("key_value", "dict")),
+    ((), {"hidden_size": "32"}, ("hidden_size", "int", "'32'")),
+    ((), {"qk_norm": 1}, ("qk_norm", "bool")),
+    ((), {"num_hidden_layers": 0}, ("num_hidden_layers", "at least 1", "0")),
+    ((), {"vocab_size": -4}, ("vocab_size", "at least 1", "-4")),
+    ((), {"head_dim": 0}, ("head_dim", "0")),
+    ((), {"max_position_embeddings": 0}, ("max_position_embeddings", "0")),
+    ((), {"attention_dropout": 1.5}, ("attention_dropout", "1.5")),
+    # heads
+    ((), {"num_attention_heads": 5}, ("hidden_size", "32", "num_attention_heads", "5")),
+    ((), {"num_key_value_heads": 3}, ("num_key_value_heads", "3", "num_attention_heads", "4")),
+    ((), {"num_key_value_heads": 0}, ("num_key_value_heads", "0")),
+    (("gqa:group_size=3",), {}, ("gqa", "group_size", "4", "3")),
+    (("gqa", "mqa"), {}, ("gqa", "mqa", "clash")),
+    (("identity-query",), {"head_dim": 10}, ("identity", "layer 0", "head_dim", "hidden_size", "4 * 10 != 32")),
+    (("residual-query:layers=1",), {"head_dim": 10}, ("residual", "layer 1", "4 * 10 != 32")),
+    (("nonlinear-query",), {"head_dim": 10}, ("nonlinear", "4 * 10 != 32", "anchor=linear")),
+    (("gqa", "identity-key"), {}, ("key 'identity'", "4", "2", "MHA")),
+    (("mqa", "identity-value:layers=2"), {}, ("value 'identity'", "layer 2", "MHA")),
+    # layers
+    (("identity-query:layers=0,3",), {}, ("layers", "0 to 2", "3")),
+    (("identity-query:layers=-1",), {}, ("layers", "0 to 2", "-1")),
+    (("identity-query:layers=1,1",), {}, ("layer 1", "two query")),
+    (("identity-query", "nonlinear-query"), {}, ("layer 0", "'identity'", "'nonlinear'")),
+    (("identity-query:layers=0,1", "residual-query:layers=1,2"), {}, ("layer 1", "'identity'", "'residual'")),
+    # sharing
+    (("skipv1", "skipv2"), {}, ("skipv1", "skipv2", "clash")),
+    (("skipv1", "skipv0"), {}, ("skipv1", "skipv0", "clash")),
+    (("mqa", "skipv1"), {}, ("ratio", "0.5", "1 value head", "num_key_value_heads")),
+    (("skipv1:ratio=1.5",), {}, ("ratio", "between 0 and 1", "1.5")),
+    (("skipv1:ratio=-0.5",), {}, ("ratio", "between 0 and 1", "-0.5")),
+    (("skipv1:ratio=.nan",), {}, ("ratio", "must be a number", "nan")),
+    (("skipv0:ratio=1.0",), {}, ("ratio", "1.0", "no value heads")),
+    (("skipv3",), {}, ("source_layer", "2", "3 layers")),
+    (("skipv1:source_layer=-1",), {}, ("source_layer", "-1")),
+    # positions and norms
+    ((), {"rope_parameters": {"rope_theta": 1e4}}, ("rope_parameters", "'learned'", "rope")),
+    ((), ROPE | {"head_dim": 7}, ("even", "head_dim", "7")),
+    ((), ROPE | {"rope_parameters": {"rope_type": "yarm"}}, ("rope_type", "yarm", "yarn")),
+    ((), {"norm_type": "rmsnorm", "norm_bias": True}, ("norm_bias", "layernorm", "RMSNorm")),
+]
+
+
+@pytest.mark.parametrize("mechanisms, overrides, parts", REFUSED, ids=lambda x: str(x)[:60])
+def test_refused(mechanisms: tuple[str, ...], overrides: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises((LeanError, ConfigError)) as refused:
+        tiny("gpt", *mechanisms, **overrides)
+    message = str(refused.value)
+    assert "\n" not in message, "one line"
+    for part in parts:
+        assert part in message
+
+
+def test_unknown_base() -> None:
+    with pytest.raises(LeanError, match=re.escape("'gpt2-124' in 'gpt2-124': did you mean 'gpt2-124m'")):
+        preset("gpt2-124")
+
+
+def test_wrong_type_without_a_preset() -> None:
+    with pytest.raises((ConfigError, StrictDataclassError), match="hidden_size"):
+        LeanConfig(**{**GPT, "hidden_size": "32"})
+
+
+def test_edited_file_is_checked(tmp_path: Path) -> None:
+    tiny("gpt").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hiden_act": "relu"}))
+    with pytest.raises(ConfigError, match=r"'hiden_act'.*did you mean 'hidden_act'"):
+        LeanConfig.from_pretrained(tmp_path)
+
+
+# --- round trip -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(tiny(shape, name, num_hidden_layers=5) for shape in ("gpt", "llama") for name in MECHANISMS),
+        tiny("llama", rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}, qk_norm=True, head_dim=12),
+        tiny("gpt", "nonlinear-query:rank=5,anchor=linear,layers=0,2", "gqa", "skipv1:ratio=1.0", eos_token_id=[1, 2]),
+    ],
+    ids=lambda config: "-".join(str(x["type"]) for x in (*config.query, *config.key, *config.value, config.key_value)),
+)
+def test_saved_configuration_is_the_same(config: LeanConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    loaded = LeanConfig.from_pretrained(tmp_path)
+    version = {"transformers_version": None}  # known to a saved configuration alone
+    assert loaded.to_dict() | version == config.to_dict() | version
+    assert plan(loaded) == plan(config)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == "leanqkv"
+    for name in ("hidden_size", "num_key_value_heads", "query", "key", "value", "key_value", "rope_parameters"):
+        assert written.get(name) == getattr(config, name), name
+
+
+def test_defaults_are_filled_in() -> None:
+    config = tiny("gpt")
+    assert (config.num_key_value_heads, config.head_dim) == (4, 8)
+    assert (config.query, config.key, config.value, config.key_value) == ([], [], [], {"type": "projected"})
+
+
+def test_names_and_overrides_say_the_same() -> None:
+    named = preset("tiny+skipv1:ratio=0.25+identity-query:layers=0,2+num_hidden_layers=3")
+    assert named == preset("tiny", "skipv1:ratio=0.25", "identity-query:layers=0,2", num_hidden_layers=3)
+    assert named.key_value == {"type": "first_layer_values", "ratio": 0.25}
+    assert named.query == [{"type": "identity", "layers": [0, 2]}]
+    assert named != preset("tiny", "skipv1:ratio=0.25", "identity-query:layers=0", num_hidden_layers=3)

@@ -1,0 +1,104 @@
+"""Published and hand-computed numbers, to the digit: parameters, cache bytes, the spread of attention logits."""
+
+from typing import Any
+
+import pytest
+import torch
+from shapes import tokens
+
+from leanqkv import LeanConfig, LeanForCausalLM, count_parameters, kv_bytes_per_token, preset
+from leanqkv.presets import BASES
+
+# base and mechanisms, overrides, total, non-embedding
+COUNTS: list[tuple[tuple[str, ...], dict[str, Any], int, int]] = [
+    (("gpt2-124m",), {}, 124_373_760, 84_953_856),
+    (("gpt2-124m", "identity-query"), {}, 117_295_872, 77_875_968),
+    (("gpt2-124m",), {"intermediate_size": 2688}, 117_295_872, 77_875_968),
+    (("gpt2-124m",), {"hidden_size": 744, "intermediate_size": 2976}, 117_915_816, 79_727_784),
+    (("gpt2-124m", "identity-query"), {"intermediate_size": 3456}, 124_373_760, 84_953_856),
+    (("gpt2-124m", "nonlinear-query"), {}, 124_392_192, 84_972_288),
+]
+
+
+@pytest.mark.parametrize("names, overrides, total, non_embedding", COUNTS, ids=lambda x: str(x))
+def test_parameters(names: tuple[str, ...], overrides: dict[str, Any], total: int, non_embedding: int) -> None:
+    config = preset(*names, **overrides)
+    count = count_parameters(config)
+    assert (count.total, count.non_embedding) == (total, non_embedding)
+    with torch.device("meta"):
+        model = LeanForCausalLM(config)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert sum(sizes.values()) == total
+    assert sum(size for name, size in sizes.items() if ".embed_" not in name) == non_embedding
+
+
+# bytes per token at 4-byte elements
+BYTES: list[tuple[tuple[str, ...], int]] = [
+    (("gpt2-355m",), 196_608),
+    (("gpt2-355m", "gqa"), 98_304),
+    (("gpt2-355m", "gqa", "skipv1"), 74_752),
+    (("gpt2-355m", "skipv1"), 149_504),
+    (("gpt2-355m", "mqa"), 12_288),
+    (("gpt2-124m",), 73_728),
+    (("gpt2-124m", "identity-query"), 73_728),
+    (("gpt2-124m", "skipv1"), 56_832),
+]
+
+
+@pytest.mark.parametrize("names, expected", BYTES, ids=lambda x: str(x))
+def test_cache_bytes(names: tuple[str, ...], expected: int) -> None:
+    config = preset(*names)
+    assert kv_bytes_per_token(config, dtype=torch.float32) == expected
+    assert kv_bytes_per_token(config, dtype=torch.bfloat16) == expected // 2
+    assert kv_bytes_per_token(config) == expected // 2
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_base_has_the_size_in_its_name(base: str) -> None:
+    """Within the rounding of the name; non-embedding parameters, or all of them, as each paper counts."""
+    size = base.rpartition("-")[2]
+    if size in ("tiny", "small"):
+        return
+    expected = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    count = count_parameters(preset(base))
+    assert min(abs(n / expected - 1) for n in (count.total, count.non_embedding)) < 0.25
+
+
+def logit_spread(config: LeanConfig, scaled: bool) -> float:
+    """Standard deviation of the first layer's attention logits at the start, over 1 / sqrt(head_dim) or as used."""
+    torch.manual_seed(0)
+    model = LeanForCausalLM(config).eval()
+    attention = model.model.layers[0].self_attn
+    seen = {}
+    for name in ("q_proj", "k_proj"):
+        getattr(attention, name).register_forward_hook(lambda _m, _in, output, name=name: seen.update({name: output}))
+    with torch.no_grad():
+        model(input_ids=tokens(4, 64, vocab_size=config.vocab_size))
+    query, key = (x.unflatten(-1, (12, 64)).transpose(1, 2) for x in (seen["q_proj"], seen["k_proj"]))
+    scale = attention.scaling if scaled else 64**-0.5
+    return (query @ key.transpose(-1, -2) * scale).std().item()
+
+
+def test_initial_logit_spread() -> None:
+    """An identity query spreads the logits 1.8 times as wide as a linear one; half the scale brings it back to 0.9."""
+    small = {"num_hidden_layers": 1, "vocab_size": 1000}
+    baseline = logit_spread(preset("gpt2-124m", **small), scaled=True)
+    assert baseline == logit_spread(preset("gpt2-124m", **small), scaled=False)
+    identity = preset("gpt2-124m", "identity-query", **small)
+    full_scale = preset("gpt2-124m", "identity-query:scale=1.0", **small)
+    assert logit_spread(full_scale, scaled=True) / baseline == pytest.approx(1.8, abs=0.1)
+    assert logit_spread(identity, scaled=False) / baseline == pytest.approx(1.8, abs=0.1)
+    assert logit_spread(identity, scaled=True) / baseline == pytest.approx(0.9, abs=0.05)
+
+
+def test_initial_weights_have_the_configured_spread() -> None:
+    torch.manual_seed(0)
+    config = preset("gpt2-124m", "nonlinear-query", num_hidden_layers=2, vocab_size=1000, norm_bias=True, mlp_bias=True)
+    for name, parameter in LeanForCausalLM(config).named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+            continue
+        writes_residual = "o_proj" in name or "mlp.down_proj" in name
+        expected = 0.02 / 2 if writes_residual else 0.02  # 2 layers: 1 / sqrt(2 * 2)
+        assert parameter.std().item() == pytest.approx(expected, rel=0.02), name
+        assert abs(parameter.mean().item()) < expected / 50, name
