@@ -1,4 +1,4 @@
-"""The command line, as a person uses it: in processes of its own."""
+"""The command line, as a person uses it."""
 
 import json
 import os
@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from corpus import SHAPE, write_corpus
+
+from leanqkv.cli import main
 
 MODEL = f"tiny+skipv1{SHAPE}"
 
@@ -22,39 +23,52 @@ def place(tmp_path_factory):
     return directory
 
 
-def start(place: Path, *arguments: str, **options) -> subprocess.Popen:
-    environment = os.environ | {"LEANQKV_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "leanqkv.cli", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=place, env=environment, **pipes, **options)
+@pytest.fixture(scope="module", autouse=True)
+def _environment(place):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEANQKV_CACHE", str(place / "cache"))
+        patch.setenv("COLUMNS", "100")
+        patch.setattr("os.cpu_count", lambda: 1)  # one run at a time, on one thread
+        patch.chdir(place)
+        yield
 
 
-def cli(place: Path, *arguments: str) -> tuple[int, str, str]:
-    process = start(place, *arguments)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """Runs a command line in this process; returns exit code, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
 
 
 TRAIN = ("train", MODEL, "--data", "corpus.txt", "--steps", "40", "--precision", "fp32", "--evaluate-every", "10")
 
 
-@pytest.fixture(scope="module")
-def trained(place):
-    code, out, err = cli(place, *TRAIN, "--out", "whole")
+@pytest.fixture
+def trained(place, cli):
+    """A run of TRAIN, made by the first test that asks for it."""
+    code, out, err = cli(*TRAIN, "--out", "whole")
     assert (code, err) == (0, "")
     assert "validation loss" in out
     return place / "whole"
 
 
-def test_train_killed_outright_goes_on_bit_identically(place, trained):
-    process = start(place, *TRAIN, "--out", "killed")
+def test_train_killed_outright_goes_on_bit_identically(place, cli, trained):
+    command = [sys.executable, "-m", "leanqkv.cli", *TRAIN, "--out", "killed"]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while not list(place.glob("killed/checkpoint-*/complete")) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.wait()
     assert not (place / "killed" / "record.json").exists(), "it was over before it could be killed"
-    assert cli(place, *TRAIN, "--out", "killed")[0] == 0
+    assert cli(*TRAIN, "--out", "killed")[0] == 0
     whole, killed = (json.loads((place / d / "record.json").read_text()) for d in ("whole", "killed"))
     assert killed["evaluations"] == whole["evaluations"]
     assert killed["training"] == whole["training"]
@@ -62,23 +76,23 @@ def test_train_killed_outright_goes_on_bit_identically(place, trained):
         assert (place / "killed" / file).read_bytes() == (trained / file).read_bytes()
 
 
-def test_generate_and_inspect_a_trained_model(place, trained):
+def test_generate_and_inspect_a_trained_model(cli, trained):
     arguments = ("generate", str(trained), "--prompt", "the quick", "--max-new-tokens", "8", "--seed", "3")
-    code, out, err = cli(place, *arguments)
+    code, out, err = cli(*arguments)
     assert code == 0, err
     assert out.startswith("the quick")
     assert len(out.strip()) > len("the quick")
-    assert cli(place, *arguments)[1] == out, "the seed decides"
-    code, out, _ = cli(place, "inspect", str(trained))
+    assert cli(*arguments)[1] == out, "the seed decides"
+    code, out, _ = cli("inspect", str(trained))
     assert code == 0
     record = json.loads((trained / "record.json").read_text())
     assert f"parameters: {record['parameters']['total']:,}" in out
     assert f"{record['kv_bytes_per_token']['bfloat16']:,} bytes per token, 87.5% of MHA" in out
 
 
-def test_compare_ends_with_the_table_and_the_page(place):
+def test_compare_ends_with_the_table_and_the_page(place, cli):
     arguments = ("compare", f"tiny{SHAPE}", MODEL, "--data", "corpus.txt", "--steps", "12", "--seeds", "2")
-    code, out, err = cli(place, *arguments, "--precision", "fp32", "--evaluate-every", "6", "--out", "both")
+    code, out, err = cli(*arguments, "--precision", "fp32", "--evaluate-every", "6", "--out", "both")
     assert code == 0, err
     assert "difference to" in out
     assert "report: both/report.html" in out
@@ -86,12 +100,12 @@ def test_compare_ends_with_the_table_and_the_page(place):
     command = json.loads((place / "both" / "compare.json").read_text())["command"]
     assert command.startswith("leanqkv compare tiny+")
     (place / "both" / "report.html").unlink()
-    assert cli(place, "report", "both")[0] == 0
+    assert cli("report", "both")[0] == 0
     assert (place / "both" / "report.html").exists()
 
 
-def test_presets_name_their_papers(place):
-    code, out, _ = cli(place, "presets")
+def test_presets_name_their_papers(cli):
+    code, out, _ = cli("presets")
     assert code == 0
     for text in ("gpt2-124m", "llama-3b", "tinyllama-1.1b", "skipv0", "P2 eq. 2-3", "source_layer=2"):
         assert text in out
@@ -115,11 +129,11 @@ def test_presets_name_their_papers(place):
         (["generate", "other", "--prompt", "a"], "'gpt2' checkpoint"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(place, arguments, message):
+def test_bad_input_is_one_line_and_exit_code_2(place, cli, arguments, message):
     (place / "tiny.txt").write_text("too short")
     (place / "other").mkdir(exist_ok=True)
     (place / "other" / "config.json").write_text('{"model_type": "gpt2"}')
-    code, _, err = cli(place, *arguments)
+    code, _, err = cli(*arguments)
     assert code == 2
     assert message in err
     assert err.startswith("error: ")
@@ -128,7 +142,7 @@ def test_bad_input_is_one_line_and_exit_code_2(place, arguments, message):
     assert [file.name for file in (place / "other").iterdir()] == ["config.json"]
 
 
-def test_prompts_beyond_the_positions_are_refused(place, trained):
-    code, _, err = cli(place, "generate", str(trained), "--prompt", "the " * 20, "--max-new-tokens", "30")
+def test_prompts_beyond_the_positions_are_refused(cli, trained):
+    code, _, err = cli("generate", str(trained), "--prompt", "the " * 20, "--max-new-tokens", "30")
     assert code == 2
     assert "--max-new-tokens can be" in err

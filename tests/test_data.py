@@ -198,10 +198,14 @@ def test_plan_depends_on_the_seed_for_training_alone_and_grows_at_the_end():
         assert plan.evaluation_starts.max() + 16 < 200
 
 
-@pytest.mark.parametrize("split", ["train_tokens", "validation_tokens"])
-def test_text_shorter_than_the_context_is_refused(split):
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_text_shorter_than_the_context_is_refused(tmp_path, split):
+    for name in ("train", "val"):
+        np.zeros(16 if name == split else 100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    data = prepare_data(str(tmp_path), vocab_size=97)
+    data.require(15)
     with pytest.raises(LeanError, match=r"too short: 16 tokens, one sequence needs 17"):
-        make_batch_plan(seed=0, steps=1, **{**SIZES, split: 16})
+        data.require(16)
 
 
 def test_collate_shifts_the_targets_by_one():

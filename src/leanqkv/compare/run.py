@@ -104,6 +104,7 @@ def run_comparison(
         if data.vocab_size > config.vocab_size:
             raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
 
+    data.require(context)
     baseline = comparison.architectures[0]
     workers = jobs or default_jobs(device, max(c.plan.count_parameters().total for c in configs.values()))
     threads = max(1, (os.cpu_count() or 1) // workers) if device == "cpu" else torch.get_num_threads()

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import LeanError
-
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -71,16 +69,7 @@ def make_batch_plan(
 ) -> BatchPlan:
     """Draws the starts uniformly. Training starts depend on `seed` (and a plan with more steps begins with the same
     batches); evaluation starts do not.
-
-    Raises:
-        LeanError: a split too short for one sequence.
     """
-    for split, tokens in (("training", train_tokens), ("validation", validation_tokens)):
-        if tokens <= context_length:
-            raise LeanError(
-                f"the {split} text is too short: {tokens} tokens, one sequence needs {context_length + 1}; "
-                "give more data or a smaller --context-length"
-            )
     train = np.random.default_rng([seed, 0]).integers(0, train_tokens - context_length, (steps, batch_size))
     evaluation = np.random.default_rng([0, 1]).integers(0, validation_tokens - context_length, evaluation_sequences)
     return BatchPlan(train, evaluation, context_length, _digest(train, evaluation))

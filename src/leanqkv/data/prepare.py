@@ -63,6 +63,17 @@ class TokenData:
         directory = self.directory / "tokenizer"
         return load_tokenizer(directory) if directory.is_dir() else None
 
+    def require(self, context_length: int) -> None:
+        """Raises:
+        LeanError: a split too short for one sequence of `context_length` tokens and its last target.
+        """
+        for split, tokens in (("training", self.train_tokens), ("validation", self.validation_tokens)):
+            if tokens <= context_length:
+                raise LeanError(
+                    f"the {split} text is too short: {tokens} tokens, one sequence needs {context_length + 1}; "
+                    "give more data or a smaller --context-length"
+                )
+
     def record(self) -> dict[str, Any]:
         """What a run record says about the data; no path of this machine."""
         return {name: value for name, value in asdict(self).items() if name not in ("directory",)}

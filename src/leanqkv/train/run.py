@@ -152,6 +152,8 @@ def train(
     """
     device = device or default_device()
     precision = _precision(spec)
+    data.require(spec.context_length)
+    arguments = _arguments(spec, out, device)
     finished = _claim(out, spec)
     if finished is not None:
         return finished
@@ -167,7 +169,6 @@ def train(
         evaluation_sequences=spec.evaluation_sequences,
         seed=spec.seed,
     )
-    arguments = _arguments(spec, out, device)
     torch.manual_seed(spec.seed)
     model = LeanForCausalLM(config)
     tokenizer = data.tokenizer()
