@@ -1,0 +1,52 @@
+"""Imports go one way, and the model's folder stands alone: it travels with every checkpoint."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import leanqkv
+
+ROOT = Path(leanqkv.__file__).parent
+# Each may import those before it.
+LAYERS = ("errors", "files", "model", "presets", "checkpoints", "data", "evaluate", "train", "compare", "progress", "cli")
+FILES = sorted(file for file in ROOT.rglob("*.py") if file != ROOT / "__init__.py")
+
+
+def imports(file: Path) -> set[str]:
+    """The parts of the package that a file imports, as first names below the root."""
+    found = set()
+    package = file.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            target = (*base, *(node.module or "").split("."))
+            names = target if target != ("",) else tuple(alias.name for alias in node.names)
+            found.add(next(filter(None, names)))
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
+        assert not any(name and name.startswith("leanqkv") for name in (*names, module)), f"absolute import in {file}"
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_go_one_way(file):
+    own = file.relative_to(ROOT).parts[0].removesuffix(".py")
+    for name in imports(file):
+        assert LAYERS.index(name) <= LAYERS.index(own), f"{own} imports {name}, which comes after it"
+
+
+def test_the_model_folder_is_flat_and_imports_nothing_else_of_the_package():
+    assert not [path for path in (ROOT / "model").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    for file in (ROOT / "model").glob("*.py"):
+        assert imports(file) <= {"model"}, f"{file.name} would not load from a checkpoint"
+
+
+def test_model_classes_import_only_siblings():
+    """`from .x import y`, the one form that transformers copies along."""
+    for file in (ROOT / "model").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1, file.name
+                assert node.module, file.name
+                assert "." not in node.module, file.name
