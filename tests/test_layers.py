@@ -9,7 +9,20 @@ import leanqkv
 
 ROOT = Path(leanqkv.__file__).parent
 # Each may import those before it.
-LAYERS = ("errors", "files", "model", "presets", "checkpoints", "data", "evaluate", "train", "compare", "progress", "cli")
+LAYERS = (
+    "errors",
+    "files",
+    "quiet",
+    "model",
+    "presets",
+    "checkpoints",
+    "data",
+    "evaluate",
+    "train",
+    "compare",
+    "progress",
+    "cli",
+)
 FILES = sorted(file for file in ROOT.rglob("*.py") if file != ROOT / "__init__.py")
 
 

@@ -200,8 +200,10 @@ def train(
     from .train import RunSpec
     from .train import train as run
     from .train.environment import default_device
+    from .train.run import check_fit, check_out
 
     config = preset(name)
+    check_out(out)
     overrides = _recipe_overrides(
         steps=steps,
         batch_size=batch_size,
@@ -214,6 +216,7 @@ def train(
     chosen = recipe(name, **overrides)
     context = context_length or config.max_position_embeddings
     prepared = _prepare(data, config.vocab_size, tokenizer, text_field, max_documents)
+    check_fit(name, config, prepared, context)
     arithmetic = _precision(precision, out, config, chosen, micro_batch_size, context, device or default_device())
     spec = RunSpec(
         name=name,
@@ -434,7 +437,7 @@ def generate(
     room = model.config.max_position_embeddings - length
     if model.config.position_embedding_type == "learned" and max_new_tokens > room:
         raise LeanError(
-            f"the prompt has {length} tokens and the model {model.config.max_position_embeddings} positions: "
+            f"the prompt takes {length} of the model's {model.config.max_position_embeddings} positions: "
             f"--max-new-tokens can be {room} at most, found {max_new_tokens}"
         )
     torch.manual_seed(seed)

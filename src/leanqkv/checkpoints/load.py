@@ -9,6 +9,7 @@ from ..errors import LeanError
 from ..files import read_json
 from ..model.config import LeanConfig
 from ..model.transformer import LeanForCausalLM
+from ..quiet import quiet_transformers
 
 
 def load_config(directory: Path) -> LeanConfig:
@@ -31,7 +32,8 @@ def load_model(directory: Path) -> LeanForCausalLM:
     """
     config = load_config(directory)
     try:
-        loaded: Any = LeanForCausalLM.from_pretrained(directory, config=config, output_loading_info=True)
+        with quiet_transformers():
+            loaded: Any = LeanForCausalLM.from_pretrained(directory, config=config, output_loading_info=True)
         model, info = loaded
     except (OSError, SafetensorError, RuntimeError) as error:
         raise LeanError(f"the weights in {directory} cannot be read: {str(error).splitlines()[0]}") from None

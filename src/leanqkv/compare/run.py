@@ -19,6 +19,7 @@ from ..files import read_json, write_json
 from ..presets import parse_name, preset, recipe
 from ..train import Precision, RunSpec, choose_precision, parse_precision, train
 from ..train.environment import default_device
+from ..train.run import check_fit
 
 COMPARISON = "compare.json"
 # Above this many parameters a CPU is used better by one run on all cores than by one run a core.
@@ -97,14 +98,7 @@ def run_comparison(
     recipes = {name: recipe(name, **comparison.recipe) for name in comparison.architectures}
     context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
     for name, config in configs.items():
-        if config.position_embedding_type == "learned" and context > config.max_position_embeddings:
-            raise LeanError(
-                f"a context of {context} is longer than the {config.max_position_embeddings} positions of {name}"
-            )
-        if data.vocab_size > config.vocab_size:
-            raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
-
-    data.require(context)
+        check_fit(name, config, data, context)
     baseline = comparison.architectures[0]
     workers = jobs or default_jobs(device, max(c.plan.count_parameters().total for c in configs.values()))
     threads = max(1, (os.cpu_count() or 1) // workers) if device == "cpu" else torch.get_num_threads()

@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_with_min_lr_schedule_with_warmup
 from transformers.trainer_callback import PrinterCallback
-from transformers.utils import logging as transformers_logging
 
 from ..data import BatchPlan, TokenData, batch_plan, collate
 from ..errors import LeanError
@@ -26,6 +25,7 @@ from ..files import RECORD_FORMAT, read_json, write_json
 from ..model.config import LeanConfig
 from ..model.transformer import LeanForCausalLM
 from ..presets import Recipe
+from ..quiet import quiet_transformers
 from .environment import default_device, git_commit, hardware, versions
 from .precision import Precision, parse_precision
 
@@ -152,12 +152,12 @@ def train(
     """
     device = device or default_device()
     precision = _precision(spec)
-    data.require(spec.context_length)
+    config = LeanConfig(**spec.config)
+    check_fit(spec.name, config, data, spec.context_length)
     arguments = _arguments(spec, out, device)
     finished = _claim(out, spec)
     if finished is not None:
         return finished
-    config = LeanConfig(**spec.config)
     recipe = spec.recipe
     plan = batch_plan(
         batches or out / "batches",
@@ -205,7 +205,7 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     started = time.perf_counter()
-    with _quiet_transformers(), _disk_full_is_an_error(out):
+    with quiet_transformers(), _disk_full_is_an_error(out):
         trainer.train(resume_from_checkpoint=_last_checkpoint(out))
     history = trainer.state.log_history
     record = {
@@ -225,9 +225,22 @@ def train(
         **summarize(spec, history),
     }
     if trainer.is_world_process_zero():
-        with _quiet_transformers(), _disk_full_is_an_error(out):
+        with quiet_transformers(), _disk_full_is_an_error(out):
             _finish(out, model, tokenizer, record)
     return record
+
+
+def check_fit(name: str, config: LeanConfig, data: TokenData, context_length: int) -> None:
+    """Raises:
+    LeanError: sequences longer than the model's positions or than the data, or tokens beyond its vocabulary.
+    """
+    if config.position_embedding_type == "learned" and context_length > config.max_position_embeddings:
+        raise LeanError(
+            f"a context of {context_length} is longer than the {config.max_position_embeddings} positions of {name}"
+        )
+    if data.vocab_size > config.vocab_size:
+        raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
+    data.require(context_length)
 
 
 def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -286,8 +299,8 @@ def _disk_full_is_an_error(out: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = str(error)
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "PytorchStreamWriter" in text:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if full or shutil.disk_usage(out).free < 2**20:  # torch.save only says that a position was not the expected one
             raise LeanError(
                 f"the disk is full: {out} could not be written; make room and run the same command again, it goes on "
                 "from the last checkpoint"
@@ -295,18 +308,12 @@ def _disk_full_is_an_error(out: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keeps transformers from drawing a bar for every file it saves and from remarks on how it sorts checkpoints."""
-    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+def check_out(out: Path) -> None:
+    """Raises:
+    LeanError: `out` holds something that is not a run.
+    """
+    if out.exists() and not (out / SPEC).exists() and (not out.is_dir() or any(out.iterdir())):
+        raise LeanError(f"{out} is not empty and not a run of ours; choose another --out")
 
 
 def _claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
@@ -324,8 +331,7 @@ def _claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
         if (out / RECORD).exists():
             return read_json(out / RECORD)
         return None
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise LeanError(f"{out} is not empty and not a run of ours; choose another --out")
+    check_out(out)
     out.mkdir(parents=True, exist_ok=True)
     write_json(spec_file, spec.as_json())
     return None
