@@ -76,6 +76,22 @@ def test_train_killed_outright_goes_on_bit_identically(place, cli, trained):
         assert (place / "killed" / file).read_bytes() == (trained / file).read_bytes()
 
 
+def test_two_processes_are_one_with_accumulation(place, cli):
+    model = f"tiny{SHAPE}"
+    arguments = (*TRAIN[2:], "--batch-size", "8", "--micro-batch-size", "4")
+    assert cli("train", model, *arguments, "--out", "one")[0] == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "leanqkv.cli", "train", model, *arguments, "--device", "cpu", "--out", "two"]
+    run = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    one, two = (json.loads((place / d / "record.json").read_text()) for d in ("one", "two"))
+    assert two["hardware"]["processes"] == 2
+    assert two["evaluations"] == one["evaluations"]
+    assert (place / "one" / "model.safetensors").read_bytes() == (place / "two" / "model.safetensors").read_bytes()
+
+
 def test_generate_and_inspect_a_trained_model(cli, trained):
     arguments = ("generate", str(trained), "--prompt", "the quick", "--max-new-tokens", "8", "--seed", "3")
     code, out, err = cli(*arguments)

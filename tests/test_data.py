@@ -169,6 +169,21 @@ def test_bad_data_is_named(tmp_path, kind):
     assert not list((tmp_path / "cache").rglob("*.bin"))
 
 
+def test_datasets_are_streamed(monkeypatch):
+    import datasets
+
+    stream = datasets.Dataset.from_dict({"text": TEXT}).to_iterable_dataset()
+    calls = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: calls.append((args, kwargs)) or stream)
+    corpus = open_corpus("someone/corpus:english")
+    assert list(corpus.documents()) == TEXT
+    assert calls == [(("someone/corpus", "english"), {"split": "train", "streaming": True})]
+    data = prepare_data("someone/corpus:english", vocab_size=400, max_documents=40)
+    assert (
+        data.tokenizer().decode(data.validation().astype(int)).split(data.tokenizer().eos_token)[:-1] == TEXT[19:40:20]
+    )
+
+
 def test_unreachable_dataset_is_one_line(tmp_path):
     with pytest.raises(
         LeanError, match="no such file or folder, and the dataset of that name cannot be loaded"

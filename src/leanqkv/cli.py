@@ -23,7 +23,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-console = Console()
+# Of several processes the first one speaks.
+console = Console(quiet=os.environ.get("RANK", "0") != "0")
 errors = Console(stderr=True)
 
 NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"

@@ -1,6 +1,7 @@
 """Files that are whole or absent."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ from .errors import LeanError
 RECORD_FORMAT = 1
 
 
+def partial_name(file: Path) -> Path:
+    """Where a process writes what is to become `file`; processes side by side do not meet there."""
+    return file.with_name(f".{file.name}.{os.getpid()}.partial")
+
+
 def write_text(file: Path, content: str) -> None:
     """Writes under a temporary name and renames, so that no reader ever sees half a file."""
-    partial = file.with_name(f".{file.name}.partial")
+    partial = partial_name(file)
     try:
         partial.write_text(content, encoding="utf-8")
         partial.replace(file)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..files import partial_name
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -50,7 +52,7 @@ def batch_plan(
         made = make_batch_plan(seed=seed, steps=steps, batch_size=batch_size, context_length=context_length, **sizes)
         directory.mkdir(parents=True, exist_ok=True)
         for file, array in zip(files, (made.train_starts, made.evaluation_starts), strict=True):
-            with (partial := file.with_suffix(".partial")).open("wb") as stream:
+            with (partial := partial_name(file)).open("wb") as stream:
                 np.save(stream, array)
             partial.replace(file)
     train, evaluation = (np.load(file, mmap_mode="r") for file in files)

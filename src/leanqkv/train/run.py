@@ -349,7 +349,7 @@ def _last_checkpoint(out: Path) -> str | None:
         if (checkpoint / COMPLETE).exists():
             complete.append(checkpoint)
         else:
-            shutil.rmtree(checkpoint)
+            shutil.rmtree(checkpoint, ignore_errors=True)  # another process may be at it too
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
 
 
