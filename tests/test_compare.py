@@ -117,6 +117,8 @@ def test_another_comparison_in_out_is_refused(data, done, tmp_path):
     out, records = done
     with pytest.raises(LeanError, match=r"holds another comparison \(seeds: \[0, 1\] there, \[0\] asked"):
         run(replace(COMPARISON, seeds=(0,)), data, out)
+    with pytest.raises(LeanError, match="was begun in fp32"):
+        run_comparison(COMPARISON, data, out, precision="bf16", device="cpu", jobs=1)
     assert losses(run(COMPARISON, data, out)) == losses(records)
     (tmp_path / "notes.txt").write_text("precious")
     with pytest.raises(LeanError, match="not empty and not a comparison"):

@@ -103,9 +103,10 @@ def run_comparison(
     workers = jobs or default_jobs(device, max(c.plan.count_parameters().total for c in configs.values()))
     threads = max(1, (os.cpu_count() or 1) // workers) if device == "cpu" else torch.get_num_threads()
     torch.set_num_threads(threads)
+    asked = parse_precision(precision)
     about = _claim(out, comparison, context, data)
     if "precision" not in about:
-        chosen = parse_precision(precision) or choose_precision(
+        chosen = asked or choose_precision(
             configs[baseline],
             batch_size=comparison.micro_batch_size or recipes[baseline].batch_size,
             context_length=context,
@@ -117,6 +118,8 @@ def run_comparison(
         write_json(out / COMPARISON, about)
     precision_record = about["precision"]
     chosen = replace(_parse(precision_record["choice"]), timings=precision_record["milliseconds_per_step"])
+    if asked is not None and asked != chosen:
+        raise LeanError(f"{out} was begun in {chosen}, {asked} is asked; choose another --out or delete it")
 
     def job(name: str, seed: int, learning_rate: float, role: str) -> Job:
         spec = RunSpec(
@@ -191,6 +194,9 @@ def _claim(out: Path, comparison: Comparison, context: int, data: TokenData) -> 
         else None,
         "recipe": comparison.recipe,
         "context_length": context,
+        "evaluation_sequences": comparison.evaluation_sequences,
+        "evaluate_every": comparison.evaluate_every,
+        "micro_batch_size": comparison.micro_batch_size,
         "data_sha256": data.sha256,
         "notes": [],
     }

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any
 
@@ -42,7 +42,7 @@ class Mechanism:
     """A mechanism as one layer uses it: its registered name, the class behind it and its checked options."""
 
     kind: str
-    cls: Any
+    cls: Any = field(repr=False)
     options: Any
 
 
@@ -68,7 +68,7 @@ def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any])
     if kind not in table:
         raise ConfigError(f"`{slot}` has no type {kind!r}: {suggest(str(kind), table)}")
     cls = table[kind]
-    known = {field.name: field for field in fields(cls.Options)}
+    known = {option.name: option for option in fields(cls.Options)}
     for name, value in options.items():
         if name not in known:
             raise ConfigError(f"{slot} {kind!r} has no option {name!r}: {suggest(name, known)}")

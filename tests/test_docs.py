@@ -1,0 +1,47 @@
+"""The documentation says what the code and the records say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from leanqkv.compare.report import load_comparison, markdown_table
+from leanqkv.model import registry
+from leanqkv.presets import MECHANISMS
+
+ROOT = Path(__file__).parent.parent
+PAPERS = (ROOT / "docs" / "papers.md").read_text()
+COMPARISONS = sorted(file.parent for file in (ROOT / "results").glob("*/compare.json"))
+
+
+@pytest.mark.parametrize("directory", COMPARISONS, ids=lambda directory: directory.name)
+def test_committed_tables_are_those_of_the_committed_records(directory):
+    table = markdown_table(load_comparison(directory))
+    assert (directory / "table.md").read_text() == table
+    shown = (ROOT / "README.md").read_text() + (ROOT / "docs" / "results.md").read_text()
+    assert table.split("\n\n")[0] in shown, "the table in the documentation is another one"
+
+
+def test_there_are_committed_results():
+    assert {directory.name for directory in COMPARISONS} >= {"quickstart"}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_preset_has_a_row(name):
+    assert f"`{name}" in PAPERS, f"docs/papers.md has no row for {name}"
+
+
+def test_every_mechanism_file_has_a_row_and_says_where_it_is_from():
+    tables = (registry.QUERIES, registry.KEYS, registry.VALUES, registry.KEY_VALUES)
+    for module in {cls.__module__ for table in tables for cls in table.values()}:
+        file = ROOT / "src" / Path(*module.split(".")).with_suffix(".py")
+        head = file.read_text().split('"""')[1]
+        assert "http" in head, f"{file.name} does not open with its source"
+        if module.rpartition(".")[2] != "projection_linear":
+            assert f"model/{file.name}" in PAPERS, f"docs/papers.md has no row for {file.name}"
+
+
+def test_links_between_documents_lead_somewhere():
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
