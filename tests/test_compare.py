@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from corpus import SHAPE, prepare
+from corpus import SHAPE
 
 from leanqkv import LeanError
-from leanqkv.compare.report import load_comparison, write_report
+from leanqkv.compare.records import load_comparison
+from leanqkv.compare.report import write_report
 from leanqkv.compare.run import Comparison, default_jobs, run_comparison, slug
 
 NAMES = tuple(f"tiny{mechanism}{SHAPE}" for mechanism in ("", "+identity-query", "+skipv1"))
@@ -22,14 +23,6 @@ COMPARISON = Comparison(
     evaluation_sequences=8,
     evaluate_every=6,
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
-        yield prepare(directory)
 
 
 @pytest.fixture(scope="module", autouse=True)

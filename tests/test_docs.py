@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from leanqkv.compare.report import load_comparison, markdown_table
+from leanqkv.compare.records import load_comparison
+from leanqkv.compare.report import markdown_table
 from leanqkv.model import registry
 from leanqkv.presets import MECHANISMS
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from corpus import SHAPE, prepare, spec
+from corpus import SHAPE, spec
 from safetensors.torch import load_file
 
 from leanqkv import LeanError, LeanForCausalLM, preset, recipe
@@ -16,14 +16,6 @@ from leanqkv.data import collate, make_batch_plan
 from leanqkv.evaluate import sequence_losses
 from leanqkv.train import choose_precision, parse_precision, train
 from leanqkv.train.run import make_optimizer, make_schedule
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
-        yield prepare(directory)
 
 
 @pytest.fixture(scope="module")

@@ -315,7 +315,8 @@ def compare(
 
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
     """
-    from .compare.report import load_comparison, terminal_table, write_report
+    from .compare.records import load_comparison
+    from .compare.report import terminal_table, write_report
     from .compare.run import Comparison, Job, Update, run_comparison
     from .compare.suites import SUITES, Suite
     from .errors import LeanError
@@ -402,7 +403,8 @@ def _grid(text: str | None) -> tuple[float, ...] | None:
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="Directory of a comparison.")]) -> None:
     """Make the table and report.html again, from the records alone."""
-    from .compare.report import load_comparison, terminal_table, write_report
+    from .compare.records import load_comparison
+    from .compare.report import terminal_table, write_report
 
     page = write_report(directory)
     console.print(terminal_table(load_comparison(directory)))
