@@ -1,0 +1,47 @@
+"""A decoding step moves no history around: borrowed heads are read where they lie."""
+
+import pytest
+import torch
+from shapes import tiny, tokens
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, StaticCache
+
+from leanqkv import LeanForCausalLM
+
+PAST = 40
+
+
+class Copies(TorchFunctionMode):
+    """Notes every concatenation or copy whose result holds the history of at least one head."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.least, self.found = PAST * head_dim, []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if name in ("cat", "stack", "contiguous", "clone", "repeat", "repeat_interleave", "index_select") and (
+            isinstance(result, torch.Tensor) and result.numel() >= self.least
+        ):
+            fresh = name != "contiguous" or result.data_ptr() != args[0].data_ptr()
+            self.found += [(name, (kwargs or {}).get("dim"), tuple(result.shape))] * fresh
+        return result
+
+
+@pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("skipv1:ratio=0.25",), ("skipv2",), ("gqa", "skipv1")])
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_step_copies_no_history_but_to_grow_the_cache(mechanisms, kind):
+    config = tiny("llama", *mechanisms)
+    model = LeanForCausalLM(config).eval()
+    cache = DynamicCache(config=config) if kind is DynamicCache else StaticCache(config, max_cache_len=PAST + 8)
+    with torch.no_grad():
+        model(tokens(1, PAST), past_key_values=cache)
+        with Copies(config.head_dim) as copies:
+            model(tokens(1, 1), past_key_values=cache)
+    # A dynamic cache grows by concatenation along the positions, keys and values of each layer; nothing else may.
+    grown = [copy for copy in copies.found if copy[:2] == ("cat", -2)]
+    expected = 2 * config.num_hidden_layers if kind is DynamicCache else 0
+    assert len(grown) == expected
+    others = [copy for copy in copies.found if copy not in grown]
+    assert not others, others
