@@ -109,8 +109,8 @@ def _p3_llama(steps: int, learning_rate: float, large: bool) -> Recipe:
 
 BASES: dict[str, Base] = {
     "tiny": Base(
-        _gpt(128, 4, 4, vocab_size=4096, max_position_embeddings=128),
-        Recipe(600, 16, 3e-3, 3e-4, 0.1, 60),
+        _gpt(128, 4, 4, vocab_size=2048, max_position_embeddings=128),
+        Recipe(800, 8, 4e-3, 4e-4, 0.1, 80),
         "ours: the quickstart's size",
     ),
     "small": Base(

@@ -29,7 +29,6 @@ SUITES: dict[str, Suite] = {
             "tiny+skipv1+nonlinear-query",
         ),
         seeds=2,
-        recipe={"steps": 400},
         evaluation_sequences=256,
     ),
 }
