@@ -30,5 +30,6 @@ SUITES: dict[str, Suite] = {
         ),
         seeds=2,
         evaluation_sequences=256,
+        evaluate_every=100,
     ),
 }
