@@ -1,5 +1,6 @@
 """The documentation says what the code and the records say."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.report import markdown_table
+from leanqkv.compare.suites import SUITES
 from leanqkv.model import registry
-from leanqkv.presets import MECHANISMS
+from leanqkv.presets import MECHANISMS, recipe
 
 ROOT = Path(__file__).parent.parent
 PAPERS = (ROOT / "docs" / "papers.md").read_text()
@@ -25,6 +27,11 @@ def test_committed_tables_are_those_of_the_committed_records(directory):
 
 def test_there_are_committed_results():
     assert {directory.name for directory in COMPARISONS} >= {"quickstart"}
+
+
+def test_the_quickstarts_rates_are_those_the_sweep_found():
+    found = json.loads((ROOT / "results" / "quickstart" / "compare.json").read_text())["chosen_learning_rate"]
+    assert found == {name: recipe(name).learning_rate for name in SUITES["quickstart"].architectures}
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
