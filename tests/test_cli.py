@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from corpus import SHAPE, write_corpus
 
@@ -90,6 +91,24 @@ def test_two_processes_are_one_with_accumulation(place, cli):
     assert two["hardware"]["processes"] == 2
     assert two["evaluations"] == one["evaluations"]
     assert (place / "one" / "model.safetensors").read_bytes() == (place / "two" / "model.safetensors").read_bytes()
+
+
+def test_a_killed_comparison_leaves_no_process_behind(place):
+    models = (f"tiny{SHAPE}", MODEL)
+    options = ("--data", "corpus.txt", "--steps", "100000", "--precision", "fp32", "--jobs", "2", "--device", "cpu")
+    command = [sys.executable, "-m", "leanqkv.cli", "compare", *models, *options, "--out", "orphans"]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while len(list(place.glob("orphans/runs/*/checkpoint-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    for worker in alive:
+        worker.kill()
+    assert not alive
 
 
 def test_generate_and_inspect_a_trained_model(cli, trained):

@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from corpus import SHAPE, spec
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from leanqkv import LeanError, LeanForCausalLM, preset, recipe
 from leanqkv.checkpoints import load_model
 from leanqkv.data import collate, make_batch_plan
 from leanqkv.evaluate import sequence_losses
+from leanqkv.files import write_json
 from leanqkv.train import choose_precision, parse_precision, train
 from leanqkv.train.run import make_optimizer, make_schedule
 
@@ -165,6 +167,21 @@ def test_a_full_disk_is_one_line_and_loses_nothing(data, finished, tmp_path, mon
     assert losses(train(spec(data), data, tmp_path / "run", device="cpu")) == losses(finished[1])
 
 
+def test_two_processes_do_not_train_in_one_place(data, finished, tmp_path):
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"):  # as the other process holds it
+        write_json(tmp_path / "run" / "run.json", spec(data).as_json())
+        with pytest.raises(LeanError, match="another process is training"):
+            train(spec(data), data, tmp_path / "run", device="cpu", progress=lambda *_: pytest.fail("trained"))
+    assert losses(train(spec(data), data, tmp_path / "run", device="cpu")) == losses(finished[1])
+
+
+def test_other_data_than_the_runs_is_refused(data, tmp_path):
+    with pytest.raises(LeanError, match="other data"):
+        train(spec(data, data_sha256="0" * 64), data, tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
 def test_indivisible_batches_are_refused(data, tmp_path):
     with pytest.raises(LeanError, match="does not divide into micro-batches of 3"):
         train(spec(data, micro_batch_size=3), data, tmp_path / "run", device="cpu")
@@ -247,7 +264,7 @@ def test_the_fastest_precision_is_chosen_and_the_random_state_kept(monkeypatch):
     before = torch.get_rng_state()
     chosen = choose_precision(config, steps=10, **arguments)
     assert torch.equal(torch.get_rng_state(), before)
-    assert len(chosen.timings) == 5
+    assert len(chosen.timings) == 6
 
 
 def test_damaged_and_foreign_checkpoints_are_refused(finished, tmp_path):

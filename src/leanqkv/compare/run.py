@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,52 +227,65 @@ def _run_jobs(
     records: dict[Path, dict[str, Any]] = {}
 
     def note(update: Update) -> None:
-        on_update(update)
+        if update.job.out in records:
+            return  # a step that was reported after the end
         if update.record is not None:
             records[update.job.out] = update.record
+        on_update(update)
 
     if workers == 1:
         for job in jobs:
-            _work(job, data, settings, note)
+
+            def progress(step: int, steps: int, loss: float | None, rate: float | None, job: Job = job) -> None:
+                note(Update(job, step, loss, rate))
+
+            record = train(job.spec, data, job.out, progress=progress, **settings)
+            note(Update(job, job.spec.recipe.steps, record=record))
         return records
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
-    with context.Manager() as manager, ProcessPoolExecutor(workers, context) as pool:
-        updates = manager.Queue()
-        futures = [pool.submit(_work_elsewhere, job, data, settings, threads, updates) for job in jobs]
-        # The end of the last job, or the first failure, ends the wait for updates.
-        ending = threading.Thread(target=_announce_end, args=(futures, updates))
-        ending.start()
+    steps = context.Queue()
+    with ProcessPoolExecutor(workers, context, _start_worker, (threads, steps)) as pool:
+        pending = {pool.submit(_work, index, job, data, settings): job for index, job in enumerate(jobs)}
         try:
-            while (update := updates.get()) is not None:
-                note(update)
-            for future in futures:
-                if future.done():
-                    future.result()
+            while pending:
+                done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                while not steps.empty():
+                    index, *figures = steps.get()
+                    note(Update(jobs[index], *figures))
+                for future in done:
+                    job = pending.pop(future)
+                    note(Update(job, job.spec.recipe.steps, record=future.result()))
         except BrokenProcessPool:
             raise LeanError(
                 "a training process died, out of memory perhaps; run the same command again to go on, with --jobs 1"
             ) from None
         finally:
-            for future in futures:
+            for future in pending:
                 future.cancel()
-            ending.join()
     return records
 
 
-def _announce_end(futures: Sequence[Future], updates: Any) -> None:
-    wait(futures, return_when=FIRST_EXCEPTION)
-    updates.put(None)
+_steps: Any = None  # in a worker: the queue on which it reports its steps
 
 
-def _work_elsewhere(job: Job, data: TokenData, settings: dict[str, Any], threads: int, updates: Any) -> None:
+def _start_worker(threads: int, steps: Any) -> None:
+    global _steps
+    _steps = steps
     torch.set_num_threads(threads)
-    _work(job, data, settings, updates.put)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _work(job: Job, data: TokenData, settings: dict[str, Any], report: Callable[[Update], None]) -> None:
+def _end_with_parent() -> None:
+    """A worker ends when the process that started it is killed: it must not write where the next one will."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(index: int, job: Job, data: TokenData, settings: dict[str, Any]) -> dict[str, Any]:
     def progress(step: int, steps: int, loss: float | None, rate: float | None) -> None:
-        report(Update(job, step, loss, rate))
+        _steps.put((index, step, loss, rate))
 
-    record = train(job.spec, data, job.out, progress=progress, **settings)
-    report(Update(job, step=job.spec.recipe.steps, record=record))
+    return train(job.spec, data, job.out, progress=progress, **settings)

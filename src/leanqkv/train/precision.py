@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -87,7 +86,8 @@ def choose_precision(
         measure(Precision(dtype, compiled=True))
     if device == "cpu":
         best = min(timed, key=lambda p: timed[p][1])
-        measure(Precision(best.dtype, compiled=best.compiled, attention="eager"))
+        for compiled in (False, True):
+            measure(Precision(best.dtype, compiled, attention="eager"))
     best = min(timed, key=lambda p: timed[p][0] + steps * timed[p][1])
     timings = {str(precision): round(1e3 * step, 2) for precision, (_, step) in timed.items()}
     return Precision(best.dtype, best.compiled, best.attention, timings)
@@ -96,7 +96,7 @@ def choose_precision(
 def _time(
     config: LeanConfig, precision: Precision, batch_size: int, context_length: int, device: str
 ) -> tuple[float, float]:
-    """Seconds until the first step is done, and the median seconds of a step after that."""
+    """Seconds until the first step is done, and seconds of the fastest step after that, the one least disturbed."""
     state = torch.get_rng_state()
     try:
         torch._dynamo.reset()
@@ -115,6 +115,6 @@ def _time(
             optimizer.zero_grad()
             loss.item()  # waits for an accelerator
             seconds.append(time.perf_counter() - start)
-        return seconds[0], median(seconds[1:])
+        return seconds[0], min(seconds[1:])
     finally:
         torch.set_rng_state(state)

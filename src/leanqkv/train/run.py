@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_with_min_lr_schedule_with_warmup
 from transformers.trainer_callback import PrinterCallback
@@ -155,12 +156,28 @@ def train(
     config = LeanConfig(**spec.config)
     check_fit(spec.name, config, data, spec.context_length)
     arguments = _arguments(spec, out, device)
+    if data.sha256 != spec.data_sha256:
+        raise LeanError(f"{spec.name} was to be trained on other data than this ({data.description})")
     finished = _claim(out, spec)
     if finished is not None:
         return finished
+    with _only_here(out):
+        return _train(spec, data, out, config, precision, arguments, batches or out / "batches", progress)
+
+
+def _train(
+    spec: RunSpec,
+    data: TokenData,
+    out: Path,
+    config: LeanConfig,
+    precision: Precision,
+    arguments: TrainingArguments,
+    batches: Path,
+    progress: Progress,
+) -> dict[str, Any]:
     recipe = spec.recipe
     plan = batch_plan(
-        batches or out / "batches",
+        batches,
         train_tokens=data.train_tokens,
         validation_tokens=data.validation_tokens,
         context_length=spec.context_length,
@@ -218,7 +235,7 @@ def train(
         "data": data.record(),
         "batch_plan": plan.record(),
         "precision": precision.record(),
-        "hardware": {**hardware(device), "processes": arguments.world_size},
+        "hardware": {**hardware(arguments.device.type), "processes": arguments.world_size},
         "versions": versions(),
         "git_commit": git_commit(),
         "last_session_seconds": round(time.perf_counter() - started, 2),
@@ -291,6 +308,19 @@ def _precision(spec: RunSpec) -> Precision:
     if precision is None:
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
     return replace(precision, timings=spec.precision_timings)
+
+
+@contextmanager
+def _only_here(out: Path) -> Iterator[None]:
+    """Holds `out` against a second process on the same run; several processes of one run are one."""
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise LeanError(f"another process is training in {out}; wait for it, or stop it first") from None
 
 
 @contextmanager
