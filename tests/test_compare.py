@@ -144,6 +144,12 @@ def test_the_report_has_a_row_for_every_model(done):
         assert result.mean_loss == pytest.approx(sum(finals) / len(finals))
 
 
+def test_torchrun_is_for_single_runs(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LeanError, match="starts its own processes"):
+        run(COMPARISON, data, tmp_path / "out")
+
+
 def test_divergence_everywhere_on_the_grid_is_an_error(data, tmp_path):
     with pytest.raises(LeanError, match="diverged at every learning rate"):
         run(replace(COMPARISON, learning_rates=(1e18,), architectures=NAMES[:2]), data, tmp_path / "out")

@@ -94,6 +94,11 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(data, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
+def test_gradient_checkpointing_changes_no_loss(data, finished, tmp_path):
+    record = train(spec(data, gradient_checkpointing=True), data, tmp_path / "run", device="cpu")
+    assert losses(record) == losses(finished[1])
+
+
 def test_a_run_learns_and_its_directory_holds_what_the_record_says(data, finished):
     out, record = finished
     curve = [entry["loss"] for entry in record["evaluations"]]

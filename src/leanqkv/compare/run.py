@@ -93,6 +93,8 @@ def run_comparison(
     Raises:
         LeanError: names or data that do not fit, or `out` holding another comparison.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
     device = device or default_device()
     configs = {name: preset(name) for name in comparison.architectures}
     recipes = {name: recipe(name, **comparison.recipe) for name in comparison.architectures}

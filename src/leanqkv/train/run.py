@@ -193,7 +193,8 @@ def _train(
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     if spec.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # transformers is about to drop the older name, and its older versions have no other.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     precision.apply(model)
     optimizer = make_optimizer(model, recipe)
     tokens, validation = data.train(), data.validation()
