@@ -29,7 +29,7 @@ def _environment(place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEANQKV_CACHE", str(place / "cache"))
         patch.setenv("COLUMNS", "100")
-        patch.setattr("os.cpu_count", lambda: 1)  # one run at a time, on one thread
+        patch.setattr("leanqkv.compare.run.available_cores", lambda: 1)  # one run at a time, on one thread
         patch.chdir(place)
         yield
 
@@ -160,6 +160,14 @@ def test_presets_name_their_papers(cli):
         (["compare", "tiny", "--out", "x"], "one model alone is no comparison"),
         (["compare", "tiny", "tiny", "--out", "x"], "named twice"),
         (["compare", "quickstart", "--lr-grid", "fast", "--out", "x"], "--lr-grid takes learning rates"),
+        (["compare", "tiny", "small", "--lr-grid", "1e-3,0.001", "--out", "x"], "each once"),
+        (["compare", "tiny", "small", "--lr-grid", "1e-3", "--learning-rate", "1", "--out", "x"], "clash"),
+        (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--learning-rate", "0"], "positive number"),
+        (["train", MODEL, "--steps", "9", "--schedule-steps", "5", "--out", "x"], "ends before the run"),
+        (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--device", "gpu"], "no device 'gpu'"),
+        (["inspect", "tiny+num_key_value_heads=1+gqa"], "gqa and num_key_value_heads clash"),
+        (["inspect", "tiny+gqa:group_size=0"], "group_size must divide"),
+        (["inspect", "wrong"], "hidden_size"),
         (["report", "nowhere"], "there is no nowhere/compare.json"),
         (["generate", "other", "--prompt", "a"], "'gpt2' checkpoint"),
     ],
@@ -167,6 +175,8 @@ def test_presets_name_their_papers(cli):
 def test_bad_input_is_one_line_and_exit_code_2(place, cli, arguments, message):
     (place / "tiny.txt").write_text("too short")
     (place / "other").mkdir(exist_ok=True)
+    (place / "wrong").mkdir(exist_ok=True)
+    (place / "wrong" / "config.json").write_text('{"model_type": "leanqkv", "hidden_size": "wide"}')
     (place / "other" / "config.json").write_text('{"model_type": "gpt2"}')
     code, _, err = cli(*arguments)
     assert code == 2

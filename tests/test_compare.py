@@ -29,7 +29,7 @@ COMPARISON = Comparison(
 def _one_core():
     """Models this small are many times slower on two threads than on one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.cpu_count", lambda: 1)
+        patch.setattr("leanqkv.compare.run.available_cores", lambda: 1)
         yield
 
 
@@ -156,7 +156,7 @@ def test_divergence_everywhere_on_the_grid_is_an_error(data, tmp_path):
 
 
 def test_small_models_share_the_cores_and_large_ones_do_not(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("leanqkv.compare.run.available_cores", lambda: 8)
     assert default_jobs("cpu", 1_000_000) == 8
     assert default_jobs("cpu", 124_000_000) == 1
     assert default_jobs("cuda", 1_000_000) == 1

@@ -135,6 +135,17 @@ def test_nanogpt_files_are_used_as_they_are(tmp_path):
     assert np.array_equal(single.validation(), tokens[950:])
 
 
+def _numbers() -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    stream = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), stream)
+    return stream.getvalue().to_pybytes()
+
+
+NUMBERS = _numbers()
+
 # what is wrong -> (file or folder, its content, a part of the message)
 BAD = {
     "missing": ("nowhere.txt", None, "no such file"),
@@ -146,6 +157,7 @@ BAD = {
     "broken JSON": ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
     "wrong field": ("field.jsonl", b'{"body": "a"}\n', "found: body"),
     "broken Parquet": ("a.parquet", b"not a parquet file", "not a Parquet file"),
+    "numbers for text": ("numbers.parquet", NUMBERS, "holds int64, not text"),
     "cut off .bin": ("odd.bin", b"\0\0\0", "cut off: 3 bytes"),
     "empty .bin": ("empty.bin", b"", "empty"),
     "token beyond the vocabulary": ("large.bin", np.array([5, 500], "uint16").tobytes(), "token 500"),

@@ -17,7 +17,7 @@ from leanqkv.data import collate, make_batch_plan
 from leanqkv.evaluate import sequence_losses
 from leanqkv.files import write_json
 from leanqkv.train import choose_precision, parse_precision, train
-from leanqkv.train.run import make_optimizer, make_schedule
+from leanqkv.train.run import make_optimizer, make_schedule, summarize
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,20 @@ def test_a_killed_run_goes_on_bit_identically(data, finished, tmp_path, at):
     assert losses(again) == losses(record)
     for name, tensor in load_file(out / "model.safetensors").items():
         assert torch.equal(tensor, load_file(tmp_path / "run" / "model.safetensors")[name]), name
+
+
+def test_a_checkpoint_between_two_log_entries_goes_on_bit_identically(data, tmp_path):
+    odd = spec(data, evaluate_every=7, log_every=5)
+
+    def kill(step, *_):
+        if step == 17:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(odd, data, tmp_path / "run", device="cpu", progress=kill)
+    again = train(odd, data, tmp_path / "run", device="cpu")
+    assert losses(again) == losses(train(odd, data, tmp_path / "whole", device="cpu"))
+    assert again["tokens"] == 30 * 8 * 32
 
 
 def test_a_half_written_checkpoint_is_not_picked_up(data, finished, tmp_path):
@@ -146,6 +160,14 @@ def test_a_diverging_run_stops_and_says_so(data, tmp_path):
     assert json.loads((tmp_path / "run" / "record.json").read_text())["diverged"] == record["diverged"]
 
 
+def test_a_huge_but_finite_loss_is_recorded(data):
+    history = [{"step": 5, "loss": 900.0}, {"step": 7, "eval_loss": 1000.0}]
+    summary = summarize(spec(data), history)
+    assert summary["final"]["validation_loss"] == 1000.0
+    assert math.isfinite(summary["final"]["perplexity"])
+    assert summary["tokens"] == 7 * 8 * 32
+
+
 def test_another_run_in_out_is_refused_untouched(data, finished, tmp_path):
     out, _ = finished
     before = {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
@@ -238,7 +260,7 @@ def test_precision_reads_back_what_it_prints(text):
     assert str(parse_precision(text)).startswith(text.split("+")[0])
 
 
-@pytest.mark.parametrize("text", ["fp16", "bf16+fast", "", "bf16+sdpa+eager+compile"])
+@pytest.mark.parametrize("text", ["fp16", "bf16+fast", "", "bf16+sdpa+eager", "bf16+sdpa+eager+compile"])
 def test_unknown_precisions_are_refused(text):
     with pytest.raises(LeanError, match="is not known"):
         parse_precision(text)

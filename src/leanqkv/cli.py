@@ -1,6 +1,7 @@
 """The command line."""
 
 import errno
+import math
 import os
 import shlex
 import sys
@@ -200,7 +201,7 @@ def train(
     from .progress import training_display
     from .train import RunSpec
     from .train import train as run
-    from .train.environment import default_device
+    from .train.environment import check_device, default_device
     from .train.run import check_fit, check_out
 
     config = preset(name)
@@ -218,7 +219,9 @@ def train(
     context = context_length or config.max_position_embeddings
     prepared = _prepare(data, config.vocab_size, tokenizer, text_field, max_documents)
     check_fit(name, config, prepared, context)
-    arithmetic = _precision(precision, out, config, chosen, micro_batch_size, context, device or default_device())
+    arithmetic = _precision(
+        precision, out, config, chosen, micro_batch_size, context, check_device(device or default_device())
+    )
     spec = RunSpec(
         name=name,
         config=config.as_overrides(),
@@ -241,7 +244,8 @@ def train(
 
         record = run(spec, prepared, out, device=device, progress=progress)
         display.finish(name, chosen.steps, _outcome(record))
-    console.print(f"{out}: the model, its tokenizer and record.json", highlight=False)
+    contents = [name for name in ("model.safetensors", "tokenizer.json", "record.json") if (out / name).exists()]
+    console.print(f"{out}: {', '.join(contents)}", highlight=False)
 
 
 def _precision(
@@ -323,6 +327,8 @@ def compare(
     from .presets import preset
     from .progress import training_display
 
+    if lr_grid is not None and learning_rate is not None:
+        raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
     suite = SUITES.get(names[0]) if len(names) == 1 else None
     if suite is None:
         if len(names) == 1:
@@ -395,8 +401,8 @@ def _grid(text: str | None) -> tuple[float, ...] | None:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise LeanError(f"--lr-grid takes learning rates between commas, 1e-3,2e-3; found {text!r}") from None
-    if any(rate <= 0 for rate in rates):
-        raise LeanError(f"--lr-grid takes positive learning rates, found {text!r}")
+    if any(not 0 < rate < math.inf for rate in rates) or len({*rates}) < len(rates):
+        raise LeanError(f"--lr-grid takes positive learning rates, each once, found {text!r}")
     return rates
 
 
@@ -431,11 +437,12 @@ def generate(
     from .checkpoints import load_model
     from .data.tokenizer import load_tokenizer
     from .errors import LeanError
-    from .train.environment import default_device
+    from .train.environment import check_device, default_device
 
-    model: Any = load_model(directory).to(device or default_device())  # type: ignore[arg-type]
+    model: Any = load_model(directory).to(check_device(device or default_device()))  # type: ignore[arg-type]
     tokenizer = load_tokenizer(directory)
-    inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt").to(model.device)
+    # As in training, where documents are followed by an end-of-text token and preceded by none.
+    inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     room = model.config.max_position_embeddings - length
     if model.config.position_embedding_type == "learned" and max_new_tokens > room:

@@ -4,8 +4,9 @@ P1: Karbevski & Mijoski 2025, arXiv 2510.23912. P2: Karbevski 2026, nonlinear qu
 Where a paper leaves a value open, the note says that it is ours.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import yaml
@@ -289,9 +290,13 @@ def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
             )
         elif mechanism.slot == "key_value":
             config["key_value"] = {**mechanism.spec, **options}
+        elif "num_key_value_heads" in {**dict(parsed.overrides), **overrides}:
+            raise LeanError(f"{name} and num_key_value_heads clash: both decide the key/value heads; use one of them")
         else:
             config["num_key_value_heads"] = _grouped_heads(name, mechanism, options, config["num_attention_heads"])
         seen[mechanism.slot] = name
+    floats = {field.name for field in fields(LeanConfig) if field.type is float}
+    config = {key: float(value) if key in floats and type(value) is int else value for key, value in config.items()}
     try:
         return LeanConfig(**config)
     except StrictDataclassError as error:  # a value of the wrong type
@@ -301,7 +306,7 @@ def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
 def _grouped_heads(name: str, mechanism: MechanismPreset, options: dict[str, Any], heads: int) -> int:
     if unknown := set(options) - ({"group_size"} if name == "gqa" else set()):
         raise LeanError(f"{name} has no option {unknown.pop()!r}" + (": valid: group_size" if name == "gqa" else ""))
-    group = {**mechanism.spec, **options}["group_size"] or heads
+    group = {**mechanism.spec, **options}["group_size"] if name == "gqa" else heads
     if not isinstance(group, int) or group < 1 or heads % group:
         raise LeanError(f"{name}: group_size must divide the {heads} query heads, found {group!r}")
     return heads // group
@@ -310,7 +315,7 @@ def _grouped_heads(name: str, mechanism: MechanismPreset, options: dict[str, Any
 def recipe(name: str, **overrides: Any) -> Recipe:
     """How the papers train `name`: the base's recipe, changed as its mechanisms ask for on that base, then overridden.
 
-    For the bases made for a CPU the rates come from a committed sweep (`results/`), see `TUNED`. A different number of
+    For `tiny` the learning rates come from a committed sweep (`results/quickstart`), see `TUNED`. A different number of
     `steps` scales the warm-up, and a learning rate of one's own the minimum, unless these are given too.
     """
     parsed = parse_name(name)
@@ -325,7 +330,16 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     if "learning_rate" in overrides:
         ratio = found.min_learning_rate / found.learning_rate
         scaled["min_learning_rate"] = overrides["learning_rate"] * ratio
-    return replace(found, **{**scaled, **overrides})
+    found = replace(found, **{**scaled, **overrides})
+    for what, rate in (("learning rate", found.learning_rate), ("minimum learning rate", found.min_learning_rate)):
+        if not 0 < rate < math.inf:
+            raise LeanError(f"the {what} must be a positive number, found {rate}")
+    if found.schedule_steps is not None and found.schedule_steps < found.steps:
+        raise LeanError(
+            f"the schedule ({found.schedule_steps} steps) ends before the run ({found.steps} steps); the cosine would "
+            "rise again"
+        )
+    return found
 
 
 # (base, mechanisms) -> recipe fields that differ from what the lines above give: each model's best learning rate in the

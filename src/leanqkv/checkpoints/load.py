@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from ..errors import LeanError
@@ -21,7 +22,10 @@ def load_config(directory: Path) -> LeanConfig:
     kind = read_json(directory / "config.json").get("model_type")
     if kind != LeanConfig.model_type:
         raise LeanError(f"{directory} is a {kind!r} checkpoint; only {LeanConfig.model_type!r} ones can be opened")
-    return LeanConfig.from_pretrained(directory)
+    try:
+        return LeanConfig.from_pretrained(directory)
+    except StrictDataclassError as error:  # a value of the wrong type
+        raise LeanError(f"{directory / 'config.json'}: {str(error).splitlines()[-1].strip()}") from None
 
 
 def load_model(directory: Path) -> LeanForCausalLM:

@@ -18,7 +18,7 @@ from ..errors import LeanError
 from ..files import read_json, write_json
 from ..presets import parse_name, preset, recipe
 from ..train import Precision, RunSpec, choose_precision, parse_precision, train
-from ..train.environment import default_device
+from ..train.environment import available_cores, check_device, default_device
 from ..train.run import check_fit
 
 COMPARISON = "compare.json"
@@ -95,18 +95,22 @@ def run_comparison(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
-    device = device or default_device()
+    device = check_device(device or default_device())
     configs = {name: preset(name) for name in comparison.architectures}
     recipes = {name: recipe(name, **comparison.recipe) for name in comparison.architectures}
     context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
     for name, config in configs.items():
         check_fit(name, config, data, context)
     baseline = comparison.architectures[0]
-    workers = jobs or default_jobs(device, max(c.plan.count_parameters().total for c in configs.values()))
-    threads = max(1, (os.cpu_count() or 1) // workers) if device == "cpu" else torch.get_num_threads()
-    torch.set_num_threads(threads)
+    runs = len(configs) * len(comparison.seeds)
+    largest = max(config.plan.count_parameters().total for config in configs.values())
+    workers = min(runs, jobs or default_jobs(device, largest))
     asked = parse_precision(precision)
     about = _claim(out, comparison, context, data)
+    # Kept, because sums in another number of threads round differently: a run goes on as it began.
+    about.setdefault("threads", max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads())
+    threads = about["threads"]
+    torch.set_num_threads(threads)
     if "precision" not in about:
         chosen = asked or choose_precision(
             configs[baseline],
@@ -165,7 +169,7 @@ def run_comparison(
 
 def default_jobs(device: str, parameters: int) -> int:
     """Runs at a time: small models leave most of a core idle waiting for another, so each gets one core to itself."""
-    return os.cpu_count() or 1 if device == "cpu" and parameters < SMALL_MODEL else 1
+    return available_cores() if device == "cpu" and parameters < SMALL_MODEL else 1
 
 
 def slug(name: str) -> str:

@@ -22,7 +22,7 @@ class Corpus:
 
     Attributes:
         description: what a report says the data is.
-        fingerprint: hex digest; equal for equal content in equal order.
+        fingerprint: hex digest; equal for equal content in equal order (of a hub dataset: for its name and version).
         documents: makes a fresh iterator over the documents, each a str.
     """
 
@@ -146,6 +146,11 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
     if text_field not in table.schema_arrow.names:
         columns = ", ".join(table.schema_arrow.names)
         raise LeanError(f"{file} has no column {text_field!r} (found: {columns}); give --text-field")
+    if (
+        not pyarrow.types.is_string(kind := table.schema_arrow.field(text_field).type)
+        and kind != pyarrow.large_string()
+    ):
+        raise LeanError(f"{file}: column {text_field!r} holds {kind}, not text; give --text-field")
     for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
         yield from (text for text in batch.column(0).to_pylist() if text)
 

@@ -108,6 +108,8 @@ def prepare_data(
         LeanError: data or tokenizer missing, unreadable, empty, or with more tokens than the model has.
     """
     if source is not None and (found := _nanogpt(Path(source), vocab_size)) is not None:
+        if tokenizer is not None or max_documents is not None:
+            raise LeanError(f"{source} holds tokens, not text: --tokenizer and --max-documents do not apply to it")
         return found
     progress("reading", 0)
     corpus = open_corpus(source, text_field)

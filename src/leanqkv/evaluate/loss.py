@@ -35,7 +35,7 @@ def sequence_losses(
                 # `forward`, not `__call__`: a compiled model would be compiled once more for evaluation.
                 logits = model.forward(input_ids=batch["input_ids"].to(device), use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-            losses.append(loss.view_as(targets).double().mean(1).cpu())
+            losses.append(loss.view_as(targets).cpu().double().mean(1))
     finally:
         model.train(training)
     return torch.cat(losses)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..errors import LeanError
+
 
 def default_device() -> str:
     """The accelerator torch finds, else the CPU."""
@@ -16,11 +18,26 @@ def default_device() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
+def check_device(device: str) -> str:
+    """Raises:
+    LeanError: not a kind of device, or one that is not here.
+    """
+    available = {"cpu", default_device()}
+    if device not in available:
+        raise LeanError(f"there is no device {device!r} here: {' or '.join(sorted(available))}")
+    return device
+
+
+def available_cores() -> int:
+    """Cores this process may use, which in a container or under taskset are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def hardware(device: str) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "cpu": _processor(),
-        "cores": os.cpu_count(),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
     }
 
@@ -38,6 +55,7 @@ def git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", __file__)  # else the repository around us is somebody else's
         commit = git("rev-parse", "HEAD")
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):

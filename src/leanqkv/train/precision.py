@@ -1,5 +1,6 @@
 """Precision: bf16 autocast or fp32, compiled or not, which attention; chosen by timing the real model."""
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -54,7 +55,7 @@ def parse_precision(text: str) -> Precision | None:
     if text == "auto":
         return None
     dtype, *rest = text.split("+")
-    if dtype not in ("fp32", "bf16") or set(rest) - {"compile", *ATTENTION} or len(rest) > 2:
+    if dtype not in ("fp32", "bf16") or set(rest) - {"compile", *ATTENTION} or {*ATTENTION} <= {*rest}:
         raise LeanError(f"precision {text!r} is not known: auto, or fp32 or bf16 with +compile and +sdpa or +eager")
     return Precision(dtype, "compile" in rest, next((name for name in ATTENTION if name in rest), "sdpa"))
 
@@ -71,19 +72,23 @@ def choose_precision(
     """Times a few training steps of the real model in each precision, plain and compiled, and takes the one with the
     smallest estimated time for the whole run: set-up (compiling) plus `steps` steps.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LeanError("precision auto times one process; for several give one, for example bf16+compile")
     timed: dict[Precision, tuple[float, float]] = {}
+    failures: list[Exception] = []
 
     def measure(precision: Precision) -> None:
         progress(f"timing {precision}")
         try:
             timed[precision] = _time(config, precision, batch_size, context_length, device)
-        except Exception:  # no compiler, no bf16 on this device: not a choice here
-            if precision == Precision():
-                raise
+        except Exception as error:  # no compiler, no bf16 or no room on this device: not a choice here
+            failures.append(error)
 
     for dtype in ("fp32", "bf16"):
         measure(Precision(dtype))
         measure(Precision(dtype, compiled=True))
+    if not timed:
+        raise LeanError(f"no precision could be timed: {' '.join(str(failures[0]).split())[:200]}")
     if device == "cpu":
         best = min(timed, key=lambda p: timed[p][1])
         for compiled in (False, True):

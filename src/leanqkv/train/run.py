@@ -27,7 +27,7 @@ from ..model.config import LeanConfig
 from ..model.transformer import LeanForCausalLM
 from ..presets import Recipe
 from ..quiet import quiet_transformers
-from .environment import default_device, git_commit, hardware, versions
+from .environment import check_device, default_device, git_commit, hardware, versions
 from .precision import Precision, parse_precision
 
 RECORD = "record.json"
@@ -57,6 +57,12 @@ class RunSpec:
     log_every: int = 10
     gradient_checkpointing: bool = False
     role: str = "final"
+
+    @property
+    def log_interval(self) -> int:
+        """Steps between entries of the log: `log_every`, or less, so that a checkpoint never falls between two. The
+        trainer forgets the losses since the last entry when it goes on from a checkpoint."""
+        return math.gcd(self.log_every, self.evaluate_every)
 
     def as_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))
@@ -121,7 +127,7 @@ class _Watch(TrainerCallback):
         logs = logs or {}
         self.loss = logs.get("loss", self.loss)
         if "seconds" in logs:
-            self.rate = _tokens(self.spec, self.spec.log_every) / logs["seconds"]
+            self.rate = _tokens(self.spec, self.spec.log_interval) / logs["seconds"]
         if not math.isfinite(logs.get("loss", logs.get("eval_loss", 0.0))):
             control.should_training_stop = True
             control.should_save = False
@@ -151,7 +157,7 @@ def train(
     Raises:
         LeanError: `out` holds something else, or the batch does not divide.
     """
-    device = device or default_device()
+    device = check_device(device or default_device())
     precision = _precision(spec)
     config = LeanConfig(**spec.config)
     check_fit(spec.name, config, data, spec.context_length)
@@ -290,11 +296,11 @@ def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
     bad = next((entry for entry in (*training, *evaluations) if not math.isfinite(entry["loss"])), None)
     last = evaluations[-1]["loss"] if evaluations and bad is None else None
     return {
-        "tokens": _tokens(spec, training[-1]["step"] if training else 0),
+        "tokens": _tokens(spec, max((entry["step"] for entry in (*training, *evaluations)), default=0)),
         "training": [entry for entry in training if math.isfinite(entry["loss"])],
         "evaluations": [entry for entry in evaluations if math.isfinite(entry["loss"])],
-        "final": None if last is None else {"validation_loss": last, "perplexity": math.exp(last)},
-        "tokens_per_second": round(_tokens(spec, spec.log_every) / median(seconds), 1) if seconds else None,
+        "final": None if last is None else {"validation_loss": last, "perplexity": math.exp(min(last, 700))},
+        "tokens_per_second": round(_tokens(spec, spec.log_interval) / median(seconds), 1) if seconds else None,
         "seconds": round(sum(seconds), 2),
         "diverged": {"step": bad["step"], "reason": "the loss is not finite"} if bad else None,
     }
@@ -343,7 +349,11 @@ def check_out(out: Path) -> None:
     """Raises:
     LeanError: `out` holds something that is not a run.
     """
-    if out.exists() and not (out / SPEC).exists() and (not out.is_dir() or any(out.iterdir())):
+    if (
+        out.exists()
+        and not (out / SPEC).exists()
+        and (not out.is_dir() or any(not file.name.startswith(".") for file in out.iterdir()))
+    ):
         raise LeanError(f"{out} is not empty and not a run of ours; choose another --out")
 
 
@@ -407,7 +417,7 @@ def _arguments(spec: RunSpec, out: Path, device: str) -> TrainingArguments:
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
         logging_strategy="steps",
-        logging_steps=spec.log_every,
+        logging_steps=spec.log_interval,
         logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=spec.evaluate_every,
