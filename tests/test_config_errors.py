@@ -24,7 +24,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     (("mqa:group_size=2",), {}, ("mqa", "group_size")),
     (("gqa:groups=2",), {}, ("gqa", "groups", "group_size")),
     ((), {"hiden_size": 32}, ("hiden_size", "did you mean 'hidden_size'")),
-    ((), {"rank": 3}, ("rank", "valid")),
+    ((), {"flavour": 3}, ("flavour", "valid")),
     ((), {"norm_type": "layrnorm"}, ("norm_type", "layrnorm", "'layernorm'")),
     ((), {"mlp_type": "swiglu"}, ("mlp_type", "swiglu", "gated")),
     ((), {"hidden_act": "gelo"}, ("hidden_act", "gelo", "'gelu'")),
@@ -88,7 +88,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     ((), {"rope_parameters": {"rope_theta": 1e4}}, ("rope_parameters", "'learned'", "rope")),
     ((), ROPE | {"head_dim": 7}, ("even", "head_dim", "7")),
     ((), ROPE | {"rope_parameters": {"rope_type": "yarm"}}, ("rope_type", "yarm", "yarn")),
-    ((), {"norm_type": "rmsnorm", "norm_bias": True}, ("norm_bias", "layernorm", "RMSNorm")),
+    ((), {"norm_type": "rmsnorm", "norm_bias": True}, ("norm_bias", "layernorm", "rmsnorm")),
 ]
 
 

@@ -75,7 +75,7 @@ def logit_spread(config: LeanConfig, scaled: bool) -> float:
     with torch.no_grad():
         model(input_ids=tokens(4, 64, vocab_size=config.vocab_size))
     query, key = (x.unflatten(-1, (12, 64)).transpose(1, 2) for x in (seen["q_proj"], seen["k_proj"]))
-    scale = attention.scaling if scaled else 64**-0.5
+    scale = config.plan.layers[0].attention_scale if scaled else 64**-0.5
     return (query @ key.transpose(-1, -2) * scale).std().item()
 
 

@@ -1,14 +1,16 @@
 """leanqkv: transformers with fewer attention weights and a smaller KV cache."""
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from .errors import LeanError
 from .model.cache import cache_bytes
+from .model.causal_lm import LeanForCausalLM
 from .model.config import LeanConfig
+from .model.masked_lm import LeanForMaskedLM
 from .model.plan import ParameterCount, Plan
 from .model.registry import ConfigError
-from .model.transformer import LeanForCausalLM, LeanModel
+from .model.transformer import LeanModel
 from .presets import Recipe, preset, recipe
 
 __version__ = "0.1.0"
@@ -18,6 +20,7 @@ __all__ = [
     "LeanConfig",
     "LeanError",
     "LeanForCausalLM",
+    "LeanForMaskedLM",
     "LeanModel",
     "ParameterCount",
     "Plan",
@@ -33,6 +36,7 @@ __all__ = [
 AutoConfig.register("leanqkv", LeanConfig)
 AutoModel.register(LeanConfig, LeanModel)
 AutoModelForCausalLM.register(LeanConfig, LeanForCausalLM)
+AutoModelForMaskedLM.register(LeanConfig, LeanForMaskedLM)
 
 
 def plan(config: LeanConfig) -> Plan:

@@ -47,8 +47,8 @@ class Base:
 class MechanismPreset:
     """A mechanism: the configuration field it sets, the recipe fields that change with it per base, its source.
 
-    `slot` "query", "key" and "value" add one entry to that list; "key_value" sets it; "heads" sets the number of
-    key/value heads.
+    `slot` "query", "key", "value" and "output" add one entry to that list; "key_value" and "depth_average" set it;
+    "heads" sets the number of key/value heads, "latent" the two widths of MLA.
     """
 
     slot: str
@@ -146,6 +146,7 @@ BASES: dict[str, Base] = {
 }
 
 _SKIP = "P3 section 6.5"
+_SKIPV1: dict[str, Any] = {"type": "first_layer_values"}
 MECHANISMS: dict[str, MechanismPreset] = {
     "identity-query": MechanismPreset(
         "query",
@@ -168,28 +169,80 @@ MECHANISMS: dict[str, MechanismPreset] = {
         },
     ),
     "residual-query": MechanismPreset("query", {"type": "residual"}, "Q = (X + X W_Q) / 2", "P2's public code"),
+    "mlp-query": MechanismPreset(
+        "query", {"type": "from_mlp"}, "Q = (X + hidden activations of the MLP below, times W') / 2", "P2 section 4"
+    ),
+    "keys-as-values": MechanismPreset(
+        "value", {"type": "keys"}, "V = K: one projection, one cached tensor", "beyond the papers"
+    ),
+    "no-output": MechanismPreset(
+        "output",
+        {"type": "identity"},
+        "no output projection P; with identity-query, blocks without Q and P",
+        "P4 Fig. 4",
+    ),
     "skipv1": MechanismPreset(
+        "key_value", _SKIPV1, "half of each later layer's value heads are the first layer's", "P3 section 3.2"
+    ),
+    "skipv2": MechanismPreset("key_value", _SKIPV1 | {"source_layer": 1}, "as skipv1, from layer 2", _SKIP),
+    "skipv3": MechanismPreset("key_value", _SKIPV1 | {"source_layer": 2}, "as skipv1, from layer 3", _SKIP),
+    "skipv4": MechanismPreset("key_value", _SKIPV1 | {"source_layer": 3}, "as skipv1, from layer 4", _SKIP),
+    "skipv0": MechanismPreset("key_value", _SKIPV1 | {"inject": False}, "half the heads, none injected", _SKIP),
+    "skipkv1": MechanismPreset(
         "key_value",
-        {"type": "first_layer_values"},
-        "half of each later layer's value heads are the first layer's",
-        "P3 section 3.2",
+        _SKIPV1 | {"keys": True},
+        "half of the key and value heads are the first layer's",
+        "P3 appendix C.5",
     ),
-    "skipv2": MechanismPreset(
-        "key_value", {"type": "first_layer_values", "source_layer": 1}, "as skipv1, from layer 2", _SKIP
+    "skipv1-yoco": MechanismPreset(
+        "key_value", _SKIPV1 | {"middle_keys": True}, "skipv1, and layer L/2's keys above it", "P3 appendix C.5"
     ),
-    "skipv3": MechanismPreset(
-        "key_value", {"type": "first_layer_values", "source_layer": 2}, "as skipv1, from layer 3", _SKIP
+    "svformer": MechanismPreset(
+        "key_value", _SKIPV1 | {"ratio": 1.0}, "every layer uses the first layer's values", "Zhou et al. 2024; P3 B.2"
     ),
-    "skipv4": MechanismPreset(
-        "key_value", {"type": "first_layer_values", "source_layer": 3}, "as skipv1, from layer 4", _SKIP
+    "resformer": MechanismPreset(
+        "key_value",
+        {"type": "interpolated_values"},
+        "V <- (V + V_1) / 2; mode=per_layer and per_token learn the share",
+        "Zhou et al. 2024; P3 section 3.2",
     ),
-    "skipv0": MechanismPreset(
-        "key_value", {"type": "first_layer_values", "inject": False}, "half the heads, none injected", _SKIP
+    "denseformer": MechanismPreset(
+        "depth_average", {}, "a weighted average over all earlier layers after each", "Pagliardini et al. 2024; P3 B.1"
+    ),
+    "yoco-v": MechanismPreset(
+        "key_value", {"type": "shared_middle"}, "upper half: layer L/2's values", "Sun et al. 2024; P3 B.1"
+    ),
+    "yoco": MechanismPreset(
+        "key_value",
+        {"type": "shared_middle", "keys": True},
+        "upper half: layer L/2's keys and values",
+        "Sun et al. 2024",
+    ),
+    "cla-v": MechanismPreset(
+        "key_value", {"type": "shared_adjacent"}, "every two layers share values", "Brandon et al. 2024; P3 B.1"
+    ),
+    "cla": MechanismPreset(
+        "key_value",
+        {"type": "shared_adjacent", "keys": True},
+        "every two layers share keys and values",
+        "Brandon et al. 2024",
+    ),
+    "fusedkv-lite": MechanismPreset(
+        "key_value",
+        {"type": "first_values_middle_keys"},
+        "upper half: the first layer's values and layer L/2's keys",
+        "Lin et al. 2025, arXiv 2512.03870",
     ),
     "gqa": MechanismPreset(
         "heads", {"group_size": 2}, "each key/value head serves group_size query heads", "Ainslie et al. 2023; P3 5.2"
     ),
-    "mqa": MechanismPreset("heads", {"group_size": 0}, "one key/value head for all query heads", "Shazeer 2019"),
+    "mqa": MechanismPreset("heads", {}, "one key/value head for all query heads", "Shazeer 2019"),
+    "mla": MechanismPreset(
+        "latent",
+        {"rank": None, "rope_dim": None},
+        "keys and values from one cached latent; rank 4 heads wide, rope_dim half a head",
+        "DeepSeek-AI 2024; P3 B.2",
+    ),
 }
 
 
@@ -277,24 +330,27 @@ def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
     """
     parsed = parse_name("+".join((base, *mechanisms)))
     config: dict[str, Any] = {**BASES[parsed.base].config, **dict(parsed.overrides), **overrides}
+    chosen = {**dict(parsed.overrides), **overrides}
     seen: dict[str, str] = {}
     for name, given in parsed.mechanisms:
         mechanism, options = MECHANISMS[name], dict(given)
-        if mechanism.slot in ("query", "key", "value"):
-            config[mechanism.slot] = [*config.get(mechanism.slot, ()), {**mechanism.spec, **options}]
-        elif mechanism.slot in seen:
-            raise LeanError(
-                f"{seen[mechanism.slot]} and {name} clash: both decide "
-                + ("how heads are shared between layers" if mechanism.slot == "key_value" else "the key/value heads")
-                + "; use one of them"
-            )
-        elif mechanism.slot == "key_value":
-            config["key_value"] = {**mechanism.spec, **options}
-        elif "num_key_value_heads" in {**dict(parsed.overrides), **overrides}:
-            raise LeanError(f"{name} and num_key_value_heads clash: both decide the key/value heads; use one of them")
+        slot, decides, fields_set = mechanism.slot, *_DECIDES.get(mechanism.slot, ("", ()))
+        if slot in _LISTS:
+            config[slot] = [*config.get(slot, ()), {**mechanism.spec, **options}]
+            continue
+        if slot in seen:
+            raise LeanError(f"{seen[slot]} and {name} clash: both decide {decides}; use one of them")
+        for field_name in fields_set:
+            if field_name in chosen:
+                raise LeanError(f"{name} and {field_name} clash: both decide {decides}; use one of them")
+        seen[slot] = name
+        if slot in ("heads", "latent"):
+            if unknown := set(options) - set(mechanism.spec):
+                valid = f": valid: {', '.join(mechanism.spec)}" if mechanism.spec else ""
+                raise LeanError(f"{name} has no option {min(unknown)!r}{valid}")
+            config |= (_grouped if slot == "heads" else _latent)(name, {**mechanism.spec, **options}, config)
         else:
-            config["num_key_value_heads"] = _grouped_heads(name, mechanism, options, config["num_attention_heads"])
-        seen[mechanism.slot] = name
+            config[slot] = {**mechanism.spec, **options}
     floats = {field.name for field in fields(LeanConfig) if field.type is float}
     config = {key: float(value) if key in floats and type(value) is int else value for key, value in config.items()}
     try:
@@ -303,13 +359,31 @@ def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
         raise LeanError(f"{parsed}: {str(error).splitlines()[-1].strip()}") from None
 
 
-def _grouped_heads(name: str, mechanism: MechanismPreset, options: dict[str, Any], heads: int) -> int:
-    if unknown := set(options) - ({"group_size"} if name == "gqa" else set()):
-        raise LeanError(f"{name} has no option {unknown.pop()!r}" + (": valid: group_size" if name == "gqa" else ""))
-    group = {**mechanism.spec, **options}["group_size"] if name == "gqa" else heads
+_LISTS = ("query", "key", "value", "output")
+# What a slot that only one mechanism can fill decides, in words and in configuration fields.
+_DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "key_value": ("how heads are shared between layers", ("key_value",)),
+    "heads": ("the key/value heads", ("num_key_value_heads",)),
+    "latent": ("the latent's widths", ("kv_lora_rank", "qk_rope_head_dim")),
+    "depth_average": ("the averages over depth", ("depth_average",)),
+}
+
+
+def _grouped(name: str, options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    group = options.get("group_size", heads)
     if not isinstance(group, int) or group < 1 or heads % group:
         raise LeanError(f"{name}: group_size must divide the {heads} query heads, found {group!r}")
-    return heads // group
+    return {"num_key_value_heads": heads // group}
+
+
+def _latent(name: str, options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V2's proportions, which are those of P3 too: a latent of 4 heads, a rotary key of half a head."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("position_embedding_type") == "rope"
+    found = {"kv_lora_rank": options["rank"], "qk_rope_head_dim": options["rope_dim"]}
+    defaults = {"kv_lora_rank": 4 * head_dim, "qk_rope_head_dim": head_dim // 2 if rope else 0}
+    return {field_name: defaults[field_name] if value is None else value for field_name, value in found.items()}
 
 
 def recipe(name: str, **overrides: Any) -> Recipe:

@@ -8,8 +8,8 @@ from safetensors import SafetensorError
 
 from ..errors import LeanError
 from ..files import read_json
+from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
-from ..model.transformer import LeanForCausalLM
 from ..quiet import quiet_transformers
 
 

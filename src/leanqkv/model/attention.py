@@ -1,22 +1,32 @@
 """query x key/value x output -> the calls into scaled-dot-product attention."""
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .fused import project
 from .layout import HeadSource
 from .plan import LayerPlan
 from .position import rotate
-from .registry import Mechanism
 
-# The keys and values, each [batch, heads, positions, head_dim], that a layer computed and others may borrow; None for
-# what it does not compute itself.
-KeyValues = tuple[Any, Any]
+
+class KeyValues(NamedTuple):
+    """What a layer computed and others may borrow; None for what it does not compute.
+
+    keys, values: [batch, heads, positions, head_dim] with their whole history; they may be the cache's own tensors, so
+    they are never changed in place. new_values: those of this call's positions alone, before any mixing or caching.
+    Under MLA (attention_latent.py) `keys` is the rotary key and `values` the latent, [batch, positions, columns].
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
+    new_values: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class HeadGroup:
     values: HeadSource
 
 
+@cache
 def head_groups(plan: LayerPlan) -> list[HeadGroup]:
     """Cuts a layer's heads where the source of its keys or of its values changes.
 
@@ -58,95 +69,148 @@ def head_groups(plan: LayerPlan) -> list[HeadGroup]:
 
 
 class LeanAttention(nn.Module):
-    """Self-attention of one layer, wired as its plan says."""
+    """Self-attention with heads of keys and values, wired as the plan of the layer that calls it says."""
 
     def __init__(self, config, plan: LayerPlan):
         super().__init__()
         self.config = config
         self.layer_idx = plan.layer
         self.head_dim = plan.head_dim
-        self.scaling = plan.attention_scale
-        self.groups = head_groups(plan)
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.is_causal = True
-
-        def projection(mechanism: Mechanism, heads: int) -> nn.Module | None:
-            return mechanism.cls(config, heads, mechanism.options) if heads else None
-
-        self.q_proj = projection(plan.query, plan.num_query_heads)
-        self.k_proj = projection(plan.key, plan.computed_key_heads)
-        self.v_proj = projection(plan.value, plan.computed_value_heads)
-        self.o_proj = nn.Linear(
-            plan.num_query_heads * plan.head_dim, config.hidden_size, bias=config.attention_output_bias
-        )
+        self.is_causal = not config.bidirectional
+        self.q_proj = plan.query.cls(config, plan.num_query_heads, plan.query.options)
+        self.k_proj = self.v_proj = None
+        if plan.computed_key_heads:
+            self.k_proj = plan.key.cls(config, plan.computed_key_heads, plan.key.options)
+        if plan.computed_value_heads and not plan.reuses_keys:
+            self.v_proj = plan.value.cls(config, plan.computed_value_heads, plan.value.options)
+        self.o_proj = plan.output.cls(config, plan.num_query_heads, plan.output.options)
         self.q_norm = nn.RMSNorm(plan.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(plan.head_dim, eps=config.norm_eps) if config.qk_norm and self.k_proj else None
+        self.mixer = make_mixer(config, plan)
 
     def forward(
         self,
         hidden_states: Tensor,
+        plan: LayerPlan,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         borrowed: dict[int, KeyValues] | None = None,
         past_key_values: Cache | None = None,
+        mlp_hidden: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
         """Attends.
 
         Args:
             hidden_states: [batch, positions, hidden_size], already normed.
+            plan: of the layer that this call is; blocks that share weights differ in it.
             position_embeddings: rotary `(cos, sin)`, or None without RoPE.
-            attention_mask: as `create_causal_mask` makes it for the attention implementation in use.
-            borrowed: keys and values, with their whole history, of the layers this one borrows from.
+            attention_mask: as `masks.py` makes it for the attention implementation in use.
+            borrowed: what the layers computed that this one borrows from.
             past_key_values: the cache; what this layer computes is appended to it.
+            mlp_hidden: [batch, positions, intermediate_size], of the block before, for the query that is made from it.
 
         Returns:
             output [batch, positions, hidden_size]; attention weights [batch, heads, positions, key positions] (eager
-            attention alone, else None); this layer's own keys and values with their whole history, not to be changed
-            in place: they may be the cache's own tensors.
+            attention alone, else None); this layer's own keys and values.
         """
-        batch, positions, _ = hidden_states.shape
-        queries: Any = self._heads(self.q_proj, self.q_norm, hidden_states, position_embeddings)
-        keys = self._heads(self.k_proj, self.k_norm, hidden_states, position_embeddings)
-        values = self._heads(self.v_proj, None, hidden_states, None)
-        if past_key_values is not None and keys is not None:
-            # A layer without values of its own stores keys and zero value heads.
-            stored = values if values is not None else keys[:, :0]
-            keys, stored = past_key_values.update(keys, stored, self.layer_idx)
-            values = stored if values is not None else None
-        sources = {**(borrowed or {}), self.layer_idx: (keys, values)}
+        borrowed = borrowed or {}
+        projected = project_inputs(
+            [self.q_proj, self.k_proj, self.v_proj], hidden_states, mlp_hidden, self.config.fuse_projections
+        )
+        queries: Any = self._heads(projected[0], self.q_norm, position_embeddings)
+        keys = self._heads(projected[1], self.k_norm, position_embeddings)
+        values = self._heads(projected[2], None, None)
+        if plan.reuses_keys and plan.computed_value_heads:
+            assert keys is not None
+            values = keys[:, : plan.computed_value_heads]
+        new_values = values
+        if self.mixer is not None:
+            values = mix(self.mixer, values, plan, borrowed, hidden_states)
+            if plan.layout.mixed_with is None:
+                new_values = values
+        keys, values = store(past_key_values, plan, keys, values)
+        own = KeyValues(keys, values, new_values)
+        sources = {**borrowed, plan.layer: own}
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         outputs, weights = [], []
-        for group in self.groups:
+        for group in head_groups(plan):
+            group_keys, group_values = sources[group.keys.layer].keys, sources[group.values.layer].values
+            assert group_keys is not None and group_values is not None
             output, weight = attend(
                 self,
                 queries[:, group.queries],
-                sources[group.keys.layer][0][:, group.keys.start : group.keys.stop],
-                sources[group.values.layer][1][:, group.values.start : group.values.stop],
+                group_keys[:, group.keys.start : group.keys.stop],
+                group_values[:, group.values.start : group.values.stop],
                 attention_mask,
                 dropout=self.config.attention_dropout if self.training else 0.0,
-                scaling=self.scaling,
+                scaling=plan.attention_scale,
                 **kwargs,
             )
             outputs.append(output)
             weights.append(weight)
         output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
-        output = self.o_proj(output.reshape(batch, positions, -1))
-        return output, torch.cat(weights, dim=1) if weights[0] is not None else None, (keys, values)
+        if plan.reuses_keys and position_embeddings is not None:
+            cos, sin = position_embeddings
+            output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
+        output = self.o_proj(output.flatten(2))
+        return output, torch.cat(weights, dim=1) if weights[0] is not None else None, own
 
-    def _heads(self, projection, norm, hidden_states, position_embeddings) -> Tensor | None:
-        """Projects and cuts into heads: [batch, heads, positions, head_dim], normed and rotated where asked."""
-        if projection is None:
+    def _heads(self, projected: Tensor | None, norm, position_embeddings) -> Tensor | None:
+        """[batch, positions, width] cut into heads, [batch, heads, positions, head_dim], normed and rotated."""
+        if projected is None:
             return None
-        heads = projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads = projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if norm is not None:
             heads = norm(heads)
         if position_embeddings is not None:
             heads = rotate(heads, position_embeddings)
-        # An identity passes its input on in full precision where a linear layer's output is autocast.
-        device = heads.device.type
-        return heads.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else heads
+        return autocast(heads)
+
+
+def project_inputs(
+    projections: list[nn.Module | None], hidden_states: Tensor, mlp_hidden: Tensor | None, fuse: bool
+) -> list[Tensor | None]:
+    """The projections of a layer's input, the query first; a query made from the MLP below is computed from that."""
+    query = projections[0]
+    if not getattr(query, "needs_mlp_hidden", False):
+        return project(projections, hidden_states, fuse)
+    assert query is not None
+    return [query(hidden_states, mlp_hidden), *project(projections[1:], hidden_states, fuse)]
+
+
+def make_mixer(config, plan: LayerPlan) -> nn.Module | None:
+    return plan.layout.mixer(config, plan.key_value.options) if plan.layout.mixer is not None else None
+
+
+def mix(mixer: nn.Module, values, plan: LayerPlan, borrowed: dict[int, KeyValues], hidden_states: Tensor) -> Tensor:
+    """Passes a layer's new values, [batch, heads, positions, head_dim], through its mixer; see HeadLayout."""
+    lender = plan.layout.mixed_with
+    lent = borrowed[lender].new_values if lender is not None else None
+    return autocast(mixer(values, lent, hidden_states))
+
+
+def store(past_key_values: Cache | None, plan: LayerPlan, keys: Any, values: Any) -> tuple[Any, Any]:
+    """Appends what the plan says is cached and returns keys and values with their history."""
+    if past_key_values is None or not plan.cached:
+        return keys, values
+    tensors = {"keys": keys, "values": values}
+    first, *others = (tensors[cached.name] for cached in plan.cached)
+    # transformers' layers hold two tensors and measure their length by the first.
+    histories = past_key_values.update(first, others[0] if others else first[:, :0], plan.layer)
+    for cached, history in zip(plan.cached, histories, strict=False):
+        tensors[cached.name] = history
+    if plan.reuses_keys and len(plan.cached) == 1 and values is not None:
+        tensors["values"] = tensors["keys"][:, : plan.computed_value_heads]
+    return tensors["keys"], tensors["values"]
+
+
+def autocast(heads: Tensor) -> Tensor:
+    """An identity passes its input on in full precision where a linear layer's output is autocast."""
+    device = heads.device.type
+    return heads.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else heads
 
 
 def eager_attention(

@@ -1,43 +1,65 @@
-"""One transformer block: pre-norm, attention, MLP, each with its skip connection."""
+"""One transformer block: attention and MLP, one after the other or side by side, with the skips and norms asked for."""
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import KeyValues, LeanAttention
+from .attention_latent import LatentAttention
 from .mlp import MLPS
 from .norm import make_norm
 from .plan import LayerPlan
 
 
 class LeanBlock(GradientCheckpointingLayer):
-    """`Y = X + Attn(norm(X))`, `Z = Y + MLP(norm(Y))`."""
+    """Serial: `Y = [X +] Attn(norm(X))`, `Z = [Y +] MLP(norm(Y))`. Parallel: `Z = [X +] Attn(norm(X)) + MLP(norm(X))`.
+
+    P1 section 4 and P4 sections 1-2 name the shapes: skipless, attention skip alone, parallel. The skips are those in
+    brackets; a parallel block has one.
+    """
 
     def __init__(self, config, plan: LayerPlan):
         super().__init__()
+        self.config = config
         self.input_layernorm = make_norm(config, config.hidden_size)
-        self.self_attn = LeanAttention(config, plan)
-        self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        self.self_attn = (LatentAttention if plan.latent else LeanAttention)(config, plan)
+        if config.block_type != "parallel_shared_norm":
+            self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLPS[config.mlp_type](config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
         self,
         hidden_states: Tensor,
+        plan: LayerPlan,
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         borrowed: dict[int, KeyValues] | None = None,
         past_key_values: Cache | None = None,
+        mlp_hidden: Tensor | None = None,
         **kwargs,
-    ) -> tuple[Tensor, KeyValues]:
-        """The block's output [batch, positions, hidden_size] and its own keys and values (see LeanAttention)."""
+    ) -> tuple[Tensor, KeyValues, Tensor]:
+        """The block's output [batch, positions, hidden_size], its own keys and values (see LeanAttention) and the MLP's
+        by-product (see mlp.py)."""
+        normed = self.input_layernorm(hidden_states)
         attended, _, key_values = self.self_attn(
-            self.input_layernorm(hidden_states),
+            normed,
+            plan,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             borrowed=borrowed,
             past_key_values=past_key_values,
+            mlp_hidden=mlp_hidden,
             **kwargs,
         )
-        hidden_states = hidden_states + self.dropout(attended)
-        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states))), key_values
+        attended = self.dropout(attended)
+        if self.config.block_type == "serial":
+            hidden_states = hidden_states + attended if self.config.attention_skip else attended
+            output, by_product = self.mlp(self.post_attention_layernorm(hidden_states))
+            output = self.dropout(output)
+            return hidden_states + output if self.config.mlp_skip else output, key_values, by_product
+        if self.config.block_type == "parallel":
+            normed = self.post_attention_layernorm(hidden_states)
+        output, by_product = self.mlp(normed)
+        output = attended + self.dropout(output)
+        return hidden_states + output if self.config.mlp_skip else output, key_values, by_product

@@ -1,15 +1,24 @@
 """The key/value cache: one entry per tensor of the plan, nothing else, inside transformers' own cache classes.
 
-`DynamicCache(config=...)` and `StaticCache(config=...)`, which `generate` builds by itself, find the two layers below
+`DynamicCache(config=...)` and `StaticCache(config=...)`, which `generate` builds by itself, find the layers below
 through `config.layer_types`. What a layer stores is what the plan says it computes; borrowed heads are stored once,
-where they are computed.
+where they are computed, and a layer that computes nothing stores nothing.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 LAYER_TYPE = "leanqkv_attention"
+EMPTY_LAYER_TYPE = "dummy"  # transformers' own: holds nothing
 
 
 class LeanDynamicLayer(DynamicLayer):
@@ -18,10 +27,9 @@ class LeanDynamicLayer(DynamicLayer):
     _layer_type = LAYER_TYPE
 
 
-class LeanStaticLayer(StaticLayer):
-    """Allocated once for `max_cache_len` tokens. Unlike its parent it takes the values' own number of heads."""
+class _UnequalHeads(StaticLayer):
+    """Static buffers for values with their own number of heads; the parent makes as many as there are key heads."""
 
-    _layer_type = LAYER_TYPE
     # `early_initialization` assumes as many value heads as key heads; buffers are made at the first update instead.
     supports_early_init = False
 
@@ -38,6 +46,40 @@ class LeanStaticLayer(StaticLayer):
             for tensor in (self.keys, self.values, self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
+
+
+class LeanStaticLayer(_UnequalHeads):
+    """Allocated once for `max_cache_len` tokens."""
+
+    _layer_type = LAYER_TYPE
+
+
+@cache
+def windowed_layer_type(window: int) -> str:
+    """The layer type of attention within the last `window` positions; transformers passes no window to layer types of
+    others, so every window is a type of its own."""
+    name = f"{LAYER_TYPE}_window_{window}"
+
+    class LeanDynamicWindowLayer(DynamicSlidingWindowLayer):
+        _layer_type = name
+
+        def __init__(self, **kwargs):
+            super().__init__(sliding_window=window)
+
+    class LeanStaticWindowLayer(_UnequalHeads, StaticSlidingWindowLayer):
+        _layer_type = name
+
+        def __init__(self, max_cache_len: int, **kwargs):
+            super().__init__(max_cache_len=max_cache_len, sliding_window=window)
+
+    return name
+
+
+def layer_type(plan) -> str:
+    """The cache layer that keeps what a layer of this plan keeps."""
+    if not plan.cached:
+        return EMPTY_LAYER_TYPE
+    return LAYER_TYPE if plan.window is None else windowed_layer_type(plan.window)
 
 
 def cache_bytes(past_key_values: Cache) -> int:

@@ -9,21 +9,30 @@ from transformers.activations import ACT2FN
 from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .cache import LAYER_TYPE
+from .cache import layer_type
 from .plan import Plan, make_plan
 from .registry import ConfigError, suggest
 
 CHOICES = {
     "position_embedding_type": ("learned", "rope", "none"),
-    "norm_type": ("layernorm", "rmsnorm"),
-    "mlp_type": ("mlp", "gated"),
+    "norm_type": ("layernorm", "rmsnorm", "dyt", "none"),
+    "block_type": ("serial", "parallel", "parallel_shared_norm"),
+    "mlp_type": ("mlp", "gated", "moe"),
+    "mask_type": ("causal", "prefix", "bidirectional"),
+    "task": ("causal_lm", "masked_lm"),
     "hidden_act": tuple(ACT2FN),
 }
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "num_hidden_groups", "kv_lora_rank"),
+    *("sliding_window", "num_local_experts", "num_experts_per_tok"),
 )
+OPTIONAL_SIZES = {
+    *("num_key_value_heads", "head_dim", "num_hidden_groups", "kv_lora_rank", "sliding_window"),
+    *("num_local_experts", "num_experts_per_tok"),
+}
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 
 # What transformers itself writes into a config.json or passes along when it loads one, beyond declared fields.
 _TRANSFORMERS_KEYS = {
@@ -34,22 +43,36 @@ _TRANSFORMERS_KEYS = {
 
 @strict
 class LeanConfig(PreTrainedConfig):
-    """Configuration of a LeanForCausalLM. Unknown keys and combinations that cannot be built raise ConfigError.
+    """Configuration of a model of this library. Unknown keys and combinations that cannot be built raise ConfigError.
 
     Shape (the names are those of `transformers`):
         vocab_size, hidden_size (d), intermediate_size, num_hidden_layers (L), num_attention_heads (H),
         num_key_value_heads (null: H), head_dim (null: d / H), max_position_embeddings.
         position_embedding_type: "learned", "rope" or "none"; rope_parameters as in transformers (rope_type,
             rope_theta, partial_rotary_factor, ...).
-        norm_type: "layernorm" or "rmsnorm", before attention, before the MLP and at the end; norm_eps; norm_bias
-            (LayerNorm only).
-        mlp_type: "mlp" (up, activation, down) or "gated" (SwiGLU with hidden_act "silu").
+        norm_type: "layernorm", "rmsnorm", "dyt" or "none", before attention, before the MLP and at the end; norm_eps;
+            norm_bias (LayerNorm and DyT).
+        block_type: "serial"; "parallel", attention and MLP side by side, each with its own norm (GPT-NeoX);
+            "parallel_shared_norm", one norm for both (GPT-J).
+        attention_skip, mlp_skip: whether the block has these skip connections; in a parallel block, both or none.
+        num_hidden_groups: blocks of weights, each used by an equal run of layers (1: ALBERT); null: one a layer.
+        mlp_type: "mlp" (up, activation, down), "gated" (SwiGLU with hidden_act "silu") or "moe", num_local_experts
+            gated MLPs of which every token takes num_experts_per_tok; router_aux_loss_coef weighs their load-balancing
+            loss.
         attention_bias (query, key, value), attention_output_bias, mlp_bias, tie_word_embeddings.
         qk_norm: RMSNorm of every query and key head, before RoPE, as in Qwen3.
+        kv_lora_rank: columns of the latent of multi-head latent attention (MLA); null: none. qk_rope_head_dim: width of
+            its rotary key, 0 without rotary positions.
+        mask_type: "causal", "prefix" (tokens of `prefix_mask` see each other) or "bidirectional".
+        sliding_window: how many positions a token attends to, its own included; null: all.
+        task: "causal_lm" or "masked_lm"; decides the class that a checkpoint is.
     Mechanisms (see `leanqkv presets`):
-        query, key, value: which layers depart from a linear projection, for example
+        query, key, value, output: which layers depart from a linear projection, for example
             `[{"type": "identity", "layers": [0, 3]}]`; without `layers`, all of them.
         key_value: how heads are shared between layers, for example `{"type": "first_layer_values", "ratio": 0.5}`.
+        depth_average: DenseFormer's averages over depth, `{"dilation": 1, "period": 1}`; null: none.
+        fuse_projections: compute projections of the same input in one matrix product where that is faster. Changes no
+            result beyond rounding, and no tensor's name.
     Training:
         attention_dropout, hidden_dropout, embedding_dropout: active in training mode alone.
         initializer_range: standard deviation of the initial draws; scaled_residual_init: 1 / sqrt(2 L) of it for the
@@ -72,17 +95,32 @@ class LeanConfig(PreTrainedConfig):
     norm_type: str = "layernorm"
     norm_eps: float = 1e-5
     norm_bias: bool = False
+    block_type: str = "serial"
+    attention_skip: bool = True
+    mlp_skip: bool = True
+    num_hidden_groups: int | None = None
     mlp_type: str = "mlp"
     hidden_act: str = "gelu"
+    num_local_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    router_aux_loss_coef: float | None = None
     mlp_bias: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
     qk_norm: bool = False
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    mask_type: str | None = None
+    sliding_window: int | None = None
+    task: str = "causal_lm"
     tie_word_embeddings: bool = True
     query: list | None = None
     key: list | None = None
     value: list | None = None
+    output: list | None = None
     key_value: dict | None = None
+    depth_average: dict | None = None
+    fuse_projections: bool = True
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -100,13 +138,15 @@ class LeanConfig(PreTrainedConfig):
         for name in kwargs:
             if name not in known:
                 raise ConfigError(f"unknown configuration key {name!r}: {suggest(name, known)}")
+        if self.mask_type is None:
+            self.mask_type = "causal" if self.task == "causal_lm" else "bidirectional"
         for name, choices in CHOICES.items():
             found = getattr(self, name)
             if found not in choices:
                 raise ConfigError(f"{name} {found!r} is not known: {suggest(str(found), choices)}")
         for name in SIZES:
             found = getattr(self, name)
-            if found is None and name in ("num_key_value_heads", "head_dim"):
+            if found is None and name in OPTIONAL_SIZES:
                 continue
             if not isinstance(found, int) or found < 1:
                 raise ConfigError(f"{name} must be a whole number, at least 1, found {found!r}")
@@ -127,33 +167,96 @@ class LeanConfig(PreTrainedConfig):
                     f"({self.num_attention_heads}); change one of them or give head_dim"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.position_embedding_type == "rope":
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0} | (self.rope_parameters or {})
-            kind = self.rope_parameters["rope_type"]
-            if kind not in (kinds := ("default", *ROPE_INIT_FUNCTIONS)):
-                raise ConfigError(f"rope_parameters: rope_type {kind!r} is not known: {suggest(str(kind), kinds)}")
-            rotated = int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
-            if rotated < 2 or rotated % 2:
-                raise ConfigError(
-                    "rotary positions need an even number of dimensions, head_dim * partial_rotary_factor; found "
-                    f"{rotated} of {self.head_dim}"
-                )
-        elif self.rope_parameters:
-            raise ConfigError(
-                f"rope_parameters have no effect with position_embedding_type {self.position_embedding_type!r}; "
-                'use "rope" or leave them out'
-            )
-        if self.norm_bias and self.norm_type != "layernorm":
-            raise ConfigError("norm_bias needs norm_type 'layernorm': an RMSNorm has no bias")
+        self._check_positions()
+        self._check_shape()
         self.query = self.query or []
         self.key = self.key or []
         self.value = self.value or []
+        self.output = self.output or []
         self.key_value = self.key_value or {"type": "projected"}
         make_plan(self)  # refuses what cannot be built
         rope_parameters = self.rope_parameters
         super().__post_init__(**kwargs)
         if rope_parameters is None:
             self.rope_parameters = None  # transformers fills in defaults that nothing here would read
+
+    def _check_positions(self) -> None:
+        if self.kv_lora_rank is None and self.qk_rope_head_dim is not None:
+            raise ConfigError("qk_rope_head_dim is the rotary key's width beside a latent; it needs kv_lora_rank")
+        if self.position_embedding_type != "rope":
+            if self.rope_parameters:
+                raise ConfigError(
+                    f"rope_parameters have no effect with position_embedding_type {self.position_embedding_type!r}; "
+                    'use "rope" or leave them out'
+                )
+            if self.qk_rope_head_dim:
+                raise ConfigError(
+                    f"qk_rope_head_dim ({self.qk_rope_head_dim}) needs position_embedding_type 'rope'; without it "
+                    "there is no rotary key, leave it out or give 0"
+                )
+            if self.kv_lora_rank is not None:
+                self.qk_rope_head_dim = 0
+            return
+        self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0} | (self.rope_parameters or {})
+        kind = self.rope_parameters["rope_type"]
+        if kind not in (kinds := ("default", *ROPE_INIT_FUNCTIONS)):
+            raise ConfigError(f"rope_parameters: rope_type {kind!r} is not known: {suggest(str(kind), kinds)}")
+        if self.kv_lora_rank is not None and self.qk_rope_head_dim is None:
+            assert self.head_dim is not None
+            self.qk_rope_head_dim = self.head_dim // 2
+        if self.kv_lora_rank is not None and "partial_rotary_factor" in self.rope_parameters:
+            raise ConfigError("partial_rotary_factor has no meaning with a latent: qk_rope_head_dim says what rotates")
+        rotated = int(self.rotary_head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
+        if rotated < 2 or rotated % 2:
+            raise ConfigError(
+                "rotary positions need an even number of dimensions, head_dim * partial_rotary_factor (with a latent "
+                f"qk_rope_head_dim); found {rotated} of {self.rotary_head_dim}"
+            )
+
+    def _check_shape(self) -> None:
+        if self.norm_bias and self.norm_type not in ("layernorm", "dyt"):
+            raise ConfigError(f"norm_bias needs norm_type 'layernorm' or 'dyt': {self.norm_type!r} has no bias")
+        if self.block_type != "serial" and self.attention_skip != self.mlp_skip:
+            raise ConfigError(
+                "a parallel block has one skip connection around attention and MLP together; attention_skip and "
+                f"mlp_skip must be equal, found {self.attention_skip} and {self.mlp_skip}"
+            )
+        if self.num_hidden_groups is not None and self.num_hidden_layers % self.num_hidden_groups:
+            raise ConfigError(
+                f"num_hidden_groups ({self.num_hidden_groups}) must divide num_hidden_layers "
+                f"({self.num_hidden_layers}): each block serves an equal run of layers"
+            )
+        for name, default in EXPERTS.items():
+            if self.mlp_type != "moe" and getattr(self, name) is not None:
+                raise ConfigError(f"{name} needs mlp_type 'moe', found {self.mlp_type!r}")
+            if self.mlp_type == "moe" and getattr(self, name) is None:
+                setattr(self, name, default)
+        if (self.num_experts_per_tok or 0) > (self.num_local_experts or 0):
+            raise ConfigError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_local_experts "
+                f"({self.num_local_experts})"
+            )
+        if self.mlp_type == "moe" and self.mlp_bias:
+            raise ConfigError("mlp_bias: experts have no biases; leave it out with mlp_type 'moe'")
+        if self.task == "causal_lm" and self.mask_type == "bidirectional":
+            raise ConfigError(
+                "a causal_lm cannot attend bidirectionally: it would see the token it is to predict; use task=masked_lm"
+            )
+        if self.task != "causal_lm" and self.mask_type != "bidirectional":
+            raise ConfigError(f"task {self.task!r} attends bidirectionally, found mask_type {self.mask_type!r}")
+        if self.sliding_window is not None and self.mask_type != "causal":
+            raise ConfigError(f"sliding_window needs mask_type 'causal', found {self.mask_type!r}")
+
+    @property
+    def rotary_head_dim(self) -> int:
+        """Width of the head that rotary positions act on: the rotary key's under MLA."""
+        width = self.qk_rope_head_dim if self.kv_lora_rank is not None else self.head_dim
+        assert width is not None
+        return width
+
+    @property
+    def bidirectional(self) -> bool:
+        return self.mask_type == "bidirectional"
 
     @property
     def plan(self) -> Plan:
@@ -166,7 +269,7 @@ class LeanConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """Tells transformers' DynamicCache and StaticCache which cache layer to make; see cache.py."""
-        return [LAYER_TYPE] * self.num_hidden_layers
+        return [layer_type(layer) for layer in self.plan.layers]
 
     def validate_layer_type(self) -> None:
         """Our layer type is not in transformers' closed list."""

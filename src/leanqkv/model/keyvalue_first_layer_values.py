@@ -1,25 +1,62 @@
 """SkipV1Former: layers after the source layer compute only some value heads and take the rest from the source layer.
 
 Wu et al. 2025, "Improving Model Representation and Reducing KV Cache via Skip Connections with First Value Heads",
-sections 3.2, 5.2 and 6.5. https://github.com/Zhoutong-Wu/SkipV1Former
+sections 3.2, 5.2 and 6.5, appendices C.4 and C.5. https://github.com/Zhoutong-Wu/SkipV1Former
 """
 
 from dataclasses import dataclass
 from math import floor
 
-from .layout import HeadLayout, HeadSource
+import torch
+from torch import Tensor, nn
+
+from .layout import HeadCounts, HeadLayout, HeadSource, heads
+
+INJECTIONS = ("second_half", "pooling", "dynamic", "odd_even", "resformer")
+
+
+class PooledHeads(nn.Module):
+    """Appends the means that the later layers inject: of head j and head kept + j, for the s injected heads."""
+
+    def __init__(self, config, options):
+        super().__init__()
+        self.ratio = options.ratio
+
+    def forward(self, values: Tensor, lent: Tensor | None, hidden_states: Tensor) -> Tensor:
+        shared = floor(self.ratio * values.shape[1])
+        return torch.cat((values, (values[:, :shared] + values[:, -shared:]) / 2), dim=1)
+
+    @staticmethod
+    def parameter_shapes(config, options) -> dict[str, tuple[int, ...]]:
+        return {}
+
+
+class AddedHeads(PooledHeads):
+    """Adds the source layer's heads at the same positions to the layer's own: `V_h + V1_h`."""
+
+    def forward(self, values: Tensor, lent: Tensor | None, hidden_states: Tensor) -> Tensor:
+        assert lent is not None
+        return values + lent[:, : values.shape[1]]
 
 
 class FirstLayerValues:
     """With `s = floor(ratio * H_kv)`, layers above the source compute value heads `0 .. H_kv - s - 1`; the remaining
-    `s` are the source layer's heads at the same positions (P3 section 3.2).
+    `s` are the source layer's heads at the same positions (P3 section 3.2). Under MLA, latent columns replace heads.
 
     Options:
-        ratio: share of the value heads that is borrowed, 0 to 1. At 1 every layer uses the source's values alone.
+        ratio: share of the value heads that is borrowed, 0 to 1. At 1 every layer uses the source's values alone
+            (SVFormer).
         source_layer: counted from 0, so 0 is SkipV1, 1 is SkipV2 and so on; layers up to the source are full (6.5).
         inject: false is the paper's SkipV0 control: the `s` heads are left out, none is borrowed and W_O is narrower
             to match. Our reading: a head without a value adds nothing to the output, so its query and key are not
             built either; the first layer stays full, so that the borrowed heads are all that sets it apart from SkipV1.
+        injection: which heads are borrowed (C.4). "second_half": those at the same positions. "pooling": the means of
+            the source's heads j and H_kv - s + j, computed and cached once, at the source. "dynamic", our reading: the
+            window of s heads moves on by one head with every layer, around the end. "odd_even": the first s heads in
+            the paper's odd layers, the last s in the even ones. "resformer": as second_half, and each of the layer's
+            own heads becomes `V_h + V1_h`.
+        keys: the key heads too (SkipKV1Former, C.5).
+        middle_keys: layers above the middle attend with the keys of layer L/2 (SkipV1-YOCO, C.5).
     """
 
     @dataclass(frozen=True)
@@ -27,36 +64,88 @@ class FirstLayerValues:
         ratio: float = 0.5
         source_layer: int = 0
         inject: bool = True
+        injection: str = "second_half"
+        keys: bool = False
+        middle_keys: bool = False
 
     @staticmethod
-    def layout(config, options: Options, layer: int) -> HeadLayout:
-        heads = config.num_key_value_heads
-        group = config.num_attention_heads // heads
-        full = (HeadSource(layer, 0, heads),)
-        if layer <= options.source_layer:
-            return HeadLayout(config.num_attention_heads, full, full)
-        kept = heads - floor(options.ratio * heads)
-        own = (HeadSource(layer, 0, kept),) if kept else ()
+    def layout(counts: HeadCounts, options: Options, layer: int) -> HeadLayout:
+        n, source = counts.num_value_heads, options.source_layer
+        shared = floor(options.ratio * n)
+        kept = n - shared
+        full_keys = heads(layer, 0, counts.num_key_heads)
+        if layer <= source:
+            pools = layer == source and options.injection == "pooling" and shared > 0
+            return HeadLayout(
+                counts.num_query_heads,
+                full_keys,
+                heads(layer, 0, n),
+                mixer=PooledHeads if pools else None,
+                derived_value_heads=shared if pools else 0,
+            )
+        own = heads(layer, 0, kept)
         if not options.inject:
-            return HeadLayout(kept * group, own, own)
-        borrowed = (HeadSource(options.source_layer, kept, heads),) if kept < heads else ()
-        return HeadLayout(config.num_attention_heads, full, own + borrowed)
+            return HeadLayout(kept * (counts.num_query_heads // n), own, own)
+        keys = full_keys
+        if options.keys:
+            kept_keys = counts.num_key_heads - floor(options.ratio * counts.num_key_heads)
+            keys = (*heads(layer, 0, kept_keys), *heads(source, kept_keys, counts.num_key_heads))
+        elif options.middle_keys and layer > (middle := counts.num_layers // 2 - 1):
+            keys = heads(middle, 0, counts.num_key_heads)
+        adds = options.injection == "resformer" and kept > 0
+        return HeadLayout(
+            counts.num_query_heads,
+            keys,
+            own + _injected(options, layer, n, shared),
+            mixer=AddedHeads if adds else None,
+            mixed_with=source if adds else None,
+        )
 
     @staticmethod
-    def clash(config, options: Options) -> str | None:
-        heads = config.num_key_value_heads
+    def clash(config, counts: HeadCounts, options: Options) -> str | None:
+        n, what = counts.num_value_heads, "latent column" if config.kv_lora_rank else "value head"
         if not 0 <= options.ratio <= 1:
             return f"ratio must be between 0 and 1, found {options.ratio}"
-        if options.ratio > 0 and floor(options.ratio * heads) == 0:
+        if options.ratio > 0 and floor(options.ratio * n) == 0:
             return (
-                f"ratio {options.ratio} of {heads} value head{'s' if heads > 1 else ''} is less than one head, so "
+                f"ratio {options.ratio} of {n} {what}{'s' if n > 1 else ''} is less than one, so "
                 "nothing would be shared; raise the ratio or num_key_value_heads"
             )
-        if not options.inject and floor(options.ratio * heads) == heads:
-            return f"inject=false with ratio {options.ratio} would leave no value heads at all"
-        if not 0 <= options.source_layer < config.num_hidden_layers - 1:
+        if not 0 <= options.source_layer < counts.num_layers - 1:
             return (
                 f"source_layer {options.source_layer} (counted from 0) must lie below the last of "
-                f"{config.num_hidden_layers} layers, or no layer is left to borrow from it"
+                f"{counts.num_layers} layers, or no layer is left to borrow from it"
+            )
+        if options.injection not in INJECTIONS:
+            return f"injection must be one of {', '.join(INJECTIONS)}, found {options.injection!r}"
+        if options.keys and options.middle_keys:
+            return "keys and middle_keys both decide whose keys are shared; use one of them"
+        if options.middle_keys and options.source_layer >= counts.num_layers // 2:
+            return f"middle_keys needs a source_layer below the middle of {counts.num_layers} layers"
+        if not options.inject:
+            if config.kv_lora_rank:
+                return "inject=false leaves heads out, which a latent (MLA) does not have"
+            if floor(options.ratio * n) == n:
+                return f"inject=false with ratio {options.ratio} would leave no value heads at all"
+            if options.keys or options.middle_keys or options.injection != "second_half":
+                return "inject=false borrows nothing, so injection, keys and middle_keys have no meaning with it"
+        if options.keys and floor(options.ratio * counts.num_key_heads) == 0 and options.ratio > 0:
+            return (
+                f"keys=true has nothing to share: ratio {options.ratio} of {counts.num_key_heads} "
+                + ("rotary key" if config.kv_lora_rank else "key head")
+                + " is less than one"
             )
         return None
+
+
+def _injected(options: FirstLayerValues.Options, layer: int, n: int, shared: int) -> tuple[HeadSource, ...]:
+    """The source layer's heads that `layer` attends with after its own."""
+    source, kept = options.source_layer, n - shared
+    if options.injection == "pooling":
+        return heads(source, n, n + shared)
+    if options.injection == "odd_even" and layer % 2 == 0:  # the paper counts layers from 1
+        return heads(source, 0, shared)
+    if options.injection == "dynamic":
+        start = (kept + layer - source - 1) % n
+        return (*heads(source, start, min(start + shared, n)), *heads(source, 0, max(start + shared - n, 0)))
+    return heads(source, kept, n)

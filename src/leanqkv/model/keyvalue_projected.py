@@ -5,7 +5,7 @@ Ainslie et al. 2023, "GQA", https://arxiv.org/abs/2305.13245; Shazeer 2019 (MQA)
 
 from dataclasses import dataclass
 
-from .layout import HeadLayout, HeadSource
+from .layout import HeadCounts, HeadLayout, heads
 
 
 class ProjectedKeyValue:
@@ -16,10 +16,11 @@ class ProjectedKeyValue:
         pass
 
     @staticmethod
-    def layout(config, options: Options, layer: int) -> HeadLayout:
-        own = (HeadSource(layer, 0, config.num_key_value_heads),)
-        return HeadLayout(config.num_attention_heads, own, own)
+    def layout(counts: HeadCounts, options: Options, layer: int) -> HeadLayout:
+        return HeadLayout(
+            counts.num_query_heads, heads(layer, 0, counts.num_key_heads), heads(layer, 0, counts.num_value_heads)
+        )
 
     @staticmethod
-    def clash(config, options: Options) -> str | None:
+    def clash(config, counts: HeadCounts, options: Options) -> str | None:
         return None

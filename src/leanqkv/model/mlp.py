@@ -1,7 +1,13 @@
-"""The feed-forward half of a block, by `config.mlp_type`."""
+"""The feed-forward half of a block, by `config.mlp_type`.
+
+Every kind returns its output and a by-product that others may need: the hidden activations of an MLP, the router's
+logits of a mixture of experts.
+"""
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+
+from .moe import MixtureOfExperts
 
 
 class MLP(nn.Module):
@@ -13,8 +19,21 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.up_proj(hidden_states)))
+    def hidden(self, hidden_states: Tensor) -> Tensor:
+        return self.activation(self.up_proj(hidden_states))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., hidden_size] -> the same shape, and the hidden activations [..., intermediate_size]."""
+        hidden = self.hidden(hidden_states)
+        return self.down_proj(hidden), hidden
+
+    @staticmethod
+    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
+        d, ff = config.hidden_size, config.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {"up_proj.weight": (ff, d), "down_proj.weight": (d, ff)}
+        if config.mlp_bias:
+            shapes |= {"up_proj.bias": (ff,), "down_proj.bias": (d,)}
+        return shapes
 
 
 class GatedMLP(MLP):
@@ -24,8 +43,14 @@ class GatedMLP(MLP):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+    def hidden(self, hidden_states: Tensor) -> Tensor:
+        return self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
+
+    @staticmethod
+    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
+        d, ff = config.hidden_size, config.intermediate_size
+        shapes = MLP.parameter_shapes(config) | {"gate_proj.weight": (ff, d)}
+        return shapes | ({"gate_proj.bias": (ff,)} if config.mlp_bias else {})
 
 
-MLPS = {"mlp": MLP, "gated": GatedMLP}
+MLPS = {"mlp": MLP, "gated": GatedMLP, "moe": MixtureOfExperts}

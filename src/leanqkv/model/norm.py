@@ -1,10 +1,45 @@
-"""Normalisation layers, by `config.norm_type`."""
+"""Normalisation layers, by `config.norm_type`.
 
-from torch import nn
+LayerNorm: https://arxiv.org/abs/1607.06450; RMSNorm: https://arxiv.org/abs/1910.07467; DyT: Zhu et al. 2025,
+"Transformers without Normalization", https://arxiv.org/abs/2503.10622
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class DynamicTanh(nn.Module):
+    """DyT: `weight * tanh(alpha x) + bias`, alpha one learned number that starts at 1/2."""
+
+    def __init__(self, width: int, bias: bool):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(1))
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+    def initial_values(self) -> dict[str, float]:
+        return {"alpha": 0.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weight * torch.tanh(self.alpha * x)
+        return y if self.bias is None else y + self.bias
 
 
 def make_norm(config, width: int) -> nn.Module:
-    """The norm of one residual stream of `width` features: LayerNorm (with or without bias) or RMSNorm."""
+    """The norm of a stream of `width` features: LayerNorm or DyT (with or without bias), RMSNorm, or none."""
     if config.norm_type == "layernorm":
         return nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
-    return nn.RMSNorm(width, eps=config.norm_eps)
+    if config.norm_type == "rmsnorm":
+        return nn.RMSNorm(width, eps=config.norm_eps)
+    return DynamicTanh(width, config.norm_bias) if config.norm_type == "dyt" else nn.Identity()
+
+
+def norm_shapes(config, width: int) -> dict[str, tuple[int, ...]]:
+    if config.norm_type == "none":
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {"weight": (width,)}
+    if config.norm_type == "dyt":
+        shapes["alpha"] = (1,)
+    if config.norm_bias:
+        shapes["bias"] = (width,)
+    return shapes

@@ -7,11 +7,16 @@ cannot disagree, and none of them needs a model to be built.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
-from .layout import HeadLayout, HeadSource
-from .registry import KEY_VALUES, KEYS, QUERIES, VALUES, ConfigError, Mechanism, make_mechanism
+from .depth_average import averaged_inputs
+from .depth_average import clash as depth_average_clash
+from .layout import HeadCounts, HeadLayout, HeadSource
+from .mlp import MLPS
+from .norm import norm_shapes
+from .registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES, ConfigError, Mechanism, make_mechanism
 
 
 @dataclass(frozen=True)
@@ -28,18 +33,34 @@ class CachedTensor:
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """Multi-head latent attention (MLA): a latent of `rank` columns, and one rotary key of `rope_dim` for all heads."""
+
+    rank: int
+    rope_dim: int
+
+
+@dataclass(frozen=True)
 class LayerPlan:
-    """One layer's attention, completely described. Layers and heads count from 0."""
+    """One layer, completely described. Layers and heads count from 0; under MLA (`latent`) the computed "value heads"
+    are latent columns and the computed "key heads" the one rotary key."""
 
     layer: int
+    block: int  # whose weights it uses: model.layers.{block}
     head_dim: int
     query: Mechanism
     key: Mechanism
     value: Mechanism
+    output: Mechanism
+    key_value: Mechanism
     layout: HeadLayout
     computed_key_heads: int
     computed_value_heads: int
     cached: tuple[CachedTensor, ...]
+    latent: LatentShape | None = None
+    window: int | None = None  # attends to that many positions, its own included; None: to all
+    lends_mlp_hidden: bool = False
+    averaged: tuple[int, ...] = ()  # DenseFormer: the outputs averaged after this block
 
     @property
     def num_query_heads(self) -> int:
@@ -48,12 +69,23 @@ class LayerPlan:
     @property
     def attention_scale(self) -> float:
         """Factor on q k^T: `1 / sqrt(head_dim)` times what the query and the key mechanism ask for."""
-        return self.head_dim**-0.5 * getattr(self.query.options, "scale", 1.0) * getattr(self.key.options, "scale", 1.0)
+        width = self.head_dim + (self.latent.rope_dim if self.latent else 0)
+        return width**-0.5 * getattr(self.query.options, "scale", 1.0) * getattr(self.key.options, "scale", 1.0)
 
     @property
     def borrowed(self) -> tuple[HeadSource, ...]:
         """Keys and values that another layer computes."""
         return tuple(source for source in (*self.layout.keys, *self.layout.values) if source.layer != self.layer)
+
+    @property
+    def lenders(self) -> set[int]:
+        """The layers whose keys, values or new values this one needs."""
+        mixed = set() if self.layout.mixed_with is None else {self.layout.mixed_with}
+        return {source.layer for source in self.borrowed} | mixed
+
+    @property
+    def reuses_keys(self) -> bool:
+        return self.value.cls.__dict__.get("reuses_keys", False)
 
 
 @dataclass(frozen=True)
@@ -71,6 +103,11 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     parameter_shapes: dict[str, tuple[int, ...]]
 
+    @property
+    def lenders(self) -> set[int]:
+        """Layers from which another layer needs something."""
+        return set().union(*(layer.lenders for layer in self.layers))
+
     def count_parameters(self) -> ParameterCount:
         embedding = ("model.embed_tokens.", "model.embed_positions.", "lm_head.")
         sizes = {name: prod(shape) for name, shape in self.parameter_shapes.items()}
@@ -78,8 +115,16 @@ class Plan:
         return ParameterCount(total, total - sum(n for name, n in sizes.items() if name.startswith(embedding)))
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes the cache keeps for one token of one sequence, over all layers."""
+        """Bytes the cache keeps for one token of one sequence, over all layers, while no window is full."""
         return dtype.itemsize * sum(cached.elements for layer in self.layers for cached in layer.cached)
+
+    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes the cache keeps for a sequence of `tokens`; a windowed layer keeps the last `window - 1` of them."""
+
+        def kept(layer: LayerPlan) -> int:
+            return tokens if layer.window is None else min(tokens, layer.window - 1)
+
+        return dtype.itemsize * sum(kept(layer) * cached.elements for layer in self.layers for cached in layer.cached)
 
 
 def make_plan(config) -> Plan:
@@ -92,38 +137,130 @@ def make_plan(config) -> Plan:
     queries = _per_layer(config, "query", QUERIES)
     keys = _per_layer(config, "key", KEYS)
     values = _per_layer(config, "value", VALUES)
+    outputs = _per_layer(config, "output", OUTPUTS)
+    latent = LatentShape(config.kv_lora_rank, config.qk_rope_head_dim) if config.kv_lora_rank else None
+    counts = HeadCounts(num_layers, config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    if latent is not None:
+        counts = HeadCounts(num_layers, config.num_attention_heads, int(latent.rope_dim > 0), latent.rank)
     key_value = make_mechanism(KEY_VALUES, "key_value", config.key_value)
-    if reason := key_value.cls.clash(config, key_value.options):
+    if reason := key_value.cls.clash(config, counts, key_value.options):
         raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
+    averaged = {}
+    if config.depth_average is not None:
+        if reason := depth_average_clash(config.depth_average, num_layers):
+            raise ConfigError(f"depth_average: {reason}")
+        averaged = averaged_inputs(config.depth_average, num_layers)
 
     layers = []
     for i in range(num_layers):
-        layout = key_value.cls.layout(config, key_value.options, i)
+        layout = key_value.cls.layout(counts, key_value.options, i)
         computed_keys = sum(s.num_heads for s in layout.keys if s.layer == i)
         computed_values = sum(s.num_heads for s in layout.values if s.layer == i)
-        for slot, mechanism, heads in (
-            ("query", queries[i], layout.num_query_heads),
-            ("key", keys[i], computed_keys),
-            ("value", values[i], computed_values),
-        ):
-            if reason := mechanism.cls.clash(config, heads, mechanism.options):
-                raise ConfigError(f"{slot} {mechanism.kind!r} in layer {i}: {reason}")
-        cached = tuple(
-            CachedTensor(name, heads, config.head_dim)
-            for name, heads in (("keys", computed_keys), ("values", computed_values))
-            if heads
+        windowed = getattr(key_value.cls, "windowed", lambda *_: True)(counts, key_value.options, i)
+        layer = LayerPlan(
+            layer=i,
+            block=i * config.num_hidden_groups // num_layers if config.num_hidden_groups else i,
+            head_dim=config.head_dim,
+            query=queries[i],
+            key=keys[i],
+            value=values[i],
+            output=outputs[i],
+            key_value=key_value,
+            layout=layout,
+            computed_key_heads=computed_keys,
+            computed_value_heads=computed_values,
+            cached=(),
+            latent=latent,
+            window=config.sliding_window if windowed else None,
+            lends_mlp_hidden=i + 1 < num_layers and getattr(queries[i + 1].cls, "needs_mlp_hidden", False),
+            averaged=averaged.get(i, ()),
         )
-        layers.append(
-            LayerPlan(
-                i, config.head_dim, queries[i], keys[i], values[i], layout, computed_keys, computed_values, cached
-            )
-        )
+        (_refuse_latent if latent else _refuse)(config, layer)
+        object.__setattr__(layer, "cached", _cached(layer))
+        layers.append(layer)
+    _refuse_across(config, layers)
     return Plan(tuple(layers), _parameter_shapes(config, layers))
+
+
+def _refuse(config, plan: LayerPlan) -> None:
+    for slot, mechanism, heads in (
+        ("query", plan.query, plan.num_query_heads),
+        ("key", plan.key, plan.computed_key_heads),
+        ("value", plan.value, plan.computed_value_heads),
+        ("output", plan.output, plan.num_query_heads),
+    ):
+        if reason := mechanism.cls.clash(config, heads, mechanism.options):
+            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {plan.layer}: {reason}")
+    if plan.reuses_keys and plan.computed_value_heads > plan.computed_key_heads:
+        raise ConfigError(
+            f"value 'keys' in layer {plan.layer}: it computes {plan.computed_value_heads} value heads but only "
+            f"{plan.computed_key_heads} keys of its own, so there is nothing to reuse as values"
+        )
+
+
+def _refuse_latent(config, plan: LayerPlan) -> None:
+    for slot, mechanism in (("key", plan.key), ("value", plan.value)):
+        if mechanism.kind != "linear":
+            raise ConfigError(
+                f"{slot} {mechanism.kind!r} in layer {plan.layer}: with a latent (kv_lora_rank) keys and values are "
+                f"made from it, there is no {slot} projection to replace"
+            )
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise ConfigError(
+            f"num_key_value_heads ({config.num_key_value_heads}) has no meaning with a latent (kv_lora_rank): each of "
+            f"the {config.num_attention_heads} heads makes its own key and value from it; leave it out"
+        )
+    if config.qk_norm:
+        raise ConfigError(
+            "qk_norm cannot act with a latent (kv_lora_rank): it norms every head's key, and the keys are never made "
+            "when decoding from the latent"
+        )
+    for slot, mechanism in (("query", plan.query), ("output", plan.output)):
+        if reason := mechanism.cls.clash(config, plan.num_query_heads, mechanism.options):
+            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {plan.layer}: {reason}")
+
+
+def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
+    if config.position_embedding_type == "rope" and len({layer.reuses_keys for layer in layers}) > 1:
+        raise ConfigError(
+            "value 'keys' with rotary positions must be used in all layers or none: rotated and plain values of "
+            "different layers do not mix"
+        )
+    for layer in layers:
+        for lender in layer.lenders:
+            if layers[lender].window != layer.window and layers[lender].window is not None:
+                raise ConfigError(
+                    f"layer {layer.layer} would borrow from layer {lender}, which keeps only its sliding window"
+                )
+    shapes: dict[int, tuple[int, dict]] = {}
+    for layer in layers:
+        first, expected = shapes.setdefault(layer.block, (layer.layer, _attention_shapes(config, layer)))
+        if _attention_shapes(config, layer) != expected:
+            raise ConfigError(
+                f"num_hidden_groups: layers {first} and {layer.layer} would share one block, but their attention "
+                "weights differ in shape; share blocks only between layers that compute the same"
+            )
+
+
+def _cached(plan: LayerPlan) -> tuple[CachedTensor, ...]:
+    """What the layer must keep of every token so that it and its borrowers can attend to it later."""
+    values = plan.computed_value_heads + plan.layout.derived_value_heads
+    if plan.latent is not None:
+        width = values + plan.computed_key_heads * plan.latent.rope_dim
+        return (CachedTensor("latent", 1, width),) if width else ()
+    if plan.reuses_keys and plan.layout.mixer is None:
+        values = 0  # the keys are the values
+    found = (
+        CachedTensor("keys", plan.computed_key_heads, plan.head_dim),
+        CachedTensor("values", values, plan.head_dim),
+    )
+    return tuple(tensor for tensor in found if tensor.num_heads)
 
 
 def _per_layer(config, slot: str, table) -> list[Mechanism]:
     """Which mechanism each layer uses for one slot; what no entry names is linear."""
-    chosen = [make_mechanism(table, slot, {"type": "linear"})] * config.num_hidden_layers
+    linear = make_mechanism(table, slot, {"type": "linear"})
+    chosen = [linear] * config.num_hidden_layers
     claimed: dict[int, str] = {}
     for spec in getattr(config, slot):
         if not isinstance(spec, Mapping):
@@ -138,7 +275,8 @@ def _per_layer(config, slot: str, table) -> list[Mechanism]:
                     "give each its own layers"
                 )
             claimed[layer] = mechanism.kind
-            chosen[layer] = mechanism
+            stands_in = layer == 0 and getattr(mechanism.cls, "in_first_layer", None) == "linear"
+            chosen[layer] = linear if stands_in else mechanism
     return chosen
 
 
@@ -155,44 +293,64 @@ def _check_layers(layers: Sequence[int] | None, slot: str, kind: str, num_layers
     return layers
 
 
-def _parameter_shapes(config, layers: Sequence[LayerPlan]) -> dict[str, tuple[int, ...]]:
-    d, ff = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, d)}
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _within(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+    return {f"{name}.{tensor}": shape for tensor, shape in shapes.items()}
+
+
+def _parameter_shapes(config, layers: Sequence[LayerPlan]) -> Shapes:
+    d = config.hidden_size
+    mlp: Any = MLPS[config.mlp_type]
+    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, d)}
     if config.position_embedding_type == "learned":
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, d)
-
-    def linear(name: str, out_features: int, in_features: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (out_features, in_features)
-        if bias:
-            shapes[f"{name}.bias"] = (out_features,)
-
-    def norm(name: str, width: int) -> None:
-        shapes[f"{name}.weight"] = (width,)
-        if config.norm_type == "layernorm" and config.norm_bias:
-            shapes[f"{name}.bias"] = (width,)
-
     for plan in layers:
-        block = f"model.layers.{plan.layer}"
-        norm(f"{block}.input_layernorm", d)
-        for name, mechanism, heads in (
-            ("q_proj", plan.query, plan.num_query_heads),
-            ("k_proj", plan.key, plan.computed_key_heads),
-            ("v_proj", plan.value, plan.computed_value_heads),
-        ):
-            if heads:
-                for tensor, shape in mechanism.cls.parameter_shapes(config, heads, mechanism.options).items():
-                    shapes[f"{block}.self_attn.{name}.{tensor}"] = shape
-        if config.qk_norm:
-            shapes[f"{block}.self_attn.q_norm.weight"] = (config.head_dim,)
-            if plan.computed_key_heads:
-                shapes[f"{block}.self_attn.k_norm.weight"] = (config.head_dim,)
-        linear(f"{block}.self_attn.o_proj", d, plan.num_query_heads * config.head_dim, config.attention_output_bias)
-        norm(f"{block}.post_attention_layernorm", d)
-        if config.mlp_type == "gated":
-            linear(f"{block}.mlp.gate_proj", ff, d, config.mlp_bias)
-        linear(f"{block}.mlp.up_proj", ff, d, config.mlp_bias)
-        linear(f"{block}.mlp.down_proj", d, ff, config.mlp_bias)
-    norm("model.norm", d)
+        block = f"model.layers.{plan.block}"
+        shapes |= _within(f"{block}.input_layernorm", norm_shapes(config, d))
+        shapes |= _within(f"{block}.self_attn", _attention_shapes(config, plan))
+        if config.block_type != "parallel_shared_norm":
+            shapes |= _within(f"{block}.post_attention_layernorm", norm_shapes(config, d))
+        shapes |= _within(f"{block}.mlp", mlp.parameter_shapes(config))
+        if plan.averaged:
+            shapes[f"model.depth_averages.{plan.layer}.weight"] = (len(plan.averaged),)
+    shapes |= _within("model.norm", norm_shapes(config, d))
     if not config.tie_word_embeddings:
-        linear("lm_head", config.vocab_size, d, False)
+        shapes["lm_head.weight"] = (config.vocab_size, d)
     return shapes
+
+
+def _attention_shapes(config, plan: LayerPlan) -> Shapes:
+    shapes: Shapes = {}
+
+    def add(name: str, mechanism: Mechanism, heads: int) -> None:
+        if heads:
+            shapes.update(_within(name, mechanism.cls.parameter_shapes(config, heads, mechanism.options)))
+
+    add("q_proj", plan.query, plan.num_query_heads)
+    add("o_proj", plan.output, plan.num_query_heads)
+    if plan.layout.mixer is not None:
+        shapes |= _within("mixer", plan.layout.mixer.parameter_shapes(config, plan.key_value.options))
+    if plan.latent is not None:
+        return shapes | _latent_shapes(config, plan, plan.latent)
+    add("k_proj", plan.key, plan.computed_key_heads)
+    add("v_proj", plan.value, plan.computed_value_heads)
+    if config.qk_norm:
+        shapes["q_norm.weight"] = (config.head_dim,)
+        if plan.computed_key_heads:
+            shapes["k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def _latent_shapes(config, plan: LayerPlan, latent: LatentShape) -> Shapes:
+    d, heads = config.hidden_size, plan.num_query_heads
+    linear = {
+        "q_rope_proj": heads * latent.rope_dim,
+        "k_rope_proj": plan.computed_key_heads * latent.rope_dim,
+        "kv_down_proj": plan.computed_value_heads,
+    }
+    shapes: Shapes = {f"{name}.weight": (width, d) for name, width in linear.items() if width}
+    if config.attention_bias:
+        shapes |= {f"{name}.bias": (width,) for name, width in linear.items() if width}
+    return shapes | {f"{name}.weight": (heads * plan.head_dim, latent.rank) for name in ("k_up_proj", "v_up_proj")}

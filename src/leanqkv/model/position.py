@@ -3,6 +3,8 @@
 Su et al. 2021, https://arxiv.org/abs/2104.09864
 """
 
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
@@ -25,10 +27,15 @@ class RotaryEmbedding(nn.Module):
     def frequencies(self) -> tuple[Tensor, float]:
         """Inverse frequencies `theta^(-2i/n)`, i < n/2, for the n rotated dimensions of a head, and a factor on the
         result (1 except for scaled variants)."""
+        head_dim = self.config.rotary_head_dim
         if self.rope_type != "default":
-            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, None)
+            config = self.config
+            if head_dim != config.head_dim:  # transformers' functions know head_dim alone
+                config = copy(config)
+                config.__dict__["head_dim"] = head_dim
+            return ROPE_INIT_FUNCTIONS[self.rope_type](config, None)
         parameters = self.config.rope_parameters
-        rotated = int(self.config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 

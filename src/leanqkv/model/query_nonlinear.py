@@ -6,6 +6,7 @@ https://github.com/MarkoKarbevski/beyond_query_linearity
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -34,7 +35,7 @@ class NonlinearQuery(nn.Module):
     def __init__(self, config, num_heads: int, options: Options):
         super().__init__()
         d, width, rank = config.hidden_size, num_heads * config.head_dim, _rank(config, options)
-        self.width = width
+        self.width, self.eps = width, config.norm_eps
         self.norm_in = nn.RMSNorm(d, eps=config.norm_eps) if options.norm_in else nn.Identity()
         self.down_proj = nn.Linear(d, rank, bias=False)
         self.activation = ACT2FN[options.activation]
@@ -43,7 +44,22 @@ class NonlinearQuery(nn.Module):
         self.anchor = nn.Linear(d, width, bias=config.attention_bias) if options.anchor == "linear" else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        residual = self.norm_out(self.up_proj(self.activation(self.down_proj(self.norm_in(hidden_states)))))
+        return self._above(hidden_states, self.down_proj(self.norm_in(hidden_states)))
+
+    def input_map(self) -> tuple[Tensor, None]:
+        """W_1 with the weight of the norm before it folded in: `RMSNorm(X) W_1 = (X diag(g) W_1) / rms(X)`."""
+        if isinstance(self.norm_in, nn.RMSNorm):
+            return self.down_proj.weight * self.norm_in.weight, None
+        return self.down_proj.weight, None
+
+    def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
+        if isinstance(self.norm_in, nn.RMSNorm):
+            x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+            mapped = (mapped * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)).to(mapped.dtype)
+        return self._above(hidden_states, mapped)
+
+    def _above(self, hidden_states: Tensor, bottleneck: Tensor) -> Tensor:
+        residual = self.norm_out(self.up_proj(self.activation(bottleneck)))
         anchor = hidden_states[..., : self.width] if self.anchor is None else self.anchor(hidden_states)
         return (anchor + residual) / 2
 

@@ -7,17 +7,25 @@ from math import isfinite
 from typing import Any
 
 from .keyvalue_first_layer_values import FirstLayerValues
+from .keyvalue_first_values_middle_keys import FirstValuesMiddleKeys
+from .keyvalue_interpolated_values import InterpolatedValues
 from .keyvalue_projected import ProjectedKeyValue
+from .keyvalue_shared_adjacent import SharedAdjacent
+from .keyvalue_shared_middle import SharedMiddle
+from .output import IdentityOutput, LinearOutput
 from .projection_identity import IdentityKey, IdentityQuery, IdentityValue
 from .projection_linear import LinearProjection
+from .query_from_mlp import QueryFromMLP
 from .query_nonlinear import NonlinearQuery
 from .query_residual import ResidualQuery
+from .value_keys import KeysAsValues
 
 QUERIES = {
     "linear": LinearProjection,
     "identity": IdentityQuery,
     "nonlinear": NonlinearQuery,
     "residual": ResidualQuery,
+    "from_mlp": QueryFromMLP,
 }
 KEYS = {
     "linear": LinearProjection,
@@ -26,10 +34,19 @@ KEYS = {
 VALUES = {
     "linear": LinearProjection,
     "identity": IdentityValue,
+    "keys": KeysAsValues,
+}
+OUTPUTS = {
+    "linear": LinearOutput,
+    "identity": IdentityOutput,
 }
 KEY_VALUES = {
     "projected": ProjectedKeyValue,
     "first_layer_values": FirstLayerValues,
+    "interpolated_values": InterpolatedValues,
+    "shared_middle": SharedMiddle,
+    "shared_adjacent": SharedAdjacent,
+    "first_values_middle_keys": FirstValuesMiddleKeys,
 }
 
 

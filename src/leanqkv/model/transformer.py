@@ -1,27 +1,31 @@
-"""Embedding -> blocks -> head. What sets variants apart is in the plan; nothing here asks which one it is."""
+"""Embedding -> blocks. What sets variants apart is in the plan; nothing here asks which one it is."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import KeyValues, LeanAttention
+from .attention_latent import LatentAttention
 from .block import LeanBlock
 from .config import LeanConfig
+from .depth_average import DepthAverage
 from .initial import normal
+from .masks import make_masks
 from .norm import make_norm
 from .position import RotaryEmbedding
+from .registry import ConfigError
 
 # The matrices of a block that write the residual stream (`config.scaled_residual_init`).
-RESIDUAL_OUTPUTS = ("o_proj.weight", "mlp.down_proj.weight")
+RESIDUAL_OUTPUTS = ("o_proj.weight", "mlp.down_proj.weight", "mlp.experts.down_proj")
 
 
 class LeanPreTrainedModel(PreTrainedModel):
@@ -38,14 +42,17 @@ class LeanPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": OutputRecorder(LeanBlock, index=0),
-        "attentions": OutputRecorder(LeanAttention, index=1),
+        "attentions": [OutputRecorder(LeanAttention, index=1), OutputRecorder(LatentAttention, index=1)],
     }
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, *args, **kwargs
     ) -> None:
-        lenders = {s.layer for layer in self.config.plan.layers for s in layer.borrowed}
-        if enable and lenders and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+        if (
+            enable
+            and self.config.plan.lenders
+            and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
+        ):
             raise ValueError(
                 "use_reentrant=True would lose the gradient of heads that later layers borrow; use use_reentrant=False"
             )
@@ -53,7 +60,8 @@ class LeanPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fills one module's own tensors: vectors with ones (biases zeros), matrices from N(0, initializer_range^2)."""
+        """Fills one module's own tensors with its `initial_values`, where it has some; else vectors with ones (biases
+        zeros) and matrices from N(0, initializer_range^2)."""
         if isinstance(module, RotaryEmbedding):
             frequencies, _ = module.frequencies()
             init.copy_(module.inv_freq, frequencies)
@@ -64,9 +72,14 @@ class LeanPreTrainedModel(PreTrainedModel):
         if not hasattr(module, "_qualified_name"):
             for name, child in self.named_modules():
                 child._qualified_name = name
+        given: dict[str, Any] = getattr(module, "initial_values", dict)()
         for tensor_name, parameter in own:
             name = f"{module._qualified_name}.{tensor_name}"
-            if parameter.ndim == 1:
+            if isinstance(value := given.get(tensor_name), Tensor):
+                init.copy_(parameter, value)
+            elif value is not None:
+                init.constant_(parameter, value)
+            elif parameter.ndim == 1:
                 (init.zeros_ if tensor_name == "bias" else init.ones_)(parameter)
             elif not getattr(parameter, "_is_hf_initialized", False) and parameter.device.type != "meta":
                 std = self.config.initializer_range
@@ -84,16 +97,18 @@ class LeanModel(LeanPreTrainedModel):
         # made, for torch's own constructors draw from it too, as often as there are weights; on the CPU even while a
         # checkpoint is loaded on the meta device.
         self._initial_seed = int(torch.randint(2**62, (), device="cpu"))
-        plan = config.plan
+        self.plan = plan = config.plan
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position_embedding_type == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = nn.ModuleList(LeanBlock(config, layer) for layer in plan.layers)
+        first_users = {layer.block: layer for layer in reversed(plan.layers)}
+        self.layers = nn.ModuleList(LeanBlock(config, first_users[block]) for block in sorted(first_users))
+        self.depth_averages = nn.ModuleDict(
+            {str(layer.layer): DepthAverage(layer.averaged) for layer in plan.layers if layer.averaged}
+        )
         self.norm = make_norm(config, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
-        # Layers whose keys or values a later layer borrows: only theirs are carried along.
-        self.lenders = {source.layer for layer in plan.layers for source in layer.borrowed}
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -106,9 +121,10 @@ class LeanModel(LeanPreTrainedModel):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
+        prefix_mask: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         """Runs the blocks.
 
         Args:
@@ -116,101 +132,68 @@ class LeanModel(LeanPreTrainedModel):
             attention_mask: [batch, past + positions], 1 for real tokens and 0 for padding.
             position_ids: [batch, positions]; counted on from the cache where left out.
             past_key_values: a transformers Cache made from this model's configuration.
+            prefix_mask: [batch, positions], with `mask_type` "prefix": 1 for the tokens that see each other.
         """
+        config = self.config
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
+        if prefix_mask is not None and config.mask_type != "prefix":
+            raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {config.mask_type!r}")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if config.bidirectional:
+            use_cache = False
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = DynamicCache(config=config)
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        masks = make_masks(config, self.plan, inputs_embeds, attention_mask, prefix_mask, past_key_values, position_ids)
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(position_ids)
         hidden_states = self.dropout(hidden_states)
         position_embeddings = self.rotary_emb(hidden_states, position_ids) if self.rotary_emb is not None else None
-        borrowed: dict[int, KeyValues] = {}
-        for index, layer in enumerate(self.layers):
-            hidden_states, key_values = layer(
+        lenders = self.plan.lenders
+        borrowed: dict[int, KeyValues] = {}  # only what a later layer needs is carried along
+        mlp_hidden = None
+        outputs, router_logits = [hidden_states], []
+        for plan in self.plan.layers:
+            hidden_states, key_values, by_product = self.layers[plan.block](
                 hidden_states,
-                attention_mask=mask,
+                plan,
+                attention_mask=masks[plan.window],
                 position_embeddings=position_embeddings,
                 borrowed=borrowed,
                 past_key_values=past_key_values,
+                mlp_hidden=mlp_hidden,
                 **kwargs,
             )
-            if index in self.lenders:
-                borrowed = {**borrowed, index: key_values}
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
-
-
-class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
-    """Decoder-only language model of any architecture a LeanConfig describes."""
-
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
-    def __init__(self, config: LeanConfig):
-        super().__init__(config)
-        self.model = LeanModel(config)
-        self._initial_seed = self.model._initial_seed
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
-        """Logits [batch, positions, vocab_size] and, with targets, the mean cross-entropy in nats.
-
-        Args:
-            labels: [batch, positions], the input ids themselves, -100 where no loss is wanted; position i is scored
-                against label i + 1. Already shifted targets go in as `shift_labels` instead.
-            logits_to_keep: only the last that many positions (0: all), or the positions a tensor names.
-        """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+            if plan.layer in lenders:
+                borrowed = {**borrowed, plan.layer: key_values}
+            mlp_hidden = by_product if plan.lends_mlp_hidden else None
+            if config.mlp_type == "moe":
+                router_logits.append(by_product)
+            if self.depth_averages:
+                outputs.append(hidden_states)
+                if plan.averaged:
+                    hidden_states = self.depth_averages[str(plan.layer)](outputs)
+        return MoeModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
             past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
+            router_logits=tuple(router_logits) or None,
         )
-        hidden_states = outputs.last_hidden_state
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, keep])
-        loss = None
-        if labels is not None or kwargs.get("shift_labels") is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
+
+
+def require_task(config: LeanConfig, task: str, model: type) -> None:
+    """Refuses a configuration that another class builds."""
+    if config.task != task:
+        raise ConfigError(
+            f"{model.__name__} builds models of task {task!r}, found {config.task!r} in the configuration"
         )
 
 
 # The model's code travels with every checkpoint it saves.
 LeanConfig.register_for_auto_class()
 LeanModel.register_for_auto_class("AutoModel")
-LeanForCausalLM.register_for_auto_class("AutoModelForCausalLM")

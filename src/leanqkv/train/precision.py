@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import LeanError
+from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
-from ..model.transformer import LeanForCausalLM
 
 ATTENTION = ("sdpa", "eager")
 TIMED_STEPS = 4

@@ -23,8 +23,8 @@ from ..data import BatchPlan, TokenData, batch_plan, collate
 from ..errors import LeanError
 from ..evaluate import sequence_losses
 from ..files import RECORD_FORMAT, read_json, write_json
+from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
-from ..model.transformer import LeanForCausalLM
 from ..presets import Recipe
 from ..quiet import quiet_transformers
 from .environment import check_device, default_device, git_commit, hardware, versions

@@ -1,0 +1,160 @@
+"""Multi-head latent attention (MLA): keys and values are made from one narrow latent, which alone is cached.
+
+`c = x W_dkv`, `k_h = c W_uk,h`, `v_h = c W_uv,h`, and beside them a rotary key `k_R = RoPE(x W_kr)` that all heads
+share; scores `(q_h . k_h + q_R,h . k_R) / sqrt(head_dim + rope_dim)`. DeepSeek-AI 2024, "DeepSeek-V2",
+https://arxiv.org/abs/2405.04434, section 2.1; Wu et al. 2025 (P3), section 5.2 and appendix B.2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import KeyValues, autocast, eager_attention, make_mixer, mix, project_inputs
+from .plan import LatentShape, LayerPlan
+from .position import rotate
+
+
+class LatentAttention(nn.Module):
+    """MLA of one layer, computed in whichever of two equal forms costs less.
+
+    Expanded: keys and values are made of the latent for every head, and attended to as usual: cheapest where there are
+    as many queries as keys. Absorbed: W_uk is folded into the query and W_uv into the output, so that every head
+    attends to the latent itself: cheapest when decoding, where expanding would touch the whole history at each step.
+    The latent of a layer may come in pieces from several layers (SkipV1-MLA); the absorbed form never joins them.
+    """
+
+    def __init__(self, config, plan: LayerPlan):
+        super().__init__()
+        assert plan.latent is not None
+        self.config, self.layer_idx = config, plan.layer
+        self.latent: LatentShape = plan.latent
+        self.head_dim, self.num_heads = plan.head_dim, plan.num_query_heads
+        self.num_key_value_groups = 1
+        self.is_causal = not config.bidirectional
+        d, bias, rope = config.hidden_size, config.attention_bias, plan.latent.rope_dim
+        width = self.num_heads * self.head_dim
+        self.q_proj = plan.query.cls(config, self.num_heads, plan.query.options)
+        self.q_rope_proj = InputLinear(d, self.num_heads * rope, bias=bias) if rope else None
+        self.k_rope_proj = InputLinear(d, rope, bias=bias) if plan.computed_key_heads else None
+        self.kv_down_proj = InputLinear(d, plan.computed_value_heads, bias=bias) if plan.computed_value_heads else None
+        self.k_up_proj = nn.Linear(plan.latent.rank, width, bias=False)
+        self.v_up_proj = nn.Linear(plan.latent.rank, width, bias=False)
+        self.o_proj = plan.output.cls(config, self.num_heads, plan.output.options)
+        self.mixer = make_mixer(config, plan)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        plan: LayerPlan,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        borrowed: dict[int, KeyValues] | None = None,
+        past_key_values: Cache | None = None,
+        mlp_hidden: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None, KeyValues]:
+        """As LeanAttention.forward; this layer's own rotary key [batch, 1, positions, rope_dim] and latent columns
+        [batch, positions, columns] take the places of keys and values."""
+        borrowed = borrowed or {}
+        query, query_rope, key_rope, latent = project_inputs(
+            [self.q_proj, self.q_rope_proj, self.k_rope_proj, self.kv_down_proj],
+            hidden_states,
+            mlp_hidden,
+            self.config.fuse_projections,
+        )
+        assert query is not None
+        query = autocast(query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
+        query_rope, key_rope = (self._rotated(x, position_embeddings) for x in (query_rope, key_rope))
+        new_latent = latent
+        if self.mixer is not None:
+            assert latent is not None
+            # A mixer sees heads [batch, heads, positions, head_dim]: each latent column is one, of width 1.
+            latent = mix(self.mixer, latent.transpose(1, 2)[..., None], plan, borrowed, hidden_states)
+            latent = latent.squeeze(-1).transpose(1, 2)
+        elif latent is not None:
+            latent = autocast(latent)
+        key_rope, latent = self._store(past_key_values, plan, key_rope, latent)
+        lent = None if new_latent is None else new_latent.transpose(1, 2)[..., None]
+        own = KeyValues(key_rope, latent, lent)
+        sources = {**borrowed, plan.layer: own}
+        pieces: list[Any] = [sources[s.layer].values[..., s.start : s.stop] for s in plan.layout.values]  # type: ignore[index]
+        key_rope = sources[plan.layout.keys[0].layer].keys if plan.layout.keys else None
+
+        attend = self._absorbed if self._absorbing_pays(query, pieces, attention_mask) else self._expanded
+        output, weights = attend(query, query_rope, pieces, key_rope, attention_mask, plan.attention_scale, **kwargs)
+        return self.o_proj(output.flatten(2)), weights, own
+
+    def _rotated(self, projected: Tensor | None, position_embeddings) -> Tensor | None:
+        if projected is None:
+            return None
+        heads = projected.unflatten(-1, (-1, self.latent.rope_dim)).transpose(1, 2)
+        return autocast(rotate(heads, position_embeddings))
+
+    def _store(self, past_key_values: Cache | None, plan: LayerPlan, key_rope: Any, latent: Any) -> tuple[Any, Any]:
+        """Appends latent and rotary key to the cache, side by side as one head, and returns views of the history."""
+        if past_key_values is None or not plan.cached:
+            return key_rope, latent
+        columns = 0 if latent is None else latent.shape[-1]
+        parts = [part for part in (None if latent is None else latent[:, None], key_rope) if part is not None]
+        new = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        history, _ = past_key_values.update(new, new[:, :0], plan.layer)
+        return history[..., columns:] if key_rope is not None else None, history[:, 0, :, :columns] if columns else None
+
+    def _absorbing_pays(self, query: Tensor, pieces: list[Tensor], mask: Any) -> bool:
+        """Whether the absorbed form takes fewer multiplications (a head's, with t queries and n keys)."""
+        t, n = query.shape[2], pieces[0].shape[1]
+        rank, both = self.latent.rank, 2 * self.head_dim  # a key and a value
+        expanded = n * rank * both + t * n * both
+        absorbed = t * rank * both + t * n * 2 * rank
+        return absorbed < expanded and (t == 1 or isinstance(mask, Tensor))
+
+    def _expanded(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
+        latent = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+        key, value = (
+            projection(latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection in (self.k_up_proj, self.v_up_proj)
+        )
+        if query_rope is not None:
+            query = torch.cat((query, query_rope), dim=-1)
+            key = torch.cat((key, key_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        return attend(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+    def _absorbed(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
+        t = query.shape[2]
+        up_key, up_value = (
+            autocast(projection.weight).unflatten(0, (self.num_heads, -1))  # [heads, head_dim, rank]
+            for projection in (self.k_up_proj, self.v_up_proj)
+        )
+        query = torch.einsum("bhtx,hxc->bhtc", query, up_key).flatten(1, 2)  # every head is one more query
+        widths = [piece.shape[-1] for piece in pieces]
+        scores = sum(
+            part @ piece.transpose(1, 2) for part, piece in zip(query.split(widths, dim=-1), pieces, strict=True)
+        )
+        if query_rope is not None:
+            scores = scores + query_rope.flatten(1, 2) @ key_rope[:, 0].transpose(1, 2)
+        scores = scores.unflatten(1, (self.num_heads, t)) * scaling
+        if mask is not None:
+            scores = (
+                scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+            )
+        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+        weights = F.dropout(weights, self.config.attention_dropout, self.training)
+        latent = torch.cat([weights.flatten(1, 2) @ piece for piece in pieces], dim=-1)  # [batch, heads * t, rank]
+        output = torch.einsum("bhtc,hxc->bthx", latent.unflatten(1, (self.num_heads, t)), up_value)
+        return output, weights if self.config._attn_implementation == "eager" else None
+
+
+class InputLinear(nn.Linear):
+    """A linear map of the layer's input, for `fused.project`."""
+
+    def input_map(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+    def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
+        return mapped

@@ -1,0 +1,104 @@
+"""Decoder-only language model: next-token logits, loss and generation."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from .config import LeanConfig
+from .moe import load_balancing_loss
+from .transformer import LeanModel, LeanPreTrainedModel, require_task
+
+
+class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
+    """Decoder-only language model of any architecture a LeanConfig describes."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LeanConfig):
+        require_task(config, "causal_lm", type(self))
+        super().__init__(config)
+        self.model = LeanModel(config)
+        self._initial_seed = self.model._initial_seed
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        prefix_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> MoeCausalLMOutputWithPast:
+        """Logits [batch, positions, vocab_size] and, with targets, the mean cross-entropy in nats; with experts, the
+        weighted load-balancing loss is added to it, and `aux_loss` is the plain one.
+
+        Args:
+            prefix_mask: see LeanModel; `generate` takes the prompt for the prefix where none is given.
+            labels: [batch, positions], the input ids themselves, -100 where no loss is wanted; position i is scored
+                against label i + 1. Already shifted targets go in as `shift_labels` instead.
+            logits_to_keep: only the last that many positions (0: all), or the positions a tensor names.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            prefix_mask=prefix_mask,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, keep])
+        loss = aux_loss = None
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if outputs.router_logits is not None:
+                aux_loss = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
+                coefficient = self.config.router_aux_loss_coef or 0.0
+                loss = loss + coefficient * _batch_share(labels, kwargs) * aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; a model with `mask_type` "prefix" takes the prompt for its prefix."""
+        if self.config.mask_type == "prefix" and kwargs.get("prefix_mask") is None:
+            prompt = inputs if inputs is not None else kwargs.get("input_ids")
+            if prompt is not None:
+                mask = kwargs.get("attention_mask")
+                kwargs["prefix_mask"] = torch.ones_like(prompt) if mask is None else mask
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _batch_share(labels: Tensor | None, kwargs: dict[str, Any]) -> Tensor | float:
+    """The part of the whole batch's targets that this call scores: the cross-entropy of accumulated micro-batches is
+    their sum over `num_items_in_batch`, and the load-balancing loss must be averaged over them in the same way."""
+    items = kwargs.get("num_items_in_batch")
+    if items is None:
+        return 1.0
+    shifted = kwargs.get("shift_labels")
+    targets = shifted if shifted is not None else labels[:, 1:]  # type: ignore[index]
+    return (targets != -100).sum() / items
+
+
+LeanForCausalLM.register_for_auto_class("AutoModelForCausalLM")

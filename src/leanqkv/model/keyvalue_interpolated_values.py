@@ -1,0 +1,81 @@
+"""ResFormer: every later layer's values are interpolated with the first layer's, `V <- lambda V + (1 - lambda) V_1`.
+
+Zhou et al. 2024, "Value Residual Learning", https://arxiv.org/abs/2410.17897; Wu et al. 2025 (P3), section 3.2.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .layout import HeadCounts, HeadLayout, heads
+
+MODES = ("fixed", "per_layer", "per_token")
+
+
+class Interpolation(nn.Module):
+    """`lambda V + (1 - lambda) V_1`, lambda a number, a weight of the layer, or each token's `sigmoid(x w + b)`."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, config, options):
+        super().__init__()
+        self.mode, self.start = options.mode, options.weight
+        for name, shape in self.parameter_shapes(config, options).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def initial_values(self) -> dict[str, float]:
+        if self.mode == "per_token":
+            return {"weight": 0.0, "bias": math.log(self.start / (1 - self.start))}
+        return {"weight": self.start}
+
+    def forward(self, values: Tensor, lent: Tensor | None, hidden_states: Tensor) -> Tensor:
+        """values, lent: [batch, heads, positions, head_dim]; hidden_states: [batch, positions, hidden_size]."""
+        assert lent is not None
+        share: Tensor | float
+        if self.mode == "per_token":
+            share = torch.sigmoid(nn.functional.linear(hidden_states, self.weight, self.bias))[:, None]
+        else:
+            share = self.weight if self.mode == "per_layer" else self.start
+        return share * values + (1 - share) * lent
+
+    @staticmethod
+    def parameter_shapes(config, options) -> dict[str, tuple[int, ...]]:
+        if options.mode == "per_token":
+            return {"weight": (1, config.hidden_size), "bias": (1,)}
+        return {"weight": (1,)} if options.mode == "per_layer" else {}
+
+
+class InterpolatedValues:
+    """The first layer's values enter every later layer's; nothing less is computed or cached. Under MLA, latents.
+
+    Options:
+        mode: "fixed" (lambda = weight), "per_layer" (one learned weight a layer) or "per_token" (a learned gate).
+        weight: lambda, or where it starts: 1/2 in the papers.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        mode: str = "fixed"
+        weight: float = 0.5
+
+    @staticmethod
+    def layout(counts: HeadCounts, options: Options, layer: int) -> HeadLayout:
+        mixes = layer > 0
+        return HeadLayout(
+            counts.num_query_heads,
+            heads(layer, 0, counts.num_key_heads),
+            heads(layer, 0, counts.num_value_heads),
+            mixer=Interpolation if mixes else None,
+            mixed_with=0 if mixes else None,
+        )
+
+    @staticmethod
+    def clash(config, counts: HeadCounts, options: Options) -> str | None:
+        if options.mode not in MODES:
+            return f"mode must be one of {', '.join(MODES)}, found {options.mode!r}"
+        if options.mode == "per_token" and not 0 < options.weight < 1:
+            return f"a gate's weight must lie between 0 and 1, found {options.weight}"
+        return None

@@ -1,0 +1,52 @@
+"""Output of attention: the projection W_O (P), or none at all.
+
+Linear: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. None: Graef 2024 (P4), "KV-weights are all you need for
+skipless transformers", Fig. 4, blocks without Q and P: https://arxiv.org/abs/2404.12362
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+class LinearOutput(nn.Linear):
+    """The heads side by side times W_O, from `num_heads * head_dim` to `hidden_size`."""
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    def __init__(self, config, num_heads: int, options: Options):
+        super().__init__(num_heads * config.head_dim, config.hidden_size, bias=config.attention_output_bias)
+
+    @staticmethod
+    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"weight": (config.hidden_size, num_heads * config.head_dim)}
+        if config.attention_output_bias:
+            shapes["bias"] = (config.hidden_size,)
+        return shapes
+
+    @staticmethod
+    def clash(config, num_heads: int, options: Options) -> str | None:
+        return None
+
+
+class IdentityOutput(nn.Identity):
+    """The heads side by side are the output."""
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    @staticmethod
+    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    @staticmethod
+    def clash(config, num_heads: int, options: Options) -> str | None:
+        if num_heads * config.head_dim != config.hidden_size:
+            return (
+                f"without an output projection the heads side by side ({num_heads} * {config.head_dim}) must be "
+                f"hidden_size ({config.hidden_size}) wide"
+            )
+        return None

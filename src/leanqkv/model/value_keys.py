@@ -1,0 +1,29 @@
+"""Keys reused as values, K = V: one projection and one cached tensor instead of two.
+
+The keys are the values as they are attended with, after QK-norm and rotary positions. With rotary positions every
+head's output is turned back by its own position, so that only distances enter, as they do in the scores; rotating
+values this way is described by Zadouri et al. 2025, https://arxiv.org/abs/2505.21487 (tied keys and values), and by
+Su 2021, https://arxiv.org/abs/2104.09864 (section 3.2.2, relative positions by rotation).
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+class KeysAsValues(nn.Module):
+    """No weights: LeanAttention takes the leading own key heads for the layer's own value heads."""
+
+    reuses_keys = True
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    @staticmethod
+    def parameter_shapes(config, num_heads: int, options) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    @staticmethod
+    def clash(config, num_heads: int, options) -> str | None:
+        return None
