@@ -19,7 +19,7 @@ CHOICES = {
     "block_type": ("serial", "parallel", "parallel_shared_norm"),
     "mlp_type": ("mlp", "gated", "moe"),
     "mask_type": ("causal", "prefix", "bidirectional"),
-    "task": ("causal_lm", "masked_lm"),
+    "task": ("causal_lm", "masked_lm", "image_classification"),
     "hidden_act": tuple(ACT2FN),
 }
 
@@ -27,11 +27,19 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "num_hidden_groups", "kv_lora_rank"),
     *("sliding_window", "num_local_experts", "num_experts_per_tok"),
+    *("image_size", "patch_size", "num_channels"),
 )
 OPTIONAL_SIZES = {
     *("num_key_value_heads", "head_dim", "num_hidden_groups", "kv_lora_rank", "sliding_window"),
-    *("num_local_experts", "num_experts_per_tok"),
+    *("num_local_experts", "num_experts_per_tok", "vocab_size", "image_size", "patch_size", "num_channels"),
 }
+# What only a model of text has, and what it is where left out; and what only a model of images has.
+TEXT = {
+    "vocab_size": 50304,
+    "tie_word_embeddings": True,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+IMAGES = ("image_size", "patch_size", "num_channels")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 
 # What transformers itself writes into a config.json or passes along when it loads one, beyond declared fields.
@@ -65,7 +73,13 @@ class LeanConfig(PreTrainedConfig):
             its rotary key, 0 without rotary positions.
         mask_type: "causal", "prefix" (tokens of `prefix_mask` see each other) or "bidirectional".
         sliding_window: how many positions a token attends to, its own included; null: all.
-        task: "causal_lm" or "masked_lm"; decides the class that a checkpoint is.
+        task: "causal_lm", "masked_lm" or "image_classification"; decides the class that a checkpoint is.
+    Images (with that task alone, and then without a vocabulary: vocab_size, tie_word_embeddings and bos_, eos_ and
+    pad_token_id stay null):
+        image_size, in pixels, of a square image; patch_size, which divides it; num_channels (null: 3);
+            num_labels or id2label, as in transformers (2).
+        The tokens are the class token and the patches row by row; max_position_embeddings is their number, and rotary
+        positions count along them.
     Mechanisms (see `leanqkv presets`):
         query, key, value, output: which layers depart from a linear projection, for example
             `[{"type": "identity", "layers": [0, 3]}]`; without `layers`, all of them.
@@ -82,14 +96,14 @@ class LeanConfig(PreTrainedConfig):
     model_type = "leanqkv"
     keys_to_ignore_at_inference = ["past_key_values"]
 
-    vocab_size: int = 50304
+    vocab_size: int | None = None
     hidden_size: int = 768
     intermediate_size: int = 3072
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 1024
+    max_position_embeddings: int | None = None
     position_embedding_type: str = "learned"
     rope_parameters: dict | None = None
     norm_type: str = "layernorm"
@@ -113,7 +127,10 @@ class LeanConfig(PreTrainedConfig):
     mask_type: str | None = None
     sliding_window: int | None = None
     task: str = "causal_lm"
-    tie_word_embeddings: bool = True
+    image_size: int | None = None
+    patch_size: int | None = None
+    num_channels: int | None = None
+    tie_word_embeddings: bool | None = None
     query: list | None = None
     key: list | None = None
     value: list | None = None
@@ -144,6 +161,7 @@ class LeanConfig(PreTrainedConfig):
             found = getattr(self, name)
             if found not in choices:
                 raise ConfigError(f"{name} {found!r} is not known: {suggest(str(found), choices)}")
+        self._check_task(kwargs.get("num_labels"))
         for name in SIZES:
             found = getattr(self, name)
             if found is None and name in OPTIONAL_SIZES:
@@ -179,6 +197,50 @@ class LeanConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if rope_parameters is None:
             self.rope_parameters = None  # transformers fills in defaults that nothing here would read
+
+    def _check_task(self, num_labels: int | None) -> None:
+        """Refuses what has no meaning for the task and fills in what it leaves open."""
+        if self.task == "image_classification":
+            for name in TEXT:
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} has no meaning with task {self.task!r}: images have no vocabulary")
+            if self.problem_type not in (None, "single_label_classification"):
+                raise ConfigError(f"problem_type {self.problem_type!r}: an image has one label here, leave it out")
+            self._check_image(num_labels)
+            return
+        for name in IMAGES:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} needs task 'image_classification', found {self.task!r}")
+        if num_labels not in (None, 2):  # 2 is what transformers says of every model
+            raise ConfigError(f"num_labels needs task 'image_classification', found {self.task!r}")
+        for name, default in TEXT.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        if self.max_position_embeddings is None:
+            self.max_position_embeddings = 1024
+
+    def _check_image(self, num_labels: int | None) -> None:
+        if self.num_channels is None:
+            self.num_channels = 3
+        for name in ("image_size", "patch_size"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"task {self.task!r} needs {name}")
+        size, patch = self.image_size, self.patch_size
+        if not size or not patch or size < 1 or patch < 1 or size % patch:
+            raise ConfigError(f"patch_size ({patch}) must divide image_size ({size}), both at least 1")
+        tokens = 1 + (size // patch) ** 2
+        if self.max_position_embeddings not in (None, tokens):
+            raise ConfigError(
+                f"max_position_embeddings ({self.max_position_embeddings}) is decided by the image: a class token and "
+                f"{tokens - 1} patches, {tokens}; leave it out"
+            )
+        self.max_position_embeddings = tokens
+        if num_labels is not None and self.id2label is not None and len(self.id2label) != num_labels:
+            raise ConfigError(f"num_labels ({num_labels}) and id2label ({len(self.id2label)} labels) contradict each other")
+        labels = num_labels if self.id2label is None else len(self.id2label)
+        self.num_labels = 2 if labels is None else labels
+        if not self.num_labels or self.num_labels < 2:
+            raise ConfigError(f"num_labels must be a whole number, at least 2, found {labels!r}")
 
     def _check_positions(self) -> None:
         if self.kv_lora_rank is None and self.qk_rope_head_dim is not None:
@@ -264,7 +326,11 @@ class LeanConfig(PreTrainedConfig):
 
     def as_overrides(self) -> dict[str, Any]:
         """What differs from the defaults: `LeanConfig(**overrides)` is equal to this configuration."""
-        return {key: value for key, value in self.to_diff_dict().items() if key != "transformers_version"}
+        overrides = {key: value for key, value in self.to_diff_dict().items() if key != "transformers_version"}
+        if self.id2label == {i: f"LABEL_{i}" for i in range(self.num_labels or 0)}:  # said by the number alone
+            names = (overrides.pop("id2label", None), overrides.pop("label2id", None))
+            overrides |= {"num_labels": self.num_labels} if any(names) else {}
+        return overrides
 
     @property
     def layer_types(self) -> list[str]:

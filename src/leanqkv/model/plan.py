@@ -16,6 +16,7 @@ from .depth_average import clash as depth_average_clash
 from .layout import HeadCounts, HeadLayout, HeadSource
 from .mlp import MLPS
 from .norm import norm_shapes
+from .patch_embedding import PatchEmbedding
 from .registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES, ConfigError, Mechanism, make_mechanism
 
 
@@ -90,7 +91,8 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """`non_embedding` leaves out token and position embeddings and an untied output head, as the papers count."""
+    """`non_embedding` leaves out token and position embeddings and an untied output head, as the papers count; of a
+    model of images, the map of the patches, the class token, the position embeddings and the head."""
 
     total: int
     non_embedding: int
@@ -109,7 +111,7 @@ class Plan:
         return set().union(*(layer.lenders for layer in self.layers))
 
     def count_parameters(self) -> ParameterCount:
-        embedding = ("model.embed_tokens.", "model.embed_positions.", "lm_head.")
+        embedding = ("model.embed_", "lm_head.", "classifier.")
         sizes = {name: prod(shape) for name, shape in self.parameter_shapes.items()}
         total = sum(sizes.values())
         return ParameterCount(total, total - sum(n for name, n in sizes.items() if name.startswith(embedding)))
@@ -176,7 +178,8 @@ def make_plan(config) -> Plan:
             averaged=averaged.get(i, ()),
         )
         (_refuse_latent if latent else _refuse)(config, layer)
-        object.__setattr__(layer, "cached", _cached(layer))
+        if not config.bidirectional:  # what sees the whole input at once keeps nothing for later
+            object.__setattr__(layer, "cached", _cached(layer))
         layers.append(layer)
     _refuse_across(config, layers)
     return Plan(tuple(layers), _parameter_shapes(config, layers))
@@ -303,7 +306,11 @@ def _within(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
 def _parameter_shapes(config, layers: Sequence[LayerPlan]) -> Shapes:
     d = config.hidden_size
     mlp: Any = MLPS[config.mlp_type]
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, d)}
+    images = config.task == "image_classification"
+    if images:
+        shapes: Shapes = _within("model.embed_patches", PatchEmbedding.parameter_shapes(config))
+    else:
+        shapes = {"model.embed_tokens.weight": (config.vocab_size, d)}
     if config.position_embedding_type == "learned":
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, d)
     for plan in layers:
@@ -316,7 +323,9 @@ def _parameter_shapes(config, layers: Sequence[LayerPlan]) -> Shapes:
         if plan.averaged:
             shapes[f"model.depth_averages.{plan.layer}.weight"] = (len(plan.averaged),)
     shapes |= _within("model.norm", norm_shapes(config, d))
-    if not config.tie_word_embeddings:
+    if images:
+        shapes |= {"classifier.weight": (config.num_labels, d), "classifier.bias": (config.num_labels,)}
+    elif not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, d)
     return shapes
 

@@ -54,8 +54,10 @@ class NonlinearQuery(nn.Module):
 
     def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
         if isinstance(self.norm_in, nn.RMSNorm):
-            x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-            mapped = (mapped * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)).to(mapped.dtype)
+            wide = torch.promote_types(hidden_states.dtype, torch.float32)
+            length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=wide)
+            mean_square = length.square() / hidden_states.shape[-1]
+            mapped = mapped * torch.rsqrt(mean_square + self.eps).to(mapped.dtype)
         return self._above(hidden_states, mapped)
 
     def _above(self, hidden_states: Tensor, bottleneck: Tensor) -> Tensor:

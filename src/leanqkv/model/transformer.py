@@ -21,6 +21,7 @@ from .depth_average import DepthAverage
 from .initial import normal
 from .masks import make_masks
 from .norm import make_norm
+from .patch_embedding import PatchEmbedding
 from .position import RotaryEmbedding
 from .registry import ConfigError
 
@@ -89,7 +90,7 @@ class LeanPreTrainedModel(PreTrainedModel):
 
 
 class LeanModel(LeanPreTrainedModel):
-    """Token ids to final hidden states."""
+    """Token ids, or the pixels of an image, to final hidden states."""
 
     def __init__(self, config: LeanConfig):
         super().__init__(config)
@@ -98,7 +99,11 @@ class LeanModel(LeanPreTrainedModel):
         # checkpoint is loaded on the meta device.
         self._initial_seed = int(torch.randint(2**62, (), device="cpu"))
         self.plan = plan = config.plan
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.vocab_size is not None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            self.embed_patches = PatchEmbedding(config)
+            self.main_input_name, self._input_embed_layer = "pixel_values", "embed_patches"
         learned = config.position_embedding_type == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.dropout = nn.Dropout(config.embedding_dropout)
@@ -122,6 +127,7 @@ class LeanModel(LeanPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         prefix_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
     ) -> MoeModelOutputWithPast:
@@ -129,13 +135,18 @@ class LeanModel(LeanPreTrainedModel):
 
         Args:
             input_ids: [batch, positions], or `inputs_embeds` [batch, positions, hidden_size] in its place.
+            pixel_values: [batch, num_channels, image_size, image_size], of a model of images in place of both.
             attention_mask: [batch, past + positions], 1 for real tokens and 0 for padding.
             position_ids: [batch, positions]; counted on from the cache where left out.
             past_key_values: a transformers Cache made from this model's configuration.
             prefix_mask: [batch, positions], with `mask_type` "prefix": 1 for the tokens that see each other.
         """
         config = self.config
-        if (input_ids is None) == (inputs_embeds is None):
+        if config.vocab_size is None:
+            inputs_embeds = self._embed_image(pixel_values, input_ids, inputs_embeds, attention_mask)
+        elif pixel_values is not None:
+            raise ValueError(f"pixel_values need a model of images, this one's task is {config.task!r}")
+        elif (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
         if prefix_mask is not None and config.mask_type != "prefix":
             raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {config.mask_type!r}")
@@ -184,6 +195,14 @@ class LeanModel(LeanPreTrainedModel):
             past_key_values=past_key_values,
             router_logits=tuple(router_logits) or None,
         )
+
+    def _embed_image(self, pixel_values: Tensor | None, *others: Tensor | None) -> Tensor:
+        if pixel_values is None or any(other is not None for other in others):
+            raise ValueError(
+                "a model of images takes pixel_values, and neither input_ids nor inputs_embeds nor an attention_mask: "
+                "all images have the same tokens, none of them padding"
+            )
+        return self.embed_patches(pixel_values)
 
 
 def require_task(config: LeanConfig, task: str, model: type) -> None:

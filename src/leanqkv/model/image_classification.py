@@ -1,0 +1,59 @@
+"""Vision transformer: an image's class from its patches (ViT; Dosovitskiy et al. 2020, arXiv 2010.11929).
+
+P3 appendix C.6 trains one on CIFAR-10 and CIFAR-100, with and without first-layer values.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from .config import LeanConfig
+from .moe import load_balancing_loss
+from .transformer import LeanModel, LeanPreTrainedModel, require_task
+
+
+class LeanForImageClassification(LeanPreTrainedModel):
+    """Patches and a class token that all see each other; a linear head reads the class off the class token."""
+
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    _input_embed_layer = "embed_patches"
+
+    def __init__(self, config: LeanConfig):
+        require_task(config, "image_classification", type(self))
+        super().__init__(config)
+        self.model = LeanModel(config)
+        self._initial_seed = self.model._initial_seed
+        assert config.num_labels is not None
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs) -> ImageClassifierOutput:
+        """Logits [batch, num_labels] and, with labels, the mean cross-entropy in nats; with experts, the weighted
+        load-balancing loss is added to it.
+
+        Args:
+            pixel_values: [batch, num_channels, image_size, image_size]; `leanqkv train` scales them to -1 ... 1.
+            labels: [batch], the class of each image.
+        """
+        outputs = self.model(pixel_values=pixel_values, use_cache=False, **kwargs)
+        logits = self.classifier(outputs.last_hidden_state[:, 0])
+        loss = None
+        if labels is not None:
+            # Of accumulated micro-batches: the sum over all of them is the mean of the whole batch.
+            items = kwargs.get("num_items_in_batch")
+            share = 1.0 if items is None else len(labels) / items
+            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = share * F.cross_entropy(exact, labels)
+            if outputs.router_logits is not None:
+                coefficient = self.config.router_aux_loss_coef or 0.0
+                loss = loss + coefficient * share * load_balancing_loss(self.config, outputs.router_logits, None)
+        return ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+LeanForImageClassification.register_for_auto_class("AutoModelForImageClassification")
