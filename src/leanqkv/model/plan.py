@@ -7,6 +7,7 @@ cannot disagree, and none of them needs a model to be built.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,11 +58,11 @@ class LayerPlan:
     layout: HeadLayout
     computed_key_heads: int
     computed_value_heads: int
-    cached: tuple[CachedTensor, ...]
     latent: LatentShape | None = None
     window: int | None = None  # attends to that many positions, its own included; None: to all
     lends_mlp_hidden: bool = False
     averaged: tuple[int, ...] = ()  # DenseFormer: the outputs averaged after this block
+    caches: bool = True  # false where the whole input is seen at once: nothing is kept for later
 
     @property
     def num_query_heads(self) -> int:
@@ -83,6 +84,20 @@ class LayerPlan:
         """The layers whose keys, values or new values this one needs."""
         mixed = set() if self.layout.mixed_with is None else {self.layout.mixed_with}
         return {source.layer for source in self.borrowed} | mixed
+
+    @property
+    def cached(self) -> tuple[CachedTensor, ...]:
+        """What the layer must keep of every token so that it and its borrowers can attend to it later."""
+        values = self.computed_value_heads + self.layout.derived_value_heads
+        if self.latent is not None:
+            width = values + self.computed_key_heads * self.latent.rope_dim
+            found = [CachedTensor("latent", 1, width)] if width else []
+        else:
+            if self.reuses_keys and self.layout.mixer is None:
+                values = 0  # the keys are the values
+            heads = {"keys": self.computed_key_heads, "values": values}
+            found = [CachedTensor(name, number, self.head_dim) for name, number in heads.items() if number]
+        return tuple(found) if self.caches else ()
 
     @property
     def reuses_keys(self) -> bool:
@@ -135,6 +150,7 @@ def make_plan(config) -> Plan:
     Raises:
         ConfigError: an unknown mechanism or option, or a combination that cannot be built; names the clash.
     """
+    config = SimpleNamespace(**vars(config))  # transformers' own attribute access takes longer than all of this
     num_layers = config.num_hidden_layers
     queries = _per_layer(config, "query", QUERIES)
     keys = _per_layer(config, "key", KEYS)
@@ -171,15 +187,13 @@ def make_plan(config) -> Plan:
             layout=layout,
             computed_key_heads=computed_keys,
             computed_value_heads=computed_values,
-            cached=(),
             latent=latent,
             window=config.sliding_window if windowed else None,
             lends_mlp_hidden=i + 1 < num_layers and getattr(queries[i + 1].cls, "needs_mlp_hidden", False),
             averaged=averaged.get(i, ()),
+            caches=config.mask_type != "bidirectional",
         )
         (_refuse_latent if latent else _refuse)(config, layer)
-        if not config.bidirectional:  # what sees the whole input at once keeps nothing for later
-            object.__setattr__(layer, "cached", _cached(layer))
         layers.append(layer)
     _refuse_across(config, layers)
     return Plan(tuple(layers), _parameter_shapes(config, layers))
@@ -243,21 +257,6 @@ def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
                 f"num_hidden_groups: layers {first} and {layer.layer} would share one block, but their attention "
                 "weights differ in shape; share blocks only between layers that compute the same"
             )
-
-
-def _cached(plan: LayerPlan) -> tuple[CachedTensor, ...]:
-    """What the layer must keep of every token so that it and its borrowers can attend to it later."""
-    values = plan.computed_value_heads + plan.layout.derived_value_heads
-    if plan.latent is not None:
-        width = values + plan.computed_key_heads * plan.latent.rope_dim
-        return (CachedTensor("latent", 1, width),) if width else ()
-    if plan.reuses_keys and plan.layout.mixer is None:
-        values = 0  # the keys are the values
-    found = (
-        CachedTensor("keys", plan.computed_key_heads, plan.head_dim),
-        CachedTensor("values", values, plan.head_dim),
-    )
-    return tuple(tensor for tensor in found if tensor.num_heads)
 
 
 def _per_layer(config, slot: str, table) -> list[Mechanism]:
@@ -324,7 +323,8 @@ def _parameter_shapes(config, layers: Sequence[LayerPlan]) -> Shapes:
             shapes[f"model.depth_averages.{plan.layer}.weight"] = (len(plan.averaged),)
     shapes |= _within("model.norm", norm_shapes(config, d))
     if images:
-        shapes |= {"classifier.weight": (config.num_labels, d), "classifier.bias": (config.num_labels,)}
+        labels = len(config.id2label)
+        shapes |= {"classifier.weight": (labels, d), "classifier.bias": (labels,)}
     elif not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, d)
     return shapes
