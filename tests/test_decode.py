@@ -29,19 +29,40 @@ class Copies(TorchFunctionMode):
         return result
 
 
-@pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("skipv1:ratio=0.25",), ("skipv2",), ("gqa", "skipv1")])
+CASES: list[tuple[tuple[str, ...], dict]] = [
+    ((), {}),
+    (("skipv1",), {}),
+    (("skipv1:ratio=0.25",), {}),
+    (("skipv1:injection=dynamic",), {}),
+    (("skipv1:injection=pooling",), {}),
+    (("skipv1:injection=resformer",), {}),
+    (("skipv2",), {}),
+    (("gqa", "skipv1"), {}),
+    (("skipkv1",), {}),
+    (("skipv1-yoco",), {"num_hidden_layers": 4}),
+    (("resformer",), {}),
+    (("yoco",), {"num_hidden_layers": 4}),
+    (("cla-v",), {"num_hidden_layers": 4}),
+    (("fusedkv-lite",), {"num_hidden_layers": 4}),
+    (("keys-as-values", "skipv1"), {}),
+    (("mla",), {}),
+    (("mla", "skipv1"), {}),
+]
+
+
+@pytest.mark.parametrize("mechanisms, overrides", CASES)
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_a_step_copies_no_history_but_to_grow_the_cache(mechanisms, kind):
-    config = tiny("llama", *mechanisms)
+def test_a_step_copies_no_history_but_to_grow_the_cache(mechanisms, overrides, kind):
+    config = tiny("llama", *mechanisms, **overrides)
     model = LeanForCausalLM(config).eval()
     cache = DynamicCache(config=config) if kind is DynamicCache else StaticCache(config, max_cache_len=PAST + 8)
     with torch.no_grad():
         model(tokens(1, PAST), past_key_values=cache)
         with Copies(config.head_dim) as copies:
             model(tokens(1, 1), past_key_values=cache)
-    # A dynamic cache grows by concatenation along the positions, keys and values of each layer; nothing else may.
+    # A dynamic cache grows by concatenation along the positions, each tensor of each layer; nothing else may.
     grown = [copy for copy in copies.found if copy[:2] == ("cat", -2)]
-    expected = 2 * config.num_hidden_layers if kind is DynamicCache else 0
+    expected = sum(len(layer.cached) for layer in config.plan.layers) if kind is DynamicCache else 0
     assert len(grown) == expected
     others = [copy for copy in copies.found if copy not in grown]
     assert not others, others
