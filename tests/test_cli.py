@@ -118,6 +118,10 @@ def test_generate_and_inspect_a_trained_model(cli, trained):
     assert out.startswith("the quick")
     assert len(out.strip()) > len("the quick")
     assert cli(*arguments)[1] == out, "the seed decides"
+    code, out, _ = cli("inspect", "llama-350m+mla+skipv1")
+    assert code == 0 and "1-23" in out and "7,936 bytes per token" in out and "128-255 of layer 0" in out
+    code, out, _ = cli("inspect", "tiny+yoco:local=true+sliding_window=64+mlp_type=moe")
+    assert code == 0 and "last 63 tokens" in " ".join(out.split()) and "num_local_experts 8" in out
     code, out, _ = cli("inspect", str(trained))
     assert code == 0
     record = json.loads((trained / "record.json").read_text())
@@ -149,10 +153,11 @@ def test_presets_name_their_papers(cli):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["train", "tiny+task=masked_lm", "--out", "run"], "is a masked language model"),
         (["inspect", "tinny"], "unknown base 'tinny' in 'tinny': did you mean 'tiny'"),
         (["inspect", "tiny+skipv9"], "did you mean 'skipv"),
         (["inspect", "tiny+skipv1:ration=0.5"], "did you mean 'ratio'"),
-        (["inspect", "tiny+mqa+skipv1"], "less than one head"),
+        (["inspect", "tiny+mqa+skipv1"], "less than one"),
         (["train", MODEL, "--data", "nowhere.txt", "--out", "x"], "no data at nowhere.txt"),
         (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--precision", "fp8"], "precision 'fp8' is not known"),
         (["train", MODEL, "--data", "tiny.txt", "--out", "x", "--precision", "fp32"], "text is too short"),

@@ -1,7 +1,9 @@
 """Comparisons: every architecture on the same batches, the learning-rate grid, going on, several processes."""
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +13,18 @@ from leanqkv import LeanError
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.report import write_report
 from leanqkv.compare.run import Comparison, default_jobs, run_comparison, slug
+from leanqkv.compare.suite import Entry
+
+
+def models(*names):
+    """One group, the first its baseline."""
+    return (tuple(map(Entry, names)),)
+
 
 NAMES = tuple(f"tiny{mechanism}{SHAPE}" for mechanism in ("", "+identity-query", "+skipv1"))
 COMPARISON = Comparison(
     title="Three models",
-    architectures=NAMES,
+    groups=models(*NAMES),
     seeds=(0, 1),
     recipe={"steps": 12, "batch_size": 4},
     command="leanqkv compare ...",
@@ -78,6 +87,16 @@ def test_started_again_it_trains_nothing_that_is_done(data, done):
     assert again == records
 
 
+def test_one_begun_by_an_earlier_version_goes_on(data, done, tmp_path):
+    out = Path(shutil.copytree(done[0], tmp_path / "out"))
+    plan = json.loads((out / "compare.json").read_text())
+    (out / "compare.json").write_text(json.dumps({k: plan[k] for k in plan.keys() - {"groups", "entries", "scale"}}))
+    steps = []
+    assert run(COMPARISON, data, out, on_update=lambda update: steps.append(update.record is None)) == done[1]
+    assert not any(steps)
+    assert [result.name for result in load_comparison(out).results] == list(NAMES)
+
+
 def test_it_goes_on_where_it_was_stopped(data, done, tmp_path):
     def stop(update):
         if update.record is not None and update.job.spec.role == "final":
@@ -95,7 +114,7 @@ def losses(records):
 
 
 def test_processes_side_by_side_give_the_same_losses(data, done, tmp_path):
-    comparison = replace(COMPARISON, learning_rates=None, seeds=(0,), architectures=NAMES[:2])
+    comparison = replace(COMPARISON, learning_rates=None, seeds=(0,), groups=models(*NAMES[:2]))
     alone = run(comparison, data, tmp_path / "alone")
     assert losses(run(comparison, data, tmp_path / "beside", jobs=2)) == losses(alone)
 
@@ -122,8 +141,8 @@ def test_another_comparison_in_out_is_refused(data, done, tmp_path):
     ("changes", "message"),
     [
         ({"context_length": 64}, "longer than the 32 positions"),
-        ({"architectures": ("tiny", "tiny+skipv9")}, "unknown mechanism"),
-        ({"architectures": (f"tiny{SHAPE}", f"tiny{SHAPE}+vocab_size=100")}, "the data has"),
+        ({"groups": models("tiny", "tiny+skipv9")}, "unknown mechanism"),
+        ({"groups": models(f"tiny{SHAPE}", f"tiny{SHAPE}+vocab_size=100")}, "the data has"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(data, tmp_path, changes, message):
@@ -152,7 +171,7 @@ def test_torchrun_is_for_single_runs(data, tmp_path, monkeypatch):
 
 def test_divergence_everywhere_on_the_grid_is_an_error(data, tmp_path):
     with pytest.raises(LeanError, match="diverged at every learning rate"):
-        run(replace(COMPARISON, learning_rates=(1e18,), architectures=NAMES[:2]), data, tmp_path / "out")
+        run(replace(COMPARISON, learning_rates=(1e18,), groups=models(*NAMES[:2])), data, tmp_path / "out")
 
 
 def test_small_models_share_the_cores_and_large_ones_do_not(monkeypatch):

@@ -21,6 +21,8 @@ LAYERS = (
     "train",
     "compare",
     "progress",
+    "inspection",
+    "theory",
     "cli",
 )
 FILES = sorted(file for file in ROOT.rglob("*.py") if file != ROOT / "__init__.py")

@@ -1,12 +1,19 @@
 """leanqkv: transformers with fewer attention weights and a smaller KV cache."""
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+)
 
 from .errors import LeanError
 from .model.cache import cache_bytes
 from .model.causal_lm import LeanForCausalLM
 from .model.config import LeanConfig
+from .model.image_classification import LeanForImageClassification
 from .model.masked_lm import LeanForMaskedLM
 from .model.plan import ParameterCount, Plan
 from .model.registry import ConfigError
@@ -20,6 +27,7 @@ __all__ = [
     "LeanConfig",
     "LeanError",
     "LeanForCausalLM",
+    "LeanForImageClassification",
     "LeanForMaskedLM",
     "LeanModel",
     "ParameterCount",
@@ -37,6 +45,7 @@ AutoConfig.register("leanqkv", LeanConfig)
 AutoModel.register(LeanConfig, LeanModel)
 AutoModelForCausalLM.register(LeanConfig, LeanForCausalLM)
 AutoModelForMaskedLM.register(LeanConfig, LeanForMaskedLM)
+AutoModelForImageClassification.register(LeanConfig, LeanForImageClassification)
 
 
 def plan(config: LeanConfig) -> Plan:

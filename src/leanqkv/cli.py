@@ -5,7 +5,8 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from .data import TokenData
+    from .data import ImageData, TokenData
+    from .model.config import LeanConfig
     from .train import Precision
 
 app = typer.Typer(
@@ -34,7 +36,8 @@ Data = Annotated[
     str | None,
     typer.Option(
         help="Text, JSONL or Parquet file or folder, nanoGPT .bin, or Hugging Face dataset name. "
-        "Default: the source of this Python's standard library.",
+        "Default: the source of this Python's standard library. For a model of images: digits (the default), cifar10, "
+        "cifar100, or a folder or dataset of images with class labels.",
         show_default=False,
     ),
 ]
@@ -45,8 +48,8 @@ Tokenizer = Annotated[
 TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datasets that holds the text.")]
 MaxDocuments = Annotated[int | None, typer.Option(min=1, help="Read no more documents than that.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps; the warm-up scales along.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences per step, over all processes.")]
-MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences at a time; the rest is accumulated.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences or images per step, over all processes.")]
+MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="So many at a time; the rest is accumulated.")]
 ContextLength = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence. Default: all positions.")]
 LearningRate = Annotated[float | None, typer.Option(help="Peak; the minimum scales along.")]
 MinLearningRate = Annotated[float | None, typer.Option(help="End of the cosine.")]
@@ -58,7 +61,15 @@ PrecisionOption = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps. Default: what there is.")]
 EvaluateEvery = Annotated[int, typer.Option(min=1, help="Steps between validations, which are checkpoints too.")]
-EvaluationSequences = Annotated[int, typer.Option(min=1, help="Validation sequences, the same each time.")]
+EvaluationSequences = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Validation sequences, the same each time. Default: 128; of images the whole test split.",
+        show_default=False,
+    ),
+]
+TEXT_EVALUATION = 128
 
 
 def _recipe_overrides(**given: Any) -> dict[str, Any]:
@@ -66,28 +77,57 @@ def _recipe_overrides(**given: Any) -> dict[str, Any]:
 
 
 def _prepare(
-    source: str | None, vocab_size: int, tokenizer: str | None, text_field: str, max_documents: int | None
-) -> "TokenData":
-    from .data import prepare_data
+    source: str | None,
+    configs: "Sequence[LeanConfig]",
+    tokenizer: str | None,
+    text_field: str,
+    max_documents: int | None,
+) -> "TokenData | ImageData":
+    """Text or images, as the models read."""
+    from .data import ImageData, prepare_data, prepare_images
+    from .errors import LeanError
+    from .train.work import reads_images
 
+    images = reads_images(configs[0])
+    if any(reads_images(config) != images for config in configs):
+        raise LeanError("models of text and models of images cannot be compared with each other")
+    for option, given in (
+        ("--tokenizer", tokenizer is not None),
+        ("--text-field", text_field != "text"),
+        ("--max-documents", max_documents is not None),
+    ):
+        if images and given:
+            raise LeanError(f"{option} is about text; a model of images does not read any")
     with console.status("reading the data") as status:
 
         def progress(stage: str, done: int) -> None:
-            status.update(f"{stage}, {done:,} documents" if done else stage)
+            status.update(f"{stage}, {done:,} {'images' if images else 'documents'}" if done else stage)
 
-        data = prepare_data(
-            source,
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
-            text_field=text_field,
-            max_documents=max_documents,
-            progress=progress,
-        )
-    console.print(
-        f"data: {data.description}; {data.train_tokens:,} training and {data.validation_tokens:,} validation tokens",
-        highlight=False,
-    )
+        data: TokenData | ImageData
+        if images:
+            data = prepare_images(source, progress=progress)
+        else:
+            data = prepare_data(
+                source,
+                vocab_size=min(config.vocab_size for config in configs),
+                tokenizer=tokenizer,
+                text_field=text_field,
+                max_documents=max_documents,
+                progress=progress,
+            )
+    if isinstance(data, ImageData):
+        sizes = f"{data.train_images:,} training and {data.test_images:,} test images"
+    else:
+        sizes = f"{data.train_tokens:,} training and {data.validation_tokens:,} validation tokens"
+    console.print(f"data: {data.description}; {sizes}", highlight=False)
     return data
+
+
+def _evaluation_size(data: "TokenData | ImageData", text: int) -> int:
+    """How much is evaluated unless asked for otherwise."""
+    from .data import ImageData
+
+    return data.test_images if isinstance(data, ImageData) else text
 
 
 @app.command()
@@ -119,11 +159,19 @@ def presets() -> None:
 
 
 def _options(mechanism: Any) -> str:
-    from .model.registry import KEY_VALUES, KEYS, QUERIES, VALUES
+    from .model.depth_average import DEFAULTS
+    from .model.registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES
 
-    if mechanism.slot == "heads":
-        return f"group_size={mechanism.spec['group_size']}" if mechanism.spec["group_size"] else ""
-    tables: dict[str, Any] = {"query": QUERIES, "key": KEYS, "value": VALUES, "key_value": KEY_VALUES}
+    if "type" not in mechanism.spec:
+        options = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
+        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in options.items())
+    tables: dict[str, Any] = {
+        "query": QUERIES,
+        "key": KEYS,
+        "value": VALUES,
+        "output": OUTPUTS,
+        "key_value": KEY_VALUES,
+    }
     cls = tables[mechanism.slot][mechanism.spec["type"]]
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in fields(cls.Options)]
     return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))
@@ -132,39 +180,14 @@ def _options(mechanism: Any) -> str:
 @app.command()
 def inspect(source: Annotated[str, typer.Argument(help=f"{NAME_HELP}; or a checkpoint directory")]) -> None:
     """Show parameters, KV bytes and the plan of every layer, without building the model."""
-    import torch
-
     from .checkpoints import load_config
+    from .inspection import layer_table, summary
     from .presets import preset
 
     config: Any = load_config(Path(source)) if Path(source).exists() else preset(source)
-    plan = config.plan
-    count = plan.count_parameters()
-    table = Table(title=source, title_justify="left")
-    for column in ("layer", "query", "keys", "values", "cached per token (bf16)"):
-        table.add_column(column, justify="right" if column[:2] in ("la", "ca") else "left")
-    for layer in plan.layers:
-        table.add_row(
-            str(layer.layer),
-            f"{layer.query.kind} ({layer.num_query_heads} heads)",
-            _heads(layer.key.kind, layer.layout.keys, layer.layer),
-            _heads(layer.value.kind, layer.layout.values, layer.layer),
-            f"{2 * sum(cached.elements for cached in layer.cached):,} B",
-        )
-    console.print(table)
-    console.print(f"parameters: {count.total:,} ({count.non_embedding:,} without embeddings and output head)")
-    full = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    for dtype in (torch.bfloat16, torch.float32):
-        size = plan.kv_bytes_per_token(dtype)
-        share = size / (full * dtype.itemsize)
-        console.print(f"KV cache, {str(dtype).removeprefix('torch.')}: {size:,} bytes per token, {share:.1%} of MHA")
-
-
-def _heads(kind: str, sources: Any, layer: int) -> str:
-    return ", ".join(
-        f"{source.start}-{source.stop - 1} " + (kind if source.layer == layer else f"of layer {source.layer}")
-        for source in sources
-    )
+    console.print(layer_table(config, source))
+    for line in summary(config):
+        console.print(line)
 
 
 @app.command()
@@ -188,7 +211,7 @@ def train(
     text_field: TextField = "text",
     max_documents: MaxDocuments = None,
     evaluate_every: EvaluateEvery = 50,
-    evaluation_sequences: EvaluationSequences = 128,
+    evaluation_sequences: EvaluationSequences = None,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False,
 ) -> None:
     """Train one model; the same command goes on after an interruption, with the same losses.
@@ -196,13 +219,16 @@ def train(
     Without options the published recipe of the model applies. Several processes: `torchrun -m leanqkv.cli train …`.
 
     leanqkv train small+skipv1 --steps 600 --out runs/skipv1
+
+    leanqkv train vit-tiny+skipv1 --data cifar10 --out runs/cifar10
     """
     from .presets import preset, recipe
     from .progress import training_display
     from .train import RunSpec
     from .train import train as run
     from .train.environment import check_device, default_device
-    from .train.run import check_fit, check_out
+    from .train.run import check_out
+    from .train.work import check_fit
 
     config = preset(name)
     check_out(out)
@@ -217,7 +243,7 @@ def train(
     )
     chosen = recipe(name, **overrides)
     context = context_length or config.max_position_embeddings
-    prepared = _prepare(data, config.vocab_size, tokenizer, text_field, max_documents)
+    prepared = _prepare(data, [config], tokenizer, text_field, max_documents)
     check_fit(name, config, prepared, context)
     arithmetic = _precision(
         precision, out, config, chosen, micro_batch_size, context, check_device(device or default_device())
@@ -232,7 +258,7 @@ def train(
         precision_timings=arithmetic.timings,
         data_sha256=prepared.sha256,
         micro_batch_size=micro_batch_size,
-        evaluation_sequences=evaluation_sequences,
+        evaluation_sequences=evaluation_sequences or _evaluation_size(prepared, TEXT_EVALUATION),
         evaluate_every=evaluate_every,
         gradient_checkpointing=gradient_checkpointing,
     )
@@ -252,8 +278,6 @@ def _precision(
     asked: str, out: Path, config: Any, recipe: Any, micro: int | None, context: int, device: str
 ) -> "Precision":
     """The precision asked for; with "auto" that of the run in `out`, or the fastest one on this machine."""
-    from dataclasses import replace
-
     from .files import read_json
     from .train import choose_precision, parse_precision
     from .train.run import SPEC
@@ -280,15 +304,38 @@ def _outcome(record: dict[str, Any]) -> str:
     if record["diverged"]:
         return f"diverged at step {record['diverged']['step']}"
     rate = f", {record['tokens_per_second']:,.0f} tokens/s" if record["tokens_per_second"] else ""
-    return f"validation loss {record['final']['validation_loss']:.4f}{rate}"
+    final = record["final"]
+    accuracy = f"test accuracy {final['accuracy']:.4f}, " if "accuracy" in final else ""
+    return f"{accuracy}validation loss {final['validation_loss']:.4f}{rate}"
+
+
+def _list_suites(asked: bool) -> None:
+    if not asked:
+        return
+    from .compare.suites import SUITES
+
+    for name, suite in SUITES.items():
+        cost = suite.scales["tiny"].runs
+        console.print(
+            f"{name:16}{cost:4} runs at tiny  {suite.title} ({suite.source})", highlight=False, soft_wrap=True
+        )
+    raise typer.Exit
 
 
 @app.command()
 def compare(
-    names: Annotated[
-        list[str], typer.Argument(help=f"A suite (quickstart), or models, the baseline first: {NAME_HELP}")
-    ],
     out: Annotated[Path, typer.Option(help="Directory of the comparison; goes on where an earlier start left off.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"A suite, or models, the baseline first: {NAME_HELP}", show_default=False),
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="The same as its name alone.", show_default=False)] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="Of a suite: tiny (the default), small or paper.", show_default=False)
+    ] = None,
+    _list: Annotated[
+        bool, typer.Option("--list", is_eager=True, callback=_list_suites, help="List the suites, and stop.")
+    ] = False,
     data: Data = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Paired seeds. Default: the suite's, else 3.")] = None,
     steps: Steps = None,
@@ -317,25 +364,23 @@ def compare(
 
     leanqkv compare quickstart --out runs/quickstart
 
+    leanqkv compare --suite kv-sharing --scale small --seeds 3 --out runs/kv-sharing
+
+    leanqkv compare vit-digits vit-digits+skipv1 --data digits --out runs/images
+
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
     """
     from .compare.records import load_comparison
-    from .compare.report import terminal_table, write_report
+    from .compare.report import terminal_report, write_report
     from .compare.run import Comparison, Job, Update, run_comparison
-    from .compare.suites import SUITES, Suite
+    from .compare.suites import choose
     from .errors import LeanError
     from .presets import preset
     from .progress import training_display
 
     if lr_grid is not None and learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
-    suite = SUITES.get(names[0]) if len(names) == 1 else None
-    if suite is None:
-        if len(names) == 1:
-            raise LeanError(f"{names[0]!r} is not a suite ({', '.join(SUITES)}), and one model alone is no comparison")
-        suite = Suite(" against ".join([", ".join(names[1:]), names[0]]), tuple(names), seeds=3)
-    if repeated := {name for name in suite.architectures if suite.architectures.count(name) > 1}:
-        raise LeanError(f"{repeated.pop()} is named twice")
+    suite, scale, title, setup = choose(names or [], suite, scale)
     overrides = _recipe_overrides(
         steps=steps,
         batch_size=batch_size,
@@ -344,20 +389,27 @@ def compare(
         warmup_steps=warmup_steps,
     )
     comparison = Comparison(
-        title=suite.title,
-        suite=names[0] if names[0] in SUITES else None,
-        architectures=suite.architectures,
-        seeds=tuple(range(seeds or suite.seeds)),
-        recipe={**suite.recipe, **overrides},
+        title=title,
+        suite=suite,
+        scale=scale,
+        groups=setup.groups,
+        seeds=tuple(range(seeds or setup.seeds)),
+        recipe=overrides,
+        notes=setup.notes,
         learning_rates=_grid(lr_grid),
         context_length=context_length,
-        evaluation_sequences=evaluation_sequences or suite.evaluation_sequences,
-        evaluate_every=evaluate_every or suite.evaluate_every,
+        evaluation_sequences=evaluation_sequences or setup.evaluation_sequences,
+        evaluate_every=evaluate_every or setup.evaluate_every,
         micro_batch_size=micro_batch_size,
         command=shlex.join(["leanqkv", *sys.argv[1:]]),
     )
-    vocab_size = min(preset(name).vocab_size for name in comparison.architectures)
-    prepared = _prepare(data, vocab_size, tokenizer, text_field, max_documents)
+    if data is None:
+        data, tokenizer = setup.data, tokenizer or setup.tokenizer
+    configs = [preset(entry.model) for entry in setup.entries]
+    prepared = _prepare(data, configs, tokenizer, text_field, max_documents)
+    if evaluation_sequences is None:
+        evaluated = _evaluation_size(prepared, setup.evaluation_sequences)
+        comparison = replace(comparison, evaluation_sequences=evaluated)
 
     def label(job: Job) -> str:
         role = f" lr {job.spec.recipe.learning_rate:g}" if job.spec.role == "grid" else ""
@@ -388,7 +440,7 @@ def compare(
             on_update=on_update,
         )
     page = write_report(out)
-    console.print(terminal_table(load_comparison(out)))
+    console.print(terminal_report(load_comparison(out)))
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
 
 
@@ -410,10 +462,10 @@ def _grid(text: str | None) -> tuple[float, ...] | None:
 def report(directory: Annotated[Path, typer.Argument(help="Directory of a comparison.")]) -> None:
     """Make the table and report.html again, from the records alone."""
     from .compare.records import load_comparison
-    from .compare.report import terminal_table, write_report
+    from .compare.report import terminal_report, write_report
 
     page = write_report(directory)
-    console.print(terminal_table(load_comparison(directory)))
+    console.print(terminal_report(load_comparison(directory)))
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
 
 
@@ -434,11 +486,13 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    from .checkpoints import load_model
+    from .checkpoints import load_config, load_model
     from .data.tokenizer import load_tokenizer
     from .errors import LeanError
     from .train.environment import check_device, default_device
 
+    if (task := load_config(directory).task) != "causal_lm":
+        raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
     model: Any = load_model(directory).to(check_device(device or default_device()))  # type: ignore[arg-type]
     tokenizer = load_tokenizer(directory)
     # As in training, where documents are followed by an end-of-text token and preceded by none.

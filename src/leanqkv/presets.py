@@ -87,6 +87,22 @@ def _llama(hidden_size: int, intermediate_size: int, heads: int, layers: int, **
     } | other
 
 
+def _vit(image_size: int, patch_size: int, hidden_size: int, heads: int, layers: int, **other: Any) -> dict[str, Any]:
+    return {
+        "task": "image_classification",
+        "image_size": image_size,
+        "patch_size": patch_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_labels": 10,
+        "norm_eps": 1e-6,
+        "scaled_residual_init": False,
+        **dict.fromkeys(("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias"), True),
+    } | other
+
+
 _NANOGPT = Recipe(60_000, 480, 6e-4, 6e-5, 0.1, 2_000)
 _P3_DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "embedding_dropout": 0.2}
 _P3_GPT2 = ("P3 Table 3", "vocabulary, gradient clipping at 1.0 and where dropout acts are ours, as in nanoGPT")
@@ -142,6 +158,18 @@ BASES: dict[str, Base] = {
     ),
     "tinyllama-1.1b": Base(
         _llama(2048, 5632, 32, 22, num_key_value_heads=8), _p3_llama(25_000, 1e-3, True), *_TINYLLAMA
+    ),
+    "vit-digits": Base(
+        _vit(8, 2, 64, 4, 4, num_channels=1),
+        Recipe(600, 64, 1e-3, 1e-4, 0.1, 60, beta2=0.999, max_grad_norm=None),
+        "ours: a minute on a CPU",
+    ),
+    "vit-tiny": Base(
+        _vit(224, 16, 192, 3, 12),
+        Recipe(15_000, 1024, 1e-3, 1e-4, 0.1, 1_500, beta2=0.999, max_grad_norm=None),
+        "P3 appendix C.6",
+        "images enlarged to 224 pixels in patches of 16, with which the stated 5.5M come out, are ours; so are ViT's "
+        "biases, LayerNorm eps 1e-6 and no gradient clipping; CIFAR-100 needs num_labels=100",
     ),
 }
 

@@ -1,12 +1,15 @@
-"""Activations, norms, the linear map, the MLP and positions; `x` is [positions, features]."""
+"""Activations, norms, the linear map and rotary positions; `x` is [positions, features]."""
 
 from collections.abc import Mapping
+from functools import cache
+from math import cos, sin
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
+Head = Tensor  # [positions, head_dim]
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -38,6 +41,12 @@ def linear(x: Tensor, tensors: Tensors, name: str) -> Tensor:
     return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
 
+def softmax(scores: Tensor) -> Tensor:
+    """e^s / sum e^s over one row"""
+    weights = (scores - scores.max().detach()).exp()
+    return weights / weights.sum()
+
+
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(biased variance + eps) * w + b"""
     centered = x - x.sum(-1, keepdim=True) / x.shape[-1]
@@ -51,30 +60,36 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5 * weight
 
 
+def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """w * tanh(alpha x) + b, with one alpha"""
+    y = weight * (alpha * x).tanh()
+    return y if bias is None else y + bias
+
+
 def block_norm(x: Tensor, tensors: Tensors, config: Any, name: str) -> Tensor:
-    """The norm before attention, before the MLP and at the end."""
+    """The norm before attention, before the MLP and at the end; "none" is the identity."""
+    if config.norm_type == "none":
+        return x
+    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
     if config.norm_type == "rmsnorm":
-        return rmsnorm(x, tensors[f"{name}.weight"], config.norm_eps)
-    return layernorm(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"), config.norm_eps)
+        return rmsnorm(x, weight, config.norm_eps)
+    if config.norm_type == "dyt":
+        return dyt(x, tensors[f"{name}.alpha"], weight, bias)
+    return layernorm(x, weight, bias, config.norm_eps)
 
 
-def mlp(x: Tensor, tensors: Tensors, config: Any, name: str) -> Tensor:
-    """act(x W_up) W_down, or gated: (act(x W_gate) * (x W_up)) W_down"""
-    act = ACTIVATIONS[config.hidden_act]
-    up = linear(x, tensors, f"{name}.up_proj")
-    inner = act(linear(x, tensors, f"{name}.gate_proj")) * up if config.mlp_type == "gated" else act(up)
-    return linear(inner, tensors, f"{name}.down_proj")
-
-
-def rotate(x: Tensor, position: int, config: Any) -> Tensor:
-    """Rotary position of one head's vector: with n = head_dim * partial_rotary_factor, the pair (i, i + n/2) turns by
-    the angle position * theta^(-2i/n); dimensions from n on stay."""
-    n = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    theta = config.rope_parameters["rope_theta"]
-    turned = list(x)
+@cache
+def rotation(position: int, size: int, n: int, theta: float) -> Tensor:
+    """The matrix of a rotary position: among the first n of `size` dimensions the pair (i, i + n/2) turns by the angle
+    position * theta^(-2i/n); dimensions from n on stay. A negative position turns back."""
+    matrix = [[float(row == column) for column in range(size)] for row in range(size)]
     for i in range(n // 2):
-        angle = torch.tensor(position * theta ** (-2 * i / n), dtype=x.dtype)
-        a, b = x[i], x[i + n // 2]
-        turned[i] = a * angle.cos() - b * angle.sin()
-        turned[i + n // 2] = b * angle.cos() + a * angle.sin()
-    return torch.stack(turned)
+        j, angle = i + n // 2, position * theta ** (-2 * i / n)
+        matrix[i][i], matrix[i][j] = cos(angle), -sin(angle)
+        matrix[j][i], matrix[j][j] = sin(angle), cos(angle)
+    return torch.tensor(matrix, dtype=torch.float64)
+
+
+def rotate(head: Head, n: int, theta: float, direction: int = 1) -> Head:
+    """The vector at every position turned by that position, or back with the direction -1."""
+    return torch.stack([rotation(direction * position, len(x), n, theta) @ x for position, x in enumerate(head)])

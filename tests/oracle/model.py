@@ -1,89 +1,86 @@
 """Token ids to logits."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .basic import Tensors, block_norm, linear, mlp, rmsnorm, rotate
-from .projections import KEYS, QUERIES, VALUES
-from .sharing import SHARING
-
-Head = list[Tensor]  # one vector per position
-
-
-def options_of(entries: list[Mapping[str, Any]], layer: int) -> dict[str, Any]:
-    """The entry that names this layer, or names no layers; otherwise the layer is linear."""
-    for entry in entries:
-        if "layers" not in entry or layer in entry["layers"]:
-            return {name: value for name, value in entry.items() if name != "layers"}
-    return {"type": "linear"}
+from .attention import attention
+from .basic import Tensors, block_norm
+from .feedforward import mixture, mlp
+from .latent import latent_attention
+from .memory import Memory
 
 
-def split_heads(x: Tensor, count: int, dim: int) -> list[Head]:
-    return [[row[h * dim : (h + 1) * dim] for row in x] for h in range(count)]
+def attend(x: Tensor, tensors: Tensors, config: Any, layer: int, name: str, memory: Memory) -> Tensor:
+    kind = attention if config.kv_lora_rank is None else latent_attention
+    return kind(x, tensors, config, layer, f"{name}.self_attn", memory)
 
 
-def normed_and_turned(heads: list[Head], weight: Tensor | None, config: Any) -> list[Head]:
-    """The norm of every head's vector (`qk_norm`), then its rotary position."""
-    if weight is not None:
-        heads = [[rmsnorm(x, weight, config.norm_eps) for x in head] for head in heads]
-    if config.position_embedding_type == "rope":
-        heads = [[rotate(x, position, config) for position, x in enumerate(head)] for head in heads]
-    return heads
+def feed(x: Tensor, tensors: Tensors, config: Any, name: str, memory: Memory) -> Tensor:
+    if config.mlp_type == "moe":
+        y, routed = mixture(x, tensors, config, f"{name}.mlp")
+        memory.routed += routed
+        return y
+    y, memory.hidden = mlp(x, tensors, config, f"{name}.mlp")
+    return y
 
 
-def attend(query: Head, key: Head, value: Head, scale: float) -> Tensor:
-    """softmax(scale q k^T, over the positions up to its own) v, [positions, head_dim]"""
-    rows = []
-    for position, q in enumerate(query):
-        scores = torch.stack([scale * (q * k).sum() for k in key[: position + 1]])
-        weights = (scores - scores.max().detach()).exp()
-        weights = weights / weights.sum()
-        rows.append(sum(w * v for w, v in zip(weights, value, strict=False)))
-    return torch.stack(rows)
+def block(x: Tensor, tensors: Tensors, config: Any, layer: int, memory: Memory) -> Tensor:
+    """Serial: Y = X + Attn(norm_1(X)), Z = Y + MLP(norm_2(Y)). Parallel: Z = X + Attn(norm_1(X)) + MLP(norm_2(X)),
+    or one norm for both. X, or Y, is added only where the block has that skip. With G groups (ALBERT) every L / G
+    layers in a row are one block, that of their group."""
+    groups = config.num_hidden_groups or config.num_hidden_layers
+    name = f"model.layers.{layer * groups // config.num_hidden_layers}"
+    normed = block_norm(x, tensors, config, f"{name}.input_layernorm")
+    y = attend(normed, tensors, config, layer, name, memory)
+    if config.block_type == "serial":
+        if config.attention_skip:
+            y = x + y
+        normed = block_norm(y, tensors, config, f"{name}.post_attention_layernorm")
+        z = feed(normed, tensors, config, name, memory)
+        return y + z if config.mlp_skip else z
+    if config.block_type == "parallel":
+        normed = block_norm(x, tensors, config, f"{name}.post_attention_layernorm")
+    z = y + feed(normed, tensors, config, name, memory)
+    return x + z if config.mlp_skip else z
 
 
-def attention(x: Tensor, tensors: Tensors, config: Any, layer: int, values: dict[int, list[Head]]) -> Tensor:
-    """softmax(scale q_h k_g^T + causal mask) v_g for every query head h, with its key/value head g = h // group size;
-    the heads side by side, times W_O. `values` collects every layer's own value heads."""
-    name, dim = f"model.layers.{layer}.self_attn", config.head_dim
-    group = config.num_attention_heads // config.num_key_value_heads
-    sharing = dict(config.key_value)
-    heads = SHARING[sharing.pop("type")](config, layer, **sharing)
-
-    def project(table: Mapping[str, Any], entries: list, tensor: str, count: int) -> tuple[list[Head], float]:
-        options = options_of(entries, layer)
-        found, factor = table[options.pop("type")](x, tensors, config, f"{name}.{tensor}", count * dim, **options)
-        return split_heads(found, count, dim), factor
-
-    query, query_factor = project(QUERIES, config.query, "q_proj", heads.keys * group)
-    key, key_factor = project(KEYS, config.key, "k_proj", heads.keys)
-    values[layer], _ = project(VALUES, config.value, "v_proj", heads.values) if heads.values else ([], 1.0)
-    value = values[layer] + [values[heads.source][i] for i in heads.borrowed]
-    query = normed_and_turned(query, tensors.get(f"{name}.q_norm.weight"), config)
-    key = normed_and_turned(key, tensors.get(f"{name}.k_norm.weight"), config)
-    scale = query_factor * key_factor / dim**0.5
-    mixed = [attend(q, key[h // group], value[h // group], scale) for h, q in enumerate(query)]
-    return linear(torch.cat(mixed, dim=-1), tensors, f"{name}.o_proj")
+def depth_average(outputs: list[Tensor], tensors: Tensors, layer: int, dilation: int = 1, period: int = 1) -> Tensor:
+    """DenseFormer: after block i, counted from 1, where the period divides i, the sum over j = i, i - k, i - 2k, ...
+    (not below 0) of alpha_j X_j; X_0 is the embedding, X_j the output of block j. Elsewhere X_i."""
+    i = layer + 1
+    if i % period:
+        return outputs[i]
+    depths = [j for j in range(i + 1) if (i - j) % dilation == 0]
+    alphas = tensors[f"model.depth_averages.{layer}.weight"]
+    return sum(alpha * outputs[j] for alpha, j in zip(alphas, depths, strict=True))
 
 
-def sequence_logits(tensors: Tensors, config: Any, ids: list[int]) -> Tensor:
-    """One sequence: blocks Y = X + Attn(norm(X)), Z = Y + MLP(norm(Y)); final norm; logits, [positions, vocabulary]"""
+def layers(x: Tensor, tensors: Tensors, config: Any, prefix: list[int] | None = None) -> tuple[Tensor, Memory]:
+    """Every block and the final norm over the embedded tokens of one sequence: [positions, hidden]"""
+    memory, outputs = Memory(prefix), [x]
+    for layer in range(config.num_hidden_layers):
+        x = block(x, tensors, config, layer, memory)
+        outputs.append(x)
+        if config.depth_average is not None:
+            x = depth_average(outputs, tensors, layer, **config.depth_average)
+    return block_norm(x, tensors, config, "model.norm"), memory
+
+
+def sequence(tensors: Tensors, config: Any, ids: list[int], prefix: list[int] | None = None) -> tuple[Tensor, Memory]:
+    """One sequence through embedding, blocks, final norm and head: logits [positions, vocabulary]"""
     embedding = tensors["model.embed_tokens.weight"]
     x = torch.stack([embedding[i] for i in ids])
     if config.position_embedding_type == "learned":
         x = x + torch.stack([tensors["model.embed_positions.weight"][p] for p in range(len(ids))])
-    values: dict[int, list[Head]] = {}
-    for layer in range(config.num_hidden_layers):
-        name = f"model.layers.{layer}"
-        x = x + attention(block_norm(x, tensors, config, f"{name}.input_layernorm"), tensors, config, layer, values)
-        x = x + mlp(block_norm(x, tensors, config, f"{name}.post_attention_layernorm"), tensors, config, f"{name}.mlp")
+    x, memory = layers(x, tensors, config, prefix)
     head = embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
-    return block_norm(x, tensors, config, "model.norm") @ head.T
+    return x @ head.T, memory
 
 
-def logits(tensors: Tensors, config: Any, ids: Tensor) -> Tensor:
-    """[batch, positions, vocabulary] for token ids [batch, positions]"""
-    return torch.stack([sequence_logits(tensors, config, row) for row in ids.tolist()])
+def logits(tensors: Tensors, config: Any, ids: Tensor, prefix: Tensor | None = None) -> Tensor:
+    """[batch, positions, vocabulary] for token ids and, with a prefix mask, 1 in the prefix: [batch, positions]"""
+    prefixes = [None] * len(ids) if prefix is None else prefix.tolist()
+    rows = zip(ids.tolist(), prefixes, strict=True)
+    return torch.stack([sequence(tensors, config, row, row_prefix)[0] for row, row_prefix in rows])

@@ -1,7 +1,7 @@
 """Queries, keys and values: each function gives [positions, heads * head_dim] and its factor on the attention scale.
 
 `x` is the normed input of attention, `width` is heads * head_dim: where fewer heads are built than the input has
-slices, an identity takes the leading ones.
+slices, an identity takes the leading ones. `hidden` is what entered the W_down of the previous block's MLP.
 """
 
 from typing import Any
@@ -11,32 +11,36 @@ from torch import Tensor
 from .basic import ACTIVATIONS, Tensors, layernorm, linear, rmsnorm
 
 Projected = tuple[Tensor, float]
+Hidden = Tensor | None  # None in the first layer
 
 
-def linear_projection(x: Tensor, tensors: Tensors, config: Any, name: str, width: int) -> Projected:
+def linear_projection(x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int) -> Projected:
     """X W"""
     return linear(x, tensors, name), 1.0
 
 
 def identity_query_or_key(
-    x: Tensor, tensors: Tensors, config: Any, name: str, width: int, scale: float = 0.5
+    x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int, scale: float = 0.5
 ) -> Projected:
     """Q = X (or K = X), and the attention scale is halved: 1 / (2 sqrt(d_k))"""
     return x[:, :width], scale
 
 
-def identity_value(x: Tensor, tensors: Tensors, config: Any, name: str, width: int) -> Projected:
+def identity_value(x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int) -> Projected:
     """V = X"""
     return x[:, :width], 1.0
 
 
-def residual_query(x: Tensor, tensors: Tensors, config: Any, name: str, width: int, scale: float = 1.0) -> Projected:
+def residual_query(
+    x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int, scale: float = 1.0
+) -> Projected:
     """Q = (X + X W_Q) / 2"""
     return (x[:, :width] + linear(x, tensors, name)) / 2, scale
 
 
 def nonlinear_query(
     x: Tensor,
+    hidden: Hidden,
     tensors: Tensors,
     config: Any,
     name: str,
@@ -61,11 +65,21 @@ def nonlinear_query(
     return (anchored + f) / 2, scale
 
 
+def query_from_mlp(
+    x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int, scale: float = 1.0
+) -> Projected:
+    """Q = (X + hidden[0:d] W') / 2; in the first layer, which no MLP precedes, Q = X W"""
+    if hidden is None:
+        return linear(x, tensors, name), 1.0
+    return (x[:, :width] + linear(hidden[:, : config.hidden_size], tensors, name)) / 2, scale
+
+
 QUERIES = {
     "linear": linear_projection,
     "identity": identity_query_or_key,
     "residual": residual_query,
     "nonlinear": nonlinear_query,
+    "from_mlp": query_from_mlp,
 }
 KEYS = {"linear": linear_projection, "identity": identity_query_or_key}
 VALUES = {"linear": linear_projection, "identity": identity_value}

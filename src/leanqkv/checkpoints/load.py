@@ -5,12 +5,21 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from ..errors import LeanError
 from ..files import read_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
+from ..model.image_classification import LeanForImageClassification
+from ..model.masked_lm import LeanForMaskedLM
 from ..quiet import quiet_transformers
+
+MODELS: dict[str, Any] = {
+    "causal_lm": LeanForCausalLM,
+    "masked_lm": LeanForMaskedLM,
+    "image_classification": LeanForImageClassification,
+}
 
 
 def load_config(directory: Path) -> LeanConfig:
@@ -28,7 +37,7 @@ def load_config(directory: Path) -> LeanConfig:
         raise LeanError(f"{directory / 'config.json'}: {str(error).splitlines()[-1].strip()}") from None
 
 
-def load_model(directory: Path) -> LeanForCausalLM:
+def load_model(directory: Path) -> PreTrainedModel:
     """The model in `directory`, on the CPU, in evaluation mode.
 
     Raises:
@@ -37,7 +46,7 @@ def load_model(directory: Path) -> LeanForCausalLM:
     config = load_config(directory)
     try:
         with quiet_transformers():
-            loaded: Any = LeanForCausalLM.from_pretrained(directory, config=config, output_loading_info=True)
+            loaded = MODELS[config.task].from_pretrained(directory, config=config, output_loading_info=True)
         model, info = loaded
     except (OSError, SafetensorError, RuntimeError) as error:
         raise LeanError(f"the weights in {directory} cannot be read: {str(error).splitlines()[0]}") from None

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from .records import Measure
 from .statistics import Band
 
 COLORS = 8  # `--series-0` .. `--series-7` in report.css; 0 is the baseline
@@ -117,19 +118,23 @@ class _Canvas:
             self.legend["diverged"] = Line2D([], [], color=_INK, **cross)
 
 
-def loss_curves(series: Sequence[Series], tokens_per_step: int | None) -> Drawing:
-    """Validation loss over training; the first steps run off the top so that the end can be told apart."""
+def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> Drawing:
+    """What is measured over training; the first steps run off the edge so that the end can be told apart."""
 
     def plot(canvas: _Canvas) -> None:
         _lines(canvas, series)
         shown = _settled(series)
         if shown:
-            low, high = min(band.low for band in shown), max(band.mean for band in shown)
+            low, high = min(band.low for band in shown), max(band.high for band in shown)
+            if measure.better == "lower":
+                high = max(band.mean for band in shown)
+            else:
+                low = min(band.mean for band in shown)
             margin = 0.05 * (high - low) or 0.1
             canvas.axes.set_ylim(low - margin, high + margin)
         for one in series:
             canvas.crosses(one.diverged, one.style)
-        canvas.axes.set_ylabel("validation loss")
+        canvas.axes.set_ylabel(measure.name)
         _step_axis(canvas)
         if tokens_per_step is not None:
             to_tokens = (partial(np.multiply, tokens_per_step), partial(np.multiply, 1 / tokens_per_step))
@@ -138,7 +143,7 @@ def loss_curves(series: Sequence[Series], tokens_per_step: int | None) -> Drawin
             tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
             tokens.set_xlabel("tokens")
 
-    return _draw("loss", plot, "Line chart: validation loss over training steps, one line per architecture.")
+    return _draw("loss", plot, f"Line chart: {measure.name} over training steps, one line per architecture.")
 
 
 def improvement_curves(series: Sequence[Series]) -> Drawing:
@@ -213,7 +218,8 @@ def cache_scatter(points: Sequence[CachePoint]) -> Drawing:
             # Equal caches stand side by side, so that no mark hides another.
             neighbours = shared[point.kv_bytes]
             shift = neighbours.index(point) - (len(neighbours) - 1) / 2
-            at = point.kv_bytes + shift * right * (0.035 if canvas.narrow else 0.016)
+            gap = min(0.035 if canvas.narrow else 0.016, 0.2 / len(neighbours))  # many of them stay within the axes
+            at = point.kv_bytes + shift * right * gap
             reach = [[point.mean - point.low], [point.high - point.mean]]
             look = canvas.look(point.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
             drawn = axes.errorbar([at], [point.mean], reach, linestyle="none", capsize=4, **look)

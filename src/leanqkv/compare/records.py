@@ -15,7 +15,19 @@ from ..files import RECORD_FORMAT, read_json
 from .statistics import Curve, PairedDifference, paired_difference
 
 DATA_FIELDS = ("description", "sha256", "train_tokens", "validation_tokens", "bytes_per_token")
+IMAGE_FIELDS = ("description", "sha256", "train_images", "test_images")
 RECIPE_FIELDS = {"steps": int, "batch_size": int, "learning_rate": float}  # what the report counts with
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What models are judged by, and whether `lower` or `higher` is better."""
+
+    name: str
+    better: str
+
+
+LOSS, ACCURACY = Measure("validation loss", "lower"), Measure("test accuracy", "higher")
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,7 @@ class Run:
     parameters: Mapping[str, int]
     kv_bytes: int
     data: Mapping[str, Any]
+    vocab_size: int | None  # of the data, where the record has it
     batch_plan: Mapping[str, Any]
     precision: str
     hardware: Mapping[str, Any]
@@ -38,7 +51,9 @@ class Run:
     tokens: int
     evaluations: Curve
     loss: float | None  # at the end; None while it runs and where it diverged
-    perplexity: float | None
+    perplexity: float | None  # of text
+    accuracy: float | None  # of images, and during training
+    accuracies: Curve
     tokens_per_second: float | None
     seconds: float
     diverged: tuple[int, str] | None  # step, reason
@@ -46,6 +61,23 @@ class Run:
     @property
     def learning_rate(self) -> float:
         return self.recipe["learning_rate"]
+
+    @property
+    def images(self) -> bool:
+        return "train_images" in self.data
+
+    @property
+    def measure(self) -> Measure:
+        return ACCURACY if self.images else LOSS
+
+    @property
+    def score(self) -> float | None:
+        """The final value of what it is judged by."""
+        return self.accuracy if self.images else self.loss
+
+    @property
+    def scores(self) -> Curve:
+        return self.accuracies if self.images else self.evaluations
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Run":
@@ -57,6 +89,9 @@ class Run:
         if loss is not None and not math.isfinite(loss):
             loss, diverged = None, (int(record["recipe"]["steps"]), f"validation loss {loss}")
         evaluations = {int(at["step"]): at["loss"] for at in record["evaluations"]}
+        kept = IMAGE_FIELDS if "train_images" in record["data"] else DATA_FIELDS
+        outcomes = {name: final.get(name) for name in ("perplexity", "accuracy")}
+        perplexity, accuracy = (None if loss is None or x is None else float(x) for x in outcomes.values())
         return cls(
             role=record["role"],
             name=record["name"],
@@ -65,7 +100,8 @@ class Run:
             context_length=int(record["context_length"]),
             parameters={kind: int(record["parameters"][kind]) for kind in ("total", "non_embedding")},
             kv_bytes=int(record["kv_bytes_per_token"]["bfloat16"]),
-            data={key: record["data"][key] for key in DATA_FIELDS},
+            data={key: record["data"][key] for key in kept},
+            vocab_size=record["data"].get("vocab_size"),
             batch_plan={key: record["batch_plan"][key] for key in ("sha256", "evaluation_sequences")},
             precision=str(record["precision"]["choice"]),
             hardware=record["hardware"],
@@ -74,7 +110,9 @@ class Run:
             tokens=int(record["tokens"]),
             evaluations={step: float(x) for step, x in evaluations.items() if x is not None and math.isfinite(x)},
             loss=None if loss is None else float(loss),
-            perplexity=None if loss is None else float(final["perplexity"]),
+            perplexity=perplexity,
+            accuracy=accuracy,
+            accuracies={int(at["step"]): float(at["accuracy"]) for at in record["evaluations"] if "accuracy" in at},
             tokens_per_second=record["tokens_per_second"],
             seconds=float(record["seconds"]),
             diverged=diverged,
@@ -105,11 +143,17 @@ class Result:
     finals: Mapping[int, Run]
     any_run: Run | None  # for what all its runs share: sizes
     learning_rate: float | None
+    baseline: "Result | None"  # None for a baseline
     difference: PairedDifference | None
 
     @property
     def losses(self) -> dict[int, float]:
         return {seed: run.loss for seed, run in self.finals.items() if run.loss is not None}
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """The final value of what it is judged by, by seed: the loss of text, the accuracy of images."""
+        return {seed: run.score for seed, run in self.finals.items() if run.score is not None}
 
     @property
     def kv_bytes(self) -> int | None:
@@ -134,44 +178,66 @@ class Result:
         return state_of(self.finals.get(seed))
 
     def curves(self) -> dict[int, Curve]:
-        """Validation curves by seed, of the runs that did not diverge."""
-        return {seed: run.evaluations for seed, run in self.finals.items() if run.diverged is None}
+        """What it is judged by during training, by seed, of the runs that did not diverge."""
+        return {seed: run.scores for seed, run in self.finals.items() if run.diverged is None}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison as far as it has come: its plan, and the records of the runs there are."""
+    """A comparison as far as it has come: its plan, and the records of the runs there are.
+
+    Attributes:
+        groups: architectures, in each group the baseline of the others first.
+        rows: which line of the papers' tables an architecture stands for, where it does.
+        recipe: what was asked for in place of the architectures' own recipes.
+    """
 
     title: str
     suite: str | None
+    scale: str | None
     command: str
-    baseline: str
-    architectures: Sequence[str]  # the baseline first
+    groups: Sequence[Sequence[str]]
+    rows: Mapping[str, str]
+    recipe: Mapping[str, Any]
     seeds: Sequence[int]
     grid: Grid | None
     chosen_learning_rate: Mapping[str, float]  # empty until the search is done
     notes: Sequence[str]
     runs: Sequence[Run] = field(repr=False)
 
+    @property
+    def measure(self) -> Measure:
+        return self.runs[0].measure if self.runs else LOSS
+
+    @property
+    def architectures(self) -> list[str]:
+        return [name for group in self.groups for name in group]
+
+    @property
+    def baselines(self) -> list[str]:
+        return [group[0] for group in self.groups]
+
     @cached_property
     def results(self) -> list[Result]:
-        """One per architecture, the baseline first."""
+        """One per architecture, group by group."""
         finals = {
             name: {run.seed: run for run in self.runs if run.role == "final" and run.name == name}
             for name in self.architectures
         }
 
-        def losses(name: str) -> dict[int, float]:
-            return {seed: run.loss for seed, run in finals[name].items() if run.loss is not None}
-
-        def result(style: int, name: str) -> Result:
+        def result(name: str, baseline: Result | None) -> Result:
             own = list(finals[name].values())
             rate = own[0].learning_rate if own else self.chosen_learning_rate.get(name)
-            difference = None if name == self.baseline else paired_difference(losses(name), losses(self.baseline))
             any_run = next((run for run in self.runs if run.name == name), None)
-            return Result(name, style, finals[name], any_run, rate, difference)
+            style = self.architectures.index(name)
+            found = Result(name, style, finals[name], any_run, rate, baseline, None)
+            return replace(found, difference=paired_difference(found.scores, baseline.scores)) if baseline else found
 
-        return [result(style, name) for style, name in enumerate(self.architectures)]
+        results = []
+        for first, *others in self.groups:
+            baseline = result(first, None)
+            results += [baseline, *(result(name, baseline) for name in others)]
+        return results
 
     def asks_for(self, run: Run) -> bool:
         """Whether a run is part of this comparison; its directory may hold others, of an earlier plan."""
@@ -201,12 +267,15 @@ def load_comparison(directory: str | Path) -> Comparison:
     with _reading(directory / "compare.json") as plan:
         baseline = str(plan["baseline"])
         grid = plan["grid"] and Grid(int(plan["grid"]["seed"]), [float(x) for x in plan["grid"]["learning_rates"]])
+        group = [baseline, *(str(name) for name in plan["architectures"] if name != baseline)]
         comparison = Comparison(
             title=str(plan["title"]),
             suite=plan["suite"],
+            scale=plan.get("scale"),
             command=str(plan["command"]),
-            baseline=baseline,
-            architectures=[baseline, *(name for name in plan["architectures"] if name != baseline)],
+            groups=[[str(name) for name in names] for names in plan.get("groups", [group])],
+            rows={name: str(entry["row"]) for name, entry in plan.get("entries", {}).items()},
+            recipe=plan.get("recipe") or {},
             seeds=[int(seed) for seed in plan["seeds"]],
             grid=grid,
             chosen_learning_rate={name: float(rate) for name, rate in plan.get("chosen_learning_rate", {}).items()},

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,67 +13,124 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
 from ..files import write_text
 from . import figures
-from .records import Comparison, Result, load_comparison, state_of
+from . import published as papers
+from .records import ACCURACY, LOSS, Comparison, Result, Run, load_comparison, state_of
+from .stability import STABILITY_HEADERS, STABILITY_NOTE, stability_rows
 from .statistics import PairedDifference, average, relative_improvement, standard_deviation
+from .suite import Suite
+from .suites import SUITES
+from .text import ABSENT, compact, listed, percent, seeds, signed
 
-HEADERS = (
-    "model",
-    "parameters\n(non-emb.)",
-    "KV bytes per\ntoken (bf16)",
-    "validation loss\nmean ± s.d.",
-    "difference to\nbaseline, 95%",
-    "learning\nrate",
-    "tokens/s",
-)
 WHOLE = ("tokens/s",)  # where a terminal is too narrow the columns before it wrap
 DIFFERENCE = 4  # the place of that column
-ABSENT = "–"
+UNITS = {
+    LOSS: "Validation loss is in nats per token",
+    ACCURACY: "Test accuracy is the share of test images whose class is found",
+}
+_RUN = ("difference to baseline", "tokens/s", "minutes")
+RUN_HEADERS = {
+    LOSS: ("architecture", "seed", "validation loss", "perplexity", *_RUN),
+    ACCURACY: ("architecture", "seed", "validation loss", "test accuracy", *_RUN),
+}
 INTERVAL_NOTE = (
     "Differences are paired by seed; after ± stands half of the 95% Student t interval. "
     "“Clearly” means that this interval leaves out zero; it is not corrected for comparing several architectures."
 )
 
 
+def headers(comparison: Comparison) -> tuple[str, ...]:
+    return (
+        "model",
+        "parameters\n(non-emb.)",
+        "KV bytes per\ntoken (bf16)",
+        f"{comparison.measure.name}\nmean ± s.d.",
+        "difference to\nbaseline, 95%",
+        "learning\nrate",
+        "tokens/s",
+    )
+
+
+def terminal_report(comparison: Comparison) -> RenderableType:
+    """The result, and for a suite the papers' numbers beside it and its outcomes, in 100 columns."""
+    parts: list[RenderableType] = [terminal_table(comparison)]
+    for section in _sections(comparison):
+        table = _plain_table(section.heading, section.note, section.headers)
+        for cells in section.rows:
+            table.add_row(_name(cells[0]), *map(Text, cells[1:]))
+        parts += ["", table]
+    if claims := _claims(comparison):
+        parts += ["", Text("\n".join(claims))]
+    return Group(*parts)
+
+
 def terminal_table(comparison: Comparison) -> Table:
     """The result in 100 columns, with a caption that says which differences are clear of zero."""
+    table = _plain_table(comparison.title, _caption(comparison), headers(comparison))
+    better = comparison.measure.better
+    styles = dict.fromkeys(("lower", "higher"), "bold red") | {better: "bold green"}
+    for result in comparison.results:
+        cells = [Text(cell) for cell in _cells(comparison, result)]
+        cells[DIFFERENCE].stylize(styles.get(result.verdict, ""))
+        # Names are long: what extends its baseline's says only by what.
+        baseline = result.baseline.name if result.baseline else result.name
+        cells[0] = _name(re.sub(rf"^{re.escape(baseline)}(?:(?=\+)|, )", "", result.name))
+        table.add_row(*cells)
+    return table
+
+
+def _plain_table(title: str, caption: str, headers: Sequence[str]) -> Table:
     table = Table(
-        title=Text(comparison.title),
-        caption=Text(f"\n{_caption(comparison)}"),
+        title=Text(title),
+        caption=Text(f"\n{caption}") if caption else None,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
     )
-    for place, header in enumerate(HEADERS):
+    for place, header in enumerate(headers):
         table.add_column(header, justify="right" if place else "left", no_wrap=header in WHOLE, overflow="fold")
-    styles = {"lower": "bold green", "higher": "bold red"}
-    for result in comparison.results:
-        cells = [Text(cell) for cell in _cells(comparison, result)]
-        cells[DIFFERENCE].stylize(styles.get(result.verdict, ""))
-        # Names are long: what extends the baseline's says only by what, and breaks between its mechanisms.
-        name = re.sub(rf"^{re.escape(comparison.baseline)}(?=\+)", "", result.name)
-        cells[0] = Text(re.sub(r"(?<=.)\+", "\n+", name))
-        table.add_row(*cells)
     return table
+
+
+def _name(name: str) -> Text:
+    """A name that breaks between its mechanisms."""
+    return Text(re.sub(r"(?<=.)\+", "\n+", name))
 
 
 def markdown_table(comparison: Comparison) -> str:
     """The same table for GitHub; a difference clear of zero is bold."""
-    lines = [[header.replace("\n", " ") for header in HEADERS], ["---", *["---:"] * (len(HEADERS) - 1)]]
+    columns = headers(comparison)
+    lines = [[header.replace("\n", " ") for header in columns], ["---", *["---:"] * (len(columns) - 1)]]
     for result in comparison.results:
-        cells = [cell.replace("|", "\\|").replace("\n", "<br>") for cell in _cells(comparison, result)]
+        cells = [*map(_cell, _cells(comparison, result))]
         if result.verdict in ("lower", "higher"):
             cells[DIFFERENCE] = f"**{cells[DIFFERENCE]}**"
         lines.append([f"`{cells[0]}`", *cells[1:]])
-    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{rows}\n{_caption(comparison)}\n"
+    parts = [_markdown(lines), f"{_caption(comparison)}\n"]
+    for section in _sections(comparison):
+        aligned = ["---", *["---:"] * (len(section.headers) - 1)]
+        lines = [[header.replace("\n", " ") for header in section.headers], aligned]
+        lines += [[f"`{cells[0]}`", *map(_cell, cells[1:])] for cells in section.rows]
+        parts += [f"{section.heading}\n", _markdown(lines), *([f"{section.note}\n"] if section.note else [])]
+    if claims := _claims(comparison):
+        parts.append("".join(f"- {claim}\n" for claim in claims))
+    return "\n".join(parts)
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", "<br>")
 
 
 def write_report(directory: str | Path) -> Path:
@@ -89,17 +147,58 @@ def write_report(directory: str | Path) -> Path:
     return page
 
 
+@dataclass(frozen=True)
+class Section:
+    """A table that follows the result."""
+
+    heading: str
+    note: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def _suite(comparison: Comparison) -> Suite | None:
+    return SUITES.get(comparison.suite or "")
+
+
+def _sections(comparison: Comparison) -> list[Section]:
+    """What a suite's report holds beyond the result: outcomes of its runs, the papers' numbers beside ours."""
+    suite = _suite(comparison)
+    if suite is None:
+        return []
+    found = []
+    if suite.stability:
+        heading = f"Which runs diverged. Here: {papers.here(comparison)}."
+        found.append(Section(heading, STABILITY_NOTE, STABILITY_HEADERS, stability_rows(comparison)))
+    for table in papers.published_tables(comparison, suite):
+        note = " ".join(filter(None, [papers.caveat(comparison), table.note]))
+        found.append(Section(table.heading, note, papers.HEADERS, table.rows))
+    return found
+
+
+def _claims(comparison: Comparison) -> list[str]:
+    suite = _suite(comparison)
+    return list(suite.claims) if suite else []
+
+
 def reading(comparison: Comparison) -> str:
-    """The result in one sentence."""
-    size = comparison.results[0].kv_bytes
+    """The result in a sentence for each baseline."""
+    return " ".join(
+        _group_reading(comparison, [result for result in comparison.results if result.name in names])
+        for names in comparison.groups
+    )
+
+
+def _group_reading(comparison: Comparison, group: Sequence[Result]) -> str:
+    baseline, *others = group
+    size = baseline.kv_bytes
 
     def item(result: Result) -> str:
         assert result.difference is not None
         same = size is None or result.kv_bytes in (None, size)
-        cache = "" if same else f" with {_percent(result.kv_bytes, size)} of the KV cache"
-        return f"{result.name} ({_signed(result.difference.mean)}{cache})"
+        cache = "" if same else f" with {percent(result.kv_bytes, size)} of the KV cache"
+        return f"{result.name} ({signed(result.difference.mean)}{cache})"
 
-    others = comparison.results[1:]
     clauses = []
     for verdict, words in (
         ("lower", "clearly lower for"),
@@ -108,13 +207,18 @@ def reading(comparison: Comparison) -> str:
         ("one seed", "known from one seed only, too few to judge, for"),
     ):
         if chosen := [item(result) for result in others if result.verdict == verdict]:
-            clauses.append(f"{words} {_listed(chosen)}")
-    waiting = [result.name for result in others if result.verdict == "none"]
-    if not clauses:
-        return f"There is no difference to {comparison.baseline} to report yet."
-    open_ends = f"; {_listed(waiting)} cannot be compared yet" if waiting else ""
-    over = "" if len(comparison.seeds) == 1 else f", over {_seeds(len(comparison.seeds))}"
-    return f"Against {comparison.baseline}{over}, validation loss is {'; '.join(clauses)}{open_ends}."
+            clauses.append(f"{words} {listed(chosen)}")
+    fallen = [r.name for r in group if all(r.state(seed) == "diverged" for seed in comparison.seeds)]
+    waiting = [result.name for result in others if result.verdict == "none" and result.name not in fallen]
+    if clauses:
+        open_ends = f"; {listed(waiting)} cannot be compared yet" if waiting else ""
+        over = "" if len(comparison.seeds) == 1 else f", over {seeds(len(comparison.seeds))}"
+        said = f"Against {baseline.name}{over}, {comparison.measure.name} is {'; '.join(clauses)}{open_ends}."
+    elif not fallen or (waiting and baseline.name not in fallen):
+        said = f"There is no difference to {baseline.name} to report yet."
+    else:
+        said = ""
+    return " ".join(filter(None, [said, f"{listed(fallen)} diverged." if fallen else ""]))
 
 
 def _caption(comparison: Comparison) -> str:
@@ -128,7 +232,7 @@ def remarks(comparison: Comparison) -> list[str]:
     lines = list(comparison.notes)
     for result in comparison.results:
         if absent := [str(seed) for seed in comparison.seeds if result.state(seed) == "missing"]:
-            lines.append(f"{result.name}: no finished run yet for seed{'s' * (len(absent) > 1)} {_listed(absent)}.")
+            lines.append(f"{result.name}: no finished run yet for seed{'s' * (len(absent) > 1)} {listed(absent)}.")
         for seed, run in sorted(result.finals.items()):
             if run.diverged:
                 step, why = run.diverged
@@ -142,10 +246,14 @@ def remarks(comparison: Comparison) -> list[str]:
             lines.append(f"{name}, learning rate {rate:g} of the search: diverged at step {tried.diverged[0]:,}.")
     if len({run.data["sha256"] for run in comparison.finals}) > 1:
         lines.append("The runs did not all use the same data; their losses cannot be compared.")
+    groups = [
+        [run for result in comparison.results if result.name in names for run in result.finals.values()]
+        for names in comparison.groups
+    ]
     for seed in comparison.seeds:
-        if len({run.batch_plan["sha256"] for run in comparison.finals if run.seed == seed}) > 1:
+        if any(len({run.batch_plan["sha256"] for run in runs if run.seed == seed}) > 1 for runs in groups):
             lines.append(f"Seed {seed}: the runs did not all see the same batches; their differences are not paired.")
-    if len({run.tokens for run in comparison.finals if run.loss is not None}) > 1:
+    if any(len({run.tokens for run in runs if run.loss is not None}) > 1 for runs in groups):
         lines.append("The runs were not all trained on the same number of tokens.")
     return lines
 
@@ -163,14 +271,19 @@ def html_page(comparison: Comparison) -> str:
         interval_note=INTERVAL_NOTE,
         finished=sum(run.loss is not None or run.diverged is not None for run in comparison.finals),
         planned=len(comparison.architectures) * len(comparison.seeds),
-        headers=HEADERS,
+        headers=headers(comparison),
         rows=[(_cells(comparison, result), result.verdict) for result in comparison.results],
         difference=DIFFERENCE,
         words={"lower": "clearly lower", "higher": "clearly higher", "unclear": "not clear"},
+        better=comparison.measure.better,
+        unit=UNITS[comparison.measure],
         figures=_figures(comparison),
         facts=_facts(comparison),
         recipes=_recipes(comparison),
+        run_headers=RUN_HEADERS[comparison.measure],
         run_rows=_run_rows(comparison),
+        sections=_sections(comparison),
+        claims=_claims(comparison),
         remarks=remarks(comparison),
         version=__version__,
     )
@@ -178,18 +291,18 @@ def html_page(comparison: Comparison) -> str:
 
 def _cells(comparison: Comparison, result: Result) -> list[str]:
     """One row of the table, as text; a line break separates a value from a remark on it."""
-    reference = comparison.results[0].kv_bytes
+    reference = (result.baseline or result).kv_bytes
     run, kv_bytes = result.any_run, result.kv_bytes
     states = [result.state(seed) for seed in comparison.seeds]
     counted = [f"{states.count(state)} {state}" for state in ("diverged", "missing") if state in states]
-    loss = [_with_spread(list(result.losses.values()))] if result.losses else []
+    found = [_with_spread(list(result.scores.values()))] if result.scores else []
     speeds = [run.tokens_per_second for run in result.finals.values() if run.loss is not None and run.tokens_per_second]
     return [
         result.name,
-        f"{_compact(run.parameters['total'])} ({_compact(run.parameters['non_embedding'])})" if run else ABSENT,
-        (f"{kv_bytes:,}" + (f" ({_percent(kv_bytes, reference)})" if reference else "")) if kv_bytes else ABSENT,
-        "\n".join([*loss, *counted]),
-        "baseline" if result.name == comparison.baseline else _difference(result.difference, len(comparison.seeds)),
+        f"{compact(run.parameters['total'])} ({compact(run.parameters['non_embedding'])})" if run else ABSENT,
+        (f"{kv_bytes:,}" + (f" ({percent(kv_bytes, reference)})" if reference else "")) if kv_bytes else ABSENT,
+        "\n".join([*found, *counted]),
+        "baseline" if result.baseline is None else _difference(result.difference, len(comparison.seeds)),
         ABSENT if result.learning_rate is None else f"{result.learning_rate:g}",
         f"{np.mean(speeds):,.0f}" if speeds else ABSENT,
     ]
@@ -200,7 +313,7 @@ def _difference(difference: PairedDifference | None, planned: int) -> str:
         return ABSENT
     spread = "" if difference.half_width is None else f" ± {difference.half_width:.4f}"
     pairs = len(difference.by_seed)
-    return f"{_signed(difference.mean)}{spread}" + ("" if pairs == planned else f"\n{_seeds(pairs)}")
+    return f"{signed(difference.mean)}{spread}" + ("" if pairs == planned else f"\n{seeds(pairs)}")
 
 
 def _figures(comparison: Comparison) -> list[tuple[str, str, figures.Drawing]]:
@@ -212,7 +325,7 @@ def _figures(comparison: Comparison) -> list[tuple[str, str, figures.Drawing]]:
             result.style,
             average(result.curves()),
             [
-                (run.diverged[0], max(run.evaluations.items(), default=(0, math.inf))[1])
+                (run.diverged[0], max(run.scores.items(), default=(0, math.inf))[1])
                 for run in result.finals.values()
                 if run.diverged
             ],
@@ -224,22 +337,24 @@ def _figures(comparison: Comparison) -> list[tuple[str, str, figures.Drawing]]:
         per_step = {run.recipe["batch_size"] * run.context_length for run in comparison.finals}
         found.append(
             (
-                "Validation loss during training",
+                f"{_title(comparison.measure.name)} during training",
                 "Lines are means over seeds, bands reach from the lowest to the highest seed. The first evaluations, "
-                "where every model is still bad, lie above the upper edge.",
-                figures.loss_curves(curves, per_step.pop() if len(per_step) == 1 else None),
+                "where every model is still bad, lie beyond the edge.",
+                figures.curves(curves, comparison.measure, per_step.pop() if len(per_step) == 1 else None),
             )
         )
     gains = [
-        figures.Series(result.name, result.style, relative_improvement(result.curves(), results[0].curves()))
-        for result in results[1:]
+        figures.Series(result.name, result.style, relative_improvement(result.curves(), result.baseline.curves()))
+        for result in results
+        if result.baseline and comparison.measure == LOSS
     ]
     gains = [series for series in gains if series.points]
     if gains:
+        over = comparison.baselines[0] if len(comparison.groups) == 1 else "its own baseline"
         found.append(
             (
-                f"Improvement over {comparison.baseline}",
-                f"How much lower the validation loss is than that of {comparison.baseline} at the same step and seed, "
+                f"Improvement over {over}",
+                f"How much lower the validation loss is than that of {over} at the same step and seed, "
                 "in percent; above zero is better. Bands reach from the lowest to the highest seed.",
                 figures.improvement_curves(gains),
             )
@@ -272,7 +387,7 @@ def _figures(comparison: Comparison) -> list[tuple[str, str, figures.Drawing]]:
         for result in results
         if result.losses and result.kv_bytes is not None
     ]
-    if points:
+    if len({point.kv_bytes for point in points}) > 1:
         found.append(
             (
                 "Validation loss and KV cache",
@@ -297,6 +412,15 @@ def _facts(comparison: Comparison) -> list[tuple[str, list[str]]]:
                 f"{run.data['train_tokens']:,} to train on, {run.data['validation_tokens']:,} to validate on"
                 + (f", {size:.3g} bytes of text per token" if (size := run.data["bytes_per_token"]) else "")
                 for run in runs
+                if not run.images
+            ),
+        ),
+        (
+            "Images in the data",
+            _distinct(
+                f"{run.data['train_images']:,} to train on, {run.data['test_images']:,} to test on"
+                for run in runs
+                if run.images
             ),
         ),
         ("Data, SHA-256", _distinct(run.data["sha256"] for run in runs)),
@@ -307,17 +431,18 @@ def _facts(comparison: Comparison) -> list[tuple[str, list[str]]]:
         (
             "Training",
             _distinct(
-                f"{run.recipe['steps']:,} steps of {run.recipe['batch_size']:,} sequences of {run.context_length:,} "
-                f"tokens: {run.recipe['steps'] * run.recipe['batch_size'] * run.context_length:,} tokens"
+                f"{run.recipe['steps']:,} steps of {run.recipe['batch_size']:,} {_inputs(run)} "
+                f"of {run.context_length:,} tokens: "
+                f"{run.recipe['steps'] * run.recipe['batch_size'] * run.context_length:,} tokens"
                 for run in runs
             ),
         ),
-        ("Validation", _distinct(f"{run.batch_plan['evaluation_sequences']:,} sequences" for run in runs)),
+        ("Validation", _distinct(f"{run.batch_plan['evaluation_sequences']:,} {_inputs(run)}" for run in runs)),
         ("Seeds", [", ".join(map(str, comparison.seeds))]),
         (
             "Learning rates",
             [
-                f"for each architecture the one of {_listed([f'{rate:g}' for rate in grid.learning_rates])} with the "
+                f"for each architecture the one of {listed([f'{rate:g}' for rate in grid.learning_rates])} with the "
                 f"lowest validation loss on seed {grid.seed}"
                 + ("" if grid.seed in comparison.seeds else ", which no run in the table uses")
                 if grid
@@ -355,7 +480,7 @@ def _recipes(comparison: Comparison) -> dict[str, Any]:
 
 
 def _run_rows(comparison: Comparison) -> list[list[str]]:
-    """Every final run: architecture, seed, loss, perplexity, difference to the baseline, tokens/s, minutes."""
+    """Every final run, as RUN_HEADERS has it."""
     rows = []
     for result in comparison.results:
         for seed in comparison.seeds:
@@ -366,13 +491,27 @@ def _run_rows(comparison: Comparison) -> list[list[str]]:
                     result.name,
                     str(seed),
                     f"{run.loss:.4f}" if run and run.loss is not None else result.state(seed),
-                    f"{run.perplexity:,.2f}" if run and run.perplexity is not None else ABSENT,
-                    ABSENT if difference is None else _signed(difference),
+                    _beside_loss(run),
+                    ABSENT if difference is None else signed(difference),
                     f"{run.tokens_per_second:,.0f}" if run and run.tokens_per_second else ABSENT,
                     f"{run.seconds / 60:,.1f}" if run else ABSENT,
                 ]
             )
     return rows
+
+
+def _beside_loss(run: Run | None) -> str:
+    if run is not None and run.accuracy is not None:
+        return f"{run.accuracy:.4f}"
+    return ABSENT if run is None or run.perplexity is None else f"{run.perplexity:,.2f}"
+
+
+def _inputs(run: Run) -> str:
+    return "images" if run.images else "sequences"
+
+
+def _title(words: str) -> str:
+    return words[0].upper() + words[1:]
 
 
 def _distinct(values: Iterable[str]) -> list[str]:
@@ -394,27 +533,3 @@ def _value(value: Any) -> str:
 def _with_spread(values: Sequence[float]) -> str:
     deviation = standard_deviation(values)
     return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ± {deviation:.4f}")
-
-
-def _seeds(count: int) -> str:
-    return f"{count} seed" if count == 1 else f"{count} seeds"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−")
-
-
-def _percent(part: int | None, whole: int | None) -> str:
-    return f"{100 * part / whole:.0f}%" if part is not None and whole else ABSENT
-
-
-def _compact(count: int) -> str:
-    """Three digits: 786k, 1.34M, 124M."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{float(f'{count / size:.3g}'):g}{unit}"
-    return str(count)
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

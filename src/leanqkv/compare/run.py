@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ..data import TokenData
 from ..errors import LeanError
 from ..files import read_json, write_json
-from ..presets import parse_name, preset, recipe
+from ..presets import preset
 from ..train import Precision, RunSpec, choose_precision, parse_precision, train
 from ..train.environment import available_cores, check_device, default_device
-from ..train.run import check_fit
+from ..train.work import Data, check_fit
+from .suite import Entry, Group, check_groups
 
 COMPARISON = "compare.json"
 # Above this many parameters a CPU is used better by one run on all cores than by one run a core.
@@ -28,25 +28,40 @@ SMALL_MODEL = 20_000_000
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared. The first architecture is the baseline.
+    """What is compared: in each group the first entry is the baseline of the others.
 
     Attributes:
         learning_rates: the grid to search, for each architecture by itself, on a seed of its own; None: the rates of
             the recipes.
-        recipe: overrides for every architecture's own recipe.
+        recipe: what a person asked for in place of every architecture's own recipe.
+        suite, scale: of a suite, its name and scale.
+        notes: what the report is to say of it.
+
+    Raises:
+        LeanError: two entries of one name, or a recipe for all where the entries differ in just that.
     """
 
     title: str
-    architectures: tuple[str, ...]
+    groups: tuple[Group, ...]
     seeds: tuple[int, ...]
-    recipe: dict[str, Any]
+    recipe: Mapping[str, Any]
     command: str
     suite: str | None = None
+    scale: str | None = None
+    notes: tuple[str, ...] = ()
     learning_rates: tuple[float, ...] | None = None
     context_length: int | None = None
     evaluation_sequences: int = 128
     evaluate_every: int = 50
     micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_groups(self.groups, {*self.recipe, *(("learning_rate",) if self.learning_rates else ())})
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """By label, the first baseline first."""
+        return {entry.label: entry for group in self.groups for entry in group}
 
     @property
     def grid_seed(self) -> int:
@@ -73,7 +88,7 @@ class Update:
 
 def run_comparison(
     comparison: Comparison,
-    data: TokenData,
+    data: Data,
     out: Path,
     *,
     precision: str = "auto",
@@ -96,12 +111,13 @@ def run_comparison(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
     device = check_device(device or default_device())
-    configs = {name: preset(name) for name in comparison.architectures}
-    recipes = {name: recipe(name, **comparison.recipe) for name in comparison.architectures}
+    entries = comparison.entries
+    configs = {name: preset(entry.model) for name, entry in entries.items()}
+    recipes = {name: entry.full_recipe(comparison.recipe) for name, entry in entries.items()}
     context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
     for name, config in configs.items():
         check_fit(name, config, data, context)
-    baseline = comparison.architectures[0]
+    baseline = next(iter(entries))
     runs = len(configs) * len(comparison.seeds)
     largest = max(config.plan.count_parameters().total for config in configs.values())
     workers = min(runs, jobs or default_jobs(device, largest))
@@ -131,7 +147,7 @@ def run_comparison(
         spec = RunSpec(
             name=name,
             config=configs[name].as_overrides(),
-            recipe=recipe(name, **{**comparison.recipe, "learning_rate": learning_rate}),
+            recipe=entries[name].full_recipe({**comparison.recipe, "learning_rate": learning_rate}),
             seed=seed,
             context_length=context,
             precision=str(chosen),
@@ -184,32 +200,39 @@ def _parse(choice: str) -> Precision:
     return precision
 
 
-def _claim(out: Path, comparison: Comparison, context: int, data: TokenData) -> dict[str, Any]:
+def _claim(out: Path, comparison: Comparison, context: int, data: Data) -> dict[str, Any]:
     """Makes `out` this comparison's own, or finds what an earlier start of it wrote."""
-    for name in comparison.architectures:
-        parse_name(name)
+    entries = comparison.entries
     wanted = {
         "title": comparison.title,
         "suite": comparison.suite,
+        "scale": comparison.scale,
         "command": comparison.command,
-        "baseline": comparison.architectures[0],
-        "architectures": list(comparison.architectures),
+        "baseline": next(iter(entries)),
+        "architectures": list(entries),
+        "groups": [[entry.label for entry in group] for group in comparison.groups],
+        "entries": {
+            label: {"model": entry.model, "recipe": dict(entry.recipe), "row": entry.row}
+            for label, entry in entries.items()
+        },
         "seeds": list(comparison.seeds),
         "grid": {"seed": comparison.grid_seed, "learning_rates": list(comparison.learning_rates)}
         if comparison.learning_rates
         else None,
-        "recipe": comparison.recipe,
+        "recipe": dict(comparison.recipe),
         "context_length": context,
         "evaluation_sequences": comparison.evaluation_sequences,
         "evaluate_every": comparison.evaluate_every,
         "micro_batch_size": comparison.micro_batch_size,
         "data_sha256": data.sha256,
-        "notes": [],
+        "notes": list(comparison.notes),
     }
     file = out / COMPARISON
     if file.exists():
         found = read_json(file)
-        different = [key for key in wanted if key not in ("command", "title") and found.get(key) != wanted[key]]
+        # What an earlier version did not write yet says nothing against it.
+        told = [key for key in wanted if key in found and key not in ("command", "title", "notes")]
+        different = [key for key in told if found[key] != wanted[key]]
         if different:
             shown = "; ".join(f"{key}: {found.get(key)} there, {wanted[key]} asked" for key in different)
             raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
@@ -223,7 +246,7 @@ def _claim(out: Path, comparison: Comparison, context: int, data: TokenData) -> 
 
 def _run_jobs(
     jobs: Sequence[Job],
-    data: TokenData,
+    data: Data,
     settings: dict[str, Any],
     workers: int,
     threads: int,
@@ -290,7 +313,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(index: int, job: Job, data: TokenData, settings: dict[str, Any]) -> dict[str, Any]:
+def _work(index: int, job: Job, data: Data, settings: dict[str, Any]) -> dict[str, Any]:
     def progress(step: int, steps: int, loss: float | None, rate: float | None) -> None:
         _steps.put((index, step, loss, rate))
 

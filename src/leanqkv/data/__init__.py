@@ -1,16 +1,24 @@
-"""Text in, batches out: corpora, tokenizer, token files, and the batch plan every run of a comparison shares."""
+"""Text and images in, batches out: corpora, tokenizer, files, and the batch plan every run of a comparison shares."""
 
-from .batches import BatchPlan, batch_plan, collate, make_batch_plan
+from .batches import BatchPlan, batch_plan, collate, image_plan, make_batch_plan, make_image_plan
 from .corpus import Corpus, open_corpus
+from .images import ImageData, image_batch, prepare_images, processor_settings, scaled_pixels
 from .prepare import TokenData, prepare_data
 
 __all__ = [
     "BatchPlan",
     "Corpus",
+    "ImageData",
     "TokenData",
     "batch_plan",
     "collate",
+    "image_batch",
+    "image_plan",
     "make_batch_plan",
+    "make_image_plan",
     "open_corpus",
     "prepare_data",
+    "prepare_images",
+    "processor_settings",
+    "scaled_pixels",
 ]

@@ -1,11 +1,12 @@
-"""The batch plan: which tokens make up every training batch and every evaluation, decided once, before any model.
+"""The batch plan: which tokens or images make up every training batch and every evaluation, decided once, before any
+model.
 
 P1 section 5 and P2 section 3.1: all models of a comparison see the same tokens in the same order and are evaluated on
 the same tokens.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,16 @@ from ..files import partial_name
 @dataclass(frozen=True)
 class BatchPlan:
     """Start offsets into the token files; a sequence is the `context_length` tokens from there on, and its targets the
-    same shifted by one.
+    same shifted by one. Of images, their indices.
 
     Attributes:
         train_starts: [steps, batch_size]; row i is optimizer step i.
-        evaluation_starts: [sequences] into the validation tokens; the same for every seed.
+        evaluation_starts: [sequences] into the validation tokens, or the test images; the same for every seed.
         sha256: of both arrays.
     """
 
     train_starts: np.ndarray
     evaluation_starts: np.ndarray
-    context_length: int
     sha256: str
 
     def record(self) -> dict[str, Any]:
@@ -46,17 +46,33 @@ def batch_plan(
     directory: Path, *, seed: int, steps: int, batch_size: int, context_length: int, **sizes: int
 ) -> BatchPlan:
     """The plan saved in `directory`, made and saved there first if need be; arguments as `make_batch_plan`."""
-    stem = f"seed{seed}-{steps}x{batch_size}x{context_length}"
+    return _saved(
+        directory,
+        f"seed{seed}-{steps}x{batch_size}x{context_length}",
+        lambda: make_batch_plan(seed=seed, steps=steps, batch_size=batch_size, context_length=context_length, **sizes),
+    )
+
+
+def image_plan(directory: Path, *, seed: int, steps: int, batch_size: int, **sizes: int) -> BatchPlan:
+    """The same for images; arguments as `make_image_plan`."""
+    return _saved(
+        directory,
+        f"seed{seed}-{steps}x{batch_size}-images",
+        lambda: make_image_plan(seed=seed, steps=steps, batch_size=batch_size, **sizes),
+    )
+
+
+def _saved(directory: Path, stem: str, make: Callable[[], BatchPlan]) -> BatchPlan:
     files = [directory / f"{stem}-{part}.npy" for part in ("train", "evaluation")]
     if not all(file.exists() for file in files):
-        made = make_batch_plan(seed=seed, steps=steps, batch_size=batch_size, context_length=context_length, **sizes)
+        made = make()
         directory.mkdir(parents=True, exist_ok=True)
         for file, array in zip(files, (made.train_starts, made.evaluation_starts), strict=True):
             with (partial := partial_name(file)).open("wb") as stream:
                 np.save(stream, array)
             partial.replace(file)
     train, evaluation = (np.load(file, mmap_mode="r") for file in files)
-    return BatchPlan(train, evaluation, context_length, _digest(train, evaluation))
+    return BatchPlan(train, evaluation, _digest(train, evaluation))
 
 
 def make_batch_plan(
@@ -74,7 +90,22 @@ def make_batch_plan(
     """
     train = np.random.default_rng([seed, 0]).integers(0, train_tokens - context_length, (steps, batch_size))
     evaluation = np.random.default_rng([0, 1]).integers(0, validation_tokens - context_length, evaluation_sequences)
-    return BatchPlan(train, evaluation, context_length, _digest(train, evaluation))
+    return BatchPlan(train, evaluation, _digest(train, evaluation))
+
+
+def make_image_plan(
+    *, train_images: int, test_images: int, batch_size: int, steps: int, evaluation_images: int, seed: int
+) -> BatchPlan:
+    """Draws an order of all training images for every epoch, of which the batches are cut one after another, across
+    the ends of epochs too. The evaluation takes the whole test split, or that many images of it, which do not depend
+    on `seed`.
+    """
+    random = np.random.default_rng([seed, 0])
+    epochs = -(-steps * batch_size // train_images)
+    order = np.concatenate([random.permutation(train_images) for _ in range(epochs)])
+    train = order[: steps * batch_size].reshape(steps, batch_size)
+    evaluation = np.sort(np.random.default_rng([0, 1]).permutation(test_images)[:evaluation_images])
+    return BatchPlan(train, evaluation, _digest(train, evaluation))
 
 
 def _digest(train: np.ndarray, evaluation: np.ndarray) -> str:

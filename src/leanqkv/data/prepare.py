@@ -1,10 +1,6 @@
 """Tokenizes a corpus once, into memory-mapped files cached by content, however much larger than memory it is."""
 
 import hashlib
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -15,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import LeanError
+from .cache import cache_directory, made_once
 from .corpus import open_corpus
 from .tokenizer import load_tokenizer, train_tokenizer
 
@@ -79,13 +76,6 @@ class TokenData:
         return {name: value for name, value in asdict(self).items() if name not in ("directory",)}
 
 
-def cache_directory() -> Path:
-    """Where prepared data is kept: $LEANQKV_CACHE, else leanqkv under $XDG_CACHE_HOME or ~/.cache."""
-    if "LEANQKV_CACHE" in os.environ:
-        return Path(os.environ["LEANQKV_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanqkv"
-
-
 def prepare_data(
     source: str | None = None,
     *,
@@ -121,31 +111,16 @@ def prepare_data(
     about_tokenizer = named.backend_tokenizer.to_str() if named is not None else f"bpe {vocab_size}"
     content = f"{FORMAT}\0{corpus.fingerprint}\0{about_tokenizer}\0{max_documents}"
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
-    directory = cache_directory() / "data" / key
-    if (directory / "data.json").exists():
-        return _load(directory)
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=directory.parent))
-    try:
+    def fill(directory: Path) -> dict[str, Any]:
         progress("training the tokenizer", 0)
         chosen = named or train_tokenizer(islice(corpus.documents(), max_documents), vocab_size)
-        chosen.save_pretrained(partial / "tokenizer")
-        facts = _write_tokens(partial, islice(corpus.documents(), max_documents), chosen, progress)
-        about = {"description": corpus.description, "vocab_size": len(chosen), **facts}
-        (partial / "data.json").write_text(json.dumps(about, indent=1))
-        try:
-            partial.rename(directory)
-        except OSError:
-            if not (directory / "data.json").exists():  # else another process finished the same data first
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return _load(directory)
+        chosen.save_pretrained(directory / "tokenizer")
+        facts = _write_tokens(directory, islice(corpus.documents(), max_documents), chosen, progress)
+        return {"description": corpus.description, "vocab_size": len(chosen), **facts}
 
-
-def _load(directory: Path) -> TokenData:
-    return TokenData(directory=directory, **json.loads((directory / "data.json").read_text()))
+    directory = cache_directory() / "data" / key
+    return TokenData(directory=directory, **made_once(directory, fill))
 
 
 def _write_tokens(

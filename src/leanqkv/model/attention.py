@@ -36,6 +36,7 @@ class HeadGroup:
     queries: slice
     keys: HeadSource
     values: HeadSource
+    scale: float
 
 
 @cache
@@ -62,10 +63,12 @@ def head_groups(plan: LayerPlan) -> list[HeadGroup]:
     keys, values = plan.layout.keys, plan.layout.values
     edges = sorted({*bounds(keys), *bounds(values)})
     size = plan.num_query_heads // edges[-1]
-    return [
-        HeadGroup(slice(start * size, stop * size), part(keys, start, stop), part(values, start, stop))
-        for start, stop in pairwise(edges)
-    ]
+    groups = []
+    for start, stop in pairwise(edges):
+        source = part(keys, start, stop)
+        scale = plan.attention_scale(source.layer)
+        groups.append(HeadGroup(slice(start * size, stop * size), source, part(values, start, stop), scale))
+    return groups
 
 
 class LeanAttention(nn.Module):
@@ -146,7 +149,7 @@ class LeanAttention(nn.Module):
                 group_values[:, group.values.start : group.values.stop],
                 attention_mask,
                 dropout=self.config.attention_dropout if self.training else 0.0,
-                scaling=plan.attention_scale,
+                scaling=group.scale,
                 **kwargs,
             )
             outputs.append(output)

@@ -85,7 +85,9 @@ class LatentAttention(nn.Module):
         key_rope = sources[plan.layout.keys[0].layer].keys if plan.layout.keys else None
 
         attend = self._absorbed if self._absorbing_pays(query, pieces, attention_mask) else self._expanded
-        output, weights = attend(query, query_rope, pieces, key_rope, attention_mask, plan.attention_scale, **kwargs)
+        output, weights = attend(
+            query, query_rope, pieces, key_rope, attention_mask, plan.attention_scale(plan.layer), **kwargs
+        )
         return self.o_proj(output.flatten(2)), weights, own
 
     def _rotated(self, projected: Tensor | None, position_embeddings) -> Tensor | None:

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from .config import LeanConfig
-from .moe import load_balancing_loss
+from .moe import batch_share, load_balancing_loss
 from .transformer import LeanModel, LeanPreTrainedModel, require_task
 
 
@@ -68,8 +68,10 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             if outputs.router_logits is not None:
                 aux_loss = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
-                coefficient = self.config.router_aux_loss_coef or 0.0
-                loss = loss + coefficient * _batch_share(labels, kwargs) * aux_loss
+                shifted = kwargs.get("shift_labels")
+                targets = shifted if shifted is not None else labels[:, 1:]  # type: ignore[index]
+                share = batch_share(targets, kwargs.get("num_items_in_batch"))
+                loss = loss + self.config.router_aux_loss_coef * share * aux_loss  # type: ignore[operator]
         return MoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,
@@ -88,17 +90,6 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
                 mask = kwargs.get("attention_mask")
                 kwargs["prefix_mask"] = torch.ones_like(prompt) if mask is None else mask
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-
-
-def _batch_share(labels: Tensor | None, kwargs: dict[str, Any]) -> Tensor | float:
-    """The part of the whole batch's targets that this call scores: the cross-entropy of accumulated micro-batches is
-    their sum over `num_items_in_batch`, and the load-balancing loss must be averaged over them in the same way."""
-    items = kwargs.get("num_items_in_batch")
-    if items is None:
-        return 1.0
-    shifted = kwargs.get("shift_labels")
-    targets = shifted if shifted is not None else labels[:, 1:]  # type: ignore[index]
-    return (targets != -100).sum() / items
 
 
 LeanForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,7 +1,7 @@
 """LeanConfig: everything that defines the function a checkpoint computes."""
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -12,6 +12,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .cache import layer_type
 from .plan import Plan, make_plan
 from .registry import ConfigError, suggest
+
+# A whole number that may be left out: `__post_init__` fills it in (but for the vocabulary of a model of images).
+if TYPE_CHECKING:
+    FilledIn = int
+else:
+    FilledIn = int | None
 
 CHOICES = {
     "position_embedding_type": ("learned", "rope", "none"),
@@ -96,14 +102,14 @@ class LeanConfig(PreTrainedConfig):
     model_type = "leanqkv"
     keys_to_ignore_at_inference = ["past_key_values"]
 
-    vocab_size: int | None = None
+    vocab_size: FilledIn = None  # type: ignore[assignment]
     hidden_size: int = 768
     intermediate_size: int = 3072
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int | None = None
+    max_position_embeddings: FilledIn = None  # type: ignore[assignment]
     position_embedding_type: str = "learned"
     rope_parameters: dict | None = None
     norm_type: str = "layernorm"
@@ -235,12 +241,13 @@ class LeanConfig(PreTrainedConfig):
                 f"{tokens - 1} patches, {tokens}; leave it out"
             )
         self.max_position_embeddings = tokens
-        if num_labels is not None and self.id2label is not None and len(self.id2label) != num_labels:
-            raise ConfigError(f"num_labels ({num_labels}) and id2label ({len(self.id2label)} labels) contradict each other")
-        labels = num_labels if self.id2label is None else len(self.id2label)
-        self.num_labels = 2 if labels is None else labels
-        if not self.num_labels or self.num_labels < 2:
+        named = None if self.id2label is None else len(self.id2label)
+        labels = next((count for count in (num_labels, named) if count is not None), 2)
+        if not isinstance(labels, int) or labels < 2:
             raise ConfigError(f"num_labels must be a whole number, at least 2, found {labels!r}")
+        if named not in (None, labels):
+            raise ConfigError(f"num_labels ({labels}) is not the number of labels in id2label ({named})")
+        self.num_labels = labels
 
     def _check_positions(self) -> None:
         if self.kv_lora_rank is None and self.qk_rope_head_dim is not None:
@@ -306,6 +313,8 @@ class LeanConfig(PreTrainedConfig):
             )
         if self.task != "causal_lm" and self.mask_type != "bidirectional":
             raise ConfigError(f"task {self.task!r} attends bidirectionally, found mask_type {self.mask_type!r}")
+        if self.sliding_window == 1:
+            raise ConfigError("sliding_window must be at least 2: within 1 a token attends to itself alone")
         if self.sliding_window is not None and self.mask_type != "causal":
             raise ConfigError(f"sliding_window needs mask_type 'causal', found {self.mask_type!r}")
 

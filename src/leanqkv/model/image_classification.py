@@ -18,7 +18,7 @@ class LeanForImageClassification(LeanPreTrainedModel):
     """Patches and a class token that all see each other; a linear head reads the class off the class token."""
 
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = "image"
     _input_embed_layer = "embed_patches"
 
     def __init__(self, config: LeanConfig):
@@ -43,14 +43,12 @@ class LeanForImageClassification(LeanPreTrainedModel):
         logits = self.classifier(outputs.last_hidden_state[:, 0])
         loss = None
         if labels is not None:
-            # Of accumulated micro-batches: the sum over all of them is the mean of the whole batch.
-            items = kwargs.get("num_items_in_batch")
-            share = 1.0 if items is None else len(labels) / items
-            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = share * F.cross_entropy(exact, labels)
+            loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
             if outputs.router_logits is not None:
-                coefficient = self.config.router_aux_loss_coef or 0.0
-                loss = loss + coefficient * share * load_balancing_loss(self.config, outputs.router_logits, None)
+                balance = load_balancing_loss(self.config, outputs.router_logits, None)
+                loss = loss + (self.config.router_aux_loss_coef or 0.0) * balance
+            if (items := kwargs.get("num_items_in_batch")) is not None:
+                loss = loss * len(labels) / items  # a micro-batch's part of the mean over the whole batch
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

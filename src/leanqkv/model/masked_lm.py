@@ -8,6 +8,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from .config import LeanConfig
+from .moe import batch_share, load_balancing_loss
 from .transformer import LeanModel, LeanPreTrainedModel, require_task
 
 
@@ -34,7 +35,8 @@ class LeanForMaskedLM(LeanPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs,
     ) -> MaskedLMOutput:
-        """Logits [batch, positions, vocab_size] and, with labels, the mean cross-entropy in nats.
+        """Logits [batch, positions, vocab_size] and, with labels, the mean cross-entropy in nats; with experts,
+        their weighted load-balancing loss is added to it.
 
         Args:
             attention_mask: [batch, positions], 1 for real tokens and 0 for padding.
@@ -52,6 +54,10 @@ class LeanForMaskedLM(LeanPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if outputs.router_logits is not None:
+                share = batch_share(labels, kwargs.get("num_items_in_batch"))
+                balance = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
+                loss = loss + self.config.router_aux_loss_coef * share * balance  # type: ignore[operator]
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

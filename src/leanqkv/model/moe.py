@@ -76,3 +76,9 @@ def load_balancing_loss(config, router_logits: tuple[Tensor, ...], attention_mas
     """
     experts, chosen = config.num_local_experts, config.num_experts_per_tok
     return load_balancing_loss_func(router_logits, experts, chosen, attention_mask)  # type: ignore[arg-type,return-value]
+
+
+def batch_share(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
+    """The part of a whole batch's targets (-100: none) that one call scores. The cross-entropy of accumulated
+    micro-batches is their sum over `num_items_in_batch`; the load-balancing loss is averaged over them likewise."""
+    return 1.0 if num_items_in_batch is None else (targets != -100).sum() / num_items_in_batch

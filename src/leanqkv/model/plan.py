@@ -62,17 +62,18 @@ class LayerPlan:
     window: int | None = None  # attends to that many positions, its own included; None: to all
     lends_mlp_hidden: bool = False
     averaged: tuple[int, ...] = ()  # DenseFormer: the outputs averaged after this block
+    key_scales: tuple[tuple[int, float], ...] = ()  # layers whose keys it attends with: the factor they ask for
     caches: bool = True  # false where the whole input is seen at once: nothing is kept for later
 
     @property
     def num_query_heads(self) -> int:
         return self.layout.num_query_heads
 
-    @property
-    def attention_scale(self) -> float:
-        """Factor on q k^T: `1 / sqrt(head_dim)` times what the query and the key mechanism ask for."""
+    def attention_scale(self, key_layer: int) -> float:
+        """Factor on q k^T: `1 / sqrt(head_dim)` times what the query asks for and what the keys ask for, wherever they
+        come from."""
         width = self.head_dim + (self.latent.rope_dim if self.latent else 0)
-        return width**-0.5 * getattr(self.query.options, "scale", 1.0) * getattr(self.key.options, "scale", 1.0)
+        return width**-0.5 * getattr(self.query.options, "scale", 1.0) * dict(self.key_scales).get(key_layer, 1.0)
 
     @property
     def borrowed(self) -> tuple[HeadSource, ...]:
@@ -98,6 +99,12 @@ class LayerPlan:
             heads = {"keys": self.computed_key_heads, "values": values}
             found = [CachedTensor(name, number, self.head_dim) for name, number in heads.items() if number]
         return tuple(found) if self.caches else ()
+
+    @property
+    def weights(self) -> tuple:
+        """What layers that share a block must have in common: the mechanisms and how many heads each makes."""
+        mechanisms = (self.query, self.key, self.value, self.output, self.layout.mixer)
+        return (*mechanisms, self.num_query_heads, self.computed_key_heads, self.computed_value_heads)
 
     @property
     def reuses_keys(self) -> bool:
@@ -191,6 +198,9 @@ def make_plan(config) -> Plan:
             window=config.sliding_window if windowed else None,
             lends_mlp_hidden=i + 1 < num_layers and getattr(queries[i + 1].cls, "needs_mlp_hidden", False),
             averaged=averaged.get(i, ()),
+            key_scales=tuple(
+                (source.layer, getattr(keys[source.layer].options, "scale", 1.0)) for source in layout.keys
+            ),
             caches=config.mask_type != "bidirectional",
         )
         (_refuse_latent if latent else _refuse)(config, layer)
@@ -208,6 +218,12 @@ def _refuse(config, plan: LayerPlan) -> None:
     ):
         if reason := mechanism.cls.clash(config, heads, mechanism.options):
             raise ConfigError(f"{slot} {mechanism.kind!r} in layer {plan.layer}: {reason}")
+        named = {layer for spec in getattr(config, slot) for layer in spec.get("layers") or ()}
+        if not heads and plan.layer in named:
+            raise ConfigError(
+                f"{slot} {mechanism.kind!r} in layer {plan.layer}: it computes no {slot}s of its own, they come from "
+                "another layer; leave it out of `layers`"
+            )
     if plan.reuses_keys and plan.computed_value_heads > plan.computed_key_heads:
         raise ConfigError(
             f"value 'keys' in layer {plan.layer}: it computes {plan.computed_value_heads} value heads but only "
@@ -249,13 +265,13 @@ def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
                 raise ConfigError(
                     f"layer {layer.layer} would borrow from layer {lender}, which keeps only its sliding window"
                 )
-    shapes: dict[int, tuple[int, dict]] = {}
+    first_of_block: dict[int, LayerPlan] = {}
     for layer in layers:
-        first, expected = shapes.setdefault(layer.block, (layer.layer, _attention_shapes(config, layer)))
-        if _attention_shapes(config, layer) != expected:
+        first = first_of_block.setdefault(layer.block, layer)
+        if layer.weights != first.weights:
             raise ConfigError(
-                f"num_hidden_groups: layers {first} and {layer.layer} would share one block, but their attention "
-                "weights differ in shape; share blocks only between layers that compute the same"
+                f"num_hidden_groups: layers {first.layer} and {layer.layer} would share one block, but do not compute "
+                "the same with it; share blocks only between layers with the same mechanisms and heads of their own"
             )
 
 

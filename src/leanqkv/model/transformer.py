@@ -99,7 +99,7 @@ class LeanModel(LeanPreTrainedModel):
         # checkpoint is loaded on the meta device.
         self._initial_seed = int(torch.randint(2**62, (), device="cpu"))
         self.plan = plan = config.plan
-        if config.vocab_size is not None:
+        if config.task != "image_classification":
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
             self.embed_patches = PatchEmbedding(config)
@@ -142,7 +142,7 @@ class LeanModel(LeanPreTrainedModel):
             prefix_mask: [batch, positions], with `mask_type` "prefix": 1 for the tokens that see each other.
         """
         config = self.config
-        if config.vocab_size is None:
+        if config.task == "image_classification":
             inputs_embeds = self._embed_image(pixel_values, input_ids, inputs_embeds, attention_mask)
         elif pixel_values is not None:
             raise ValueError(f"pixel_values need a model of images, this one's task is {config.task!r}")

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import LeanError
-from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
+from .work import build, random_batch
 
 ATTENTION = ("sdpa", "eager")
 TIMED_STEPS = 4
@@ -105,16 +105,16 @@ def _time(
     state = torch.get_rng_state()
     try:
         torch._dynamo.reset()
-        model = LeanForCausalLM(config)
+        model = build(config)
         model.to(device)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        tokens = torch.randint(config.vocab_size, (batch_size, context_length), device=device)
+        batch = random_batch(config, batch_size, context_length, device)
         precision.apply(model)
         seconds = []
         for _ in range(TIMED_STEPS + 1):
             start = time.perf_counter()
             with precision.autocast(device):
-                loss = model(input_ids=tokens, shift_labels=tokens, use_cache=False).loss
+                loss = model(**batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -16,24 +16,31 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
 from transformers.trainer_callback import PrinterCallback
 
-from ..data import BatchPlan, TokenData, batch_plan, collate
+from ..data import BatchPlan
 from ..errors import LeanError
-from ..evaluate import sequence_losses
 from ..files import RECORD_FORMAT, read_json, write_json
-from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..presets import Recipe
 from ..quiet import quiet_transformers
 from .environment import check_device, default_device, git_commit, hardware, versions
 from .precision import Precision, parse_precision
+from .work import Data, Work, build, check_fit, make_work
 
 RECORD = "record.json"
 SPEC = "run.json"
 # Written into a checkpoint last; a checkpoint without it was cut off and is never picked up.
 COMPLETE = "complete"
+# What an evaluation finds, and where the trainer's log has it.
+EVALUATED = {"loss": "eval_loss", "accuracy": "eval_accuracy"}
 
 # step, steps, training loss (None until the first is known), tokens per second
 Progress = Callable[[int, int, float | None, float | None], None]
@@ -41,7 +48,11 @@ Progress = Callable[[int, int, float | None, float | None], None]
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Everything that decides the numbers of a run; two runs of equal specs on one machine give equal losses."""
+    """Everything that decides the numbers of a run; two runs of equal specs on one machine give equal losses.
+
+    Of images, `context_length` is how many tokens the model makes of one, and `evaluation_sequences` how many of the
+    test split are evaluated.
+    """
 
     name: str
     config: dict[str, Any]
@@ -69,7 +80,7 @@ class RunSpec:
 
 
 class _Sequences(Dataset):
-    """The plan's training starts, one after another; `collate` turns them into tokens a batch at a time."""
+    """The plan's training starts, one after another; `collate` turns them into inputs a batch at a time."""
 
     def __init__(self, plan: BatchPlan):
         self.starts = plan.train_starts.reshape(-1)
@@ -82,12 +93,20 @@ class _Sequences(Dataset):
 
 
 class _Trainer(Trainer):
-    """Trainer with our autocast, our validation loss, and the time of every logging interval in the log."""
+    """Trainer with our autocast, our validation, and the time of every logging interval in the log."""
 
-    def __init__(self, *, precision: Precision, evaluate_loss: Callable[[torch.nn.Module], float], **kwargs: Any):
+    def __init__(
+        self,
+        *,
+        precision: Precision,
+        work: Work,
+        validate: Callable[[torch.nn.Module], dict[str, float]],
+        **kwargs: Any,
+    ):
         super().__init__(**kwargs)
         self.precision = precision
-        self.evaluate_loss = evaluate_loss
+        self.work = work
+        self.validate = validate
         self.interval_start: float | None = None
 
     def compute_loss_context_manager(self) -> ExitStack:
@@ -95,9 +114,13 @@ class _Trainer(Trainer):
         stack.enter_context(self.precision.autocast(self.args.device.type))
         return stack
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return self.work.finish(super()._prepare_inputs(inputs))
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         paused = time.perf_counter()
-        metrics = {"eval_loss": self.evaluate_loss(self.accelerator.unwrap_model(self.model))}
+        found = self.validate(self.accelerator.unwrap_model(self.model))
+        metrics = {f"eval_{name}": value for name, value in found.items()}
         self.log(metrics)
         if self.interval_start is not None:
             self.interval_start += time.perf_counter() - paused
@@ -139,7 +162,7 @@ class _Watch(TrainerCallback):
 
 def train(
     spec: RunSpec,
-    data: TokenData,
+    data: Data,
     out: Path,
     *,
     device: str | None = None,
@@ -148,8 +171,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains, or goes on where `out` left off, and returns the run's record, which is also written to `out`.
 
-    `out` ends up a directory that `from_pretrained` loads, with the tokenizer and record.json. Under `torchrun` or
-    `accelerate launch` the batch is split over the processes.
+    `out` ends up a directory that `from_pretrained` loads, with the tokenizer where there is text, and record.json.
+    Under `torchrun` or `accelerate launch` the batch is split over the processes.
 
     Args:
         batches: where the batch plan is, or will be, saved; by default in `out`.
@@ -173,7 +196,7 @@ def train(
 
 def _train(
     spec: RunSpec,
-    data: TokenData,
+    data: Data,
     out: Path,
     config: LeanConfig,
     precision: Precision,
@@ -182,48 +205,29 @@ def _train(
     progress: Progress,
 ) -> dict[str, Any]:
     recipe = spec.recipe
-    plan = batch_plan(
-        batches,
-        train_tokens=data.train_tokens,
-        validation_tokens=data.validation_tokens,
-        context_length=spec.context_length,
-        batch_size=recipe.batch_size,
-        steps=recipe.steps,
-        evaluation_sequences=spec.evaluation_sequences,
-        seed=spec.seed,
-    )
+    work = make_work(spec, data, batches)
     torch.manual_seed(spec.seed)
-    model = LeanForCausalLM(config)
-    tokenizer = data.tokenizer()
-    if tokenizer is not None:
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model = build(config)
+    work.prepare(model)
     if spec.gradient_checkpointing:
         # transformers is about to drop the older name, and its older versions have no other.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     precision.apply(model)
     optimizer = make_optimizer(model, recipe)
-    tokens, validation = data.train(), data.validation()
 
-    def evaluate_loss(evaluated: torch.nn.Module) -> float:
-        losses = sequence_losses(
-            evaluated,
-            validation,
-            plan.evaluation_starts,
-            spec.context_length,
-            arguments.per_device_train_batch_size,
-            lambda: precision.autocast(arguments.device.type),
-        )
-        return losses.mean().item()
+    def validate(evaluated: torch.nn.Module) -> dict[str, float]:
+        device = arguments.device.type
+        return work.evaluate(evaluated, arguments.per_device_train_batch_size, lambda: precision.autocast(device))
 
     trainer = _Trainer(
         precision=precision,
-        evaluate_loss=evaluate_loss,
+        work=work,
+        validate=validate,
         model=model,
         args=arguments,
-        train_dataset=_Sequences(plan),
-        eval_dataset=_Sequences(plan),
-        data_collator=lambda starts: collate(tokens, starts, spec.context_length),
+        train_dataset=_Sequences(work.plan),
+        eval_dataset=_Sequences(work.plan),
+        data_collator=work.collate,
         optimizers=(optimizer, make_schedule(optimizer, recipe)),
         callbacks=[_Watch(spec, progress)],
     )
@@ -240,7 +244,7 @@ def _train(
             name: config.plan.kv_bytes_per_token(getattr(torch, name)) for name in ("bfloat16", "float32")
         },
         "data": data.record(),
-        "batch_plan": plan.record(),
+        "batch_plan": work.plan.record(),
         "precision": precision.record(),
         "hardware": {**hardware(arguments.device.type), "processes": arguments.world_size},
         "versions": versions(),
@@ -250,21 +254,8 @@ def _train(
     }
     if trainer.is_world_process_zero():
         with quiet_transformers(), _disk_full_is_an_error(out):
-            _finish(out, model, tokenizer, record)
+            _finish(out, model, work, record)
     return record
-
-
-def check_fit(name: str, config: LeanConfig, data: TokenData, context_length: int) -> None:
-    """Raises:
-    LeanError: sequences longer than the model's positions or than the data, or tokens beyond its vocabulary.
-    """
-    if config.position_embedding_type == "learned" and context_length > config.max_position_embeddings:
-        raise LeanError(
-            f"a context of {context_length} is longer than the {config.max_position_embeddings} positions of {name}"
-        )
-    if data.vocab_size > config.vocab_size:
-        raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
-    data.require(context_length)
 
 
 def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -287,23 +278,33 @@ def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.opt
 
 def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
     """Curves and figures of a run, from the trainer's log."""
-    training, evaluations = (
-        # By step: the trainer evaluates the last one twice.
-        [{"step": step, "loss": loss} for step, loss in {e["step"]: e[key] for e in history if key in e}.items()]
-        for key in ("loss", "eval_loss")
-    )
+    # By step: the trainer evaluates the last one twice.
+    trained = {entry["step"]: {"loss": entry["loss"]} for entry in history if "loss" in entry}
+    evaluated = {
+        entry["step"]: {name: entry[key] for name, key in EVALUATED.items() if key in entry}
+        for entry in history
+        if "eval_loss" in entry
+    }
+    training, evaluations = ([{"step": step, **at} for step, at in found.items()] for found in (trained, evaluated))
     seconds = [entry["seconds"] for entry in history if "seconds" in entry]
     bad = next((entry for entry in (*training, *evaluations) if not math.isfinite(entry["loss"])), None)
-    last = evaluations[-1]["loss"] if evaluations and bad is None else None
+    last = evaluations[-1] if evaluations and bad is None else None
     return {
         "tokens": _tokens(spec, max((entry["step"] for entry in (*training, *evaluations)), default=0)),
         "training": [entry for entry in training if math.isfinite(entry["loss"])],
         "evaluations": [entry for entry in evaluations if math.isfinite(entry["loss"])],
-        "final": None if last is None else {"validation_loss": last, "perplexity": math.exp(min(last, 700))},
+        "final": None if last is None else _final(last),
         "tokens_per_second": round(_tokens(spec, spec.log_interval) / median(seconds), 1) if seconds else None,
         "seconds": round(sum(seconds), 2),
         "diverged": {"step": bad["step"], "reason": "the loss is not finite"} if bad else None,
     }
+
+
+def _final(last: dict[str, Any]) -> dict[str, float]:
+    loss = {"validation_loss": last["loss"]}
+    if "accuracy" in last:
+        return {**loss, "accuracy": last["accuracy"]}
+    return {**loss, "perplexity": math.exp(min(last["loss"], 700))}
 
 
 def _tokens(spec: RunSpec, steps: int) -> int:
@@ -431,15 +432,14 @@ def _arguments(spec: RunSpec, out: Path, device: str) -> TrainingArguments:
     return arguments
 
 
-def _finish(out: Path, model: LeanForCausalLM, tokenizer: Any, record: dict[str, Any]) -> None:
+def _finish(out: Path, model: PreTrainedModel, work: Work, record: dict[str, Any]) -> None:
     """Puts the final model and, last of all, the record in place, then drops the checkpoints."""
     if record["diverged"] is None:
         partial = out / ".partial"
         shutil.rmtree(partial, ignore_errors=True)
         model.config.use_cache = True  # the trainer turns it off
         model.save_pretrained(partial)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+        work.save(partial)
         for file in sorted(partial.iterdir()):
             file.replace(out / file.name)
         partial.rmdir()

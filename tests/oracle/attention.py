@@ -1,0 +1,92 @@
+"""Attention of one layer over one sequence, with keys and values per head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .basic import Head, Tensors, linear, rmsnorm, rotate, softmax
+from .masks import seen
+from .memory import Memory, attended_values, mixed_with_first
+from .projections import KEYS, QUERIES, VALUES
+from .sharing import heads_of
+
+
+def options_of(entries: list[Mapping[str, Any]], layer: int) -> dict[str, Any]:
+    """The entry that names this layer, or names no layers; otherwise the layer is linear."""
+    for entry in entries:
+        if "layers" not in entry or layer in entry["layers"]:
+            return {name: value for name, value in entry.items() if name != "layers"}
+    return {"type": "linear"}
+
+
+def split_heads(x: Tensor, dim: int) -> list[Head]:
+    return [x[:, start : start + dim] for start in range(0, x.shape[1], dim)]
+
+
+def rotated_dims(config: Any) -> int:
+    """head_dim * partial_rotary_factor, 0 without rotary positions"""
+    if config.position_embedding_type != "rope":
+        return 0
+    return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def normed_and_turned(heads: list[Head], weight: Tensor | None, config: Any) -> list[Head]:
+    """The norm of every head's vector (`qk_norm`), then its rotary position."""
+    if weight is not None:
+        heads = [rmsnorm(head, weight, config.norm_eps) for head in heads]
+    if n := rotated_dims(config):
+        heads = [rotate(head, n, config.rope_parameters["rope_theta"]) for head in heads]
+    return heads
+
+
+def attend(query: Head, key: Head, value: Head, scale: float, keys_seen: list[list[int]]) -> Head:
+    """softmax(scale q k^T, over the keys that the position sees) v"""
+    rows = [softmax(scale * (key[sees] @ q)) @ value[sees] for q, sees in zip(query, keys_seen, strict=True)]
+    return torch.stack(rows)
+
+
+def output(heads: list[Head], tensors: Tensors, config: Any, layer: int, name: str) -> Tensor:
+    """The heads side by side, times W_O unless that is the identity."""
+    joined = torch.cat(heads, dim=-1)
+    if options_of(config.output, layer)["type"] == "identity":
+        return joined
+    return linear(joined, tensors, f"{name}.o_proj")
+
+
+def attention(x: Tensor, tensors: Tensors, config: Any, layer: int, name: str, memory: Memory) -> Tensor:
+    """softmax(scale q_h k_g^T + mask) v_g for every query head h, with its key/value head g = h // group size; the
+    heads side by side, times W_O. K = V: the value heads are the leading key heads, normed and turned; as a value
+    turned by its position j arrives at position t, the output is turned back by t, and only j - t remains."""
+    dim, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    heads = heads_of(config, layer, config.num_key_value_heads, config.num_key_value_heads)
+
+    def project(table: Mapping[str, Any], entries: list, tensor: str, count: int) -> tuple[list[Head], float]:
+        options = options_of(entries, layer)
+        function = table[options.pop("type")]
+        found, factor = function(x, memory.hidden, tensors, config, f"{name}.{tensor}", count * dim, **options)
+        assert found.shape[1] == count * dim
+        return split_heads(found, dim), factor
+
+    memory.keys[layer], memory.values[layer] = [], []
+    if heads.keys:
+        built, memory.key_factors[layer] = project(KEYS, config.key, "k_proj", heads.keys)
+        memory.keys[layer] = normed_and_turned(built, tensors.get(f"{name}.k_norm.weight"), config)
+    values_are_keys = options_of(config.value, layer)["type"] == "keys"
+    if heads.values:
+        built = memory.keys[layer][: heads.values]
+        if not values_are_keys:
+            built, _ = project(VALUES, config.value, "v_proj", heads.values)
+        memory.values[layer] = mixed_with_first(built, x, tensors, name, heads, memory)
+
+    query, query_factor = project(QUERIES, config.query, "q_proj", len(heads.attended_keys) * group)
+    query = normed_and_turned(query, tensors.get(f"{name}.q_norm.weight"), config)
+    values, keys_seen, mixed = attended_values(heads, memory), seen(config, layer, len(x), memory.prefix), []
+    for h, q in enumerate(query):
+        lender, index = heads.attended_keys[h // group]
+        scale = query_factor * memory.key_factors[lender] / dim**0.5
+        mixed.append(attend(q, memory.keys[lender][index], values[h // group], scale, keys_seen))
+    if values_are_keys and (n := rotated_dims(config)):
+        mixed = [rotate(head, n, config.rope_parameters["rope_theta"], -1) for head in mixed]
+    return output(mixed, tensors, config, layer, name)
