@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/leanqkv compare quickstart --out runs/quickstart
 
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check

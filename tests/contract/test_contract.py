@@ -412,9 +412,12 @@ def test_gradient_checkpointing_changes_nothing(variant: Variant) -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("shape", ["gpt", "llama"])
-def test_reentrant_checkpointing_is_right_or_refused(shape: str) -> None:
+@pytest.mark.parametrize(
+    "names, overrides", [((), {}), (("skipv1",), {}), (("mlp-query",), {}), ((), {"mlp_type": "moe"})]
+)
+def test_reentrant_checkpointing_is_right_or_refused(shape: str, names: tuple[str, ...], overrides: dict) -> None:
     """It passes no gradient through what a block returns in a tuple, so borrowed values would silently get none."""
-    model = Variant(shape, ("skipv1",), {}).trained().double().train()
+    model = Variant(shape, names, overrides).trained().double().train()
     ids = tokens(2, 8)
     loss, gradients = loss_and_gradients(model, ids)
     try:
@@ -459,7 +462,10 @@ def test_eager_is_sdpa(variant: Variant) -> None:
     assert_near(logits["sdpa"], logits["eager"], rounding(torch.float32))
 
 
-@pytest.mark.parametrize("variant", [v for v in ALL if v.mechanisms in ((), ("gqa", "skipv1"), ("skipv0",))], ids=str)
+FLEX = ((), ("gqa", "skipv1"), ("skipv0",), ("yoco",), ("keys-as-values",), ("mla",), ("mla", "skipv1"))
+
+
+@pytest.mark.parametrize("variant", [v for v in ALL if v.mechanisms in FLEX], ids=str)
 def test_flex_attention_is_sdpa(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     # Uncompiled: the compiler costs seconds per shape and changes nothing about how the model calls it.
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -469,6 +475,9 @@ def test_flex_attention_is_sdpa(variant: Variant, monkeypatch: pytest.MonkeyPatc
         expected = model(input_ids=ids).logits
         model.set_attn_implementation("flex_attention")
         assert_near(model(input_ids=ids).logits, expected, rounding(torch.float32))
+        cache = DynamicCache(config=model.config)
+        pieces = [model(input_ids=piece, past_key_values=cache).logits for piece in ids.split([5, 2, 1], dim=1)]
+        assert_near(torch.cat(pieces, dim=1), expected, rounding(torch.float32))
 
 
 @every

@@ -1,8 +1,5 @@
 """query x key/value x output -> the calls into scaled-dot-product attention."""
 
-from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +8,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .fused import project
-from .layout import HeadSource
 from .plan import LayerPlan
 from .position import rotate
 
@@ -27,48 +23,6 @@ class KeyValues(NamedTuple):
     keys: Tensor | None
     values: Tensor | None
     new_values: Tensor | None
-
-
-@dataclass(frozen=True)
-class HeadGroup:
-    """A run of heads whose keys come from one layer and whose values come from one layer: one attention call."""
-
-    queries: slice
-    keys: HeadSource
-    values: HeadSource
-    scale: float
-
-
-@cache
-def head_groups(plan: LayerPlan) -> list[HeadGroup]:
-    """Cuts a layer's heads where the source of its keys or of its values changes.
-
-    SkipV1Former becomes two groups, the layer's own values and the first layer's, so that no value heads of different
-    layers ever have to be copied into one tensor.
-    """
-
-    def bounds(sources: tuple[HeadSource, ...]) -> list[int]:
-        edges = [0]
-        for source in sources:
-            edges.append(edges[-1] + source.num_heads)
-        return edges
-
-    def part(sources: tuple[HeadSource, ...], start: int, stop: int) -> HeadSource:
-        for source, edge in zip(sources, bounds(sources)[:-1], strict=True):
-            if edge <= start < edge + source.num_heads:
-                offset = source.start - edge
-                return HeadSource(source.layer, start + offset, stop + offset)
-        raise AssertionError(f"no source for head {start}")
-
-    keys, values = plan.layout.keys, plan.layout.values
-    edges = sorted({*bounds(keys), *bounds(values)})
-    size = plan.num_query_heads // edges[-1]
-    groups = []
-    for start, stop in pairwise(edges):
-        source = part(keys, start, stop)
-        scale = plan.attention_scale(source.layer)
-        groups.append(HeadGroup(slice(start * size, stop * size), source, part(values, start, stop), scale))
-    return groups
 
 
 class LeanAttention(nn.Module):
@@ -139,7 +93,7 @@ class LeanAttention(nn.Module):
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         outputs, weights = [], []
-        for group in head_groups(plan):
+        for group in plan.groups:
             group_keys, group_values = sources[group.keys.layer].keys, sources[group.values.layer].values
             assert group_keys is not None and group_values is not None
             output, weight = attend(
@@ -149,7 +103,7 @@ class LeanAttention(nn.Module):
                 group_values[:, group.values.start : group.values.stop],
                 attention_mask,
                 dropout=self.config.attention_dropout if self.training else 0.0,
-                scaling=group.scale,
+                scaling=plan.attention_scale(group.keys.layer),
                 **kwargs,
             )
             outputs.append(output)

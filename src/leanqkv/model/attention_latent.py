@@ -112,7 +112,8 @@ class LatentAttention(nn.Module):
         rank, both = self.latent.rank, 2 * self.head_dim  # a key and a value
         expanded = n * rank * both + t * n * both
         absorbed = t * rank * both + t * n * 2 * rank
-        return absorbed < expanded and (t == 1 or isinstance(mask, Tensor))
+        readable = isinstance(mask, Tensor) or (mask is None and t == 1)  # no mask at all may mean a causal one
+        return absorbed < expanded and readable
 
     def _expanded(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
         latent = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]

@@ -1,6 +1,7 @@
 """Where one layer's heads come from: the vocabulary in which a key/value mechanism describes itself to the plan."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 
@@ -51,3 +52,40 @@ class HeadLayout:
 def heads(layer: int, start: int, stop: int) -> tuple[HeadSource, ...]:
     """One source, or none where there are no heads to take."""
     return (HeadSource(layer, start, stop),) if stop > start else ()
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """A run of heads whose keys come from one layer and whose values come from one layer: one attention call."""
+
+    queries: slice
+    keys: HeadSource
+    values: HeadSource
+
+
+def head_groups(layout: HeadLayout) -> tuple[HeadGroup, ...]:
+    """Cuts a layer's heads where the source of its keys or of its values changes.
+
+    SkipV1Former becomes two groups, the layer's own values and the first layer's, so that no value heads of different
+    layers ever have to be copied into one tensor.
+    """
+
+    def bounds(sources: tuple[HeadSource, ...]) -> list[int]:
+        edges = [0]
+        for source in sources:
+            edges.append(edges[-1] + source.num_heads)
+        return edges
+
+    def part(sources: tuple[HeadSource, ...], start: int, stop: int) -> HeadSource:
+        for source, edge in zip(sources, bounds(sources)[:-1], strict=True):
+            if edge <= start < edge + source.num_heads:
+                offset = source.start - edge
+                return HeadSource(source.layer, start + offset, stop + offset)
+        raise AssertionError(f"no source for head {start}")
+
+    edges = sorted({*bounds(layout.keys), *bounds(layout.values)})
+    size = layout.num_query_heads // edges[-1]
+    return tuple(
+        HeadGroup(slice(start * size, stop * size), part(layout.keys, start, stop), part(layout.values, start, stop))
+        for start, stop in pairwise(edges)
+    )

@@ -14,7 +14,7 @@ import torch
 
 from .depth_average import averaged_inputs
 from .depth_average import clash as depth_average_clash
-from .layout import HeadCounts, HeadLayout, HeadSource
+from .layout import HeadCounts, HeadGroup, HeadLayout, HeadSource, head_groups
 from .mlp import MLPS
 from .norm import norm_shapes
 from .patch_embedding import PatchEmbedding
@@ -56,6 +56,7 @@ class LayerPlan:
     output: Mechanism
     key_value: Mechanism
     layout: HeadLayout
+    groups: tuple[HeadGroup, ...]  # of `layout`; none under MLA
     computed_key_heads: int
     computed_value_heads: int
     latent: LatentShape | None = None
@@ -126,6 +127,12 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     parameter_shapes: dict[str, tuple[int, ...]]
+    routes: bool  # whether the blocks hand out router logits (experts)
+
+    @property
+    def passes_more_than_hidden_states(self) -> bool:
+        """Whether the loss depends on something that a block returns beside its output."""
+        return bool(self.lenders) or self.routes or any(layer.lends_mlp_hidden for layer in self.layers)
 
     @property
     def lenders(self) -> set[int]:
@@ -192,6 +199,7 @@ def make_plan(config) -> Plan:
             output=outputs[i],
             key_value=key_value,
             layout=layout,
+            groups=() if latent else head_groups(layout),
             computed_key_heads=computed_keys,
             computed_value_heads=computed_values,
             latent=latent,
@@ -206,7 +214,7 @@ def make_plan(config) -> Plan:
         (_refuse_latent if latent else _refuse)(config, layer)
         layers.append(layer)
     _refuse_across(config, layers)
-    return Plan(tuple(layers), _parameter_shapes(config, layers))
+    return Plan(tuple(layers), _parameter_shapes(config, layers), config.mlp_type == "moe")
 
 
 def _refuse(config, plan: LayerPlan) -> None:

@@ -49,13 +49,11 @@ class LeanPreTrainedModel(PreTrainedModel):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, *args, **kwargs
     ) -> None:
-        if (
-            enable
-            and self.config.plan.lenders
-            and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
-        ):
+        reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
+        if enable and reentrant and self.config.plan.passes_more_than_hidden_states:
             raise ValueError(
-                "use_reentrant=True would lose the gradient of heads that later layers borrow; use use_reentrant=False"
+                "use_reentrant=True would lose the gradient of what a block passes on beside its output (borrowed "
+                "heads, hidden activations of an MLP, router logits); use use_reentrant=False"
             )
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
