@@ -6,6 +6,7 @@ import tempfile
 # Checkpoints carry their code, and loading it copies it under HF_HOME: a fresh folder, never the person's own.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="leanqkv-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["COLUMNS"] = "160"  # tables are as wide wherever the tests run
 
 import pytest
 import torch

@@ -27,7 +27,6 @@ DEEPER = dict.fromkeys(("skipv3", "skipv1-yoco", "yoco-v", "yoco", "cla-v", "cla
 DEEPER["skipv4"] = {"num_hidden_layers": 5}
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "qk_norm": True}
 COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    ((), {}),
     ((), BIASES),
     (("skipv1", "nonlinear-query"), {}),
     (("gqa", "skipv1"), BIASES),
@@ -79,12 +78,10 @@ class Variant(NamedTuple):
         return randomize(LeanForCausalLM(config), std=std).eval()
 
 
-ALL = [
-    Variant(shape, names, overrides)
-    for shape, (names, overrides) in product(
-        ("gpt", "llama"), [*(((name,), DEEPER.get(name, {})) for name in MECHANISMS), *COMBINED]
-    )
-]
+# Every preset on both shapes, combinations by turns on one of them.
+ALL = [Variant(shape, (name,), DEEPER.get(name, {})) for shape, name in product(("gpt", "llama"), MECHANISMS)]
+ALL += [Variant(("gpt", "llama")[i % 2], *combined) for i, combined in enumerate(COMBINED)]
+ALL += [Variant(shape, (), {}) for shape in ("gpt", "llama")]
 every = pytest.mark.parametrize("variant", ALL, ids=str)
 
 
