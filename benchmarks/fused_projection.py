@@ -22,7 +22,7 @@ from leanqkv.model import fused
 from leanqkv.model.attention import project_inputs
 from leanqkv.train.environment import default_device, git_commit, hardware, versions
 
-MODELS = ("gpt2-124m", "gpt2-124m+nonlinear-query", "gpt2-124m+nonlinear-query+skipv1")
+MODELS = ("gpt2-124m", "gpt2-124m+nonlinear-query")
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=list(TOKENS), help="of one sequence of 1024, or several"
     )
-    parser.add_argument("--blocks", type=int, default=7, help="pairs of blocks")
+    parser.add_argument("--blocks", type=int, default=5, help="pairs of blocks")
     parser.add_argument("--seconds", type=float, default=0.3, help="a block repeats for about so long")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--device", default=default_device())

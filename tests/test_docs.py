@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from leanqkv import kv_bytes_per_token, preset
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.report import markdown_table
 from leanqkv.compare.suites import SUITES
-from leanqkv.model import registry
+from leanqkv.model import fused, registry
 from leanqkv.presets import MECHANISMS, recipe
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +25,22 @@ def test_committed_tables_are_those_of_the_committed_records(directory):
     assert (directory / "table.md").read_text() == table
     shown = (ROOT / "README.md").read_text() + (ROOT / "docs" / "results.md").read_text()
     assert table.split("\n\n")[0] in shown, "the table in the documentation is another one"
+
+
+def test_the_benchmarks_tables_are_those_of_their_records():
+    shown = (ROOT / "docs" / "results.md").read_text()
+    for row in json.loads((ROOT / "results" / "kv-bytes.json").read_text())["rows"]:
+        sizes = f"{row['formula']:,} | {row['measured']:,.0f} | {row['published']:,}"
+        assert f"`{row['name']}` | {row['dtype']} | {sizes} |" in shown
+        config = preset(row["name"])
+        assert kv_bytes_per_token(config, getattr(torch, row["dtype"])) == row["formula"]
+    record = json.loads((ROOT / "results" / "fused-projection.json").read_text())
+    assert record["min_tokens"] == fused.MIN_TOKENS
+    for row in record["rows"]:
+        ratio = row["ratio"]
+        times = f"{row['tokens']:,} | {row['fused_ms']:.1f} | {row['unfused_ms']:.1f}"
+        spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f})"
+        assert f"| `{row['model']}` | {row['what']} | {times} | {spread} |" in shown
 
 
 def test_there_are_committed_results():

@@ -18,13 +18,16 @@ from transformers.cache_utils import (
 )
 
 LAYER_TYPE = "leanqkv_attention"
-EMPTY_LAYER_TYPE = "dummy"  # transformers' own: holds nothing
 
 
 class LeanDynamicLayer(DynamicLayer):
     """Grows with every token; keys and values may differ in their number of heads."""
 
     _layer_type = LAYER_TYPE
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.is_initialized:  # a layer that computes nothing never is
+            super().crop(tokens_to_remove)
 
 
 class _UnequalHeads(StaticLayer):
@@ -76,9 +79,8 @@ def windowed_layer_type(window: int) -> str:
 
 
 def layer_type(plan) -> str:
-    """The cache layer that keeps what a layer of this plan keeps."""
-    if not plan.cached:
-        return EMPTY_LAYER_TYPE
+    """The cache layer for a layer of this plan. One that computes nothing never updates its own, which then allocates
+    nothing."""
     return LAYER_TYPE if plan.window is None else windowed_layer_type(plan.window)
 
 
