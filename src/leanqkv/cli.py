@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .theory.command import app as theory_app
+
 if TYPE_CHECKING:
     from .data import ImageData, TokenData
     from .model.config import LeanConfig
@@ -26,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(theory_app, name="theory")
 # Of several processes the first one speaks.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 errors = Console(stderr=True)

@@ -1,0 +1,1 @@
+"""Checks of what the papers prove: statement, check, figure, outcome."""

@@ -1,0 +1,260 @@
+"""Tables and figure of the in-context regression, from its record alone.
+
+Wu et al. 2025, section 4 and appendix A. https://github.com/Zhoutong-Wu/SkipV1Former
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..files import partial_name
+
+
+def markdown_tables(record: Mapping[str, Any]) -> str:
+    """Every table of the check, a blank line between two."""
+    tables = (
+        _table(
+            ("d", "n", "σ", "a", "attention, infimum", "optimised", "first value, minimum", "optimised", "gap"),
+            [
+                (
+                    *_case(entry),
+                    str(entry["rows"]),
+                    *(_number(entry[key][what]) for key in ("attention", "first_value") for what in ("theory", "loss")),
+                    _number(entry["attention"]["theory"] - entry["first_value"]["theory"]),
+                )
+                for entry in record["by_rows"]
+            ],
+        ),
+        _table(
+            ("d", "n", "σ", "gap c, exact", "sampled, 95 %", "constant of the proof at a = d − 1, 95 %"),
+            [
+                (
+                    *_case(entry),
+                    _number(entry["gap"]),
+                    _interval(entry["sampled_gap"], entry["sampled_half_width"]),
+                    _interval(entry["proof_constant"], entry["proof_half_width"], digits=4),
+                )
+                for entry in record["grid"]
+            ],
+        ),
+        _table(
+            ("scale t of A and B", "attention's loss above its infimum"),
+            [(f"{entry['scale']:g}", f"{entry['excess']:.1e}") for entry in record["approach"]],
+        ),
+        _table(
+            (
+                *("d", "n", "σ", "w", "w > 2√d σ", "attention (a)", "first value (a)", "gap"),
+                *("attention at a = d, at least (proof)", "at most (here)"),
+            ),
+            [
+                (
+                    *_case(entry),
+                    f"{entry['prior']:g}",
+                    _yes(entry["in_hypothesis"]),
+                    *(f"{_number(entry[key]['loss'])} ({entry[key]['rows']})" for key in ("attention", "first_value")),
+                    _number(entry["gap"]),
+                    _number(entry["proof_bound_at_full_rows"]),
+                    _number(entry["attention_at_full_rows"]),
+                )
+                for entry in record["priors"]
+            ],
+        ),
+        _table(
+            (
+                *("d", "n", "σ", "w", "w > 2√d σ", "first value, exact"),
+                *("attention, at most", "gap, at most", "gap, optimised"),
+            ),
+            [
+                (
+                    *_case(entry),
+                    f"{entry['prior']:g}",
+                    _yes(entry["in_hypothesis"]),
+                    _number(entry["first_value_exact"]),
+                    _number(entry["attention_at_most"]),
+                    _number(entry["gap_at_most"]),
+                    _number(entry["gap"]) if "gap" in entry else "–",
+                )
+                for entry in record["reversed"]
+            ],
+        ),
+        _table(
+            ("d = n", "σ", "w = 1.05 · 2√d σ", "mean of σ_d(W X Xᵀ) − ‖ε Xᵀ‖, 95 %"),
+            [
+                (
+                    str(entry["d"]),
+                    f"{entry['sigma']:g}",
+                    _number(entry["prior"], 2),
+                    _interval(entry["mean"], entry["half_width"]),
+                )
+                for entry in record["last_step"]
+            ],
+        ),
+        _table(
+            ("d", "n", "σ", "attention, Assumption 1", "attention, any copy", "first value", "gap, any copy"),
+            [
+                (
+                    *_case(entry),
+                    _number(entry["assumption_infimum"]),
+                    _number(entry["attention"]["loss"]),
+                    _number(entry["first_value"]["loss"]),
+                    _number(entry["gap"]),
+                )
+                for entry in record["any_copy"]
+            ],
+        ),
+        _table(
+            (
+                *("first layer reads", "d", "n", "σ", "w", "zero", "attention, best (median)"),
+                *("first value, best (median)", "gap over seeds, 95 %", "gap of the best, 95 %"),
+            ),
+            [
+                (
+                    "positions" if entry["reads_positions"] else "tokens",
+                    *_case(entry),
+                    f"{entry['prior']:g}",
+                    _number(entry["zero_loss"]),
+                    *(
+                        f"{_number(entry[key][best])} ({_number(float(np.median(entry[key])))})"
+                        for key, best in zip(("attention", "first_value"), entry["best_seeds"], strict=True)
+                    ),
+                    _interval(entry["gap"], entry["gap_half_width"]),
+                    _interval(entry["gap_of_best"], entry["gap_of_best_half_width"]),
+                )
+                for entry in record["training"]
+            ],
+        ),
+    )
+    return "\n".join(tables)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---:"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _case(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    return str(entry["d"]), str(entry["n"]), f"{entry['sigma']:g}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _number(value: float, digits: int = 3) -> str:
+    text = f"{value:.{digits}f}"
+    return (text if float(text) else f"{0:.{digits}f}").replace("-", "−")
+
+
+def _interval(mean: float, half_width: float, digits: int = 3) -> str:
+    return f"{_number(mean, digits)} ± {_number(half_width, digits)}"
+
+
+# Figure
+
+_COLORS = {"attention": "#a8480f", "first_value": "#1b5e8c"}
+_LABELS = {"attention": "attention", "first_value": "with the first value"}
+
+
+def draw(record: Mapping[str, Any], file: Path) -> None:
+    """Writes the figure as PNG, from the record alone: by a, by n, by W_0, and trained freely."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained", dpi=100)
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, 2)
+    for axes in grid.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    _draw_rows(grid[0, 0], record["by_rows"])
+    _draw_gaps(grid[0, 1], record["curves"], record["grid"])
+    _draw_priors(grid[1, 0], record["priors"], record["reversed"])
+    _draw_training(grid[1, 1], record["training"])
+    partial = partial_name(file)
+    try:
+        figure.savefig(partial, format="png", metadata={"Software": None})
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _draw_rows(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
+    last = entries[-1]
+    shown = [entry for entry in entries if (entry["d"], entry["n"]) == (last["d"], last["n"])]
+    rows = [entry["rows"] for entry in shown]
+    for key, color in _COLORS.items():
+        axes.plot(rows, [entry[key]["theory"] for entry in shown], color=color, label=f"{_LABELS[key]}, closed form")
+        found = [entry[key]["loss"] for entry in shown]
+        axes.plot(rows, found, "o" if key == "attention" else "s", color=color, label=f"{_LABELS[key]}, optimised")
+    axes.set_xticks(rows)
+    axes.set_xlabel("a, rows of A: entries that hold x")
+    axes.set_ylabel("least loss over A, B and the second layer")
+    axes.set_title(f"Assumption 1, W₀ = 0, d = {last['d']}, n = {last['n']}, σ = {last['sigma']:g}", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="lower left")
+
+
+def _draw_gaps(axes: Any, curves: Sequence[Mapping[str, Any]], grid: Sequence[Mapping[str, Any]]) -> None:
+    palette = ["#1b5e8c", "#a8480f", "#3c7d3c", "#7a4fa3", "#3c7d3c"]
+    colors = {}
+    for index, curve in enumerate(curves):
+        key = (curve["d"], curve["sigma"])
+        colors[key] = color = palette[index % len(palette)]
+        dash = "--" if curve["d"] in [other["d"] for other in curves[:index]] else "-"
+        heights = [gap / curve["d"] ** 2 for gap in curve["gap"]]
+        axes.plot(curve["n"], heights, dash, color=color, label=f"d = {curve['d']}, σ = {curve['sigma']:g}")
+    for entry in grid:
+        color = colors.get((entry["d"], entry["sigma"]), "#555555")
+        size = entry["d"] ** 2
+        at, reach = entry["sampled_gap"] / size, entry["sampled_half_width"] / size
+        axes.errorbar([entry["n"]], [at], [reach], fmt="o", color=color, markersize=4, capsize=3)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("n, examples")
+    axes.set_ylabel("gap / d²")
+    axes.set_title("Gap c at W₀ = 0: exact, and sampled with 95 % interval", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_priors(axes: Any, priors: Sequence[Mapping[str, Any]], turned: Sequence[Mapping[str, Any]]) -> None:
+    d = priors[0]["d"]
+    best = [entry for entry in priors if entry["d"] == d]
+    fixed = [entry for entry in turned if entry["d"] == d and "gap" in entry]
+    axes.axhline(0, color="black", linewidth=1)
+    axes.plot([e["prior"] for e in best], [e["gap"] for e in best], "o-", color="#3c7d3c", label="best A and B of each")
+    axes.plot([e["prior"] for e in fixed], [e["gap"] for e in fixed], "s-", color="#7a4fa3", label="both at A = −I/w")
+    axes.axvspan(fixed[0]["smallest_prior"], max(e["prior"] for e in best), color="black", alpha=0.06, linewidth=0)
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_yticks([-20, -10, -5, -2, -1, 0, 1, 2], ["−20", "−10", "−5", "−2", "−1", "0", "1", "2"])
+    axes.minorticks_off()
+    axes.set_xlabel("w, with W₀ = w I; shaded: the theorem's hypothesis")
+    axes.set_ylabel("attention − first value")
+    axes.set_title(f"W₀ ≠ 0: d = {d}, n = {best[0]['n']}, σ = {best[0]['sigma']:g}, optimised", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="lower left")
+
+
+def _draw_training(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
+    labels = []
+    for index, entry in enumerate(entries):
+        reads = "positions" if entry["reads_positions"] else "tokens"
+        labels.append(f"{reads}\n{entry['d']}, {entry['n']}\n{entry['sigma']:g}, {entry['prior']:g}")
+        for key, shift in (("attention", -0.16), ("first_value", 0.16)):
+            heights = [loss / entry["zero_loss"] for loss in entry[key]]
+            marker, color = "o" if key == "attention" else "s", _COLORS[key]
+            name = _LABELS[key] if index == 0 else None
+            axes.plot([index + shift] * len(heights), heights, marker, color=color, alpha=0.6, markersize=4, label=name)
+        for at, key in (("assumption_infimum", "attention"), ("first_value_minimum", "first_value")):
+            if entry[at] is not None and entry["reads_positions"]:
+                name = f"{_LABELS[key]}, best under Assumption 1" if index == 0 else None
+                height = entry[at] / entry["zero_loss"]
+                axes.plot([index - 0.36, index + 0.36], [height] * 2, color=_COLORS[key], linewidth=1.2, label=name)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+    axes.minorticks_off()
+    axes.set_xticks(range(len(labels)), labels, fontsize=7.5)
+    axes.set_xlabel("first layer reads; d, n; σ, w", fontsize=9)
+    axes.set_ylabel("loss / loss of predicting zero")
+    axes.set_title("Trained freely: every seed", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
