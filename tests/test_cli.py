@@ -154,6 +154,7 @@ def test_presets_name_their_papers(cli):
     ("arguments", "message"),
     [
         (["train", "tiny+task=masked_lm", "--out", "run"], "is a masked language model"),
+        (["train", "tiny+mask_type=prefix", "--out", "run"], "attends to prefixes"),
         (["inspect", "tinny"], "unknown base 'tinny' in 'tinny': did you mean 'tiny'"),
         (["inspect", "tiny+skipv9"], "did you mean 'skipv"),
         (["inspect", "tiny+skipv1:ration=0.5"], "did you mean 'ratio'"),

@@ -153,7 +153,7 @@ def presets() -> None:
     console.print()
     table = Table(title="Mechanisms", title_justify="left")
     for column in ("name", "what it does", "options", "source"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for name, mechanism in MECHANISMS.items():
         table.add_row(name, mechanism.summary, _options(mechanism), mechanism.source)
     console.print(table)

@@ -62,6 +62,11 @@ def check_fit(name: str, config: LeanConfig, data: Data, context_length: int) ->
             f"{name} is a masked language model; what is trained here are next-token models and image classifiers. "
             "Train it with transformers' Trainer and DataCollatorForLanguageModeling"
         )
+    if config.mask_type == "prefix":
+        raise LeanError(
+            f"{name} attends to prefixes, and text in windows has none: it would train as a causal model. Leave "
+            "mask_type out, or train it with transformers' Trainer on batches with a prefix_mask"
+        )
     if isinstance(data, ImageData) != reads_images(config):
         kinds = ("images", "text") if reads_images(config) else ("text", "images")
         raise LeanError(f"{name} is a model of {kinds[0]}, the data ({data.description}) is {kinds[1]}")
