@@ -231,9 +231,10 @@ def train(
     from .train import train as run
     from .train.environment import check_device, default_device
     from .train.run import check_out
-    from .train.work import check_fit
+    from .train.work import check_fit, check_trainable
 
     config = preset(name)
+    check_trainable(name, config)
     check_out(out)
     overrides = _recipe_overrides(
         steps=steps,

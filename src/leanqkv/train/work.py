@@ -52,10 +52,9 @@ def random_batch(config: LeanConfig, batch_size: int, context_length: int, devic
     return {"input_ids": tokens, "shift_labels": tokens, "use_cache": False}
 
 
-def check_fit(name: str, config: LeanConfig, data: Data, context_length: int) -> None:
+def check_trainable(name: str, config: LeanConfig) -> None:
     """Raises:
-    LeanError: data of another kind than the model's; sequences longer than its positions or than the data, or tokens
-        beyond its vocabulary; images of another number of channels or classes than the model's.
+    LeanError: a model that is neither a next-token model nor an image classifier.
     """
     if config.task == "masked_lm":
         raise LeanError(
@@ -67,6 +66,14 @@ def check_fit(name: str, config: LeanConfig, data: Data, context_length: int) ->
             f"{name} attends to prefixes, and text in windows has none: it would train as a causal model. Leave "
             "mask_type out, or train it with transformers' Trainer on batches with a prefix_mask"
         )
+
+
+def check_fit(name: str, config: LeanConfig, data: Data, context_length: int) -> None:
+    """Raises:
+    LeanError: data of another kind than the model's; sequences longer than its positions or than the data, or tokens
+        beyond its vocabulary; images of another number of channels or classes than the model's.
+    """
+    check_trainable(name, config)
     if isinstance(data, ImageData) != reads_images(config):
         kinds = ("images", "text") if reads_images(config) else ("text", "images")
         raise LeanError(f"{name} is a model of {kinds[0]}, the data ({data.description}) is {kinds[1]}")
