@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import KeyValues, autocast, eager_attention, make_mixer, mix, project_inputs
+from .fused import InputLinear
 from .plan import LatentShape, LayerPlan
 from .position import rotate
 
@@ -151,13 +152,3 @@ class LatentAttention(nn.Module):
         latent = torch.cat([weights.flatten(1, 2) @ piece for piece in pieces], dim=-1)  # [batch, heads * t, rank]
         output = torch.einsum("bhtc,hxc->bthx", latent.unflatten(1, (self.num_heads, t)), up_value)
         return output, weights if self.config._attn_implementation == "eager" else None
-
-
-class InputLinear(nn.Linear):
-    """A linear map of the layer's input, for `fused.project`."""
-
-    def input_map(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight, self.bias
-
-    def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
-        return mapped

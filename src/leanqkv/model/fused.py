@@ -16,6 +16,20 @@ from torch.nn import functional as F
 MIN_TOKENS = 256
 
 
+class InputLinear(nn.Linear):
+    """A linear map of a layer's input that may be fused with others.
+
+    What a projection must offer for that: `input_map`, the weight [out, in] and bias of the linear map it begins with,
+    and `finish`, what it makes of the input and of what that map makes of it.
+    """
+
+    def input_map(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+    def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
+        return mapped
+
+
 def project(projections: Sequence[nn.Module | None], hidden_states: Tensor, fuse: bool) -> list[Tensor | None]:
     """What each projection makes of `hidden_states` [..., hidden_size], in order; None for None.
 

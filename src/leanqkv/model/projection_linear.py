@@ -5,10 +5,10 @@ Vaswani et al. 2017, https://arxiv.org/abs/1706.03762
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from .fused import InputLinear
 
 
-class LinearProjection(nn.Linear):
+class LinearProjection(InputLinear):
     """`X W`, from `hidden_size` to `num_heads * head_dim`, with a bias where `config.attention_bias` says so."""
 
     @dataclass(frozen=True)
@@ -17,14 +17,6 @@ class LinearProjection(nn.Linear):
 
     def __init__(self, config, num_heads: int, options: Options):
         super().__init__(config.hidden_size, num_heads * config.head_dim, bias=config.attention_bias)
-
-    def input_map(self) -> tuple[Tensor, Tensor | None]:
-        """The linear map with which the projection begins, for `fused.project`."""
-        return self.weight, self.bias
-
-    def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
-        """The projection of `hidden_states`, given what its input map makes of them."""
-        return mapped
 
     @staticmethod
     def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
