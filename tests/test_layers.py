@@ -17,6 +17,7 @@ LAYERS = (
     "presets",
     "checkpoints",
     "data",
+    "eliminate",
     "evaluate",
     "train",
     "compare",

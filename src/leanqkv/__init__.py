@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForMaskedLM,
 )
 
+from . import eliminate
 from .errors import LeanError
 from .model.cache import cache_bytes
 from .model.causal_lm import LeanForCausalLM
@@ -35,6 +36,7 @@ __all__ = [
     "Recipe",
     "cache_bytes",
     "count_parameters",
+    "eliminate",
     "kv_bytes_per_token",
     "plan",
     "preset",

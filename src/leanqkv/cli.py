@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .eliminate import command as checkpoints
 from .theory.command import app as theory_app
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(theory_app, name="theory")
+app.command()(checkpoints.eliminate)
+app.command()(checkpoints.verify)
+app.command("import")(checkpoints.import_checkpoint)
+app.command("export")(checkpoints.export_checkpoint)
 # Of several processes the first one speaks.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 errors = Console(stderr=True)
@@ -181,16 +186,30 @@ def _options(mechanism: Any) -> str:
 
 
 @app.command()
-def inspect(source: Annotated[str, typer.Argument(help=f"{NAME_HELP}; or a checkpoint directory")]) -> None:
-    """Show parameters, KV bytes and the plan of every layer, without building the model."""
-    from .checkpoints import load_config
+def inspect(
+    source: Annotated[str, typer.Argument(help=f"{NAME_HELP}; or a checkpoint directory, ours or of transformers")],
+    spectra: Annotated[bool, typer.Option(help="Condition numbers of a checkpoint's projections, too.")] = True,
+) -> None:
+    """Show parameters, KV bytes, the plan of every layer, and what could be eliminated exactly, or why not.
+
+    leanqkv inspect gpt2-124m+skipv1
+
+    leanqkv inspect hf/pythia-160m
+    """
+    from .checkpoints.open import open_checkpoint
     from .inspection import layer_table, summary
     from .presets import preset
 
-    config: Any = load_config(Path(source)) if Path(source).exists() else preset(source)
+    config: Any
+    if Path(source).exists():
+        opened = open_checkpoint(Path(source))
+        config, tensors = opened.config, opened.tensors if spectra else None
+    else:
+        config, tensors = preset(source), None
     console.print(layer_table(config, source))
     for line in summary(config):
         console.print(line)
+    checkpoints.print_audit(config, tensors, source)
 
 
 @app.command()

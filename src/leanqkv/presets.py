@@ -174,6 +174,7 @@ BASES: dict[str, Base] = {
 }
 
 _SKIP = "P3 section 6.5"
+_BLOCK = "P1 Prop. 3.2"
 _SKIPV1: dict[str, Any] = {"type": "first_layer_values"}
 MECHANISMS: dict[str, MechanismPreset] = {
     "identity-query": MechanismPreset(
@@ -203,6 +204,13 @@ MECHANISMS: dict[str, MechanismPreset] = {
     "keys-as-values": MechanismPreset(
         "value", {"type": "keys"}, "V = K: one projection, one cached tensor", "beyond the papers"
     ),
+    "block-identity-key": MechanismPreset(
+        "key",
+        {"type": "block_identity"},
+        "every key head begins as the same columns of the input",
+        _BLOCK,
+    ),
+    "block-identity-value": MechanismPreset("value", {"type": "block_identity"}, "the same for value heads", _BLOCK),
     "no-output": MechanismPreset(
         "output",
         {"type": "identity"},

@@ -32,6 +32,8 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("gqa", "skipv1"), BIASES),
     (("mqa", "skipv1:ratio=1.0"), {}),
     (("identity-query:layers=0,2",), {}),
+    (("identity-query:bias=true", "identity-key:bias=true", "identity-value:bias=true", "no-output:bias=true"), {}),
+    (("block-identity-key:start=6", "block-identity-value:start=26,width=5", "skipv1"), BIASES),
     (("identity-query", "identity-key", "identity-value", "skipv1:ratio=0.75"), {}),
     (("nonlinear-query:anchor=linear,activation=relu2,norm_out=false", "gqa", "skipv0"), {"head_dim": 6}),
     (("skipv1:injection=pooling",), {}),

@@ -50,8 +50,9 @@ def attend(query: Head, key: Head, value: Head, scale: float, keys_seen: list[li
 def output(heads: list[Head], tensors: Tensors, config: Any, layer: int, name: str) -> Tensor:
     """The heads side by side, times W_O unless that is the identity."""
     joined = torch.cat(heads, dim=-1)
-    if options_of(config.output, layer)["type"] == "identity":
-        return joined
+    kind = options_of(config.output, layer)
+    if kind["type"] == "identity":
+        return joined + tensors[f"{name}.o_proj.bias"] if kind.get("bias") else joined
     return linear(joined, tensors, f"{name}.o_proj")
 
 

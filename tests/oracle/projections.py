@@ -6,6 +6,7 @@ slices, an identity takes the leading ones. `hidden` is what entered the W_down 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .basic import ACTIVATIONS, Tensors, layernorm, linear, rmsnorm
@@ -20,15 +21,52 @@ def linear_projection(x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, 
 
 
 def identity_query_or_key(
-    x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int, scale: float = 0.5
+    x: Tensor,
+    hidden: Hidden,
+    tensors: Tensors,
+    config: Any,
+    name: str,
+    width: int,
+    scale: float = 0.5,
+    bias: bool = False,
 ) -> Projected:
-    """Q = X (or K = X), and the attention scale is halved: 1 / (2 sqrt(d_k))"""
-    return x[:, :width], scale
+    """Q = X (+ b) (or K = X), and the attention scale is halved: 1 / (2 sqrt(d_k))"""
+    return x[:, :width] + (tensors[f"{name}.bias"] if bias else 0), scale
 
 
-def identity_value(x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int) -> Projected:
-    """V = X"""
-    return x[:, :width], 1.0
+def identity_value(
+    x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int, bias: bool = False
+) -> Projected:
+    """V = X (+ b)"""
+    return x[:, :width] + (tensors[f"{name}.bias"] if bias else 0), 1.0
+
+
+def block_identity(
+    x: Tensor,
+    hidden: Hidden,
+    tensors: Tensors,
+    config: Any,
+    name: str,
+    width: int,
+    start: int = 0,
+    **options: Any,
+) -> Projected:
+    """K_g = X W_g, where rows start ... start + w - 1 of the last w columns of every head's W_g [d, d_k] are the
+    identity matrix; w = d_k by default"""
+    n, d = config.head_dim, config.hidden_size
+    w = options.get("width") or n
+    free, plain = tensors[f"{name}.weight"].T, tensors.get(f"{name}.plain_weight")
+    matrix = torch.zeros(d, width, dtype=x.dtype)
+    for column in range(width):
+        head, place = divmod(column, n)
+        for row in range(d):
+            if place < n - w:
+                matrix[row, column] = plain[head * (n - w) + place, row]
+            elif start <= row < start + w:
+                matrix[row, column] = float(row - start == place - (n - w))
+            else:
+                matrix[row, column] = free[row if row < start else row - w, head * w + place - (n - w)]
+    return x @ matrix + tensors.get(f"{name}.bias", torch.zeros(width, dtype=x.dtype)), 1.0
 
 
 def residual_query(
@@ -81,5 +119,5 @@ QUERIES = {
     "nonlinear": nonlinear_query,
     "from_mlp": query_from_mlp,
 }
-KEYS = {"linear": linear_projection, "identity": identity_query_or_key}
-VALUES = {"linear": linear_projection, "identity": identity_value}
+KEYS = {"linear": linear_projection, "identity": identity_query_or_key, "block_identity": block_identity}
+VALUES = {"linear": linear_projection, "identity": identity_value, "block_identity": block_identity}

@@ -6,7 +6,8 @@ skipless transformers", Fig. 4, blocks without Q and P: https://arxiv.org/abs/24
 
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class LinearOutput(nn.Linear):
@@ -31,16 +32,23 @@ class LinearOutput(nn.Linear):
         return None
 
 
-class IdentityOutput(nn.Identity):
-    """The heads side by side are the output."""
+class IdentityOutput(nn.Module):
+    """The heads side by side (+ b) are the output."""
 
     @dataclass(frozen=True)
     class Options:
-        pass
+        bias: bool = False
+
+    def __init__(self, config, num_heads: int, options: Options):
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if options.bias else None
+
+    def forward(self, heads: Tensor) -> Tensor:
+        return heads if self.bias is None else heads + self.bias
 
     @staticmethod
     def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
-        return {}
+        return {"bias": (config.hidden_size,)} if options.bias else {}
 
     @staticmethod
     def clash(config, num_heads: int, options: Options) -> str | None:

@@ -6,26 +6,28 @@ with the attention scale `1 / (2 sqrt(d_k))` for query and key. https://arxiv.or
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
 class IdentityProjection(nn.Module):
-    """`X` itself: head i is columns `[i * head_dim, (i + 1) * head_dim)` of the normed input; no parameters."""
+    """`X` itself (+ b): head i is columns `[i * head_dim, (i + 1) * head_dim)` of the normed input; no weight.
 
-    @dataclass(frozen=True)
-    class Options:
-        pass
+    The bias is what is left of a linear projection whose weight was eliminated exactly.
+    """
 
     def __init__(self, config, num_heads: int, options):
         super().__init__()
         self.width = num_heads * config.head_dim
+        self.bias = nn.Parameter(torch.empty(self.width)) if options.bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states[..., : self.width]
+        kept = hidden_states[..., : self.width]
+        return kept if self.bias is None else kept + self.bias
 
     @staticmethod
     def parameter_shapes(config, num_heads: int, options) -> dict[str, tuple[int, ...]]:
-        return {}
+        return {"bias": (num_heads * config.head_dim,)} if options.bias else {}
 
     @staticmethod
     def clash(config, num_heads: int, options) -> str | None:
@@ -44,6 +46,7 @@ class IdentityQuery(IdentityProjection):
     @dataclass(frozen=True)
     class Options:
         scale: float = 0.5
+        bias: bool = False
 
 
 class _IdentityKeyOrValue(IdentityProjection):
@@ -63,7 +66,12 @@ class IdentityKey(_IdentityKeyOrValue):
     @dataclass(frozen=True)
     class Options:
         scale: float = 0.5
+        bias: bool = False
 
 
 class IdentityValue(_IdentityKeyOrValue):
     """`V = X`, standard attention scale. A layer that computes fewer value heads takes the leading slices of `X`."""
+
+    @dataclass(frozen=True)
+    class Options:
+        bias: bool = False

@@ -13,6 +13,7 @@ from .keyvalue_projected import ProjectedKeyValue
 from .keyvalue_shared_adjacent import SharedAdjacent
 from .keyvalue_shared_middle import SharedMiddle
 from .output import IdentityOutput, LinearOutput
+from .projection_block_identity import BlockIdentityProjection
 from .projection_identity import IdentityKey, IdentityQuery, IdentityValue
 from .projection_linear import LinearProjection
 from .query_from_mlp import QueryFromMLP
@@ -30,10 +31,12 @@ QUERIES = {
 KEYS = {
     "linear": LinearProjection,
     "identity": IdentityKey,
+    "block_identity": BlockIdentityProjection,
 }
 VALUES = {
     "linear": LinearProjection,
     "identity": IdentityValue,
+    "block_identity": BlockIdentityProjection,
     "keys": KeysAsValues,
 }
 OUTPUTS = {

@@ -1,0 +1,59 @@
+"""GPT-2. Its matrices are stored [in, out], query, key and value side by side."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...model.config import LeanConfig
+from .family import Family
+
+
+def _read(stock: PreTrainedConfig) -> dict[str, Any]:
+    return {"intermediate_size": 4 * stock.n_embd if stock.n_inner is None else stock.n_inner}
+
+
+def _write(config: LeanConfig) -> dict[str, Any]:
+    return {"n_inner": config.intermediate_size}
+
+
+def _divisors(config: LeanConfig, hf: Mapping[str, Any]) -> dict[str, int]:
+    """`scale_attn_by_inverse_layer_idx`: layer i divides its attention logits by i + 1; here its queries are divided
+    once, with one rounding to the dtype they are stored in."""
+    if not hf.get("scale_attn_by_inverse_layer_idx"):
+        return {}
+    query = "model.layers.{}.self_attn.q_proj.{}"
+    return {query.format(i, kind): i + 1 for i in range(config.num_hidden_layers) for kind in ("weight", "bias")}
+
+
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    fixed={"position_embedding_type": "learned", "norm_type": "layernorm", "mlp_type": "mlp"},
+    settings={
+        "norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+        "attention_dropout": "attn_pdrop",
+        "hidden_dropout": "resid_pdrop",
+        "embedding_dropout": "embd_pdrop",
+    },
+    biases=dict.fromkeys(("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias"), True),
+    ordinary={"scale_attn_weights": True, "add_cross_attention": False},
+    read=_read,
+    write=_write,
+    prefix="transformer.",
+    modules={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
+    layer="h.{}",
+    layer_modules={
+        "ln_1": ("input_layernorm",),
+        "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attn.c_proj": ("self_attn.o_proj",),
+        "ln_2": ("post_attention_layernorm",),
+        "mlp.c_fc": ("mlp.up_proj",),
+        "mlp.c_proj": ("mlp.down_proj",),
+    },
+    head="lm_head",
+    ignorable=(".attn.bias", ".attn.masked_bias"),
+    transposed=True,
+    divisors=_divisors,
+)

@@ -1,0 +1,63 @@
+"""GPT-NeoX (Pythia). Query, key and value of each head lie side by side in one matrix."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...model.config import LeanConfig
+from .family import Family, read_rope, write_rope
+
+
+def _read(stock: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "block_type": "parallel" if stock.use_parallel_residual else "serial",
+        "embedding_dropout": stock.hidden_dropout,
+        **read_rope(stock, partial=True),
+    }
+
+
+def _write(config: LeanConfig) -> dict[str, Any]:
+    return {"use_parallel_residual": config.block_type == "parallel", **write_rope(config, partial=True)}
+
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    fixed={
+        "position_embedding_type": "rope",
+        "norm_type": "layernorm",
+        "mlp_type": "mlp",
+        "scaled_residual_init": False,
+    },
+    settings={
+        "intermediate_size": "intermediate_size",
+        "norm_eps": "layer_norm_eps",
+        "hidden_act": "hidden_act",
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "hidden_dropout",
+    },
+    biases={
+        "norm_bias": True,
+        "attention_bias": "attention_bias",
+        "attention_output_bias": "attention_bias",
+        "mlp_bias": True,
+    },
+    ordinary={"head_dim": None},
+    read=_read,
+    write=_write,
+    prefix="gpt_neox.",
+    modules={"embed_in": "embed_tokens", "final_layer_norm": "norm"},
+    layer="layers.{}",
+    layer_modules={
+        "input_layernorm": ("input_layernorm",),
+        "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.dense": ("self_attn.o_proj",),
+        "post_attention_layernorm": ("post_attention_layernorm",),
+        "mlp.dense_h_to_4h": ("mlp.up_proj",),
+        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+    },
+    head="embed_out",
+    head_too="lm_head",
+    ignorable=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+    interleaved=True,
+)

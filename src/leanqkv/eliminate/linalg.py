@@ -1,0 +1,98 @@
+"""Solving with square matrices in float64: one factorisation, its condition number, never an inverse."""
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+import scipy.sparse.linalg as sparse
+import torch
+from torch import Tensor
+
+# Up to this size singular values are computed outright; above, the two extreme ones by Lanczos on the factorisation.
+FULL_SPECTRUM = 1024
+# Rows that are multiplied at a time: bounds the float64 copies of an embedding or a head.
+CHUNK = 8192
+
+
+class Factored:
+    """A square float64 matrix A with its LU factorisation."""
+
+    def __init__(self, matrix: Tensor):
+        """matrix: [d, d], any floating dtype; converted to float64 without rounding."""
+        self.matrix = matrix.double()
+        self._lu, self._pivots, info = torch.linalg.lu_factor_ex(self.matrix)
+        self.singular = bool(info != 0)
+
+    def solve(self, right: Tensor, transposed: bool = False) -> Tensor:
+        """`A^-1 right`, or `A^-T right`; right: [d, n]."""
+        return torch.linalg.lu_solve(self._lu, self._pivots, right, adjoint=transposed)
+
+    @cached_property
+    def extremes(self) -> tuple[float, float]:
+        """The largest and the smallest singular value; the smallest of a singular matrix is 0."""
+        d = len(self.matrix)
+        if d <= FULL_SPECTRUM:
+            values = torch.linalg.svdvals(self.matrix)
+            return float(values[0]), 0.0 if self.singular else float(values[-1])
+        largest = math.sqrt(_extreme(d, lambda v: self.matrix.T @ (self.matrix @ v)))
+        if self.singular:
+            return largest, 0.0
+        return largest, 1 / math.sqrt(_extreme(d, lambda v: self.solve(self.solve(v, transposed=True))))
+
+    @property
+    def condition(self) -> float:
+        """sigma_max / sigma_min, the 2-norm condition number; infinite for a singular matrix."""
+        largest, smallest = self.extremes
+        return largest / smallest if smallest else math.inf
+
+
+def _extreme(d: int, product: Callable[[Tensor], Tensor]) -> float:
+    """The largest eigenvalue of a symmetric positive operator on [d], by Lanczos from a fixed start, to one part in a
+    thousand."""
+
+    def apply(vector: np.ndarray) -> np.ndarray:
+        return product(torch.from_numpy(vector.reshape(d, 1).copy())).numpy().reshape(d)
+
+    operator = sparse.LinearOperator((d, d), matvec=apply, dtype=np.float64)
+    start = np.random.default_rng(0).standard_normal(d)
+    return float(sparse.eigsh(operator, k=1, tol=1e-3, v0=start, return_eigenvectors=False)[0])
+
+
+class Basis:
+    """A change of basis of a stream of row vectors, `x -> x Theta`, by a factored matrix A or its inverse.
+
+    What writes the stream is changed by `write`, what reads it by `read`; both take rows [n, d] of any floating dtype
+    and return float64.
+    """
+
+    def __init__(self, factor: Callable[[], Factored], inverse: bool = False, contragredient: bool = False):
+        """Theta is A; its inverse with `inverse`; then with `contragredient` that to the power -T. `factor` is called
+        whenever A is needed, so that a large one need not stay in memory."""
+        self.factor, self.inverse, self.contragredient = factor, inverse, contragredient
+
+    def write(self, rows: Tensor) -> Tensor:
+        """`rows Theta`"""
+        return self._apply(rows, self.contragredient)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """`rows Theta^-T`: the rows of a weight [out, in] that is to read `x Theta` as it read `x`."""
+        return self._apply(rows, not self.contragredient)
+
+    def transposed_inverse(self) -> "Basis":
+        """Theta^-T: reads what this one writes, and the other way round."""
+        return Basis(self.factor, self.inverse, not self.contragredient)
+
+    def _apply(self, rows: Tensor, reading: bool) -> Tensor:
+        factor = self.factor()
+        if reading == self.inverse:  # a product, no solve
+            matrix = factor.matrix.T if self.inverse else factor.matrix
+            return _by_chunks(rows, lambda part: part @ matrix)
+        return _by_chunks(rows, lambda part: factor.solve(part.T, transposed=self.inverse).T)
+
+
+def _by_chunks(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    found = torch.empty(rows.shape, dtype=torch.float64)
+    for start in range(0, len(rows), CHUNK):
+        found[start : start + CHUNK] = function(rows[start : start + CHUNK].double())
+    return found

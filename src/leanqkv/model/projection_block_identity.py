@@ -1,0 +1,74 @@
+"""Key or value projection with an identity block in every head: `K_g = X[:, s : s + w] + X[:, elsewhere] W_g`.
+
+What the block-diagonal invariance of Karbevski & Mijoski 2025, Proposition 3.2, leaves of a linear projection: the
+d_k x d_k block of W_K (or W_V) at the same d_k columns of the input can be made the identity in every head, and W_Q (or
+W_O) absorbs what it was. https://arxiv.org/abs/2510.23912
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class BlockIdentityProjection(nn.Module):
+    """From `hidden_size` to `num_heads * head_dim`; `num_heads * width^2` fewer weights than a linear projection.
+
+    Options:
+        start: the first of the `width` columns of the input that the last `width` columns of every head begin as.
+        width: null for head_dim. Less where the leading columns of a head are rotated by position: they stay plain.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        start: int = 0
+        width: int | None = None
+
+    weight: Tensor
+    plain_weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, config, num_heads: int, options: Options):
+        super().__init__()
+        width = config.head_dim if options.width is None else options.width
+        self.num_heads, self.start, self.stop = num_heads, options.start, options.start + width
+        shapes = self.parameter_shapes(config, num_heads, options)
+        for name in ("weight", "plain_weight", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])) if name in shapes else None)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        elsewhere = torch.cat((hidden_states[..., : self.start], hidden_states[..., self.stop :]), dim=-1)
+        mapped = F.linear(elsewhere, self.weight).unflatten(-1, (self.num_heads, -1))
+        heads = mapped + hidden_states[..., None, self.start : self.stop]
+        if self.plain_weight is not None:
+            plain = F.linear(hidden_states, self.plain_weight).unflatten(-1, (self.num_heads, -1))
+            heads = torch.cat((plain, heads), dim=-1)
+        joined = heads.flatten(-2)
+        return joined if self.bias is None else joined + self.bias
+
+    @staticmethod
+    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
+        d, n = config.hidden_size, config.head_dim
+        width = n if options.width is None else options.width
+        shapes: dict[str, tuple[int, ...]] = {"weight": (num_heads * width, d - width)}
+        if width < n:
+            shapes["plain_weight"] = (num_heads * (n - width), d)
+        if config.attention_bias:
+            shapes["bias"] = (num_heads * n,)
+        return shapes
+
+    @staticmethod
+    def clash(config, num_heads: int, options: Options) -> str | None:
+        width = config.head_dim if options.width is None else options.width
+        if not 1 <= width <= config.head_dim:
+            return f"width must be from 1 to head_dim ({config.head_dim}), found {width}"
+        last = config.hidden_size - width
+        if last < 1:
+            return (
+                f"an identity block of {width} columns leaves nothing of hidden_size ({config.hidden_size}); an "
+                "identity projection does that"
+            )
+        if not 0 <= options.start <= last:
+            return f"start must be from 0 to hidden_size - width ({last}), found {options.start}"
+        return None
