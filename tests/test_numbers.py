@@ -7,6 +7,7 @@ import torch
 from shapes import tokens
 
 from leanqkv import LeanConfig, LeanForCausalLM, count_parameters, kv_bytes_per_token, preset
+from leanqkv.eliminate import weight_table
 from leanqkv.presets import BASES
 
 # base and mechanisms, overrides, total, non-embedding
@@ -102,3 +103,49 @@ def test_initial_weights_have_the_configured_spread() -> None:
         expected = 0.02 / 2 if writes_residual else 0.02  # 2 layers: 1 / sqrt(2 * 2)
         assert parameter.std().item() == pytest.approx(expected, rel=0.02), name
         assert abs(parameter.mean().item()) < expected / 50, name
+
+
+# Graef 2024 (P4), section 4: the table, its totals as printed in billions
+P4_TABLE: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "Pythia-6.9B": (
+        {"num_key_value_heads": 32, "mlp_type": "mlp", "intermediate_size": 16384, "vocab_size": 50400},
+        {
+            "Q+P weights per layer": "33,554,432",
+            "K+V weights per layer": "33,554,432",
+            "FFN weights per layer": "134,217,728",
+            "input and output embeddings": "412,876,800",
+            "total weights": "6.9B",
+            "total without Q and P": "5.8B",
+            "weight savings": "16%",
+            "possible speedup at batch 1": "1.19x",
+        },
+    ),
+    "Mistral-7B": (
+        {"num_key_value_heads": 8, "mlp_type": "gated", "intermediate_size": 14336, "vocab_size": 32000},
+        {
+            "Q+P weights per layer": "33,554,432",
+            "K+V weights per layer": "8,388,608",
+            "FFN weights per layer": "176,160,768",
+            "input and output embeddings": "262,144,000",
+            "total weights": "7.2B",
+            "total without Q and P": "6.2B",
+            "weight savings": "15%",
+            "possible speedup at batch 1": "1.17x",
+        },
+    ),
+}
+
+
+def as_printed(row: str, value: float) -> str:
+    if row.startswith("total"):
+        return f"{value / 1e9:.1f}B"
+    if row == "weight savings":
+        return f"{value:.0%}"
+    return f"{value:.2f}x" if row.startswith("possible") else f"{value:,}"
+
+
+@pytest.mark.parametrize("name", P4_TABLE)
+def test_weights_without_query_and_output(name: str) -> None:
+    shape, printed = P4_TABLE[name]
+    config = LeanConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, **shape)
+    assert {row: as_printed(row, value) for row, value in weight_table(config).items()} == printed

@@ -67,15 +67,14 @@ def write_checkpoint(
     job = {**job, "dtype": str(dtype), "shard_bytes": shard_bytes}
     if partial.exists() and (not (partial / JOB).exists() or read_json(partial / JOB) != _plain(job)):
         shutil.rmtree(partial)
-    partial.mkdir(parents=True, exist_ok=True)
     shards = list(_shards(shapes, dtype, shard_bytes))
     names = [_shard_name(i, len(shards)) for i in range(len(shards))]
     size = {name: sum(_bytes(shapes[t], dtype) for t in shard) for name, shard in zip(names, shards, strict=True)}
     missing = sum(size[name] for name in names if not (partial / name).exists())
-    if missing > (free := shutil.disk_usage(partial).free):
-        raise LeanError(
-            f"the disk has {free / 1e9:,.1f} GB free at {partial.parent}, {missing / 1e9:,.1f} GB are needed"
-        )
+    place = next(parent for parent in out.absolute().parents if parent.exists())
+    if missing > (free := shutil.disk_usage(place).free):
+        raise LeanError(f"the disk has {free / 1e9:,.1f} GB free at {place}, {missing / 1e9:,.1f} GB are needed")
+    partial.mkdir(parents=True, exist_ok=True)
     write_json(partial / JOB, _plain(job))
     done, total = 0, sum(size.values())
     try:
@@ -125,9 +124,7 @@ def _write_shard(
         # A copy of its own: a view of a mapped file, or of another tensor, cannot be written.
         shard[name] = tensor.to(dtype, copy=True).contiguous() if tensor.is_floating_point() else tensor.clone()
         if not shard[name].isfinite().all():
-            raise LeanError(
-                f"{name} does not fit {str(dtype).removeprefix('torch.')}: it has infinite or missing values"
-            )
+            raise LeanError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold")
         done += shard[name].nbytes
         progress(done)
     temporary = partial_name(file)

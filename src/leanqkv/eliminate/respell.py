@@ -5,6 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ..model.config import LeanConfig
+from ..model.registry import KEYS, OUTPUTS, QUERIES, VALUES, make_mechanism
+
+TABLES: dict[str, Any] = {"query": QUERIES, "key": KEYS, "value": VALUES, "output": OUTPUTS}
 
 
 def changed(config: LeanConfig, **fields: Any) -> LeanConfig:
@@ -20,10 +23,11 @@ def respell(config: LeanConfig, slot: str, specs: Mapping[int, Mapping[str, Any]
         return config
     entries: list[dict[str, Any]] = []
     for layer in config.plan.layers:
-        mechanism = getattr(layer, slot)
-        spec = dict(specs.get(layer.layer) or {"type": mechanism.kind, **asdict(mechanism.options)})
-        if spec["type"] == "linear":
+        wanted = specs.get(layer.layer)
+        mechanism = getattr(layer, slot) if wanted is None else make_mechanism(TABLES[slot], slot, wanted)
+        if mechanism.kind == "linear":
             continue
+        spec = {"type": mechanism.kind, **asdict(mechanism.options)}
         for entry in entries:
             if {name: value for name, value in entry.items() if name != "layers"} == spec:
                 entry["layers"].append(layer.layer)

@@ -1,0 +1,129 @@
+"""Q and P out of a skipless checkpoint of Mistral-7B's shape: time, peak memory, killed and started again.
+
+The checkpoint is made on the spot, bfloat16 N(0, 0.02^2) in shards; the result is float32. `leanqkv eliminate` is
+killed once on the way and run again; then `leanqkv inspect` reads the source. Needs 40 GB of disk.
+
+    python benchmarks/eliminate_large.py --directory /tmp/large --out results/exact/mistral-7b-shape.json
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leanqkv import LeanConfig
+from leanqkv.checkpoints.tensors import LazyTensors
+from leanqkv.checkpoints.write import save_config, write_checkpoint
+from leanqkv.files import write_json
+from leanqkv.train.environment import git_commit, hardware, versions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--kill-after", type=float, default=120.0, help="seconds")
+    parser.add_argument("--keep", action="store_true", help="do not delete the checkpoints")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    source, result = asked.directory / "source", asked.directory / "result"
+    config = LeanConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=asked.layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+        position_embedding_type="rope",
+        norm_type="none",
+        attention_skip=False,
+        mlp_skip=False,
+        mlp_type="gated",
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
+    if not source.exists():
+        make(config, source)
+    record: dict[str, Any] = {"record": 1, "layers": asked.layers, "source_bytes": size(source)}
+    command = ["eliminate", str(source), "--remove", "query,output", "--out", str(result)]
+    record["killed"] = run(command, kill_after=asked.kill_after)
+    partial = asked.directory / ".result.partial"
+    record["killed"]["shards"] = len(list(partial.glob("*.safetensors")))
+    record["eliminate"] = run(command)
+    certificate = json.loads((result / "certificate.json").read_text())
+    record["result_bytes"] = size(result)
+    record["certificate"] = {
+        **{key: certificate[key] for key in ("parameters", "dtypes", "dtype", "exact", "weights_sha256")},
+        "worst_condition": max(certificate["conditions"].values()),
+    }
+    if not asked.keep:
+        shutil.rmtree(result)
+    record["inspect"] = run(["inspect", str(source)])
+    if not asked.keep:
+        shutil.rmtree(source)
+    record |= {"hardware": hardware("cpu"), "versions": versions(), "git_commit": git_commit()}
+    print(json.dumps(record, indent=1))
+    if asked.out:
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(asked.out, record)
+
+
+def make(config: LeanConfig, directory: Path) -> None:
+    """Each tensor from its own seed: a large one is drawn row by row in float32 and kept in bfloat16."""
+    shapes = config.plan.parameter_shapes
+    numbers = {name: number for number, name in enumerate(shapes)}
+
+    def draw(name: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(numbers[name])
+        tensor = torch.empty(shapes[name], dtype=torch.bfloat16)
+        for rows in tensor.split(1024):
+            rows.copy_(torch.randn(rows.shape, generator=generator) * 0.02)
+        return tensor
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(
+        directory,
+        shapes,
+        LazyTensors(shapes, draw),
+        torch.bfloat16,
+        job={"made": "on the spot"},
+        finish=lambda where: save_config(config, where),
+    )
+
+
+def run(command: list[str], kill_after: float | None = None) -> dict[str, Any]:
+    """Wall time and peak resident memory of a `leanqkv` command in a process of its own."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "leanqkv.cli", *command], stdout=sys.stderr)
+    if kill_after is not None:
+        try:
+            process.wait(kill_after)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+    _, status, usage = os.wait4(process.pid, 0) if process.returncode is None else (0, process.returncode, None)
+    found = {"seconds": time.perf_counter() - start, "exit": os.waitstatus_to_exitcode(status) if usage else status}
+    if usage is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["peak_resident_bytes"] = usage.ru_maxrss * unit
+    print(command[0], found, file=sys.stderr, flush=True)
+    if kill_after is None and found["exit"]:
+        sys.exit(f"leanqkv {command[0]} failed")
+    return found
+
+
+def size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+if __name__ == "__main__":
+    main()

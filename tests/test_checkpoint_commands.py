@@ -1,0 +1,391 @@
+"""`leanqkv eliminate`, `verify`, `import`, `export` and the audit of `inspect`, as a person uses them."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from shapes import randomize, tiny, tokens
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from leanqkv import LeanError, LeanForCausalLM
+from leanqkv.checkpoints import write
+from leanqkv.checkpoints.tensors import LazyTensors
+from leanqkv.cli import main
+
+FREE = {"norm_type": "none", "norm_eps": 1e-5}
+SKIPLESS = FREE | {"attention_skip": False, "mlp_skip": False}
+HF = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 97, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """Runs a command line in this process; returns exit code, standard output and standard error, each as one line."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code or 0, " ".join(out.split()), " ".join(err.split())
+
+    return run
+
+
+def save(name: str, shape: str, *mechanisms: str, **fields) -> LeanForCausalLM:
+    model = randomize(LeanForCausalLM(tiny(shape, *mechanisms, **fields)), std=32**-0.5)
+    model.save_pretrained(name)
+    return model.eval()
+
+
+def save_llama(name: str, **options) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = randomize(LlamaForCausalLM(LlamaConfig(**HF, max_position_embeddings=64, num_key_value_heads=2)), std=0.2)
+    model.save_pretrained(name, **options)
+    return model.eval()
+
+
+def state(directory: Path) -> dict[str, str]:
+    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(directory.rglob("*")) if f.is_file()}
+
+
+IN_A_FRESH_PROCESS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert "leanqkv" not in sys.modules
+torch.save(model.eval()(torch.load("ids.pt")).logits.detach(), "found.pt")
+"""
+
+
+def logits_in_a_fresh_process(directory: str) -> torch.Tensor:
+    torch.save(tokens(2, 12), "ids.pt")
+    subprocess.run(
+        [sys.executable, "-c", IN_A_FRESH_PROCESS, directory], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    return torch.load("found.pt")
+
+
+def assert_logits(found: torch.Tensor, model) -> None:
+    expected = model(tokens(2, 12)).logits.detach()
+    # float32 rounding, amplified by condition numbers of some hundred
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_strict_and_stock_results_load_in_a_fresh_process(place, cli):
+    skipless, llama = save("skipless", "llama", "gqa", **SKIPLESS), save_llama("llama")
+    code, out, err = cli("eliminate", "skipless", "--remove", "query,output", "--out", "strict")
+    assert (code, err) == (0, "")
+    assert "29,248 -> 23,104 parameters (-21.0%)" in out
+    assert not [name for name in load_file("strict/model.safetensors") if "q_proj" in name or "o_proj" in name]
+    assert_logits(logits_in_a_fresh_process("strict"), skipless)
+
+    assert cli("eliminate", "llama", "--remove", "block-diagonal", "--format", "stock", "--out", "stock")[0] == 0
+    assert json.loads(Path("stock/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert_logits(logits_in_a_fresh_process("stock"), llama)
+    block = load_file("stock/model.safetensors")["model.layers.0.self_attn.v_proj.weight"].view(2, 8, 32)
+    starts = [s for s in range(25) if torch.equal(block[..., s : s + 8], torch.eye(8).expand(2, 8, 8))]
+    assert len(starts) == 1, "no identity block is written out"
+
+    assert cli("verify", "llama", "stock")[0] == 0
+    code, out, _ = cli("verify", "skipless", "strict")
+    assert code == 0
+    assert "the same function" in out
+
+
+def test_the_certificate_says_what_was_done(place, cli):
+    save("free", "gpt", **FREE)
+    assert cli("eliminate", "free", "--remove", "query", "--layer", "1", "--out", "less")[0] == 0
+    report = json.loads(Path("less/certificate.json").read_text())
+    assert report["removed"] == ["query"]
+    assert report["layers"] == [1]
+    assert report["parameters"] == {"before": 26_656, "after": 28_736}  # the head is untied
+    assert report["exact"]["relative"] < 1e-12
+    assert report["dtypes"]["fp32"]["result"]["relative"] < 1e-4
+    assert set(report["dtypes"]) == {"fp64", "fp32", "bf16"}
+    (name,) = report["conditions"]
+    assert name == "model.layers.1.self_attn.q_proj.weight"
+    digest = hashlib.sha256(Path("less/model.safetensors").read_bytes()).hexdigest()
+    assert report["weights_sha256"] == digest
+    assert report["config"]["after"]["query"] == [{"type": "identity", "scale": 1.0, "bias": False, "layers": [1]}]
+
+
+def test_verify_tells_two_models_apart(place, cli):
+    save("one", "gpt")
+    shutil.copytree("one", "other")
+    tensors = load_file("other/model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 5] += 0.5
+    save_file(tensors, "other/model.safetensors", metadata={"format": "pt"})
+    assert cli("verify", "one", "one")[0] == 0
+    code, out, _ = cli("verify", "one", "other")
+    assert code == 1
+    assert "not the same function" in out
+    save("narrow", "gpt", vocab_size=96)
+    assert cli("verify", "one", "narrow")[0] == 2
+
+
+def test_a_text_can_be_certified_on(place, cli, monkeypatch):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save("one", "gpt")
+    vocabulary = {chr(97 + i): i for i in range(26)} | {"?": 26}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="?").save_pretrained("one")
+    Path("text.txt").write_text("a b c d e f g h " * 4)
+    assert cli("eliminate", "one", "--remove", "block-diagonal", "--text", "text.txt", "--out", "less")[0] == 0
+    assert json.loads(Path("less/certificate.json").read_text())["inputs"] == {"input_ids": [2, 16]}
+    assert Path("less/tokenizer.json").exists()
+    Path("short.txt").write_text("a")
+    assert "too short" in cli("verify", "one", "less", "--text", "short.txt")[2]
+
+
+def test_import_and_export_lead_back(place, cli):
+    llama = save_llama("llama", max_shard_size="20KB")
+    code, out, _ = cli("import", "llama", "--out", "ours")
+    assert code == 0
+    assert "LeanForCausalLM" in out
+    assert_logits(logits_in_a_fresh_process("ours"), llama)
+    code, out, _ = cli("export", "ours", "--out", "back")
+    assert code == 0
+    assert "LlamaForCausalLM" in out
+    returned = AutoModelForCausalLM.from_pretrained("back").state_dict()
+    for name, tensor in llama.state_dict().items():
+        assert torch.equal(returned[name], tensor), name
+
+
+def test_norms_that_an_epsilon_disables(place, cli):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, layer_norm_epsilon=1e12)
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draws = torch.randn(parameter.shape)
+            parameter.copy_(1e6 * (1 + 0.1 * draws) if ".ln_" in name and "weight" in name else 0.2 * draws)
+    model.save_pretrained("free")
+    code, out, _ = cli("eliminate", "free", "--remove", "query", "--layer", "1", "--format", "stock", "--out", "less")
+    assert code == 0
+    assert "the norms that the epsilon disables" in out
+    assert_logits(logits_in_a_fresh_process("less"), model)
+    packed = load_file("less/model.safetensors")["transformer.h.1.attn.c_attn.weight"]
+    assert torch.equal(packed[:, :32], torch.eye(32))
+
+
+def test_inspect_says_what_applies_and_why_not(place, cli):
+    save("free", "gpt", **FREE)
+    save_llama("llama")
+    code, out, _ = cli("inspect", "free")
+    assert code == 0
+    assert "one of 0,1,2" in out
+    assert "skip connections carry the stream past them" in out
+    assert "model.layers.2.self_attn.o_proj.weight │ 32×32 │ 32" in out
+    code, out, _ = cli("inspect", "llama", "--no-spectra")
+    assert code == 0
+    assert "RMSNorm" in out
+    assert "smallest singular value" not in out
+
+
+# --- bad input: one line, exit code 2, the source untouched, nothing left behind --------------------------------------
+
+
+def no_such(place: Path) -> None:
+    pass
+
+
+def free(place: Path) -> None:
+    save("source", "gpt", **FREE)
+
+
+def normed(place: Path) -> None:
+    save("source", "llama")
+
+
+def skipless(place: Path) -> None:
+    save("source", "gpt", "gqa", **SKIPLESS)
+
+
+def parallel(place: Path) -> None:
+    save("source", "gpt", **SKIPLESS, block_type="parallel")
+
+
+def missing_shard(place: Path) -> None:
+    save_llama("source", max_shard_size="20KB")
+    next(Path("source").glob("model-00002*")).unlink()
+
+
+def truncated(place: Path) -> None:
+    save_llama("source")
+    with Path("source/model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+
+
+def changed(name: str, change) -> None:
+    save("source", "gpt", **FREE)
+    tensors = load_file("source/model.safetensors")
+    change(tensors[name])
+    save_file(tensors, "source/model.safetensors", metadata={"format": "pt"})
+
+
+def not_a_number(place: Path) -> None:
+    changed("model.layers.2.mlp.up_proj.weight", lambda tensor: tensor[4].fill_(torch.nan))
+
+
+def singular(place: Path) -> None:
+    changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].zero_())
+
+
+def ill(place: Path) -> None:
+    changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].mul_(1e-12))
+
+
+def occupied(place: Path) -> None:
+    free(place)
+    Path("result").mkdir()
+    Path("result/mine").write_text("mine")
+
+
+def another_class(place: Path) -> None:
+    Path("source").mkdir()
+    Path("source/config.json").write_text('{"model_type": "bert"}')
+
+
+@pytest.mark.parametrize(
+    "prepare, arguments, message",
+    [
+        (no_such, "--remove query --layer 1", "source is not a checkpoint: it has no config.json"),
+        (another_class, "--remove query --layer 1", "source is a 'bert' checkpoint"),
+        (missing_shard, "--remove block-diagonal", "is missing"),
+        (truncated, "--remove block-diagonal", "model.safetensors cannot be read"),
+        (not_a_number, "--remove query --layer 1", "model.layers.2.mlp.up_proj.weight has 32 values that are NaN"),
+        (singular, "--remove query --layer 1", "model.layers.1.self_attn.q_proj.weight is singular"),
+        (ill, "--remove query --layer 1 --plain", "model.layers.1.self_attn.q_proj.weight is too badly conditioned"),
+        (occupied, "--remove query --layer 1", "result exists and is not empty"),
+        (free, "--remove queries", "did you mean 'query'?"),
+        (free, "--remove query,query", "each thing can be removed once"),
+        (free, "--remove query --layer 3", "there is no layer 3: layers count from 0 to 2"),
+        (free, "--remove query --layer one", "layers are numbers from 0"),
+        (free, "--remove block-diagonal --layer 1", "no layers to choose"),
+        (free, "--remove query", "skip connections carry the stream past them"),
+        (free, "--remove single-head", "it has 4 heads a layer"),
+        (free, "--remove query --layer 1 --format ggml", "--format is strict or stock"),
+        (free, "--remove query --layer 1 --family llama", "it needs --format stock"),
+        (free, "--remove query --layer 1 --format stock", "a LayerNorm would subtract it"),
+        (free, "--remove query --layer 1 --dtype int8", "--dtype is one of fp64, fp32, bf16"),
+        (normed, "--remove query --layer 1", "there is RMSNorm in front of what reads the stream"),
+        (normed, "--remove query --layer 1", "what does apply here: block-diagonal, 2.36% of the weights"),
+        (skipless, "--remove key,output", "it is not square (32 by 16)"),
+        (parallel, "--remove query,output", "in a parallel block the outputs of attention and MLP are added"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_bad_input(place, cli, prepare, arguments, message):
+    prepare(place)
+    before = state(place)
+    code, _, err = cli("eliminate", "source", *arguments.split(), "--out", "result")
+    assert code == 2
+    assert message in err
+    assert state(place) == before
+    assert sorted(p.name for p in place.iterdir()) == sorted({Path(f).relative_to(place).parts[0] for f in before})
+
+
+def test_max_condition_overrides(place, cli):
+    changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].mul_(1e-9))
+    command = ("eliminate", "source", "--remove", "query", "--layer", "1", "--plain", "--dtype", "fp64")
+    code, _, err = cli(*command, "--out", "result")
+    assert code == 2
+    assert "the limit is 1e+08 (--max-condition)" in err
+    assert cli(*command, "--max-condition", "1e12", "--out", "result")[0] == 0
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+SHAPES = {f"tensor{i}": (8, 8) for i in range(6)}
+BYTES = 8 * 8 * 4
+
+
+def written(out: Path, compute, **options) -> None:
+    options = {"job": {"of": "test"}, "finish": lambda directory: None, "shard_bytes": 2 * BYTES} | options
+    write.write_checkpoint(out, SHAPES, LazyTensors(SHAPES, compute), torch.float32, **options)
+
+
+def value(name: str) -> torch.Tensor:
+    return torch.full((8, 8), float(name[-1]))
+
+
+def interrupted_at(last: str, calls: list[str]):
+    def compute(name: str) -> torch.Tensor:
+        calls.append(name)
+        if name == last:
+            raise KeyboardInterrupt
+        return value(name)
+
+    return compute
+
+
+def test_an_interrupted_write_goes_on_after_the_last_whole_shard(place):
+    out, calls = place / "out", []
+    with pytest.raises(KeyboardInterrupt):
+        written(out, interrupted_at("tensor3", calls))
+    assert not out.exists()
+    calls.clear()
+    written(out, interrupted_at("none", calls))
+    assert calls == ["tensor2", "tensor3", "tensor4", "tensor5"]
+    assert sorted(p.name for p in place.iterdir()) == ["out"]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"]) == list(SHAPES)
+    for name, shard in index["weight_map"].items():
+        assert torch.equal(load_file(out / shard)[name], value(name))
+
+
+def test_what_was_begun_for_something_else_is_not_gone_on_with(place):
+    out, calls = place / "out", []
+    with pytest.raises(KeyboardInterrupt):
+        written(out, interrupted_at("tensor3", calls))
+    calls.clear()
+    written(out, interrupted_at("none", calls), job={"of": "another test"})
+    assert calls == list(SHAPES)
+
+
+def test_a_full_disk_is_told_before_and_survived_while_writing(place, monkeypatch):
+    out, calls = place / "out", []
+    with monkeypatch.context() as patch:
+        patch.setattr(write.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1000))
+        with pytest.raises(LeanError, match="the disk has"):
+            written(out, value)
+    assert not list(place.iterdir())
+
+    def full(*arguments, **options):
+        raise write.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(KeyboardInterrupt):
+        written(out, interrupted_at("tensor3", calls))
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "save_file", full)
+        with pytest.raises(OSError) as error:
+            written(out, value)
+        assert error.value.errno == errno.ENOSPC
+    assert not out.exists()
+    calls.clear()
+    written(out, interrupted_at("none", calls))
+    assert calls == ["tensor2", "tensor3", "tensor4", "tensor5"]
+
+
+def test_values_that_do_not_fit_the_dtype_are_refused(place):
+    with pytest.raises(LeanError, match="tensor0 has values that float32 cannot hold"):
+        written(place / "out", lambda name: torch.full((8, 8), 1e300, dtype=torch.float64))
+    assert not list(place.iterdir())
