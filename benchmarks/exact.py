@@ -6,6 +6,7 @@ biases everywhere, tied head. Decoding is timed at batch 1 in turns, a block of 
 original, the median over the pairs.
 
     python benchmarks/exact.py --out results/exact/gpt2-small.json
+    python benchmarks/exact.py --tables results/exact/gpt2-small.json
 """
 
 import argparse
@@ -23,7 +24,7 @@ from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.eliminate import parse_request, transform, weight_table
 from leanqkv.eliminate.certify import DTYPES, difference, logits, random_inputs
 from leanqkv.eliminate.layernorm_free import without_norms
-from leanqkv.files import write_json
+from leanqkv.files import read_json, write_json
 from leanqkv.train.environment import git_commit, hardware, versions
 
 NONE = {"norm_type": "none"}
@@ -50,7 +51,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="pairs of timed blocks of decoding")
     parser.add_argument("--tokens", type=int, default=48, help="of a block")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tables", type=Path, help="print the tables of a record, and measure nothing")
     asked = parser.parse_args()
+    if asked.tables:
+        print("\n\n".join(tables(read_json(asked.tables)).values()))
+        return
     record = {
         "record": 1,
         "shape": "gpt2-124m",
@@ -197,6 +202,61 @@ def speed(pairs: int, tokens: int) -> list[dict[str, Any]]:
         )
         print(found[-1], flush=True)
     return found
+
+
+def tables(record: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/exact.md, Markdown, by what they show."""
+    found = {"cases": [], "layernorm_free": [], "speed": [], "weights": []}
+    for case in record["cases"]:
+        original = case["plain"]["distance"]["bf16"]["original"]["relative"]
+        for form in ("plain", "quiet"):
+            measured = case[form]
+            far = {dtype: pair["result"]["relative"] for dtype, pair in measured["distance"].items()}
+            condition = "–" if measured["condition"] is None else f"{measured['condition']:,.0f}"
+            name = case["name"] if form == "plain" else ""
+            cells = (f"{far[dtype]:.1e}" for dtype in ("fp64", "fp32", "bf16"))
+            found["cases"].append((name, form, condition, *cells, f"{original:.1e}"))
+    free = record["layernorm_free"]
+    far = {dtype: pair["result"]["relative"] for dtype, pair in free["distance"].items()}
+    naive, centred = free["naive"], free["centred"]
+    found["layernorm_free"] = [
+        ("naive Θ = C diag(γ) W_Q, smallest singular value", f"{naive['smallest']:.1e}, singular"),
+        ("Θ = diag(γ) W_Q, smallest singular value", f"{centred['smallest']:.1e}"),
+        ("its condition number, that of the form taken", f"{centred['condition']:,.0f}, {free['condition']:,.0f}"),
+        ("logits against the function without norms, fp64", f"{far['fp64']:.1e}"),
+        ("the same in fp32, in bf16", f"{far['fp32']:.1e}, {far['bf16']:.1e}"),
+        ("the epsilon itself: the checkpoint against the function without norms", f"{free['epsilon']['relative']:.1e}"),
+        ("parameters", f"{free['parameters']['before']:,} → {free['parameters']['after']:,}, for the head is untied"),
+    ]
+    for speed in record["speed"]:
+        before, after = speed["parameters"]
+        ratio = speed["ratio"]
+        spread = f"{ratio['median']:.2f}× ({ratio['min']:.2f}–{ratio['max']:.2f})"
+        saved = f"{1 - after / before:.1%}"
+        found["speed"].append((speed["name"], f"{before:,}", f"{after:,}", saved, f"{speed['predicted']:.2f}×", spread))
+    one, other = record["weight_table"].values()
+    for row in one:
+        found["weights"].append((row, *(_as_printed(row, table[row]) for table in (one, other))))
+    heads = {
+        "cases": ("what goes", "form", "condition", "fp64", "fp32", "bf16", "bf16 itself"),
+        "layernorm_free": ("LayerNorm-free GPT-2, W_Q of layer 3", ""),
+        "speed": ("what goes", "parameters", "after", "saved", "predicted", "measured at batch 1"),
+        "weights": ("", *record["weight_table"]),
+    }
+    return {name: _table(heads[name], rows) for name, rows in found.items()}
+
+
+def _as_printed(row: str, value: float) -> str:
+    if row.startswith("total"):
+        return f"{value / 1e9:.1f}B"
+    if row == "weight savings":
+        return f"{value:.0%}"
+    return f"{value:.2f}×" if row.startswith("possible") else f"{value:,}"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    rule = ("---", *("---:" for _ in head[1:]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from . import block_diagonal, layernorm_free, single_head
 from .linalg import FULL_SPECTRUM, Factored
-from .projections import TENSORS, Removal, check, remove_projections, why_not
+from .projections import PROJECTIONS, Removal, check, remove_projections, why_not
 from .stream import Stream
 
 WAYS = (("query", "output"), ("key", "output"), ("value", "output"), ("query",), ("key",), ("value",), ("output",))
@@ -31,7 +31,7 @@ class Finding:
         source: the statement it rests on.
         applies: whether it is exact here.
         why_not: the reason it is not, or where it does not hold if it holds elsewhere.
-        saves: numbers fewer to store; negative where a tied head must be untied and costs more.
+        saves: numbers fewer to store, for the best of the layers; negative where untying a head costs more.
         parameters: of the model after it.
     """
 
@@ -80,7 +80,7 @@ def spectra(
     """The linear projections of every layer's attention, one tensor in memory at a time."""
     seen = set()
     for layer in config.plan.layers:
-        for slot, projection in TENSORS.items():
+        for slot, projection in PROJECTIONS.items():
             name = f"model.layers.{layer.block}.self_attn.{projection}.weight"
             if name in seen or name not in tensors or getattr(layer, slot).kind != "linear":
                 continue
@@ -172,20 +172,25 @@ def _single_head(config: LeanConfig) -> Finding:
 def _projections(original: LeanConfig, config: LeanConfig, slots: tuple[str, ...], prefix: str) -> Iterator[Finding]:
     name, source, stream = ",".join(slots), prefix + _source(config, slots), Stream(config)
     removals = [Removal(slot, layer) for slot in slots for layer in range(config.num_hidden_layers)]
-    reason = next(filter(None, (why_not(config, removal, stream) for removal in removals)), None)
+
+    def refused(removal: Removal) -> str | None:
+        reason = why_not(config, removal, stream)
+        return reason or (layernorm_free.why_not_after(config, removal) if config is not original else None)
+
+    reason = next(filter(None, map(refused, removals)), None)
     if reason is None:
         try:
             check(config, removals)
         except LeanError:
             reason = f"of all layers at once: each needs a basis of its own for the stream, and {stream.why_joined()}"
-    possible = [removal for removal in removals if why_not(config, removal, stream) is None]
+    possible = [removal for removal in removals if refused(removal) is None]
     if reason is None:
         after = _count(remove_projections(config, _NOTHING, removals)[0])
         yield Finding(name, None, source, True, None, _count(original) - after, after)
     elif len(slots) > 1 or not possible:
         yield _refused(original, name, source, reason)
     else:
-        after = _count(remove_projections(config, _NOTHING, possible[:1])[0])
+        after = min(_count(remove_projections(config, _NOTHING, [removal])[0]) for removal in possible)
         layers = tuple(removal.layer for removal in possible)
         yield Finding(name, layers, source, True, reason, _count(original) - after, after)
 

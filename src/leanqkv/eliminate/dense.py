@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..checkpoints.tensors import LazyTensors
 from ..model.config import LeanConfig
-from ..model.plan import LayerPlan
 from ..model.registry import Mechanism
 from .respell import changed
 
@@ -19,40 +18,45 @@ DENSE = ("identity", "block_identity", "residual")
 def written_out(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
     """The same function with linear projections in place of identities, identity blocks and residual queries.
 
-    Mechanisms that are no linear map stay as they are. Where one layer has a bias all get one, of zeros.
+    Mechanisms that are no linear map stay as they are, and so do keys that are reused as values, which have no scale of
+    their own to be written into. Where one layer has a bias all get one, of zeros.
     """
+    kept = {"key"} if any(layer.reuses_keys for layer in config.plan.layers) else set()
     fields: dict[str, Any] = {}
-    owners: dict[str, tuple[Mechanism, LayerPlan]] = {}
+    dense: dict[str, Mechanism] = {}
+    scales: dict[str, float] = {}  # of QK-norm's weights: a scale before the norm would have no effect
     biased = {"attention_bias": config.attention_bias, "attention_output_bias": config.attention_output_bias}
     for slot, projection in PROJECTIONS.items():
+        if slot in kept:
+            continue
         fields[slot] = [entry for entry in getattr(config, slot) if entry["type"] not in DENSE]
         for layer in config.plan.layers:
             mechanism = getattr(layer, slot)
-            owners[f"model.layers.{layer.block}.self_attn.{projection}"] = mechanism, layer
+            if mechanism.kind not in DENSE:
+                continue
+            attention = f"model.layers.{layer.block}.self_attn"
+            dense[f"{attention}.{projection}"] = mechanism
+            if config.qk_norm and slot in ("query", "key"):
+                scales[f"{attention}.{projection[0]}_norm"] = getattr(mechanism.options, "scale", 1.0)
             if getattr(mechanism.options, "bias", False):
                 biased["attention_output_bias" if slot == "output" else "attention_bias"] = True
     new = changed(config, **fields, **biased)
 
     def compute(name: str) -> Tensor:
         module, _, kind = name.rpartition(".")
-        if module not in owners:
-            return tensors[name]
-        mechanism, _ = owners[module]
         shape = new.plan.parameter_shapes[name]
-        scale = getattr(mechanism.options, "scale", 1.0)
-        if kind == "bias":
-            if name not in tensors:
-                return torch.zeros(shape, dtype=torch.float64)
-            return tensors[name].double() * (scale / 2 if mechanism.kind == "residual" else scale)
-        match mechanism.kind:
-            case "identity":
-                return scale * torch.eye(shape[0], dtype=torch.float64)
-            case "residual":
-                return scale / 2 * (torch.eye(shape[0], dtype=torch.float64) + tensors[name].double())
-            case "block_identity":
-                return _filled(config, mechanism.options, module, tensors)
-            case _:
-                return tensors[name]
+        mechanism = dense.get(module)
+        if kind == "bias" and name not in tensors:
+            return torch.zeros(shape, dtype=torch.float64)
+        if mechanism is None:
+            return tensors[name].double() * scales[module] if module in scales else tensors[name]
+        scale = 1.0 if config.qk_norm else getattr(mechanism.options, "scale", 1.0)
+        if mechanism.kind == "block_identity":
+            return tensors[name] if kind == "bias" else _filled(config, mechanism.options, module, tensors)
+        if mechanism.kind == "residual":
+            matrix = tensors[name].double()
+            return scale / 2 * (matrix if kind == "bias" else matrix + torch.eye(*shape, dtype=torch.float64))
+        return scale * (tensors[name].double() if kind == "bias" else torch.eye(*shape, dtype=torch.float64))
 
     return new, LazyTensors(new.plan.parameter_shapes, compute)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from .projections import Removal, is_solved_with
 from .respell import changed
 from .stream import Place, Stream, Touch
 
@@ -96,12 +97,21 @@ def why_not(config: LeanConfig) -> str | None:
         return "it is a model of images"
     if config.block_type == "parallel":
         return "a parallel block reads the stream through two norms at one place"
+    if config.qk_norm:
+        return "QK-norm has the same epsilon, and is disabled along with them"
     if config.mlp_type == "moe":
         return "a router has no bias to take the norm's"
     if config.num_hidden_groups is not None or config.depth_average is not None or config.kv_lora_rank is not None:
         return "shared blocks, averages over depth and latents are not treated"
     blocked = Stream(changed(config, norm_type="none", norm_bias=False)).blocked
     return next(iter(blocked.values()), None)
+
+
+def why_not_after(config: LeanConfig, removal: Removal) -> str | None:
+    """What keeps a weight from being eliminated once `without_norms` has made `config`, beyond what always may."""
+    if removal.slot == "output" and is_solved_with(config, removal):
+        return "the mean that its norms subtract is folded into it, and so it is singular"
+    return None
 
 
 def disable_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:

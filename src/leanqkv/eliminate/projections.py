@@ -16,12 +16,12 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.registry import make_mechanism
 from .linalg import Basis, Factored
-from .respell import changed, respell
+from .respell import TABLES, changed, respell
 from .stream import Place, Stream, Touch, after_attention
 
-READERS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
-TENSORS = {**READERS, "output": "o_proj"}
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 
 
 class Removal(NamedTuple):
@@ -35,7 +35,7 @@ class Removal(NamedTuple):
 
 
 def weight_name(config: LeanConfig, removal: Removal) -> str:
-    return f"model.layers.{config.plan.layers[removal.layer].block}.self_attn.{TENSORS[removal.slot]}.weight"
+    return f"model.layers.{config.plan.layers[removal.layer].block}.self_attn.{PROJECTIONS[removal.slot]}.weight"
 
 
 def place_of(config: LeanConfig, removal: Removal) -> Place:
@@ -62,8 +62,9 @@ def why_not(config: LeanConfig, removal: Removal, stream: Stream | None = None) 
     shape = config.plan.parameter_shapes[weight_name(config, removal)]
     if shape[0] != shape[1]:
         return f"it is not square ({shape[1]} by {shape[0]}), so it has no inverse"
-    if removal.slot != "output" and layer.num_query_heads != config.num_attention_heads:
-        return "its layer has fewer heads than the others"
+    identity = make_mechanism(TABLES[removal.slot], removal.slot, {"type": "identity"})
+    if clash := identity.cls.clash(config, shape[0] // config.head_dim, identity.options):  # type: ignore[operator]
+        return clash
     stream = stream or Stream(config)
     blocked = stream.blocked.get(stream.basis_of[place_of(config, removal)])
     return blocked and f"its change of basis reaches further than its layer, and there {blocked}"
@@ -80,6 +81,19 @@ def norm_sentence(config: LeanConfig) -> str | None:
     }[config.norm_type]
     name = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "dyt": "DyT"}[config.norm_type]
     return f"there is {name} in front of what reads the stream, which admits {allowed}"
+
+
+def is_solved_with(config: LeanConfig, removal: Removal) -> bool:
+    """Whether any tensor is divided by the weight: all that read the same stream as a query, key or value; all others
+    that write the same stream as an output projection, whose readers are multiplied by it; and what the other end of
+    the stream takes so that a head stays tied."""
+    stream = Stream(config)
+    basis = stream.basis_of[place_of(config, removal)]
+    if config.tie_word_embeddings and basis in (stream.start, stream.end):
+        return True
+    own = weight_name(config, removal)
+    touches = [t for t in stream.touches.values() if stream.basis_of[t.place] == basis and t.tensor != own]
+    return any(touch.writes == (removal.slot == "output") for touch in touches)
 
 
 def check(config: LeanConfig, removals: Iterable[Removal]) -> dict[Place, Removal]:
@@ -134,7 +148,7 @@ def remove_projections(
     tied = bool(config.tie_word_embeddings)
     if tied and (stream.start in bases or stream.end in bases):
         tied = _keep_tied(stream, bases)
-    slots = {slot: {r.layer for r in removals if r.slot == slot} for slot in TENSORS}
+    slots = {slot: {r.layer for r in removals if r.slot == slot} for slot in PROJECTIONS}
     new = changed(config, tie_word_embeddings=tied) if config.task != "image_classification" else config
     for slot, layers in slots.items():
         spec = {"type": "identity"} | ({"scale": 1.0} if slot in ("query", "key") else {})

@@ -135,6 +135,7 @@ def eliminate_directory(
             before, result, (stored.config, stored.tensors), request, dtype, inputs or random_inputs(opened.config)
         )
         report["weights_sha256"] = weights_hash(directory)
+        report["source_sha256"] = weights_hash(source)
         write_json(directory / CERTIFICATE, report)
         certificates.append(report)
 
@@ -279,9 +280,9 @@ def convert_format(
 
 
 def weights_hash(directory: Path) -> str:
-    """SHA-256 over the safetensors files, in the order of their names."""
+    """SHA-256 over the files of weights, in the order of their names."""
     digest = hashlib.sha256()
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")):
         with file.open("rb") as opened:
             while block := opened.read(2**24):
                 digest.update(block)

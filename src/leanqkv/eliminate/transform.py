@@ -11,11 +11,10 @@ from ..model.config import LeanConfig
 from ..model.registry import suggest
 from . import block_diagonal, layernorm_free, single_head
 from .forms import keeping_the_mean, quiet
-from .projections import TENSORS, Removal, check, place_of, remove_projections, weight_name, why_not
-from .stream import Stream
+from .projections import PROJECTIONS, Removal, check, is_solved_with, place_of, remove_projections, weight_name, why_not
 
 BLOCK_DIAGONAL, SINGLE_HEAD = "block-diagonal", "single-head"
-WHAT = (*TENSORS, BLOCK_DIAGONAL, SINGLE_HEAD)
+WHAT = (*PROJECTIONS, BLOCK_DIAGONAL, SINGLE_HEAD)
 MAX_CONDITION = 1e8
 
 
@@ -66,7 +65,7 @@ def parse_request(remove: str, layer: str | int | None = None, **options) -> Req
             layers = tuple(int(number) for number in str(layer).split(","))
         except ValueError:
             raise LeanError(f"layers are numbers from 0 between commas, or all; found {layer!r}") from None
-        if not set(parts) & set(TENSORS):
+        if not set(parts) & set(PROJECTIONS):
             raise LeanError(f"{parts[0]} has no layers to choose: it is done wherever it holds")
     return Request(parts, layers, **options)
 
@@ -74,14 +73,14 @@ def parse_request(remove: str, layer: str | int | None = None, **options) -> Req
 def transform(config: LeanConfig, tensors: Mapping[str, Tensor], request: Request) -> Transformed:
     """Eliminates what `request` asks for; neither `config` nor `tensors` is changed.
 
-    Norms that their epsilon disables are removed first. All conditions are known when this returns, and no tensor but
-    those solved with has been read.
+    Norms that their epsilon disables are removed first. All conditions are known when this returns; of the tensors only
+    those that are removed have been read.
 
     Raises:
         LeanError: it is not possible exactly, or a matrix is worse conditioned than allowed; says why and which.
     """
     new = Transformed(config, tensors)
-    slots = [part for part in request.remove if part in TENSORS]
+    slots = [part for part in request.remove if part in PROJECTIONS]
     if SINGLE_HEAD in request.remove:
         if len(request.remove) > 1:
             raise LeanError("single-head turns all four matrices into two; there is nothing to remove beside it")
@@ -90,7 +89,7 @@ def transform(config: LeanConfig, tensors: Mapping[str, Tensor], request: Reques
         if layernorm_free.norms_disabled(config):
             step = "norms that their epsilon disables, folded into their neighbours"
             new = Transformed(*layernorm_free.without_norms(config, tensors), steps=(step,))
-        new = _projections(new, slots, request)
+        new = _projections(new, slots, request, centred=new.config is not config)
     if BLOCK_DIAGONAL in request.remove:
         blocks = block_diagonal.make_blocks_identity(new.config, new.tensors, search=request.balance)
         step = "identity blocks in the heads of " + ", ".join(sorted(blocks[2]))
@@ -99,16 +98,20 @@ def transform(config: LeanConfig, tensors: Mapping[str, Tensor], request: Reques
     return new
 
 
-def _projections(model: Transformed, slots: list[str], request: Request) -> Transformed:
+def _projections(model: Transformed, slots: list[str], request: Request, centred: bool) -> Transformed:
     config, count = model.config, model.config.num_hidden_layers
     for layer in request.layers or ():
         if not 0 <= layer < count:
             raise LeanError(f"there is no layer {layer}: layers count from 0 to {count - 1}")
-    removals = [Removal(slot, layer) for slot in slots for layer in request.layers or range(count)]
+    layers = range(count) if request.layers is None else request.layers
+    removals = [Removal(slot, layer) for slot in slots for layer in layers]
     try:
         check(config, removals)
     except LeanError as error:
         raise LeanError(f"{error}; {_instead(config, removals)}") from None
+    for removal in removals:
+        if centred and (reason := layernorm_free.why_not_after(config, removal)):
+            raise LeanError(f"{removal} cannot be eliminated exactly: {reason}")
     tensors = model.tensors
     if request.balance:
         tensors = quiet(config, tensors, removals)
@@ -116,7 +119,7 @@ def _projections(model: Transformed, slots: list[str], request: Request) -> Tran
         for removal in removals:
             tensors = keeping_the_mean(config, tensors, removal)
     new, changed, factors = remove_projections(config, tensors, removals)
-    solved = {weight_name(config, removal): removal for removal in removals if _is_solved_with(config, removal)}
+    solved = {weight_name(config, removal): removal for removal in removals if is_solved_with(config, removal)}
     conditions = {name: factors[name]().condition for name in solved if name in factors}
     _within_limit(conditions, request)
     steps = tuple(f"{removal} by a change of basis {place_of(config, removal)}" for removal in removals)
@@ -130,16 +133,6 @@ def _instead(config: LeanConfig, removals: list[Removal]) -> str:
     numbers = block_diagonal.saved(config)
     share = numbers / config.plan.count_parameters().total
     return f"what does apply here: {BLOCK_DIAGONAL}, {share:.2%} of the weights" if numbers else "nothing else applies"
-
-
-def _is_solved_with(config: LeanConfig, removal: Removal) -> bool:
-    """Whether any tensor is divided by the weight: all that read the same stream as a query, key or value; all others
-    that write the same stream as an output projection, whose readers are multiplied by it."""
-    stream = Stream(config)
-    basis = stream.basis_of[place_of(config, removal)]
-    own = weight_name(config, removal)
-    touches = [t for t in stream.touches.values() if stream.basis_of[t.place] == basis and t.tensor != own]
-    return any(touch.writes == (removal.slot == "output") for touch in touches)
 
 
 def _within_limit(conditions: Mapping[str, float], request: Request) -> None:

@@ -1,0 +1,298 @@
+"""Eliminated models on disk: certificates, damage, loading without this package."""
+
+import copy
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact_models import IDS, ROUNDING, build, logits, relative, small, weights, with_condition
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from leanqkv import LeanConfig, LeanError, LeanForCausalLM, count_parameters, kv_bytes_per_token
+from leanqkv.checkpoints.tensors import LazyTensors
+from leanqkv.eliminate import eliminate, eliminate_directory, parse_request, run, transform, verify
+from leanqkv.eliminate.transform import Transformed
+
+BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+SKIPLESS = {"attention_skip": False, "mlp_skip": False}
+CASES: dict[str, tuple[dict[str, Any], str, int | None]] = {
+    "one query": (BIASES, "query", 1),
+    "all queries, tied": ({"mlp_skip": False, **BIASES}, "query", None),
+    "query and output": ({**SKIPLESS, **BIASES}, "query,output", None),
+    "parallel output": ({**SKIPLESS, "block_type": "parallel"}, "output", None),
+    "shared block": ({"num_hidden_groups": 1, "tie_word_embeddings": False}, "value", None),
+    "blocks": ({"norm_type": "rmsnorm", "key_value": {"type": "first_layer_values"}}, "block-diagonal", None),
+    "rotary blocks": (
+        {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}, **BIASES},
+        "block-diagonal",
+        None,
+    ),
+    "one head": ({"num_attention_heads": 1, "norm_type": "layernorm", **BIASES}, "single-head", None),
+}
+
+
+def model_of(config: LeanConfig, dtype: torch.dtype = torch.float32) -> LeanForCausalLM:
+    return build(config, weights(config)).to(dtype)
+
+
+def saved(directory: Path, config: LeanConfig, dtype: torch.dtype = torch.float32) -> Path:
+    model_of(config, dtype).save_pretrained(directory)
+    return directory
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_certificate(case: str, tmp_path: Path) -> None:
+    fields, remove, layer = CASES[case]
+    config = small(**fields)
+    source = saved(tmp_path / "source", config)
+    before = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
+    returned = eliminate_directory(source, tmp_path / "out", parse_request(remove, layer), dtype=torch.float64)
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert certificate == json.loads(json.dumps(returned))
+    file = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert certificate["weights_sha256"] == hashlib.sha256(file).hexdigest()
+    assert hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest() == before
+
+    after = LeanForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).config
+    assert certificate["removed"] == remove.split(",")
+    assert certificate["parameters"] == {
+        "before": count_parameters(config).total,
+        "after": count_parameters(after).total,
+    }
+    assert certificate["parameters"]["after"] == sum(tensor.numel() for tensor in stored(tmp_path / "out").values())
+    assert certificate["kv_bytes_per_token_bf16"] == {
+        "before": kv_bytes_per_token(config),
+        "after": kv_bytes_per_token(after),
+    }
+    limit = ROUNDING * max([1.0, *certificate["conditions"].values()])
+    assert 0 <= certificate["exact"]["relative"] <= limit
+    assert certificate["exact"]["agreement"] == 1
+    # Stored in float64, nothing more is lost; in other dtypes about as much as the original loses.
+    assert certificate["dtypes"]["fp64"]["result"]["relative"] <= limit
+    assert certificate["dtypes"]["fp64"]["original"]["relative"] == 0
+    for name in ("fp32", "bf16"):
+        for which in ("original", "result"):
+            assert all(math.isfinite(value) for value in certificate["dtypes"][name][which].values())
+    assert certificate["dtypes"]["fp32"]["result"]["relative"] <= 1e9 * limit
+    assert certificate["dtypes"]["bf16"]["result"]["relative"] > certificate["dtypes"]["fp32"]["result"]["relative"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_memory_as_in_a_directory(case: str, tmp_path: Path) -> None:
+    """The same tensors, and the model that was given is left as it was."""
+    fields, remove, layer = CASES[case]
+    model = model_of(small(**fields))
+    state, asked = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    found = eliminate(model, remove, layer)
+    assert model.config.to_dict() == asked
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
+    model.save_pretrained(tmp_path / "source")
+    certificate = eliminate_directory(tmp_path / "source", tmp_path / "out", parse_request(remove, layer))
+    for name, tensor in stored(tmp_path / "out").items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(found.model.state_dict()[name], tensor), name
+    assert found.certificate["conditions"] == certificate["conditions"]
+    assert found.certificate["exact"] == certificate["exact"]
+    assert eliminate(tmp_path / "source", remove, layer).certificate["exact"] == certificate["exact"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_what_is_stored_in_less_is_certified_as_less(dtype: torch.dtype) -> None:
+    """The figures of the stored weights are those of a model that has them."""
+    config = small(mlp_skip=False)
+    model = model_of(config)
+    ids = {"input_ids": IDS}
+    found = eliminate(model, "query", dtype=dtype, inputs=ids)
+    assert {parameter.dtype for parameter in found.model.parameters()} == {dtype}
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).double()(**ids).logits
+        error = relative(copy.deepcopy(found.model).double()(**ids).logits, wanted)
+    reported = found.certificate["dtypes"]["fp64"]["result"]["relative"]
+    assert reported == pytest.approx(error, rel=1e-3, abs=1e-14)
+    assert found.certificate["exact"]["relative"] <= ROUNDING * max(found.certificate["conditions"].values())
+    if dtype != torch.float64:
+        assert reported > torch.finfo(dtype).eps / 10
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_flipped_weight_is_found(case: str, tmp_path: Path) -> None:
+    fields, remove, layer = CASES[case]
+    source = saved(tmp_path / "source", small(**fields), torch.float64)
+    eliminate_directory(source, tmp_path / "out", parse_request(remove, layer), dtype=torch.float64)
+    whole = verify(source, tmp_path / "out")["fp64"]["result"]
+    assert whole["relative"] <= 1e-9
+    tensors = stored(tmp_path / "out")
+    name = next(name for name in tensors if name.endswith("0.mlp.up_proj.weight"))
+    tensors[name][3, 2] *= -1
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    found = verify(source, tmp_path / "out")["fp64"]["result"]
+    assert found["relative"] > 1e-4
+    assert found["max_abs"] > 0 and found["kl"] > whole["kl"]
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    file = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert certificate["weights_sha256"] != hashlib.sha256(file).hexdigest()
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_wrong_result_is_not_written(stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were an elimination wrong in one number, there would be no certificate and no checkpoint."""
+
+    def wrong(*args: Any) -> Transformed:
+        result = transform(*args)
+        name = "model.layers.1.mlp.down_proj.weight"
+        off = torch.zeros(result.tensors[name].shape, dtype=torch.float64)
+        off[2, 3] = 1e-3
+
+        def compute(wanted: str) -> Tensor:
+            return result.tensors[wanted] + off if wanted == name else result.tensors[wanted]
+
+        return replace(result, tensors=LazyTensors(result.config.plan.parameter_shapes, compute))
+
+    monkeypatch.setattr(run, "transform", wrong)
+    config = small(norm_type="layernorm", norm_bias=True, tie_word_embeddings=False, **BIASES)
+    source = saved(tmp_path / "source", config)
+    with pytest.raises(LeanError, match="not the same function"):
+        eliminate(source, "block-diagonal")
+    with pytest.raises(LeanError, match="not the same function"):
+        eliminate_directory(source, tmp_path / "out", parse_request("block-diagonal"), stock=stock)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_verify_is_measured_plainly(tmp_path: Path) -> None:
+    """Every figure, against logits of plainly built models."""
+    one, other = small(), small(norm_type="rmsnorm")
+    first, second = saved(tmp_path / "one", one, torch.float64), saved(tmp_path / "other", other, torch.float64)
+    found = verify(first, second, {"input_ids": IDS})["fp64"]["result"]
+    wanted, got = (logits(config, weights(config)).flatten(0, 1) for config in (one, other))
+    assert found["max_abs"] == pytest.approx((got - wanted).abs().max().item(), rel=1e-9)
+    assert found["relative"] == pytest.approx(relative(got, wanted), rel=1e-9)
+    p, q = wanted.log_softmax(-1), got.log_softmax(-1)
+    assert found["kl"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-9)
+    assert found["agreement"] == pytest.approx((wanted.argmax(-1) == got.argmax(-1)).double().mean().item())
+
+
+def test_models_that_cannot_be_compared(tmp_path: Path) -> None:
+    one = saved(tmp_path / "one", small())
+    with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):
+        verify(one, saved(tmp_path / "other", small(vocab_size=17)))
+
+
+@pytest.mark.parametrize("remove", ["query", "block-diagonal", "value"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_weights_that_are_not_finite_are_refused(remove: str, value: float, name: str, tmp_path: Path) -> None:
+    model = model_of(small(mlp_skip=False))
+    with torch.no_grad():
+        model.get_parameter(name)[1, 2] = value
+    with pytest.raises(LeanError, match=r"NaN|infinite|finite"):
+        eliminate(model, remove)
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(LeanError, match=r"NaN|infinite|finite"):
+        eliminate_directory(tmp_path / "source", tmp_path / "out", parse_request(remove))
+    assert not (tmp_path / "out").exists()
+
+
+def test_numerically_singular_is_refused_whatever_the_limit() -> None:
+    model = model_of(small(attention_output_bias=True), torch.float64)
+    for slot in ("q", "o"):
+        matrix = with_condition(12, 3.0)
+        matrix[:, -1] = matrix[:, 0]
+        damaged = copy.deepcopy(model)
+        damaged.get_parameter(f"model.layers.0.self_attn.{slot}_proj.weight").data = matrix
+        with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):
+            eliminate(damaged, {"q": "query", "o": "output"}[slot], 0, max_condition=1e300)
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", small())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+    with pytest.raises(LeanError, match="not empty"):
+        eliminate_directory(source, tmp_path / "out", parse_request("query", 0))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "remove, layer",
+    [("querry", None), ("", None), ("query,query", None), ("query", "7"), ("query", -1), ("query", "x")],
+)
+def test_requests_that_name_nothing(remove: str, layer: Any) -> None:
+    with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):
+        eliminate(model_of(small()), remove, layer)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+LOAD_WITHOUT_THE_PACKAGE = """
+import json, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "leanqkv":
+            raise ImportError("leanqkv is not installed here")
+
+sys.meta_path.insert(0, Blocked())
+import torch
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+different = []
+for folder in json.loads(sys.argv[1]):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float64).eval()
+    wanted = torch.load(f"{folder}/wanted.pt")
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(wanted["ids"])}
+    with torch.no_grad():
+        found = model(input_ids=wanted["ids"]).logits
+    off = ((found - wanted["logits"]).abs().max() / wanted["logits"].abs().max()).item()
+    tokens = [model.generate(wanted["ids"], pad_token_id=0, use_cache=use, **options) for use in (True, False)]
+    if off > 1e-9 or not all(torch.equal(one, wanted["generated"]) for one in tokens):
+        different.append([folder, off])
+    model.train()(input_ids=wanted["ids"], labels=wanted["ids"]).loss.backward()
+    different += [[folder, name] for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+assert "leanqkv" not in sys.modules
+print(json.dumps(different))
+"""
+
+
+def test_results_load_without_the_package(tmp_path: Path) -> None:
+    """They compute and generate what the original does, with a cache and without, and can be trained on."""
+    folders = []
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}
+    for number, (fields, remove, layer) in enumerate(CASES.values()):
+        model = model_of(small(max_position_embeddings=32, **fields), torch.float64)
+        with torch.no_grad():
+            wanted = {"ids": IDS, "logits": model(input_ids=IDS).logits, "generated": model.generate(IDS, **options)}
+        for how in ("memory", "directory"):
+            folder = tmp_path / f"{how}{number}"
+            if how == "memory":
+                eliminate(model, remove, layer, dtype=torch.float64).model.save_pretrained(folder)
+            else:
+                model.save_pretrained(tmp_path / f"source{number}")
+                request = parse_request(remove, layer)
+                eliminate_directory(tmp_path / f"source{number}", folder, request, dtype=torch.float64)
+            torch.save(wanted, folder / "wanted.pt")
+            folders.append(str(folder))
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    command = [sys.executable, "-c", LOAD_WITHOUT_THE_PACKAGE, json.dumps(folders)]
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert json.loads(process.stdout.splitlines()[-1]) == []

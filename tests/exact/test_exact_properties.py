@@ -1,0 +1,164 @@
+"""Random architectures, random requests: an elimination is exact and what was removed is gone, or it is refused."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from exact_models import IDS, build, elements, logits, random_config, relative, small, tolerance, weights
+from expected_eliminations import removed, weights_fewer
+
+from leanqkv import ConfigError, LeanConfig, LeanError, LeanForImageClassification
+from leanqkv.eliminate import parse_request, transform
+from leanqkv.eliminate.dense import written_out
+
+BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+
+REQUESTS = (
+    *("query", "query", "key", "value", "output", "query,output", "key,output", "value,output", "query,value"),
+    *("block-diagonal", "block-diagonal", "single-head"),
+)
+CASES = range(320)
+
+
+def draw_case(seed: int) -> tuple[LeanConfig, str, tuple[int, ...] | None, bool]:
+    draw = random.Random(seed)
+    config = random_config(draw)
+    remove = draw.choice(REQUESTS)
+    if remove == "single-head" and config.num_attention_heads > 1 and draw.random() < 0.8:
+        while config.num_attention_heads > 1:
+            config = random_config(draw)
+    layers = None
+    if remove not in ("block-diagonal", "single-head") and draw.random() < 0.6:
+        some = range(config.num_hidden_layers)
+        layers = tuple(sorted(draw.sample(some, min(len(some), draw.choice((1, 1, 2))))))
+    return config, remove, layers, draw.random() < 0.5
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_exact_or_refused(seed: int) -> None:
+    config, remove, layers, balance = draw_case(seed)
+    tensors = weights(config, seed)
+    expected = weights_fewer(config, remove, layers)
+    request = parse_request(remove, None if layers is None else ",".join(map(str, layers)), balance=balance)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    asked = config.to_dict()
+    if expected is None:
+        with pytest.raises((LeanError, ConfigError), match=r"\w+ \w+ \w+"):
+            transform(config, tensors, request)
+        return
+    result = transform(config, tensors, request)
+    found = {name: tuple(result.tensors[name].shape) for name in result.tensors}
+    assert found == result.config.plan.parameter_shapes
+    assert elements(tensors) - elements(result.tensors) == expected
+    if remove not in ("block-diagonal", "single-head"):
+        for slot, block in removed(config, remove.split(","), layers):
+            name = f"model.layers.{block}.self_attn.{slot[0]}_proj.weight"
+            assert name in tensors and name not in result.tensors
+    assert relative(logits(result.config, result.tensors), logits(config, tensors)) <= tolerance(result.conditions)
+    assert config.to_dict() == asked
+    assert all((tensors[name] == before[name]).all() for name in before)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"key_value": {"type": "interpolated_values", "mode": "per_token"}},
+        {"key_value": {"type": "interpolated_values", "mode": "per_layer"}},
+        {"key_value": {"type": "first_layer_values", "injection": "pooling"}},
+        {"kv_lora_rank": 5, "position_embedding_type": "rope", "qk_rope_head_dim": 2, "attention_bias": True},
+        {"kv_lora_rank": 6, "key_value": {"type": "first_layer_values"}},
+        {"mlp_type": "moe", "num_local_experts": 3, "num_experts_per_tok": 2},
+        {"mlp_type": "gated", "mlp_bias": True, "attention_bias": True, "attention_output_bias": True},
+        {"depth_average": {"dilation": 1}, "block_type": "parallel"},
+        {"value": [{"type": "keys"}], "position_embedding_type": "rope"},
+        {"task": "masked_lm", "qk_norm": True, "num_hidden_groups": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_whatever_reads_or_writes_the_stream(fields: dict, tied: bool) -> None:
+    """With all skips there is one basis: one weight of any layer can go, and every tensor on the stream changes."""
+    config = small(num_hidden_layers=3, num_attention_heads=2, tie_word_embeddings=tied, **fields)
+    tensors = weights(config)
+    for remove, layer in (("query", 2), ("query", 0), ("output", 1)):
+        result = transform(config, tensors, parse_request(remove, layer))
+        assert elements(tensors) - elements(result.tensors) == weights_fewer(config, remove, (layer,))
+        assert relative(logits(result.config, result.tensors), logits(config, tensors)) <= tolerance(result.conditions)
+
+
+def test_the_cases_cover_both_outcomes() -> None:
+    outcomes: Counter[tuple[str, bool]] = Counter()
+    for seed in CASES:
+        config, remove, layers, _ = draw_case(seed)
+        outcomes[remove, weights_fewer(config, remove, layers) is not None] += 1
+    for remove in REQUESTS:
+        assert outcomes[remove, False] >= 3, remove
+        assert outcomes[remove, True] >= 3 or remove == "query,value", remove  # these two read one stream
+
+
+ROUNDED: dict[str, tuple[dict, str]] = {
+    "query": ({"mlp_skip": False, **BIASES}, "query"),
+    "key, output": ({"attention_skip": False, "mlp_skip": False, **BIASES}, "key,output"),
+    "experts": ({"mlp_skip": False, "mlp_type": "moe", "num_local_experts": 3, "num_experts_per_tok": 2}, "value"),
+    "blocks": ({"norm_type": "rmsnorm", "qk_norm": True, **BIASES}, "block-diagonal"),
+    "blocks, half rotated": (
+        {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}, **BIASES},
+        "block-diagonal",
+    ),
+    "one head": ({"num_attention_heads": 1, "norm_type": "dyt", **BIASES}, "single-head"),
+    "written out": ({"query": [{"type": "identity", "scale": 0.7}], "qk_norm": True, "norm_type": "rmsnorm"}, ""),
+    "residual": ({"query": [{"type": "residual", "scale": 0.7}], **BIASES}, ""),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", ROUNDED)
+def test_weights_stored_in_less_are_not_rounded_again(case: str, dtype: torch.dtype) -> None:
+    fields, remove = ROUNDED[case]
+    config = small(**fields)
+    stored = {name: tensor.to(dtype) for name, tensor in weights(config).items()}
+    new, tensors = written_out(config, stored) if not remove else (config, stored)
+    conditions: dict[str, float] = {}
+    if remove:
+        result = transform(config, stored, parse_request(remove))
+        new, tensors, conditions = result.config, result.tensors, result.conditions
+    wanted = logits(config, {name: tensor.double() for name, tensor in stored.items()})
+    assert relative(logits(new, tensors), wanted) <= tolerance(conditions)
+
+
+@pytest.mark.parametrize(
+    "remove, layer", [("query", 1), ("output", 0), ("query,output", None), ("block-diagonal", None)]
+)
+def test_images(remove: str, layer: int | None) -> None:
+    """The patches' map and the class token write the stream, the classifier reads it."""
+    skips = {"attention_skip": "," not in remove, "mlp_skip": "," not in remove}
+    sizes = {"image_size": 6, "patch_size": 2, "num_channels": 2, "num_labels": 5}
+    texts = dict.fromkeys(("vocab_size", "max_position_embeddings"))
+    config = small(task="image_classification", **sizes, **texts, **skips, attention_bias=True)
+    tensors = weights(config)
+    pixels = torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    result = transform(config, tensors, parse_request(remove, layer))
+    found = []
+    for one, state in ((config, tensors), (result.config, result.tensors)):
+        model = LeanForImageClassification(one).double().eval()
+        model.load_state_dict(dict(state), strict=True)
+        with torch.no_grad():
+            found.append(model(pixel_values=pixels).logits)
+    assert elements(result.tensors) < elements(tensors)
+    assert relative(found[1], found[0]) <= tolerance(result.conditions)
+
+
+def test_a_prefix_that_sees_itself() -> None:
+    config = small(mask_type="prefix", mlp_skip=False, num_key_value_heads=1)
+    tensors = weights(config)
+    result = transform(config, tensors, parse_request("query"))
+    prefix = torch.zeros_like(IDS)
+    prefix[:, :4] = 1
+    with torch.no_grad():
+        wanted, found = (
+            build(one, state)(input_ids=IDS, prefix_mask=prefix).logits
+            for one, state in ((config, tensors), (result.config, result.tensors))
+        )
+    assert relative(wanted, logits(config, tensors)) > 0.01
+    assert relative(found, wanted) <= tolerance(result.conditions)
