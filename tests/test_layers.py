@@ -18,6 +18,7 @@ LAYERS = (
     "checkpoints",
     "data",
     "eliminate",
+    "convert",
     "evaluate",
     "train",
     "compare",

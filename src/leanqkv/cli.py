@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .convert.command import convert
 from .eliminate import command as checkpoints
 from .theory.command import app as theory_app
 
@@ -34,6 +35,7 @@ app.command()(checkpoints.eliminate)
 app.command()(checkpoints.verify)
 app.command("import")(checkpoints.import_checkpoint)
 app.command("export")(checkpoints.export_checkpoint)
+app.command()(convert)
 # Of several processes the first one speaks.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 errors = Console(stderr=True)

@@ -78,7 +78,7 @@ def eliminate(
             source,
             out,
             request,
-            dtype=_dtype(dtype),
+            dtype=as_dtype(dtype),
             stock=stock == "stock",
             family=family,
             inputs=_inputs(source, text),
@@ -130,7 +130,7 @@ def import_checkpoint(
 
     with _progress() as (bar, message):
         message("writing")
-        config, name = convert_format(source, out, stock=False, dtype=_dtype(dtype), progress=bar)
+        config, name = convert_format(source, out, stock=False, dtype=as_dtype(dtype), progress=bar)
     console.print(f"{out}: {name}, {config.plan.count_parameters().total:,} parameters", highlight=False)
 
 
@@ -154,7 +154,7 @@ def export_checkpoint(
         raise LeanError(f"--format is stock, found {stock!r}")
     with _progress() as (bar, message):
         message("writing")
-        _, name = convert_format(source, out, stock=True, family=family, dtype=_dtype(dtype), progress=bar)
+        _, name = convert_format(source, out, stock=True, family=family, dtype=as_dtype(dtype), progress=bar)
     console.print(f"{out}: {name}", highlight=False)
 
 
@@ -244,7 +244,7 @@ def _difference_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _dtype(name: str | None) -> Any:
+def as_dtype(name: str | None) -> Any:
     from ..errors import LeanError
     from .certify import DTYPES
 

@@ -1,0 +1,1 @@
+"""Conversions of finished checkpoints to first-layer values, and to nonlinear queries."""

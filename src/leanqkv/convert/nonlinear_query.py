@@ -1,0 +1,50 @@
+"""A nonlinear query on a pretrained model, starting exactly at what it computes.
+
+Karbevski 2026 (P2), section 4, "Extensions": the linear query as the anchor, `Q = (2 X W_Q + f(X)) / 2`. The half of
+the definition is made up for by doubling the anchor, which rounds nothing, and f starts at zero by the weight of its
+last norm.
+https://github.com/MarkoKarbevski/beyond_query_linearity
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.tensors import LazyTensors
+from ..eliminate.respell import respell
+from ..errors import LeanError
+from ..model.config import LeanConfig
+from ..model.initial import normal
+
+
+def with_nonlinear_query(
+    config: LeanConfig, tensors: Mapping[str, Tensor], seed: int = 0
+) -> tuple[LeanConfig, LazyTensors]:
+    """The same function with a bottleneck beside every linear query; its two matrices are drawn from `seed`.
+
+    Raises:
+        LeanError: a query that is not linear already.
+    """
+    for layer in config.plan.layers:
+        if layer.query.kind != "linear":
+            raise LeanError(f"the query of layer {layer.layer} is {layer.query.kind!r}; only linear ones are converted")
+    spec = {"type": "nonlinear", "anchor": "linear"}
+    new = respell(config, "query", dict.fromkeys(range(config.num_hidden_layers), spec))
+    shapes = new.plan.parameter_shapes
+
+    def compute(name: str) -> Tensor:
+        _, _, tensor = name.partition(".q_proj.")
+        if not tensor:
+            return tensors[name]
+        match tensor:
+            case "anchor.weight" | "anchor.bias":
+                return 2 * tensors[name.replace("anchor.", "")]
+            case "norm_in.weight":
+                return torch.ones(shapes[name])
+            case "norm_out.weight":
+                return torch.zeros(shapes[name])
+            case _:
+                return normal(shapes[name], config.initializer_range, seed, name)
+
+    return new, LazyTensors(shapes, compute)

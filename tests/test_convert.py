@@ -1,0 +1,383 @@
+"""Conversions to first-layer values and nonlinear queries, against their equations written as loops."""
+
+import json
+import sys
+from itertools import pairwise, permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpus import write_corpus
+from shapes import assert_near, randomize, tiny, tokens
+from torch import Tensor
+
+from leanqkv import LeanConfig, LeanError, LeanForCausalLM, cache_bytes
+from leanqkv.cli import main
+from leanqkv.convert.calibrated import Settings, calibrated
+from leanqkv.convert.heads import KeptHeads, ValueHeads, pools, target_config, with_method
+from leanqkv.convert.least_squares import System
+from leanqkv.convert.methods import METHODS
+from leanqkv.convert.nonlinear_query import with_nonlinear_query
+
+BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "norm_bias": True}
+ROUNDING = 1e-12
+
+
+def draw(heads: int, group: int, width: int, d: int, seed: int = 0) -> ValueHeads:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return ValueHeads(normal(heads, width, d), normal(heads, width), normal(heads, group, d, width))
+
+
+def source(shape: str, *mechanisms: str, **fields) -> tuple[LeanConfig, dict[str, Tensor]]:
+    config = tiny(shape, *mechanisms, **fields)
+    model = randomize(LeanForCausalLM(config).double(), std=0.2)
+    return config, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def build(config: LeanConfig, tensors) -> LeanForCausalLM:
+    model = LeanForCausalLM(config).double()
+    state = {name: tensors[name].double() for name in config.plan.parameter_shapes}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(config: LeanConfig, tensors, ids: Tensor) -> Tensor:
+    return build(config, tensors)(ids).logits
+
+
+# --- the paper's five methods -----------------------------------------------------------------------------------------
+
+
+def passed_on(heads: ValueHeads | KeptHeads, place: int, of: int, group: int) -> Tensor:
+    """W_V W_O of the value at `place` through the columns of query head `group` of head `of`, and its bias's share."""
+    matrix = heads.value[place].T @ heads.output[of, group].T
+    assert heads.value_bias is not None
+    return torch.cat((matrix, heads.value_bias[place][None] @ heads.output[of, group].T))
+
+
+@pytest.mark.parametrize("heads, kept", [(4, 2), (4, 3), (4, 1), (6, 3), (5, 3)])
+@pytest.mark.parametrize("group", [1, 2])
+def test_means(heads: int, kept: int, group: int) -> None:
+    given = draw(heads, group, 3, 12)
+    parts = pools(heads, kept)
+    assert sorted(head for part in parts for head in part) == list(range(heads)) and len(parts) == kept
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for name in ("mean-v", "mean-vo"):
+        found = METHODS[name](given, kept)
+        assert found.order == tuple(range(heads))
+        for place, part in enumerate(parts):
+            assert_near(found.value[place], sum(given.value[h] for h in part) / len(part), ROUNDING)
+            assert_near(found.value_bias[place], sum(given.value_bias[h] for h in part) / len(part), ROUNDING)
+            for query in range(group):
+                columns = given.output[place, query]
+                if name == "mean-vo":
+                    columns = sum(given.output[h, query] for h in part) / len(part)
+                assert_near(found.output[place, query], columns, ROUNDING)
+        rest = found.output[kept:]
+        assert torch.equal(rest, given.output[kept:] if name == "mean-v" else torch.zeros_like(rest))
+
+
+def test_pools_are_two_by_two() -> None:
+    assert pools(12, 6) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert pools(4, 3) == [[0, 1], [2], [3]]
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_largest_stay(group: int) -> None:
+    given = draw(4, group, 3, 12)
+    given.value[1] *= 5
+    given.value[2] *= 3
+    given.output[3] *= 100
+    found = METHODS["top-v"](given, 2)
+    assert found.order == (0, 1, 2, 3)
+    assert torch.equal(found.value, given.value[[1, 2]]) and torch.equal(found.value_bias, given.value_bias[[1, 2]])
+    assert torch.equal(found.output, given.output)
+    found = METHODS["top-vo"](given, 2)
+    assert found.order == (1, 3, 0, 2)
+    for place, head in enumerate((1, 3)):
+        for query in range(group):
+            assert torch.equal(passed_on(found, place, place, query), passed_on(given, head, head, query))
+    assert not found.output[2:].any()
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_svd_is_the_best_of_its_rank(group: int) -> None:
+    given = draw(4, group, 3, 12)
+    found = METHODS["svd"](given, 2)
+    whole = sum(passed_on(given, h, h, q) for h in range(4) for q in range(group))
+    kept = sum(passed_on(found, h, h, q) for h in range(2) for q in range(group))
+    sigma = torch.linalg.svdvals(whole[:-1])
+    assert torch.linalg.matrix_rank(kept[:-1]) == 6
+    assert (whole - kept)[:-1].square().sum().item() == pytest.approx(sigma[6:].square().sum().item())
+    # The bias's share is the nearest that six directions can give.
+    directions = torch.linalg.qr(kept[:-1].T).Q[:, :6]
+    assert_near(kept[-1], directions @ (directions.T @ whole[-1]), 1e-8)
+    assert not found.output[2:].any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "shape, mechanisms, fields",
+    [("gpt", (), {}), ("gpt", (), BIASES), ("llama", ("gqa",), {}), ("llama", (), {"block_type": "parallel"})],
+)
+def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, fields: dict, method: str) -> None:
+    """The converted model against the source with values swapped by hand, through hooks."""
+    config, tensors = source(shape, *mechanisms, **fields)
+    new, converted = with_method(config, tensors, METHODS[method], 0.5)
+    assert {name: tuple(converted[name].shape) for name in converted} == new.plan.parameter_shapes
+    n, width = config.num_key_value_heads, config.head_dim
+    kept = n // 2
+    model, ids, first = build(config, tensors), tokens(2, 9), {}
+    group = config.num_attention_heads // n
+    for i, layer in enumerate(model.model.layers):
+        if i == 0:
+            layer.self_attn.v_proj.register_forward_hook(lambda m, x, y: first.update(values=y))
+            continue
+        attention = f"model.layers.{i}.self_attn"
+        heads = METHODS[method](cut_by_hand(tensors, attention, n, group, width), kept)
+
+        def swap(module, inputs, output, heads=heads):
+            own = torch.einsum("btd,hkd->bthk", inputs[0], heads.value)
+            if heads.value_bias is not None:
+                own = own + heads.value_bias
+            return torch.cat((own.flatten(2), first["values"][..., kept * width :]), dim=-1)
+
+        layer.self_attn.v_proj.register_forward_hook(swap)
+        with torch.no_grad():
+            layer.self_attn.o_proj.weight.copy_(heads.output.permute(2, 0, 1, 3).flatten(1))
+            for name, per_head in (("q_proj", group), ("k_proj", 1)):
+                for parameter in getattr(layer.self_attn, name).parameters():
+                    rows = parameter.detach().unflatten(0, (n, per_head * width))
+                    parameter.copy_(rows[list(heads.order)].flatten(0, 1))
+    model.config.fuse_projections = False
+    with torch.no_grad():
+        assert_near(logits(new, converted, ids), model(ids).logits, ROUNDING)
+
+
+def cut_by_hand(tensors, attention: str, n: int, group: int, width: int) -> ValueHeads:
+    value = torch.stack([tensors[f"{attention}.v_proj.weight"][h * width : (h + 1) * width] for h in range(n)])
+    bias = tensors.get(f"{attention}.v_proj.bias")
+    columns = tensors[f"{attention}.o_proj.weight"].split(width, dim=1)
+    output = torch.stack([torch.stack(columns[h * group : (h + 1) * group]) for h in range(n)])
+    return ValueHeads(value, None if bias is None else bias.view(n, width), output)
+
+
+# --- calibrated -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_least_squares(group: int, biased: bool) -> None:
+    """From Gram matrices as from the features themselves; and taking turns only ever lowers what is missed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    places, kept, wide, width, d, rows = 3, 2, 7, 3, 6, 200
+    own = normal(rows, kept * group * wide)
+    parts = [own, normal(rows, (places - kept) * group * width)] + ([torch.ones(rows, 1).double()] if biased else [])
+    features, target, value = torch.cat(parts, dim=1), normal(rows, d), normal(kept, wide, width)
+    size = float(target.square().sum())
+    system = System(features.T @ features, features.T @ target, size, kept, places, group, ridge=1e-13)
+    shape = torch.zeros(places, group, width, d, dtype=torch.float64)
+    _, output, bias, missed = system.solve(value, shape, biased, sweeps=1)
+    seen = [own[:, i * wide : (i + 1) * wide] @ value[i // group] for i in range(kept * group)]
+    seen = torch.cat([*seen, *parts[1:]], dim=1)
+    expected = torch.linalg.lstsq(seen, target).solution
+    assert_near(output.flatten(0, 2), expected[: places * group * width], 1e-9)
+    assert (bias is not None) == biased
+    assert missed == pytest.approx(float((target - seen @ expected).square().sum()) / size)
+    history = [system.solve(value, shape, biased, sweeps)[3] for sweeps in (1, 2, 4, 8)]
+    assert all(later < earlier for earlier, later in pairwise(history))
+
+    # Of one head, V is the minimum: its gradient vanishes.
+    found, output, bias, _ = system.solve(value, shape, biased, sweeps=8)
+    found = system._values(
+        found, system._into(found, width, biased), torch.cat([output.flatten(0, 2), *([bias[None]] if biased else [])])
+    )
+    last = found[-1].clone().requires_grad_()
+    blocks = [*(found[i // group] for i in range((kept - 1) * group)), *([last] * group)]
+    seen = [own[:, i * wide : (i + 1) * wide] @ block for i, block in enumerate(blocks)]
+    flat = torch.cat([output.flatten(0, 2), *([bias[None]] if biased else [])])
+    loss = (target - torch.cat([*seen, *parts[1:]], dim=1) @ flat).square().sum()
+    (gradient,) = torch.autograd.grad(loss, last)
+    assert gradient.abs().max() < 1e-6 * size
+
+
+def test_each_freedom_lowers_what_is_missed() -> None:
+    for shape, mechanisms, fields in (("gpt", (), {}), ("llama", ("gqa",), BIASES | {"norm_bias": False})):
+        config, tensors = source(shape, *mechanisms, **fields)
+        sample, ids = tokens(64, 24, seed=5).numpy(), tokens(16, 24, seed=3)
+        reference = logits(config, tensors, ids)
+        errors = []
+        for options in ({"choose": False, "refit_values": False}, {"refit_values": False}, {}):
+            new, converted, report = calibrated(config, tensors, sample, Settings(**options))
+            errors.append(float((logits(new, converted, ids) - reference).square().mean()))
+            assert [layer["layer"] for layer in report] == [1, 2]
+        mean = logits(*with_method(config, tensors, METHODS["mean-v"], 0.5), ids)
+        assert errors[0] < float((mean - reference).square().mean()) / 2
+        assert errors == sorted(errors, reverse=True)
+
+
+def test_heads_that_do_nothing_are_the_ones_that_go() -> None:
+    """Two heads of every layer have no W_O: replacing those, and only those, costs nothing."""
+    config, tensors = source("gpt")
+    idle = {1: (0, 2), 2: (1, 2)}
+    for layer, heads in idle.items():
+        for head in heads:
+            tensors[f"model.layers.{layer}.self_attn.o_proj.weight"][:, 8 * head : 8 * head + 8] = 0
+    sample, ids = tokens(64, 24, seed=5).numpy(), tokens(8, 24, seed=3)
+    new, converted, report = calibrated(config, tensors, sample, Settings(ridge=1e-9, sweeps=1))
+    for layer in report:
+        assert layer["kept"] == [h for h in range(4) if h not in idle[layer["layer"]]]
+        assert set(layer["paired"]) == set(idle[layer["layer"]]) and set(layer["paired"].values()) == {2, 3}
+    assert_near(logits(new, converted, ids), logits(config, tensors, ids), 1e-4)  # activations are float32
+
+
+def test_calibration_is_deterministic_and_leaves_the_source() -> None:
+    config, tensors = source("llama", "gqa")
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    one, other = (calibrated(config, tensors, tokens(8, 16).numpy())[1] for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+    assert all(torch.equal(one[n], tensors[n].float()) for n in one if ".layers.0." in n or "self_attn" not in n)
+
+
+@pytest.mark.parametrize("ratio, kept", [(0.25, 3), (0.5, 2), (0.75, 1)])
+def test_ratios(ratio: float, kept: int) -> None:
+    config, tensors = source("gpt")
+    new, _, report = calibrated(config, tensors, tokens(8, 16).numpy(), Settings(ratio=ratio))
+    assert [len(layer["kept"]) for layer in report] == [kept, kept]
+    assert new.plan.layers[1].computed_value_heads == kept
+
+
+def test_the_cheapest_assignment_is_found() -> None:
+    """The choice against every order of the heads, by the costs that the fits themselves leave."""
+    from leanqkv.convert import calibrated as module
+
+    config, tensors = source("gpt")
+    seen: list[np.ndarray] = []
+    solve = module.linear_sum_assignment
+    try:
+        module.linear_sum_assignment = lambda costs: (seen.append(costs), solve(costs))[1]
+        report = calibrated(config, tensors, tokens(16, 16).numpy())[2]
+    finally:
+        module.linear_sum_assignment = solve
+    for costs, layer in zip(seen, report, strict=True):
+        cheapest = min(sum(costs[head, place] for place, head in enumerate(order)) for order in permutations(range(4)))
+        assert sum(costs[head, place] for head, place in layer["paired"].items()) == pytest.approx(cheapest)
+        assert (costs[:, :2] == 0).all() and (costs[:, 2:] > 0).all()
+
+
+# --- nonlinear query --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, BIASES, {"qk_norm": True}])
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_a_nonlinear_query_starts_at_the_source(shape: str, fields: dict) -> None:
+    config, tensors = source(shape, "gqa", **({k: v for k, v in fields.items() if k != "norm_bias"}))
+    new, converted = with_nonlinear_query(config, tensors)
+    ids = tokens(2, 12)
+    assert_near(logits(new, converted, ids), logits(config, tensors, ids), ROUNDING)
+    model = build(new, converted)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.model.layers[1].self_attn.q_proj.norm_out.weight.grad.abs().max() > 0
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code or 0, " ".join(out.split()), " ".join(err.split())
+
+    return run
+
+
+def save(name: str, *mechanisms: str, **fields) -> LeanForCausalLM:
+    from leanqkv.data.tokenizer import train_tokenizer
+
+    fields = {"vocab_size": 300} | fields
+    model = randomize(LeanForCausalLM(tiny("gpt", *mechanisms, **fields)), std=0.2)
+    model.save_pretrained(name)
+    train_tokenizer(iter(["def function(argument): return argument\n"] * 50), 300).save_pretrained(name)
+    return model.eval()
+
+
+def test_convert(place, cli):
+    save("source")
+    write_corpus(Path("corpus.txt"))
+    command = ("convert", "source", "--to", "skipv1", "--calibration", "corpus.txt", "--tokens", "2000")
+    code, out, err = cli(*command, "--sequence-length", "32", "--out", "less")
+    assert (code, err) == (0, "")
+    assert "layer 1: heads [" in out
+    report = json.loads(Path("less/conversion.json").read_text())
+    assert report["calibration_tokens"] == 62 * 32
+    model, before = (LeanForCausalLM.from_pretrained(d).eval() for d in ("less", "source"))
+    sizes = [cache_bytes(m(tokens(1, 10), use_cache=True).past_key_values) for m in (before, model)]
+    assert sizes == [10 * b * 2 for b in report["kv_bytes_per_token_bf16"]]  # the cache is float32
+    assert cli("generate", "less", "--prompt", "def ", "--max-new-tokens", "4")[0] == 0
+    assert cli("convert", "source", "--to", "skipv1", "--method", "mean-v", "--out", "mean")[0] == 0
+    assert cli("convert", "source", "--to", "nonlinear-query", "--out", "nonlinear")[0] == 0
+    assert cli("verify", "source", "nonlinear")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "mechanisms, fields, arguments, message",
+    [
+        (("skipv1",), {}, "--to skipv1 --method mean-v", "it is converted already"),
+        (("mqa",), {}, "--to skipv1 --method mean-v", "replaces 0 of 1 value heads"),
+        ((), {}, "--to skipv1 --method mean-v --ratio 1", "replaces 4 of 4 value heads"),
+        (("mla",), {}, "--to skipv1 --method mean-v", "latent"),
+        (("identity-value",), {}, "--to skipv1 --method svd", "the value of layer 0 is 'identity'"),
+        ((), {}, "--to skipv1 --method mean", "did you mean 'mean-v'"),
+        ((), {}, "--to skipv2", "there is no conversion to 'skipv2'"),
+        ((), {}, "--to skipv1", "needs calibration text"),
+        ((), {}, "--to skipv1 --method svd --calibration corpus.txt", "--calibration is for"),
+        ((), {}, "--to skipv1 --calibration corpus.txt --tokens 10000000", "calibration tokens are asked for"),
+        (("nonlinear-query",), {}, "--to nonlinear-query", "the query of layer 0 is 'nonlinear'"),
+        ((), {"vocab_size": 200}, "--to skipv1 --calibration corpus.txt", "200"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input(place, cli, mechanisms, fields, arguments, message):
+    save("source", *mechanisms, **fields)
+    write_corpus(Path("corpus.txt"))
+    code, _, err = cli("convert", "source", *arguments.split(), "--out", "result")
+    assert code == 2
+    assert message in err
+    assert not Path("result").exists() and not list(place.glob(".result*"))
+
+
+def test_activations_that_are_not_finite_are_refused() -> None:
+    config, tensors = source("gpt")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1e30
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e30
+    with pytest.raises(LeanError, match="the activations after layer 1 are not finite"):
+        calibrated(config, tensors, tokens(4, 8).numpy())
+
+
+def test_target() -> None:
+    assert target_config(tiny("gpt"), 0.5).key_value == {"type": "first_layer_values", "ratio": 0.5}
