@@ -25,6 +25,7 @@ LAYERS = (
     "progress",
     "inspection",
     "theory",
+    "commands",
     "cli",
 )
 FILES = sorted(file for file in ROOT.rglob("*.py") if file != ROOT / "__init__.py")

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..eliminate.command import SOURCE, Dtype, Out, as_dtype
-
-console = Console()
+from .checkpoints import SOURCE, Dtype, Out, as_dtype
+from .options import console
 
 
 def convert(
@@ -40,11 +38,11 @@ def convert(
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
     """
     from ..checkpoints.open import open_checkpoint
+    from ..convert.calibrated import Settings
+    from ..convert.methods import CALIBRATED
+    from ..convert.run import calibration_tokens, convert_directory
     from ..data import prepare_data
     from ..errors import LeanError
-    from .calibrated import Settings
-    from .methods import CALIBRATED
-    from .run import calibration_tokens, convert_directory
 
     sample = None
     if calibration is not None:

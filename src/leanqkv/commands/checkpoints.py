@@ -1,4 +1,4 @@
-"""The command line of checkpoints: `leanqkv eliminate`, `verify`, `import`, `export`, and the audit of `inspect`."""
+"""`leanqkv inspect`, `eliminate`, `verify`, `import` and `export`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .audit import Finding, Spectrum
+    from ..eliminate.audit import Finding, Spectrum
 
-console = Console()
+from .options import NAME_HELP, console
 
 SOURCE = "Checkpoint directory: of leanqkv, or GPT-2, GPT-NeoX, LLaMA, Mistral, Qwen2 or Qwen3"
 # How far two checkpoints may lie apart and still be called one function, relative to the largest logit, in float64.
@@ -27,6 +26,32 @@ Dtype = Annotated[str, typer.Option(help="Of the stored weights: fp64, fp32 or b
 Text = Annotated[
     Path | None, typer.Option(help="Text to compare on. Default: random tokens from a fixed seed.", show_default=False)
 ]
+
+
+def inspect(
+    source: Annotated[str, typer.Argument(help=f"{NAME_HELP}; or a checkpoint directory, ours or of transformers")],
+    spectra: Annotated[bool, typer.Option(help="Condition numbers of a checkpoint's projections, too.")] = True,
+) -> None:
+    """Show parameters, KV bytes, the plan of every layer, and what could be eliminated exactly, or why not.
+
+    leanqkv inspect gpt2-124m+skipv1
+
+    leanqkv inspect hf/pythia-160m
+    """
+    from ..checkpoints.open import open_checkpoint
+    from ..inspection import layer_table, summary
+    from ..presets import preset
+
+    config: Any
+    if Path(source).exists():
+        opened = open_checkpoint(Path(source))
+        config, tensors = opened.config, opened.tensors if spectra else None
+    else:
+        config, tensors = preset(source), None
+    console.print(layer_table(config, source))
+    for line in summary(config):
+        console.print(line)
+    _print_audit(config, tensors, source)
 
 
 def eliminate(
@@ -64,9 +89,9 @@ def eliminate(
 
     leanqkv eliminate hf/llama --remove block-diagonal --format stock --out hf/llama-vo
     """
+    from ..eliminate.run import eliminate_directory
+    from ..eliminate.transform import parse_request
     from ..errors import LeanError
-    from .run import eliminate_directory
-    from .transform import parse_request
 
     if stock not in ("strict", "stock"):
         raise LeanError(f"--format is strict or stock, found {stock!r}")
@@ -101,7 +126,7 @@ def verify(
 
     leanqkv verify runs/a runs/b --text book.txt
     """
-    from .run import verify as run
+    from ..eliminate.run import verify as run
 
     with _progress() as (_, message):
         message("comparing")
@@ -126,7 +151,7 @@ def import_checkpoint(
 
     leanqkv import hf/pythia-160m --out runs/pythia
     """
-    from .run import convert_format
+    from ..eliminate.run import convert_format
 
     with _progress() as (bar, message):
         message("writing")
@@ -147,8 +172,8 @@ def export_checkpoint(
 
     leanqkv export runs/a --format stock --out hf/a
     """
+    from ..eliminate.run import convert_format
     from ..errors import LeanError
-    from .run import convert_format
 
     if stock != "stock":
         raise LeanError(f"--format is stock, found {stock!r}")
@@ -158,10 +183,10 @@ def export_checkpoint(
     console.print(f"{out}: {name}", highlight=False)
 
 
-def print_audit(config: Any, tensors: Any, title: str) -> None:
+def _print_audit(config: Any, tensors: Any, title: str) -> None:
     """Prints what can be eliminated and, with tensors, how the projections are conditioned."""
     from ..checkpoints.tensors import finite
-    from .audit import findings, spectra, weight_table
+    from ..eliminate.audit import findings, spectra, weight_table
 
     found_ways = findings(config)
     console.print(_findings_table(found_ways, title))
@@ -245,8 +270,8 @@ def _difference_table(report: dict[str, Any]) -> Table:
 
 
 def as_dtype(name: str | None) -> Any:
+    from ..eliminate.certify import DTYPES
     from ..errors import LeanError
-    from .certify import DTYPES
 
     if name is None:
         return None
