@@ -128,6 +128,7 @@ app.command()(checkpoints.verify)
 app.command("import")(checkpoints.import_checkpoint)
 app.command("export")(checkpoints.export_checkpoint)
 app.command()(conversions.convert)
+app.command()(conversions.uptrain)
 app.add_typer(theory_app, name="theory")
 
 

@@ -1,10 +1,13 @@
 """Opening a checkpoint directory of ours."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import LeanError
@@ -55,3 +58,11 @@ def load_model(directory: Path) -> PreTrainedModel:
             name = sorted(map(str, info[what]))[0]
             raise LeanError(f"the weights in {directory} do not fit its config.json: {what.replace('_', ' ')}, {name}")
     return model.eval()
+
+
+def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Fills `model` with the tensors that its plan names; a tied head follows its embedding."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in model.config.plan.parameter_shapes:
+            parameters[name].copy_(tensors[name])

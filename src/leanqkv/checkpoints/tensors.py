@@ -1,5 +1,6 @@
 """Tensors of a checkpoint, each read or computed only when it is asked for."""
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -264,3 +265,13 @@ def count_nonfinite(tensor: Tensor) -> int:
         if not chunk.sum().isfinite():
             count += int((~chunk.isfinite()).sum())
     return count
+
+
+def weights_hash(directory: Path) -> str:
+    """SHA-256 over the files of weights, in the order of their names."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")):
+        with file.open("rb") as opened:
+            while block := opened.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()

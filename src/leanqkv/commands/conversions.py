@@ -1,4 +1,4 @@
-"""`leanqkv convert`: a finished checkpoint with a smaller KV cache, or a nonlinear query."""
+"""`leanqkv convert` and `uptrain`: a finished checkpoint with a smaller KV cache, or a nonlinear query."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +7,24 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .checkpoints import SOURCE, Dtype, Out, as_dtype
-from .options import console
+from .options import (
+    TEXT_EVALUATION,
+    BatchSize,
+    ContextLength,
+    Data,
+    Device,
+    EvaluateEvery,
+    EvaluationSequences,
+    MaxDocuments,
+    MicroBatchSize,
+    PrecisionOption,
+    TextField,
+    console,
+    evaluation_size,
+    outcome,
+    precision_for,
+    prepare,
+)
 
 
 def convert(
@@ -84,3 +101,100 @@ def convert(
             highlight=False,
         )
     console.print(f"{out}: conversion.json", highlight=False)
+
+
+def uptrain(
+    source: Annotated[Path, typer.Argument(help=SOURCE)],
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")],
+    out: Annotated[Path, typer.Option(help="Directory of the run; goes on where an earlier start of it left off.")],
+    data: Data = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="Checkpoint whose predictions are matched as well.", show_default=False)
+    ] = None,
+    distillation: Annotated[
+        float, typer.Option(min=0, max=1, help="With --teacher: share of KL(teacher || model) in the loss.")
+    ] = 0.5,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the batches.")] = 0,
+    batch_size: BatchSize = 16,
+    micro_batch_size: MicroBatchSize = None,
+    context_length: ContextLength = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak, as in P3's uptraining.")] = 1.5e-4,
+    min_learning_rate: Annotated[float | None, typer.Option(help="Default: a tenth.", show_default=False)] = None,
+    weight_decay: Annotated[float, typer.Option(min=0, help="On matrices only.")] = 0.1,
+    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Default: a tenth.", show_default=False)] = None,
+    precision: PrecisionOption = "auto",
+    device: Device = None,
+    text_field: TextField = "text",
+    max_documents: MaxDocuments = None,
+    evaluate_every: EvaluateEvery = 50,
+    evaluation_sequences: EvaluationSequences = None,
+) -> None:
+    """Go on training a checkpoint, such as a converted one; dropout is off, as in the paper's uptraining.
+
+    Its loss before the first step is in the record, and so is every validation after it. Killed and started again, the
+    same command goes on, bit-identically.
+
+    leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --out runs/uptrained
+
+    leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --teacher runs/baseline --out runs/distilled
+    """
+    from ..checkpoints.open import open_checkpoint
+    from ..checkpoints.tensors import weights_hash
+    from ..errors import LeanError
+    from ..model.config import LeanConfig
+    from ..presets import Recipe
+    from ..progress import training_display
+    from ..train import RunSpec, train
+    from ..train.environment import check_device, default_device
+    from ..train.run import check_out
+    from ..train.work import check_fit, check_trainable
+
+    name = source.name
+    overrides = open_checkpoint(source).config.as_overrides()
+    config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
+    check_trainable(name, config)
+    check_out(out)
+    if teacher is not None and (found := open_checkpoint(teacher).config.vocab_size) != config.vocab_size:
+        raise LeanError(f"the teacher has {found:,} tokens, the model {config.vocab_size:,}: they cannot be compared")
+    recipe = Recipe(
+        steps,
+        batch_size or 16,
+        learning_rate,
+        learning_rate / 10 if min_learning_rate is None else min_learning_rate,
+        weight_decay,
+        steps // 10 if warmup_steps is None else warmup_steps,
+    )
+    prepared = prepare(data, [config], str(source), text_field, max_documents)
+    context = context_length or config.max_position_embeddings
+    check_fit(name, config, prepared, context)
+    arithmetic = precision_for(
+        precision, out, config, recipe, micro_batch_size, context, check_device(device or default_device())
+    )
+    spec = RunSpec(
+        name=name,
+        config=config.as_overrides(),
+        recipe=recipe,
+        seed=seed,
+        context_length=context,
+        precision=str(arithmetic),
+        precision_timings=arithmetic.timings,
+        data_sha256=prepared.sha256,
+        micro_batch_size=micro_batch_size,
+        evaluation_sequences=evaluation_sequences or evaluation_size(prepared, TEXT_EVALUATION),
+        evaluate_every=evaluate_every,
+        role="uptrain",
+        initial_sha256=weights_hash(source),
+        teacher_sha256=None if teacher is None else weights_hash(teacher),
+        distillation=0.0 if teacher is None else distillation,
+    )
+    with training_display(console) as display:
+        display.start(steps)
+
+        def progress(step: int, total: int, loss: float | None, rate: float | None) -> None:
+            display.update(name, step, total, loss, rate)
+
+        record = train(spec, prepared, out, device=device, initial=source, teacher=teacher, progress=progress)
+        display.finish(name, steps, outcome(record))
+    first = record["evaluations"][0]
+    console.print(f"validation loss before the first step: {first['loss']:.4f}", highlight=False)
+    console.print(f"{out}: model.safetensors, record.json", highlight=False)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.families import choose_family, export_tensors
 from ..checkpoints.load import MODELS
 from ..checkpoints.open import Checkpoint, open_checkpoint
-from ..checkpoints.tensors import finite
+from ..checkpoints.tensors import finite, weights_hash
 from ..checkpoints.write import Progress, check_free, copy_tokenizer, save_config, write_checkpoint
 from ..errors import LeanError
 from ..files import write_json
@@ -277,16 +277,6 @@ def convert_format(
     job = _job(opened, {"stock": stock, "family": family})
     write_checkpoint(out, shapes, tensors, dtype, job=job, finish=finish, progress=progress)
     return opened.config, architecture
-
-
-def weights_hash(directory: Path) -> str:
-    """SHA-256 over the files of weights, in the order of their names."""
-    digest = hashlib.sha256()
-    for file in sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")):
-        with file.open("rb") as opened:
-            while block := opened.read(2**24):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -25,6 +25,9 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
+from ..checkpoints.load import load_weights
+from ..checkpoints.open import open_checkpoint
+from ..checkpoints.tensors import weights_hash
 from ..data import BatchPlan
 from ..errors import LeanError
 from ..files import RECORD_FORMAT, read_json, write_json
@@ -68,6 +71,9 @@ class RunSpec:
     log_every: int = 10
     gradient_checkpointing: bool = False
     role: str = "final"
+    initial_sha256: str | None = None  # of the weights it starts from; None: drawn from the seed
+    teacher_sha256: str | None = None  # of a model whose predictions it is to match as well
+    distillation: float = 0.0  # weight of the divergence from the teacher, 1 less this that of the loss
 
     @property
     def log_interval(self) -> int:
@@ -101,9 +107,12 @@ class _Trainer(Trainer):
         precision: Precision,
         work: Work,
         validate: Callable[[torch.nn.Module], dict[str, float]],
+        teacher: torch.nn.Module | None = None,
+        distillation: float = 0.0,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        self.teacher, self.distillation = teacher, distillation
         self.precision = precision
         self.work = work
         self.validate = validate
@@ -116,6 +125,24 @@ class _Trainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return self.work.finish(super()._prepare_inputs(inputs))
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's loss; with a teacher, mixed with the mean KL(teacher || model) of the next token, in nats."""
+        if self.teacher is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        with torch.no_grad():
+            expected = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
+        expected, found = (logits.flatten(0, 1).float().log_softmax(-1) for logits in (expected, outputs.logits))
+        divergence = torch.nn.functional.kl_div(found, expected, reduction="sum", log_target=True)
+        # As the model's own loss: over all tokens of the step, whichever micro-batch or process they are in.
+        items = len(found) if num_items_in_batch is None else num_items_in_batch
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            divergence = divergence * self.accelerator.num_processes
+        loss = (1 - self.distillation) * loss + self.distillation * divergence / items
+        return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         paused = time.perf_counter()
@@ -160,6 +187,15 @@ class _Watch(TrainerCallback):
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run finds its batch plan, and the checkpoints that it starts from and learns from."""
+
+    batches: Path
+    initial: Path | None = None
+    teacher: Path | None = None
+
+
 def train(
     spec: RunSpec,
     data: Data,
@@ -167,6 +203,8 @@ def train(
     *,
     device: str | None = None,
     batches: Path | None = None,
+    initial: Path | None = None,
+    teacher: Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Trains, or goes on where `out` left off, and returns the run's record, which is also written to `out`.
@@ -176,9 +214,10 @@ def train(
 
     Args:
         batches: where the batch plan is, or will be, saved; by default in `out`.
+        initial, teacher: checkpoint directories, where the specification names the hash of their weights.
 
     Raises:
-        LeanError: `out` holds something else, or the batch does not divide.
+        LeanError: `out` holds something else, the batch does not divide, or a checkpoint is not the one specified.
     """
     device = check_device(device or default_device())
     precision = _precision(spec)
@@ -187,11 +226,15 @@ def train(
     arguments = _arguments(spec, out, device)
     if data.sha256 != spec.data_sha256:
         raise LeanError(f"{spec.name} was to be trained on other data than this ({data.description})")
+    for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
+        if (directory and weights_hash(directory)) != wanted:
+            raise LeanError(f"{spec.name} was to be trained from, or by, other weights than those in {directory}")
     finished = _claim(out, spec)
     if finished is not None:
         return finished
     with _only_here(out):
-        return _train(spec, data, out, config, precision, arguments, batches or out / "batches", progress)
+        start = Start(batches or out / "batches", initial, teacher)
+        return _train(spec, data, out, config, precision, arguments, start, progress)
 
 
 def _train(
@@ -201,13 +244,21 @@ def _train(
     config: LeanConfig,
     precision: Precision,
     arguments: TrainingArguments,
-    batches: Path,
+    start: Start,
     progress: Progress,
 ) -> dict[str, Any]:
     recipe = spec.recipe
-    work = make_work(spec, data, batches)
+    work = make_work(spec, data, start.batches)
     torch.manual_seed(spec.seed)
     model = build(config)
+    if start.initial is not None:
+        load_weights(model, open_checkpoint(start.initial).tensors)
+    teacher = None
+    if start.teacher is not None:
+        opened = open_checkpoint(start.teacher)
+        teacher = build(opened.config).eval().requires_grad_(False)
+        load_weights(teacher, opened.tensors)
+        teacher.to(arguments.device)
     work.prepare(model)
     if spec.gradient_checkpointing:
         # transformers is about to drop the older name, and its older versions have no other.
@@ -223,6 +274,8 @@ def _train(
         precision=precision,
         work=work,
         validate=validate,
+        teacher=teacher,
+        distillation=spec.distillation,
         model=model,
         args=arguments,
         train_dataset=_Sequences(work.plan),
@@ -421,6 +474,7 @@ def _arguments(spec: RunSpec, out: Path, device: str) -> TrainingArguments:
         logging_steps=spec.log_interval,
         logging_nan_inf_filter=False,
         eval_strategy="steps",
+        eval_on_start=spec.initial_sha256 is not None,
         eval_steps=spec.evaluate_every,
         save_strategy="steps",
         save_steps=spec.evaluate_every,
