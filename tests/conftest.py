@@ -1,6 +1,7 @@
 """Settings for every test; set before transformers is imported."""
 
 import os
+import sys
 import tempfile
 
 # Checkpoints carry their code, and loading it copies it under HF_HOME: a fresh folder, never the person's own.
@@ -23,3 +24,29 @@ def data(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
         yield prepare(directory)
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """Runs a command line in this process; returns exit code, standard output and standard error."""
+    from leanqkv.cli import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def unwrapped(cli):
+    """The same, with both outputs as one line: tables and long lines are broken where the terminal ends."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code, out, err = cli(*arguments)
+        return code, " ".join(out.split()), " ".join(err.split())
+
+    return run

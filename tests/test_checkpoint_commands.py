@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from leanqkv import LeanError, LeanForCausalLM
 from leanqkv.checkpoints import write
 from leanqkv.checkpoints.tensors import LazyTensors
-from leanqkv.cli import main
 
 FREE = {"norm_type": "none", "norm_eps": 1e-5}
 SKIPLESS = FREE | {"attention_skip": False, "mlp_skip": False}
@@ -29,21 +28,6 @@ HF = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    """Runs a command line in this process; returns exit code, standard output and standard error, each as one line."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, " ".join(out.split()), " ".join(err.split())
-
-    return run
 
 
 def save(name: str, shape: str, *mechanisms: str, **fields) -> LeanForCausalLM:
@@ -86,30 +70,30 @@ def assert_logits(found: torch.Tensor, model) -> None:
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_strict_and_stock_results_load_in_a_fresh_process(place, cli):
+def test_strict_and_stock_results_load_in_a_fresh_process(place, unwrapped):
     skipless, llama = save("skipless", "llama", "gqa", **SKIPLESS), save_llama("llama")
-    code, out, err = cli("eliminate", "skipless", "--remove", "query,output", "--out", "strict")
+    code, out, err = unwrapped("eliminate", "skipless", "--remove", "query,output", "--out", "strict")
     assert (code, err) == (0, "")
     assert "29,248 -> 23,104 parameters (-21.0%)" in out
     assert not [name for name in load_file("strict/model.safetensors") if "q_proj" in name or "o_proj" in name]
     assert_logits(logits_in_a_fresh_process("strict"), skipless)
 
-    assert cli("eliminate", "llama", "--remove", "block-diagonal", "--format", "stock", "--out", "stock")[0] == 0
+    assert unwrapped("eliminate", "llama", "--remove", "block-diagonal", "--format", "stock", "--out", "stock")[0] == 0
     assert json.loads(Path("stock/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert_logits(logits_in_a_fresh_process("stock"), llama)
     block = load_file("stock/model.safetensors")["model.layers.0.self_attn.v_proj.weight"].view(2, 8, 32)
     starts = [s for s in range(25) if torch.equal(block[..., s : s + 8], torch.eye(8).expand(2, 8, 8))]
     assert len(starts) == 1, "no identity block is written out"
 
-    assert cli("verify", "llama", "stock")[0] == 0
-    code, out, _ = cli("verify", "skipless", "strict")
+    assert unwrapped("verify", "llama", "stock")[0] == 0
+    code, out, _ = unwrapped("verify", "skipless", "strict")
     assert code == 0
     assert "the same function" in out
 
 
-def test_the_certificate_says_what_was_done(place, cli):
+def test_the_certificate_says_what_was_done(place, unwrapped):
     save("free", "gpt", **FREE)
-    assert cli("eliminate", "free", "--remove", "query", "--layer", "1", "--out", "less")[0] == 0
+    assert unwrapped("eliminate", "free", "--remove", "query", "--layer", "1", "--out", "less")[0] == 0
     report = json.loads(Path("less/certificate.json").read_text())
     assert report["removed"] == ["query"]
     assert report["layers"] == [1]
@@ -124,21 +108,21 @@ def test_the_certificate_says_what_was_done(place, cli):
     assert report["config"]["after"]["query"] == [{"type": "identity", "scale": 1.0, "bias": False, "layers": [1]}]
 
 
-def test_verify_tells_two_models_apart(place, cli):
+def test_verify_tells_two_models_apart(place, unwrapped):
     save("one", "gpt")
     shutil.copytree("one", "other")
     tensors = load_file("other/model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][3, 5] += 0.5
     save_file(tensors, "other/model.safetensors", metadata={"format": "pt"})
-    assert cli("verify", "one", "one")[0] == 0
-    code, out, _ = cli("verify", "one", "other")
+    assert unwrapped("verify", "one", "one")[0] == 0
+    code, out, _ = unwrapped("verify", "one", "other")
     assert code == 1
     assert "not the same function" in out
     save("narrow", "gpt", vocab_size=96)
-    assert cli("verify", "one", "narrow")[0] == 2
+    assert unwrapped("verify", "one", "narrow")[0] == 2
 
 
-def test_a_text_can_be_certified_on(place, cli, monkeypatch):
+def test_a_text_can_be_certified_on(place, unwrapped, monkeypatch):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -148,20 +132,20 @@ def test_a_text_can_be_certified_on(place, cli, monkeypatch):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="?").save_pretrained("one")
     Path("text.txt").write_text("a b c d e f g h " * 4)
-    assert cli("eliminate", "one", "--remove", "block-diagonal", "--text", "text.txt", "--out", "less")[0] == 0
+    assert unwrapped("eliminate", "one", "--remove", "block-diagonal", "--text", "text.txt", "--out", "less")[0] == 0
     assert json.loads(Path("less/certificate.json").read_text())["inputs"] == {"input_ids": [2, 16]}
     assert Path("less/tokenizer.json").exists()
     Path("short.txt").write_text("a")
-    assert "too short" in cli("verify", "one", "less", "--text", "short.txt")[2]
+    assert "too short" in unwrapped("verify", "one", "less", "--text", "short.txt")[2]
 
 
-def test_import_and_export_lead_back(place, cli):
+def test_import_and_export_lead_back(place, unwrapped):
     llama = save_llama("llama", max_shard_size="20KB")
-    code, out, _ = cli("import", "llama", "--out", "ours")
+    code, out, _ = unwrapped("import", "llama", "--out", "ours")
     assert code == 0
     assert "LeanForCausalLM" in out
     assert_logits(logits_in_a_fresh_process("ours"), llama)
-    code, out, _ = cli("export", "ours", "--out", "back")
+    code, out, _ = unwrapped("export", "ours", "--out", "back")
     assert code == 0
     assert "LlamaForCausalLM" in out
     returned = AutoModelForCausalLM.from_pretrained("back").state_dict()
@@ -169,7 +153,7 @@ def test_import_and_export_lead_back(place, cli):
         assert torch.equal(returned[name], tensor), name
 
 
-def test_norms_that_an_epsilon_disables(place, cli):
+def test_norms_that_an_epsilon_disables(place, unwrapped):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, layer_norm_epsilon=1e12)
     model = GPT2LMHeadModel(config).eval()
@@ -178,7 +162,9 @@ def test_norms_that_an_epsilon_disables(place, cli):
             draws = torch.randn(parameter.shape)
             parameter.copy_(1e6 * (1 + 0.1 * draws) if ".ln_" in name and "weight" in name else 0.2 * draws)
     model.save_pretrained("free")
-    code, out, _ = cli("eliminate", "free", "--remove", "query", "--layer", "1", "--format", "stock", "--out", "less")
+    code, out, _ = unwrapped(
+        "eliminate", "free", "--remove", "query", "--layer", "1", "--format", "stock", "--out", "less"
+    )
     assert code == 0
     assert "the norms that the epsilon disables" in out
     assert_logits(logits_in_a_fresh_process("less"), model)
@@ -186,15 +172,15 @@ def test_norms_that_an_epsilon_disables(place, cli):
     assert torch.equal(packed[:, :32], torch.eye(32))
 
 
-def test_inspect_says_what_applies_and_why_not(place, cli):
+def test_inspect_says_what_applies_and_why_not(place, unwrapped):
     save("free", "gpt", **FREE)
     save_llama("llama")
-    code, out, _ = cli("inspect", "free")
+    code, out, _ = unwrapped("inspect", "free")
     assert code == 0
     assert "one of 0,1,2" in out
     assert "skip connections carry the stream past them" in out
     assert "model.layers.2.self_attn.o_proj.weight │ 32×32 │ 32" in out
-    code, out, _ = cli("inspect", "llama", "--no-spectra")
+    code, out, _ = unwrapped("inspect", "llama", "--no-spectra")
     assert code == 0
     assert "RMSNorm" in out
     assert "smallest singular value" not in out
@@ -293,23 +279,23 @@ def another_class(place: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_bad_input(place, cli, prepare, arguments, message):
+def test_bad_input(place, unwrapped, prepare, arguments, message):
     prepare(place)
     before = state(place)
-    code, _, err = cli("eliminate", "source", *arguments.split(), "--out", "result")
+    code, _, err = unwrapped("eliminate", "source", *arguments.split(), "--out", "result")
     assert code == 2
     assert message in err
     assert state(place) == before
     assert sorted(p.name for p in place.iterdir()) == sorted({Path(f).relative_to(place).parts[0] for f in before})
 
 
-def test_max_condition_overrides(place, cli):
+def test_max_condition_overrides(place, unwrapped):
     changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].mul_(1e-9))
     command = ("eliminate", "source", "--remove", "query", "--layer", "1", "--plain", "--dtype", "fp64")
-    code, _, err = cli(*command, "--out", "result")
+    code, _, err = unwrapped(*command, "--out", "result")
     assert code == 2
     assert "the limit is 1e+08 (--max-condition)" in err
-    assert cli(*command, "--max-condition", "1e12", "--out", "result")[0] == 0
+    assert unwrapped(*command, "--max-condition", "1e12", "--out", "result")[0] == 0
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

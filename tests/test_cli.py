@@ -11,8 +11,6 @@ import psutil
 import pytest
 from corpus import SHAPE, write_corpus
 
-from leanqkv.cli import main
-
 MODEL = f"tiny+skipv1{SHAPE}"
 
 
@@ -32,20 +30,6 @@ def _environment(place):
         patch.setattr("leanqkv.compare.run.available_cores", lambda: 1)  # one run at a time, on one thread
         patch.chdir(place)
         yield
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    """Runs a command line in this process; returns exit code, standard output and standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
 
 
 TRAIN = ("train", MODEL, "--data", "corpus.txt", "--steps", "40", "--precision", "fp32", "--evaluate-every", "10")

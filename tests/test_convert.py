@@ -1,7 +1,6 @@
 """Conversions to first-layer values and nonlinear queries, against their equations written as loops."""
 
 import json
-import sys
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, cache_bytes
-from leanqkv.cli import main
 from leanqkv.convert.calibrated import Settings, calibrated
 from leanqkv.convert.heads import KeptHeads, ValueHeads, pools, target_config, with_method
 from leanqkv.convert.least_squares import System
@@ -303,19 +301,6 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, " ".join(out.split()), " ".join(err.split())
-
-    return run
-
-
 def save(name: str, *mechanisms: str, **fields) -> LeanForCausalLM:
     from leanqkv.data.tokenizer import train_tokenizer
 
@@ -326,11 +311,11 @@ def save(name: str, *mechanisms: str, **fields) -> LeanForCausalLM:
     return model.eval()
 
 
-def test_convert(place, cli):
+def test_convert(place, unwrapped):
     save("source")
     write_corpus(Path("corpus.txt"))
     command = ("convert", "source", "--to", "skipv1", "--calibration", "corpus.txt", "--tokens", "2000")
-    code, out, err = cli(*command, "--sequence-length", "32", "--out", "less")
+    code, out, err = unwrapped(*command, "--sequence-length", "32", "--out", "less")
     assert (code, err) == (0, "")
     assert "layer 1: heads [" in out
     report = json.loads(Path("less/conversion.json").read_text())
@@ -338,10 +323,10 @@ def test_convert(place, cli):
     model, before = (LeanForCausalLM.from_pretrained(d).eval() for d in ("less", "source"))
     sizes = [cache_bytes(m(tokens(1, 10), use_cache=True).past_key_values) for m in (before, model)]
     assert sizes == [10 * b * 2 for b in report["kv_bytes_per_token_bf16"]]  # the cache is float32
-    assert cli("generate", "less", "--prompt", "def ", "--max-new-tokens", "4")[0] == 0
-    assert cli("convert", "source", "--to", "skipv1", "--method", "mean-v", "--out", "mean")[0] == 0
-    assert cli("convert", "source", "--to", "nonlinear-query", "--out", "nonlinear")[0] == 0
-    assert cli("verify", "source", "nonlinear")[0] == 0
+    assert unwrapped("generate", "less", "--prompt", "def ", "--max-new-tokens", "4")[0] == 0
+    assert unwrapped("convert", "source", "--to", "skipv1", "--method", "mean-v", "--out", "mean")[0] == 0
+    assert unwrapped("convert", "source", "--to", "nonlinear-query", "--out", "nonlinear")[0] == 0
+    assert unwrapped("verify", "source", "nonlinear")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -362,10 +347,10 @@ def test_convert(place, cli):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_input(place, cli, mechanisms, fields, arguments, message):
+def test_bad_input(place, unwrapped, mechanisms, fields, arguments, message):
     save("source", *mechanisms, **fields)
     write_corpus(Path("corpus.txt"))
-    code, _, err = cli("convert", "source", *arguments.split(), "--out", "result")
+    code, _, err = unwrapped("convert", "source", *arguments.split(), "--out", "result")
     assert code == 2
     assert message in err
     assert not Path("result").exists() and not list(place.glob(".result*"))

@@ -39,7 +39,6 @@ from leanqkv import (
     recipe,
 )
 from leanqkv.checkpoints import load_model
-from leanqkv.cli import main
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.report import markdown_table, write_report
 from leanqkv.data import image_batch, make_image_plan, prepare_images, scaled_pixels
@@ -613,20 +612,12 @@ def test_precisions_are_timed_on_images(monkeypatch):
 
 
 @pytest.fixture
-def cli(capsys, monkeypatch, cache):
-    """Runs a command line in a folder of its own; returns exit code, standard output and standard error."""
+def cli(cli, monkeypatch, cache):
+    """In a folder of its own, one run at a time."""
     monkeypatch.chdir(cache)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("leanqkv.compare.run.available_cores", lambda: 1)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
+    return cli
 
 
 def test_train_inspect_and_what_they_refuse(cli, cache):

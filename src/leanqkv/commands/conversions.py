@@ -7,8 +7,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .checkpoints import SOURCE, Dtype, Out, as_dtype
+from .one_run import run_one
 from .options import (
-    TEXT_EVALUATION,
     BatchSize,
     ContextLength,
     Data,
@@ -20,10 +20,6 @@ from .options import (
     PrecisionOption,
     TextField,
     console,
-    evaluation_size,
-    outcome,
-    precision_for,
-    prepare,
 )
 
 
@@ -143,17 +139,9 @@ def uptrain(
     from ..errors import LeanError
     from ..model.config import LeanConfig
     from ..presets import Recipe
-    from ..progress import training_display
-    from ..train import RunSpec, train
-    from ..train.environment import check_device, default_device
-    from ..train.run import check_out
-    from ..train.work import check_fit, check_trainable
 
-    name = source.name
     overrides = open_checkpoint(source).config.as_overrides()
     config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
-    check_trainable(name, config)
-    check_out(out)
     if teacher is not None and (found := open_checkpoint(teacher).config.vocab_size) != config.vocab_size:
         raise LeanError(f"the teacher has {found:,} tokens, the model {config.vocab_size:,}: they cannot be compared")
     recipe = Recipe(
@@ -164,37 +152,27 @@ def uptrain(
         weight_decay,
         steps // 10 if warmup_steps is None else warmup_steps,
     )
-    prepared = prepare(data, [config], str(source), text_field, max_documents)
-    context = context_length or config.max_position_embeddings
-    check_fit(name, config, prepared, context)
-    arithmetic = precision_for(
-        precision, out, config, recipe, micro_batch_size, context, check_device(device or default_device())
-    )
-    spec = RunSpec(
-        name=name,
-        config=config.as_overrides(),
-        recipe=recipe,
-        seed=seed,
-        context_length=context,
-        precision=str(arithmetic),
-        precision_timings=arithmetic.timings,
-        data_sha256=prepared.sha256,
+    record = run_one(
+        source.name,
+        config,
+        recipe,
+        out,
+        data=data,
+        tokenizer=str(source),
+        text_field=text_field,
+        max_documents=max_documents,
+        precision=precision,
+        device=device,
+        context_length=context_length,
         micro_batch_size=micro_batch_size,
-        evaluation_sequences=evaluation_sequences or evaluation_size(prepared, TEXT_EVALUATION),
+        evaluation_sequences=evaluation_sequences,
         evaluate_every=evaluate_every,
+        seed=seed,
         role="uptrain",
+        initial=source,
+        teacher=teacher,
         initial_sha256=weights_hash(source),
         teacher_sha256=None if teacher is None else weights_hash(teacher),
         distillation=0.0 if teacher is None else distillation,
     )
-    with training_display(console) as display:
-        display.start(steps)
-
-        def progress(step: int, total: int, loss: float | None, rate: float | None) -> None:
-            display.update(name, step, total, loss, rate)
-
-        record = train(spec, prepared, out, device=device, initial=source, teacher=teacher, progress=progress)
-        display.finish(name, steps, outcome(record))
-    first = record["evaluations"][0]
-    console.print(f"validation loss before the first step: {first['loss']:.4f}", highlight=False)
-    console.print(f"{out}: model.safetensors, record.json", highlight=False)
+    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}", highlight=False)

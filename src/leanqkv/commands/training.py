@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .one_run import run_one
 from .options import (
     NAME_HELP,
-    TEXT_EVALUATION,
     BatchSize,
     ContextLength,
     Data,
@@ -32,7 +32,6 @@ from .options import (
     console,
     evaluation_size,
     outcome,
-    precision_for,
     prepare,
     recipe_overrides,
 )
@@ -70,16 +69,7 @@ def train(
     leanqkv train vit-tiny+skipv1 --data cifar10 --out runs/cifar10
     """
     from ..presets import preset, recipe
-    from ..progress import training_display
-    from ..train import RunSpec
-    from ..train import train as run
-    from ..train.environment import check_device, default_device
-    from ..train.run import check_out
-    from ..train.work import check_fit, check_trainable
 
-    config = preset(name)
-    check_trainable(name, config)
-    check_out(out)
     overrides = recipe_overrides(
         steps=steps,
         batch_size=batch_size,
@@ -89,37 +79,24 @@ def train(
         warmup_steps=warmup_steps,
         schedule_steps=schedule_steps,
     )
-    chosen = recipe(name, **overrides)
-    context = context_length or config.max_position_embeddings
-    prepared = prepare(data, [config], tokenizer, text_field, max_documents)
-    check_fit(name, config, prepared, context)
-    arithmetic = precision_for(
-        precision, out, config, chosen, micro_batch_size, context, check_device(device or default_device())
-    )
-    spec = RunSpec(
-        name=name,
-        config=config.as_overrides(),
-        recipe=chosen,
-        seed=seed,
-        context_length=context,
-        precision=str(arithmetic),
-        precision_timings=arithmetic.timings,
-        data_sha256=prepared.sha256,
+    run_one(
+        name,
+        preset(name),
+        recipe(name, **overrides),
+        out,
+        data=data,
+        tokenizer=tokenizer,
+        text_field=text_field,
+        max_documents=max_documents,
+        precision=precision,
+        device=device,
+        context_length=context_length,
         micro_batch_size=micro_batch_size,
-        evaluation_sequences=evaluation_sequences or evaluation_size(prepared, TEXT_EVALUATION),
+        evaluation_sequences=evaluation_sequences,
         evaluate_every=evaluate_every,
         gradient_checkpointing=gradient_checkpointing,
+        seed=seed,
     )
-    with training_display(console) as display:
-        display.start(chosen.steps)
-
-        def progress(step: int, total: int, loss: float | None, rate: float | None) -> None:
-            display.update(name, step, total, loss, rate)
-
-        record = run(spec, prepared, out, device=device, progress=progress)
-        display.finish(name, chosen.steps, outcome(record))
-    contents = [name for name in ("model.safetensors", "tokenizer.json", "record.json") if (out / name).exists()]
-    console.print(f"{out}: {', '.join(contents)}", highlight=False)
 
 
 def _list_suites(asked: bool) -> None:

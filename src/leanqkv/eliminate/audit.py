@@ -116,7 +116,7 @@ def weight_table(config: LeanConfig) -> dict[str, float]:
         "K+V weights per layer": 2 * d * d // heads * groups,
         "FFN weights per layer": matrices * d * config.intermediate_size,
     }
-    embeddings = 2 * d * config.vocab_size
+    embeddings = 2 * d * (config.vocab_size or 0)  # a model of images has no vocabulary
     total = config.num_hidden_layers * sum(per_layer.values()) + embeddings
     without = total - config.num_hidden_layers * 2 * d * d
     return per_layer | {
