@@ -34,20 +34,17 @@ def source(tmp_path, data):
     )
 
 
+def plan_of(batches: Path, data):
+    """What the runs of `source` are trained and evaluated on."""
+    sizes = {"train_tokens": data.train_tokens, "validation_tokens": data.validation_tokens, "evaluation_sequences": 16}
+    return batch_plan(batches, context_length=32, batch_size=8, steps=2, seed=0, **sizes)
+
+
 def test_it_starts_at_the_checkpoint(tmp_path, data, source):
     directory, model, made = source
     record = train(made, data, tmp_path / "out", initial=directory)
     first = record["evaluations"][0]
-    plan = batch_plan(
-        tmp_path / "out" / "batches",
-        train_tokens=data.train_tokens,
-        validation_tokens=data.validation_tokens,
-        context_length=32,
-        batch_size=8,
-        steps=2,
-        evaluation_sequences=16,
-        seed=0,
-    )
+    plan = plan_of(tmp_path / "out" / "batches", data)
     expected = sequence_losses(model, data.validation(), plan.evaluation_starts, 32, 8).mean().item()
     assert first == {"step": 0, "loss": pytest.approx(expected, rel=1e-6)}
     assert [at["step"] for at in record["evaluations"]] == [0, 1, 2]
@@ -58,16 +55,7 @@ def test_it_starts_at_the_checkpoint(tmp_path, data, source):
 @torch.no_grad()
 def expected_loss(model, teacher, data, batches: Path, share: float) -> float:
     """Of the first batch: cross-entropy and KL(teacher || model), written out."""
-    plan = batch_plan(
-        batches,
-        train_tokens=data.train_tokens,
-        validation_tokens=data.validation_tokens,
-        context_length=32,
-        batch_size=8,
-        steps=2,
-        evaluation_sequences=16,
-        seed=0,
-    )
+    plan = plan_of(batches, data)
     batch = collate(data.train(), plan.train_starts[0], 32)
     found, taught = (m(batch["input_ids"]).logits.double().log_softmax(-1) for m in (model, teacher))
     total = 0.0
