@@ -150,7 +150,7 @@ def main() -> None:
         reasons = {errno.ENOSPC: "the disk is full", errno.EACCES: "permission denied", errno.EROFS: "read-only"}
         if error.errno not in reasons:
             raise
-        where = f": {error.filename}" if error.filename else ""
+        where = f": {name}" if (name := error.filename2 or error.filename) else ""
         _fail(f"{reasons[error.errno]}{where}; what was complete is kept, the same command goes on from there")
     except KeyboardInterrupt:
         errors.print("\nstopped; the same command goes on from the last checkpoint", highlight=False)

@@ -160,7 +160,7 @@ def test_one_seed_one_start(shape: str, started: Callable) -> None:
             a, b = one[name], other[name]
             if a.shape == b.shape:
                 assert torch.equal(a, b), name
-            elif name.endswith("v_proj.weight"):
+            elif name.endswith("v_proj.weight") and a.shape[1] == b.shape[1]:  # an identity block leaves out columns
                 rows = min(len(a), len(b))
                 assert torch.equal(a[:rows], b[:rows]), name
                 narrower += 1

@@ -47,17 +47,17 @@ def block_identity(
     tensors: Tensors,
     config: Any,
     name: str,
-    width: int,
+    columns: int,
     start: int = 0,
-    **options: Any,
+    width: int | None = None,
 ) -> Projected:
     """K_g = X W_g, where rows start ... start + w - 1 of the last w columns of every head's W_g [d, d_k] are the
     identity matrix; w = d_k by default"""
     n, d = config.head_dim, config.hidden_size
-    w = options.get("width") or n
+    w = width or n
     free, plain = tensors[f"{name}.weight"].T, tensors.get(f"{name}.plain_weight")
-    matrix = torch.zeros(d, width, dtype=x.dtype)
-    for column in range(width):
+    matrix = torch.zeros(d, columns, dtype=x.dtype)
+    for column in range(columns):
         head, place = divmod(column, n)
         for row in range(d):
             if place < n - w:
@@ -66,7 +66,7 @@ def block_identity(
                 matrix[row, column] = float(row - start == place - (n - w))
             else:
                 matrix[row, column] = free[row if row < start else row - w, head * w + place - (n - w)]
-    return x @ matrix + tensors.get(f"{name}.bias", torch.zeros(width, dtype=x.dtype)), 1.0
+    return x @ matrix + tensors.get(f"{name}.bias", torch.zeros(columns, dtype=x.dtype)), 1.0
 
 
 def residual_query(
