@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--kill-after", type=float, default=120.0, help="seconds")
+    parser.add_argument("--kill-after", type=int, default=3, help="shards written")
     parser.add_argument("--keep", action="store_true", help="do not delete the checkpoints")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -56,9 +56,9 @@ def main() -> None:
         make(config, source)
     record: dict[str, Any] = {"record": 1, "layers": asked.layers, "source_bytes": size(source)}
     command = ["eliminate", str(source), "--remove", "query,output", "--out", str(result)]
-    record["killed"] = run(command, kill_after=asked.kill_after)
     partial = asked.directory / ".result.partial"
-    record["killed"]["shards"] = len(list(partial.glob("*.safetensors")))
+    record["killed"] = run(command, partial, asked.kill_after)
+    record["killed"]["shards"] = shards(partial)
     record["eliminate"] = run(command)
     certificate = json.loads((result / "certificate.json").read_text())
     record["result_bytes"] = size(result)
@@ -101,22 +101,26 @@ def make(config: LeanConfig, directory: Path) -> None:
     )
 
 
-def run(command: list[str], kill_after: float | None = None) -> dict[str, Any]:
-    """Wall time and peak resident memory of a `leanqkv` command in a process of its own."""
+def shards(directory: Path) -> int:
+    return len(list(directory.glob("model-*.safetensors")))
+
+
+def run(command: list[str], watched: Path | None = None, kill_after: int = 0) -> dict[str, Any]:
+    """Wall time and peak resident memory of a `leanqkv` command in a process of its own, which is killed as soon as
+    `watched` has so many shards."""
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "leanqkv.cli", *command], stdout=sys.stderr)
-    if kill_after is not None:
-        try:
-            process.wait(kill_after)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+    if watched is not None:
+        while shards(watched) < kill_after and process.poll() is None:
+            time.sleep(0.5)
+        process.send_signal(signal.SIGKILL)
     _, status, usage = os.wait4(process.pid, 0) if process.returncode is None else (0, process.returncode, None)
     found = {"seconds": time.perf_counter() - start, "exit": os.waitstatus_to_exitcode(status) if usage else status}
     if usage is not None:
         unit = 1 if sys.platform == "darwin" else 1024
         found["peak_resident_bytes"] = usage.ru_maxrss * unit
     print(command[0], found, file=sys.stderr, flush=True)
-    if kill_after is None and found["exit"]:
+    if watched is None and found["exit"]:
         sys.exit(f"leanqkv {command[0]} failed")
     return found
 
