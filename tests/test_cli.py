@@ -153,7 +153,6 @@ def test_presets_name_their_papers(cli):
         (["compare", "tiny", "small", "--lr-grid", "1e-3,0.001", "--out", "x"], "each once"),
         (["compare", "tiny", "small", "--lr-grid", "1e-3", "--learning-rate", "1", "--out", "x"], "clash"),
         (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--learning-rate", "0"], "positive number"),
-        (["train", MODEL, "--steps", "9", "--schedule-steps", "5", "--out", "x"], "ends before the run"),
         (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--device", "gpu"], "no device 'gpu'"),
         (["inspect", "tiny+num_key_value_heads=1+gqa"], "gqa and num_key_value_heads clash"),
         (["inspect", "tiny+gqa:group_size=0"], "group_size must divide"),

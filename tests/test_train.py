@@ -226,7 +226,7 @@ def test_weight_decay_acts_on_matrices_only():
 
 def test_schedule_warms_up_and_ends_at_the_minimum_or_partway():
     chosen = recipe("tiny", steps=100, warmup_steps=10)
-    for schedule_steps, expected in ((None, chosen.min_learning_rate), (200, None)):
+    for schedule_steps, expected in ((None, chosen.min_learning_rate), (80, chosen.min_learning_rate), (200, None)):
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.AdamW([parameter], lr=chosen.learning_rate)
         schedule = make_schedule(optimizer, replace(chosen, schedule_steps=schedule_steps))

@@ -27,7 +27,7 @@ class Recipe:
     min_learning_rate: float
     weight_decay: float
     warmup_steps: int
-    schedule_steps: int | None = None  # length of the cosine; None: `steps`
+    schedule_steps: int | None = None  # length of the cosine, then the minimum; None: `steps`
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float | None = 1.0
@@ -444,11 +444,6 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     for what, rate in (("learning rate", found.learning_rate), ("minimum learning rate", found.min_learning_rate)):
         if not 0 < rate < math.inf:
             raise LeanError(f"the {what} must be a positive number, found {rate}")
-    if found.schedule_steps is not None and found.schedule_steps < found.steps:
-        raise LeanError(
-            f"the schedule ({found.schedule_steps} steps) ends before the run ({found.steps} steps); the cosine would "
-            "rise again"
-        )
     return found
 
 

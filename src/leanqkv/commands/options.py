@@ -42,7 +42,9 @@ LearningRate = Annotated[float | None, typer.Option(help="Peak; the minimum scal
 MinLearningRate = Annotated[float | None, typer.Option(help="End of the cosine.")]
 WeightDecay = Annotated[float | None, typer.Option(min=0, help="On matrices only.")]
 WarmupSteps = Annotated[int | None, typer.Option(min=0)]
-ScheduleSteps = Annotated[int | None, typer.Option(min=1, help="Length of the cosine. Default: the steps.")]
+ScheduleSteps = Annotated[
+    int | None, typer.Option(min=1, help="Length of the cosine; a longer run stays at its minimum. Default: the steps.")
+]
 PrecisionOption = Annotated[
     str, typer.Option(help="auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.")
 ]

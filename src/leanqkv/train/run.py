@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -320,13 +321,22 @@ def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then a cosine to the minimum over `schedule_steps`, of which a run may see only a part."""
-    return get_cosine_with_min_lr_schedule_with_warmup(
+    """Linear warm-up, then a cosine to the minimum over `schedule_steps`, of which a run may see only a part; a longer
+    run stays at the minimum."""
+    length = recipe.schedule_steps or recipe.steps
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer,
         num_warmup_steps=recipe.warmup_steps,
-        num_training_steps=recipe.schedule_steps or recipe.steps,
+        num_training_steps=length,
         min_lr=recipe.min_learning_rate,
     )
+    # Beyond its length the library's cosine would rise again.
+    schedule.lr_lambdas = [partial(_held, factor, length) for factor in schedule.lr_lambdas]
+    return schedule
+
+
+def _held(factor: Callable[[int], float], length: int, step: int) -> float:
+    return factor(min(step, length))
 
 
 def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
