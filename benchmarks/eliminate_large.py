@@ -1,6 +1,8 @@
 """Q and P out of a skipless checkpoint of Mistral-7B's shape: time, peak memory, killed and started again.
 
-The checkpoint is made on the spot, bfloat16 N(0, 0.02^2) in shards; the result is float32. `leanqkv eliminate` is
+The checkpoint is made on the spot, bfloat16 in shards; the result is float32. Its gate is the sigmoid and its weights
+keep the size of the signal: without norms and skips a SiLU gate squares it in every layer, and 32 of them leave zero or
+infinity, by which nothing can be certified. `leanqkv eliminate` is
 killed once on the way and run again; then `leanqkv inspect` reads the source. Needs 40 GB of disk.
 
     python benchmarks/eliminate_large.py --directory /tmp/large --out results/exact/mistral-7b-shape.json
@@ -48,7 +50,7 @@ def main() -> None:
         attention_skip=False,
         mlp_skip=False,
         mlp_type="gated",
-        hidden_act="silu",
+        hidden_act="sigmoid",
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
     )
@@ -79,15 +81,18 @@ def main() -> None:
 
 
 def make(config: LeanConfig, directory: Path) -> None:
-    """Each tensor from its own seed: a large one is drawn row by row in float32 and kept in bfloat16."""
+    """Each tensor from its own seed, N(0, 1 / inputs), and 1.8 times that deviation behind the gate, which is 1/2
+    on average. A large one is drawn row by row in float32 and kept in bfloat16."""
     shapes = config.plan.parameter_shapes
     numbers = {name: number for number, name in enumerate(shapes)}
 
     def draw(name: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(numbers[name])
         tensor = torch.empty(shapes[name], dtype=torch.bfloat16)
+        inputs = 1 if "embed" in name else tensor.shape[1]
+        deviation = (1.8 if "down_proj" in name else 1) * inputs**-0.5
         for rows in tensor.split(1024):
-            rows.copy_(torch.randn(rows.shape, generator=generator) * 0.02)
+            rows.copy_(torch.randn(rows.shape, generator=generator) * deviation)
         return tensor
 
     directory.parent.mkdir(parents=True, exist_ok=True)

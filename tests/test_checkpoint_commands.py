@@ -108,6 +108,18 @@ def test_the_certificate_says_what_was_done(place, unwrapped):
     assert report["config"]["after"]["query"] == [{"type": "identity", "scale": 1.0, "bias": False, "layers": [1]}]
 
 
+@pytest.mark.parametrize("factor, what", [(0.0, "all zero"), (1e200, "not finite")])
+def test_logits_that_measure_nothing_certify_nothing(place, unwrapped, factor, what):
+    model = LeanForCausalLM(tiny("llama", **SKIPLESS)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    model.save_pretrained("source")
+    code, _, err = unwrapped("verify", "source", "source")
+    assert code == 2
+    assert f"the original's own logits are {what}" in err
+
+
 def test_verify_tells_two_models_apart(place, unwrapped):
     save("one", "gpt")
     shutil.copytree("one", "other")

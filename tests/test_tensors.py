@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from leanqkv import LeanError
+from leanqkv.checkpoints import memory
 from leanqkv.checkpoints.tensors import CHUNK, LazyTensors, count_nonfinite, finite, open_tensors, read_tied
 
 TENSORS = {
@@ -213,3 +216,31 @@ def test_a_stored_head_must_be_the_embedding_it_is_tied_to(tmp_path):
         stored = open_tensors(write(tmp_path, "bin", {"e": embedding, "h": head}))
         with pytest.raises(LeanError, match=r"pytorch_model\.bin: h is not e.*tie_word_embeddings"):
             read_tied(stored, "e", "h")
+
+
+KEPT_BY_THE_ALLOCATOR = """
+import runpy, sys
+if len(sys.argv) > 1:
+    runpy.run_path(sys.argv[1])["give_back_freed_memory"]()
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) // 1024
+size = 2**24
+bytearray(size)  # once freed, a block of this size comes from the heap
+start, blocks, kept = resident(), [], []
+for _ in range(20):
+    blocks.append(bytearray(b"1") * size)
+    kept.append(bytearray(2**12))
+del blocks
+print(resident() - start)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux says is resident")
+def test_freed_memory_is_given_back():
+    """Twenty blocks of 16 MiB, each with a small one behind it that stays."""
+    before, after = (
+        int(subprocess.run([sys.executable, "-c", KEPT_BY_THE_ALLOCATOR, *script], stdout=subprocess.PIPE).stdout)
+        for script in ([], [memory.__file__])
+    )
+    if before > 100:  # glibc; other allocators may give back by themselves
+        assert after < 30

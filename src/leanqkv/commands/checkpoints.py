@@ -38,12 +38,14 @@ def inspect(
 
     leanqkv inspect hf/pythia-160m
     """
+    from ..checkpoints.memory import give_back_freed_memory
     from ..checkpoints.open import open_checkpoint
     from ..inspection import layer_table, summary
     from ..presets import preset
 
     config: Any
     if Path(source).exists():
+        give_back_freed_memory()
         opened = open_checkpoint(Path(source))
         config, tensors = opened.config, opened.tensors if spectra else None
     else:
@@ -304,6 +306,9 @@ def _inputs(source: Path, text: Path | None) -> "dict[str, Tensor] | None":
 @contextmanager
 def _progress() -> Iterator[tuple[Any, Any]]:
     """A function for bytes written of bytes in all, and one for what is being done."""
+    from ..checkpoints.memory import give_back_freed_memory
+
+    give_back_freed_memory()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("reading", total=None)

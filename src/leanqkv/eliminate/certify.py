@@ -69,7 +69,14 @@ def random_inputs(config: LeanConfig, sequences: int = 2, length: int = 64, seed
 
 def difference(found: Tensor, reference: Tensor) -> dict[str, float]:
     """How far logits [tokens, outputs] lie from the reference: the largest difference, that over the largest reference,
-    mean KL(reference || found) in nats, and the share of tokens with the same likeliest output."""
+    mean KL(reference || found) in nats, and the share of tokens with the same likeliest output.
+
+    Raises:
+        LeanError: a reference that nothing can be measured against.
+    """
+    for wrong, what in ((not reference.isfinite().all(), "not finite"), (not reference.any(), "all zero")):
+        if wrong:
+            raise LeanError(f"the original's own logits are {what}, so that nothing can be certified by them")
     worst = (found - reference).abs().max().item()
     divergence = F.kl_div(found.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="batchmean")
     return {
@@ -96,8 +103,6 @@ def compare(
     if one != other:
         raise LeanError(f"a model for {one} and one for {other} cannot be compared")
     reference = logits(*before, inputs, torch.float64)
-    if not reference.isfinite().all():
-        raise LeanError("the original's own logits are not finite, so that nothing can be certified by them")
     report = {}
     for name, dtype in dtypes.items():
         result = logits(*after, inputs, dtype)
