@@ -90,10 +90,14 @@ def convert(
     if "pools" in report:
         console.print(f"value heads pooled: {report['pools']}", highlight=False)
     for layer in report.get("layers", ()):
+        missed = f"{layer['missed']:.2%} of attention's output missed"
+        if not layer["layer"]:
+            console.print(f"layer 0: the values it lends are fitted to all layers; {missed}", highlight=False)
+            continue
         paired = ", ".join(f"{head}: {first}" for head, first in layer["paired"].items())
         console.print(
             f"layer {layer['layer']}: heads {layer['kept']} keep their values, the others take the first layer's "
-            f"({paired}); {layer['missed']:.2%} of attention's output missed",
+            f"({paired}); {missed}",
             highlight=False,
         )
     console.print(f"{out}: conversion.json", highlight=False)

@@ -1,9 +1,11 @@
 """Calibrated: first-layer values, with attention's patterns kept and its output fitted by least squares.
 
-Ours. Layer after layer, on the stream of the model as converted so far, with the residual stream of the source as the
-target. Which heads keep a value, and which of the first layer's heads goes with which pattern, is one assignment
-problem on Gram matrices (heads can be permuted within a layer exactly); W_O of all heads and W_V of those kept then
-take turns in closed form. Nothing is trained; memory does not grow with the number of calibration tokens.
+Ours. Which heads keep a value, and which of the first layer's heads goes with which pattern, is chosen from Gram
+matrices of the source, one assignment problem a layer (heads can be permuted within a layer exactly). The values that
+are lent are fitted next, to what all layers need of them at once. Then layer after layer, on the stream of the model as
+converted so far, with the residual stream of the source as the target, W_O of all heads and W_V of those kept take
+turns in closed form. Every fit is pulled towards the source's weights. Nothing is trained; memory does not grow with
+the number of calibration tokens.
 """
 
 import tempfile
@@ -24,7 +26,7 @@ from ..model.attention import KeyValues
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from .heads import KeptHeads, ValueHeads, cut, put_back, target_config
-from .least_squares import System
+from .least_squares import LentShare, System, fit_lent
 
 Progress = Callable[[int, int], None]
 # Columns of a Gram matrix up to which W_V is refitted: 2 GB in float64.
@@ -38,29 +40,35 @@ class Settings:
     Attributes:
         ratio: of the value heads that become the first layer's.
         choose: which heads keep a value and which pattern takes which first-layer head; else the first heads stay.
+        refit_lent: the values that the first layer lends; else they are as they were.
         refit_values: W_V of the kept heads, too; else W_O alone.
         sweeps: turns of W_O and W_V, at most.
-        ridge: added to the diagonal of a Gram matrix, as a share of its mean.
+        ridge: pull towards the source's weights, as a share of the mean of the Gram matrix's diagonal.
         batch_size: sequences at a time.
     """
 
     ratio: float = 0.5
     choose: bool = True
+    refit_lent: bool = True
     refit_values: bool = True
     sweeps: int = 30
-    ridge: float = 1e-4
+    ridge: float = 3e-3
     batch_size: int = 8
 
 
 class Streams:
-    """The residual streams of source and converted model, on disk, for all tokens: [sequences, length, hidden_size]."""
+    """On disk, for all tokens, [sequences, length, hidden_size] each: the residual streams of the source and of the
+    converted model, and what the first layer makes its values from."""
 
-    def __init__(self, directory: Path, shape: tuple[int, ...], values: tuple[int, ...]):
-        def file(name: str, shape: tuple[int, ...]) -> np.memmap:
-            return np.memmap(directory / name, dtype=np.float32, mode="w+", shape=shape)
+    def __init__(self, directory: Path, shape: tuple[int, ...]):
+        self.source, self.converted, self.first = (
+            np.memmap(directory / name, dtype=np.float32, mode="w+", shape=shape)
+            for name in ("source", "converted", "first")
+        )
 
-        self.source, self.converted = file("source", shape), file("converted", shape)
-        self.first_values = file("values", values)  # [sequences, heads, length, head_dim]
+    def __getitem__(self, batch: slice) -> tuple[Tensor, Tensor, Tensor]:
+        source, converted, first = (torch.from_numpy(s[batch]) for s in (self.source, self.converted, self.first))
+        return source, converted, first
 
 
 @torch.no_grad()
@@ -70,7 +78,7 @@ def calibrated(
     tokens: np.ndarray,
     settings: Settings = Settings(),
     progress: Progress = lambda done, total: None,
-) -> tuple[LeanConfig, dict[str, Tensor], list[dict[str, Any]]]:
+) -> tuple[LeanConfig, dict[str, Tensor], dict[str, Any]]:
     """Converts a model of multi- or grouped-query attention.
 
     Args:
@@ -78,9 +86,9 @@ def calibrated(
         progress: is called with passes over the tokens done and in all.
 
     Returns:
-        the configuration with first-layer values, its tensors in float32, and per layer what was chosen and how much of
-        the target was missed: `kept`, `paired` (source head -> first-layer head), `missed` (squared error of the
-        attention's output over its square).
+        the configuration with first-layer values, its tensors in float32, and a report: `lent_values`, whether those
+        were fitted (not where their Gram matrix would be too large), and `layers`, of each `kept`, `paired` (source
+        head -> first-layer head) and `missed` (squared error of the attention's output over its square).
 
     Raises:
         LeanError: a source that cannot be converted, or activations that are not finite.
@@ -89,33 +97,76 @@ def calibrated(
     model, result = (LeanForCausalLM(c).eval() for c in (_eager(config), new))
     model.load_state_dict({n: t.float() for n, t in _with_head(config, tensors).items()})
     done: dict[str, Tensor] = {n: tensors[n].float() for n in new.plan.parameter_shapes if n in tensors}
-    report: list[dict[str, Any]] = []
-    passes = 2 + 3 * (config.num_hidden_layers - 1)
+    heads = partial(cut, config, tensors)
+    layers = range(config.num_hidden_layers)
+    n, kept = config.num_key_value_heads, new.plan.layers[1].computed_value_heads
+    assert n is not None and config.head_dim is not None
+    columns = kept * config.head_dim + (n - kept) * (config.hidden_size + config.attention_bias)
+    refit_lent = settings.refit_lent and config.num_attention_heads // n * columns < LARGEST_GRAM
+    in_all = 1 + len(layers) * (settings.choose + refit_lent + 2)
+    passes = iter(range(1, in_all + 1))
+
+    def passed() -> None:
+        progress(next(passes), in_all)
+
+    def put(layer: int, found: KeptHeads) -> None:
+        compute = put_back(config, tensors, {layer: found}.get)
+        for name in done:
+            if name.startswith(f"model.layers.{layer}.self_attn."):
+                done[name] = compute(name).float()
+
     with tempfile.TemporaryDirectory() as directory:
-        d, heads = config.hidden_size, config.num_key_value_heads
-        shape = (*tokens.shape, d)
-        streams = Streams(Path(directory), shape, (len(tokens), heads, tokens.shape[1], config.head_dim))  # type: ignore[arg-type]
-        fit = _Fit(model, result, tokens, streams, settings)
-        fit.first_layer()
-        progress(2, passes)
-        for layer in range(1, config.num_hidden_layers):
-            before = 2 + 3 * (layer - 1)
-            found, told = fit.layer(layer, cut(config, tensors, layer), partial(_told, progress, before, passes))
-            report.append(told)
-            compute = put_back(config, tensors, {layer: found}.__getitem__)
-            for name in done:
-                if name.startswith(f"model.layers.{layer}.self_attn."):
-                    done[name] = compute(name).float()
+        fit = _Fit(model, result, tokens, Path(directory), settings)
+        fit.start()
+        passed()
+        orders = [tuple(range(n))] * len(layers)
+        lent = _rows(heads(0))[kept:]
+        if settings.choose:
+            for layer in layers:
+                if layer:
+                    orders[layer] = choose(fit.costs(layer, heads(layer), lent))
+                fit.advance_source(layer)
+                passed()
+            fit.rewind()
+        if refit_lent:
+            fits = []
+            for layer in layers:
+                fits.append(fit.shares(layer, heads(layer), kept, orders[layer]))
+                passed()
+            lent = fit_lent(fits, lent, settings.ridge, settings.sweeps)
+            del fits
+            fit.rewind()
+        report = []
+        for layer in layers:
+            if layer or refit_lent:
+                found, missed = fit.attention(layer, heads(layer), lent, orders[layer])
+                put(layer, found)
+                paired = {orders[layer][place]: place for place in range(kept, n)}
+                told = {"kept": sorted(orders[layer][:kept]), "paired": paired} if layer else {}
+                report.append({"layer": layer, **told, "missed": missed})
+            passed()
             fit.advance(layer, done)
-            progress(before + 3, passes)
-    return new, done, report
+            passed()
+    return new, done, {"lent_values": refit_lent, "layers": report}
+
+
+def choose(costs: np.ndarray) -> tuple[int, ...]:
+    """The order of a layer's heads under which least is lost: those that keep their value, then those that take the
+    first layer's, in the order of these.
+
+    Args:
+        costs: [heads, lent heads], what is lost when a pattern takes a first-layer head. Keeping a value costs nothing.
+    """
+    last = linear_sum_assignment(costs.T)[1].tolist()
+    return (*(head for head in range(len(costs)) if head not in last), *last)
 
 
 class _Fit:
-    def __init__(self, source: Any, result: Any, tokens: np.ndarray, streams: Streams, settings: Settings):
+    def __init__(self, source: Any, result: Any, tokens: np.ndarray, directory: Path, settings: Settings):
         self.source, self.result = source.model, result.model
-        self.config, self.new = source.config, result.config
-        self.tokens, self.streams, self.settings = tokens, streams, settings
+        self.config = source.config
+        self.tokens, self.directory, self.settings = tokens, directory, settings
+        self.streams = Streams(directory, (*tokens.shape, self.config.hidden_size))
         length = tokens.shape[1]
         positions = torch.arange(length)[None]
         hidden = torch.zeros(1, length, self.config.hidden_size)
@@ -133,41 +184,162 @@ class _Fit:
         for start in range(0, len(self.tokens), self.settings.batch_size):
             yield slice(start, start + self.settings.batch_size)
 
-    def first_layer(self) -> None:
-        """The embedding and the first layer, which both models have in common."""
+    def start(self) -> None:
+        """The embedding, and the input of the first layer's values."""
         for batch in self.batches():
             hidden = self.source.embed_tokens(torch.from_numpy(self.tokens[batch].astype(np.int64)))
             if self.source.embed_positions is not None:
                 hidden = hidden + self.source.embed_positions(self.positions)
-            output, key_values = self._block(self.source, 0, hidden, {})
-            self.streams.source[batch] = self.streams.converted[batch] = output.numpy()
-            assert key_values.values is not None
-            self.streams.first_values[batch] = key_values.values.numpy()
+            self.streams.source[batch] = self.streams.converted[batch] = hidden.numpy()
+            self.streams.first[batch] = self.source.layers[0].input_layernorm(hidden).numpy()
 
-    def layer(self, layer: int, heads: ValueHeads, progress: Callable[[int], None]) -> tuple[KeptHeads, dict[str, Any]]:
-        n, kept = len(heads.value), self.new.plan.layers[layer].computed_value_heads
-        order = tuple(range(n))
-        if self.settings.choose:
-            order = self._choose(layer, heads, kept)
-        progress(1)
-        found, missed = self._solve(layer, heads, kept, order)
-        progress(2)
-        paired = {order[place]: place for place in range(kept, n)}
-        return found, {"layer": layer, "kept": sorted(order[:kept]), "paired": paired, "missed": missed}
+    def rewind(self) -> None:
+        """The source's stream back to the embedding, where the converted one still is."""
+        self.streams.source[:] = self.streams.converted
+
+    def advance_source(self, layer: int) -> None:
+        for batch in self.batches():
+            source = torch.from_numpy(self.streams.source[batch])
+            self.streams.source[batch] = _finite(self._block(self.source, layer, source, {})[0], layer).numpy()
 
     def advance(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Both streams through `layer`, the converted one with its new weights."""
         prefix = f"model.layers.{layer}."
         own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         self.result.layers[layer].load_state_dict(own)
+        self.advance_source(layer)
         for batch in self.batches():
-            source, converted = (torch.from_numpy(s[batch]) for s in (self.streams.source, self.streams.converted))
-            self.streams.source[batch] = self._block(self.source, layer, source, {})[0].numpy()
-            values = torch.from_numpy(self.streams.first_values[batch])
+            _, converted, first = self.streams[batch]
+            values = self.result.layers[0].self_attn.v_proj(first)
+            values = values.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             output, _ = self._block(self.result, layer, converted, {0: KeyValues(None, values, values)})
-            if not output.isfinite().all():
-                raise LeanError(f"the activations after layer {layer} are not finite; is the source a trained model?")
-            self.streams.converted[batch] = output.numpy()
+            self.streams.converted[batch] = _finite(output, layer).numpy()
+
+    def costs(self, layer: int, heads: ValueHeads, lent: Tensor) -> np.ndarray:
+        """[heads, lent heads]: what is lost of a head's contribution when its pattern is given that value and W_O is
+        fitted again; on the source's stream."""
+        n, group, _, width = heads.output.shape
+        columns = group * width
+        gram = torch.zeros(n, len(lent), columns, columns, dtype=torch.float64)
+        cross, own = torch.zeros_like(gram), torch.zeros(n, columns, columns, dtype=torch.float64)
+        values = _rows(heads)
+        for batch in self.batches():
+            source, _, first = self.streams[batch]
+            normed, _, patterns = self._attended(layer, source)
+            own_values, lent_values = self._values(normed, values), self._values(first, lent)
+            by_head = patterns.unflatten(1, (n, group))
+            for head in range(n):
+                attended = torch.einsum("bgts,bsk->btgk", by_head[:, head], own_values[head]).flatten(0, 1).flatten(1)
+                features = torch.einsum("bgts,pbsk->pbtgk", by_head[:, head], lent_values).flatten(1, 2).flatten(2)
+                own[head] += (attended.T @ attended).double()
+                gram[head] += (features.mT @ features).double()
+                cross[head] += (features.mT @ attended).double()
+        flat = heads.output.transpose(2, 3).flatten(1, 2)  # [n, columns, d]
+        weight = flat @ flat.mT
+        size = torch.einsum("hij,hij->h", own, weight)
+        damping = self.settings.ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+        solved = torch.linalg.solve(gram + damping[..., None, None] * torch.eye(columns, dtype=torch.float64), cross)
+        return (size[:, None] - torch.einsum("hpij,hpik,hkj->hp", cross, solved, weight)).clamp_min(0).numpy()
+
+    def shares(self, layer: int, heads: ValueHeads, kept: int, order: tuple[int, ...]) -> LentShare:
+        """What a layer has a say in of the values that are lent: its source's attention as features of those, and of
+        the kept heads as they are. The source's stream goes through the layer."""
+        values = _rows(heads)
+
+        def features(place: int, normed: Tensor, first: Tensor) -> Tensor:
+            return self._values(normed, values[order[place]][None])[0] if place < kept else self._biased(first)
+
+        gram, cross, size = self._gram(layer, order, features)
+        self.advance_source(layer)
+        stored = np.memmap(self.directory / f"gram{layer}", dtype=np.float64, mode="w+", shape=tuple(gram.shape))
+        stored[:] = gram
+        energy = float(np.square(self.streams.source, dtype=np.float64).sum())
+        output = self._output(layer, heads, kept, order)
+        bias = self._output_bias(layer)
+        return LentShare(torch.from_numpy(stored), cross, size, output, bias, kept, 1 / energy)
+
+    def attention(self, layer: int, heads: ValueHeads, lent: Tensor, order: tuple[int, ...]) -> tuple[KeptHeads, float]:
+        """W_O of all heads and, in turns, W_V of the kept ones, from one set of Gram matrices.
+
+        The features of a kept head are its pattern times the input, and one constant for a value bias; those of another
+        its pattern times a value that is lent.
+        """
+        n, group, d, width = heads.output.shape
+        kept = n - len(lent)
+        value = _rows(heads)[list(order[:kept])]
+        others = len(lent) * group * width
+        refit = self.settings.refit_values and kept * group * value.shape[1] + others < LARGEST_GRAM
+        # With W_V fixed, what the kept heads give W_O stands in for their input.
+        start = value if refit else torch.eye(width, dtype=torch.float64).expand(kept, -1, -1)
+
+        def features(place: int, normed: Tensor, first: Tensor) -> Tensor:
+            if place >= kept:
+                return self._values(first, lent[place - kept][None])[0]
+            return self._biased(normed) if refit else self._values(normed, value[place][None])[0]
+
+        gram, cross, size = self._gram(layer, order, features, converted=True)
+        system = System(gram, cross, size, kept, n, group, self.settings.ridge)
+        sweeps = self.settings.sweeps if refit else 1
+        output, bias = self._output(layer, heads, kept, order), self._output_bias(layer)
+        solved, output, bias, missed = system.solve(start, output, bias, sweeps)
+        rows = solved if refit else value
+        if not layer:
+            rows = torch.cat((rows, lent))
+        found = rows[:, :d].transpose(1, 2), rows[:, d] if self.config.attention_bias else None
+        return KeptHeads(*found, output.transpose(2, 3), order, bias), missed
+
+    def _gram(
+        self,
+        layer: int,
+        order: tuple[int, ...],
+        features: Callable[[int, Tensor, Tensor], Tensor],
+        converted: bool = False,
+    ) -> tuple[Tensor, Tensor, float]:
+        """Gram matrix of the heads' features, by place, each under its pattern; its products with the target; and the
+        target's square. `features` makes a place's [batch, T, columns] of the layer's input and of the first's."""
+        constant = self._output_bias(layer) is not None
+        gram: Any = 0
+        cross: Any = 0
+        size = 0.0
+        for batch in self.batches():
+            source, stream, first = self.streams[batch]
+            normed, target, patterns = self._attended(layer, source)
+            if converted:
+                if self.config.attention_skip:
+                    target = target + source - stream
+                normed, _, patterns = self._attended(layer, stream)
+            by_head = patterns.unflatten(1, (len(order), -1))
+            parts = [
+                torch.einsum("bgts,bsk->btgk", by_head[:, head], features(place, normed, first)).flatten(2)
+                for place, head in enumerate(order)
+            ]
+            if constant:
+                parts.append(torch.ones_like(normed[..., :1]))
+            joined, flat = torch.cat(parts, dim=-1).flatten(0, 1), target.flatten(0, 1)
+            gram += (joined.T @ joined).double()
+            cross += (joined.T @ flat).double()
+            size += float(flat.double().square().sum())
+        return gram, cross, size
+
+    def _output(self, layer: int, heads: ValueHeads, kept: int, order: tuple[int, ...]) -> Tensor:
+        """W_O [n, group, width, d] by place. That of a head which takes another value starts at zero; the first layer
+        keeps its own."""
+        output = heads.output[list(order)].transpose(2, 3).clone()
+        if layer:
+            output[kept:] = 0
+        return output
+
+    def _output_bias(self, layer: int) -> Tensor | None:
+        bias = self.source.layers[self.source.plan.layers[layer].block].self_attn.o_proj.bias
+        return None if bias is None else bias.double()
+
+    def _biased(self, inputs: Tensor) -> Tensor:
+        """With a column of ones where values have a bias."""
+        return torch.cat((inputs, torch.ones_like(inputs[..., :1])), -1) if self.config.attention_bias else inputs
+
+    def _values(self, inputs: Tensor, rows: Tensor) -> Tensor:
+        """[heads, batch, T, width] of inputs [batch, T, d] and W_V [heads, d, width], with a bias as one more row."""
+        return torch.einsum("btd,hdk->hbtk", self._biased(inputs), rows.float())
 
     def _block(self, model: Any, layer: int, hidden: Tensor, borrowed: dict) -> tuple[Tensor, KeyValues]:
         plan = model.plan.layers[layer]
@@ -185,106 +357,17 @@ class _Fit:
         output, patterns, _ = block.self_attn(normed, plan, position_embeddings=self.rotation, attention_mask=mask)
         return normed, output, patterns
 
-    def _samples(self, layer: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Per batch: normed input and patterns of the converted stream, first-layer values, and the target."""
-        for batch in self.batches():
-            source, converted = (torch.from_numpy(s[batch]) for s in (self.streams.source, self.streams.converted))
-            _, target, _ = self._attended(layer, source)
-            if self.config.attention_skip:
-                target = target + source - converted
-            normed, _, patterns = self._attended(layer, converted)
-            yield normed, patterns, torch.from_numpy(self.streams.first_values[batch]), target
 
-    def _choose(self, layer: int, heads: ValueHeads, kept: int) -> tuple[int, ...]:
-        """The order of heads under which least is lost when the last places take the first layer's values.
-
-        The cost of giving the pattern of head h the first-layer head p is what remains of h's contribution after the
-        best fit by that value under that pattern. Keeping a value costs nothing.
-        """
-        n, group = heads.output.shape[:2]
-        width, d = heads.value.shape[1:]
-        shared = n - kept
-        gram = torch.zeros(n, shared, group * width, group * width, dtype=torch.float64)
-        cross = torch.zeros(n, shared, group * width, d, dtype=torch.float64)
-        size = torch.zeros(n, dtype=torch.float64)
-        output = heads.output.float()
-        for normed, patterns, first, _ in self._samples(layer):
-            value = torch.einsum("btd,hkd->bhtk", normed, heads.value.float())
-            if heads.value_bias is not None:
-                value = value + heads.value_bias.float()[:, None]
-            by_head = patterns.unflatten(1, (n, group))
-            for head in range(n):
-                own = torch.einsum("bgts,bsk->btgk", by_head[:, head], value[:, head])
-                given = torch.einsum("btgk,gok->bto", own, output[head]).flatten(0, 1)
-                size[head] += given.double().square().sum()
-                for place in range(shared):
-                    feature = (
-                        torch.einsum("bgts,bsk->btgk", by_head[:, head], first[:, kept + place])
-                        .flatten(2)
-                        .flatten(0, 1)
-                    )
-                    gram[head, place] += (feature.T @ feature).double()
-                    cross[head, place] += (feature.T @ given).double()
-        ridge = self.settings.ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-        eye = torch.eye(group * width, dtype=torch.float64)
-        solved = torch.linalg.solve(gram + ridge[..., None, None] * eye, cross)
-        lost = size[:, None] - (solved * cross).sum((-2, -1))
-        costs = torch.cat((torch.zeros(n, kept, dtype=torch.float64), lost), dim=1).numpy()
-        rows, places = linear_sum_assignment(costs)
-        order = [0] * n
-        for head, place in zip(rows.tolist(), places.tolist(), strict=True):
-            order[place] = head
-        return (*sorted(order[:kept]), *order[kept:])
-
-    def _solve(self, layer: int, heads: ValueHeads, kept: int, order: tuple[int, ...]) -> tuple[KeptHeads, float]:
-        """W_O of all heads and, in turns, W_V of the kept ones, from one set of Gram matrices.
-
-        The features of a kept head are its pattern times the input, and one constant for a value bias; those of another
-        its pattern times a first-layer head.
-        """
-        n, group = heads.output.shape[:2]
-        width, d = heads.value.shape[1:]
-        stays = list(order[:kept])
-        value = heads.value[stays].transpose(1, 2)  # W_V itself, [kept, d, width]; with its bias as one more row
-        biased = heads.value_bias is not None
-        if heads.value_bias is not None:
-            value = torch.cat((value, heads.value_bias[stays][:, None]), dim=1)
-        constant = bool(self.config.attention_output_bias)
-        others = (n - kept) * group * width
-        refit = self.settings.refit_values and kept * group * value.shape[1] + others <= LARGEST_GRAM
-        # With W_V fixed, what the kept heads give W_O stands in for their input.
-        start = value if refit else torch.eye(width, dtype=torch.float64).expand(kept, -1, -1)
-        columns = kept * group * start.shape[1] + others + constant
-        gram = torch.zeros(columns, columns, dtype=torch.float64)
-        cross = torch.zeros(columns, d, dtype=torch.float64)
-        size = 0.0
-        for normed, patterns, first, target in self._samples(layer):
-            by_head = patterns.unflatten(1, (n, group))
-            inputs = torch.cat((normed, torch.ones_like(normed[..., :1])), dim=-1) if biased else normed
-            parts = []
-            for place, head in enumerate(order):
-                attended = first[:, place]
-                if place < kept:
-                    attended = inputs if refit else inputs @ value[place].float()
-                parts.append(torch.einsum("bgts,bsk->btgk", by_head[:, head], attended).flatten(2))
-            if constant:
-                parts.append(torch.ones_like(normed[..., :1]))
-            features, flat = torch.cat(parts, dim=-1).flatten(0, 1), target.flatten(0, 1)
-            gram += (features.T @ features).double()
-            cross += (features.T @ flat).double()
-            size += float(flat.double().square().sum())
-        system = System(gram, cross, size, kept, n, group, self.settings.ridge)
-        output = heads.output[list(order)].transpose(2, 3)  # W_O itself, [n, group, width, d]
-        solved, output, bias, missed = system.solve(start, output, constant, self.settings.sweeps if refit else 1)
-        value = solved if refit else value
-        found = KeptHeads(
-            value[:, :d].transpose(1, 2), value[:, d] if biased else None, output.transpose(2, 3), order, bias
-        )
-        return found, missed
+def _rows(heads: ValueHeads) -> Tensor:
+    """W_V itself, [heads, d, width], with its bias as one more row."""
+    value = heads.value.transpose(1, 2)
+    return value if heads.value_bias is None else torch.cat((value, heads.value_bias[:, None]), dim=1)
 
 
-def _told(progress: Progress, before: int, passes: int, now: int) -> None:
-    progress(before + now, passes)
+def _finite(output: Tensor, layer: int) -> Tensor:
+    if not output.isfinite().all():
+        raise LeanError(f"the activations after layer {layer} are not finite; is the source a trained model?")
+    return output
 
 
 def _eager(config: LeanConfig) -> LeanConfig:

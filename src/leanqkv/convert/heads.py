@@ -97,13 +97,15 @@ def with_method(
     def converted(layer: int) -> KeptHeads:
         return method(cut(config, tensors, layer), new.plan.layers[layer].computed_value_heads)
 
-    return new, LazyTensors(new.plan.parameter_shapes, put_back(config, tensors, converted))
+    return new, LazyTensors(
+        new.plan.parameter_shapes, put_back(config, tensors, lambda layer: converted(layer) if layer else None)
+    )
 
 
 def put_back(
-    config: LeanConfig, tensors: Mapping[str, Tensor], converted: Callable[[int], KeptHeads]
+    config: LeanConfig, tensors: Mapping[str, Tensor], converted: Callable[[int], KeptHeads | None]
 ) -> Callable[[str], Tensor]:
-    """The tensors of a model whose layers beyond the first have the heads that `converted` gives."""
+    """The tensors of a model whose layers have the heads that `converted` gives, where it gives any."""
     group = config.num_attention_heads // config.num_key_value_heads  # type: ignore[operator]
 
     def ordered(tensor: Tensor, order: tuple[int, ...], per_head: int) -> Tensor:
@@ -112,9 +114,10 @@ def put_back(
 
     def compute(name: str) -> Tensor:
         layer, _, module = name.removeprefix("model.layers.").partition(".self_attn.")
-        if not module or layer == "0" or module.split(".")[0] not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        if not module or module.split(".")[0] not in ("q_proj", "k_proj", "v_proj", "o_proj"):
             return tensors[name]
-        heads = converted(int(layer))
+        if (heads := converted(int(layer))) is None:
+            return tensors[name]
         match module:
             case "v_proj.weight":
                 return heads.value.flatten(0, 1)

@@ -88,8 +88,8 @@ def convert_directory(
     elif method == CALIBRATED:
         if tokens is None:
             raise LeanError("the calibrated method needs calibration text: --calibration FILE")
-        new, tensors, layers = calibrated(config, stored, tokens, settings, calibrating or (lambda done, total: None))
-        report |= {"method": method, "settings": asdict(settings), "layers": layers, "calibration_tokens": tokens.size}
+        new, tensors, chosen = calibrated(config, stored, tokens, settings, calibrating or (lambda done, total: None))
+        report |= {"method": method, "settings": asdict(settings), **chosen, "calibration_tokens": tokens.size}
     else:
         if method not in METHODS:
             raise LeanError(f"there is no method {method!r}: {suggest(method, [*METHODS, CALIBRATED])}")
