@@ -450,8 +450,14 @@ def test_convert(place, unwrapped):
     save("source")
     write_corpus(Path("corpus.txt"))
     command = ("convert", "source", "--to", "skipv1", "--calibration", "corpus.txt", "--tokens", "2000")
-    code, out, err = unwrapped(*command, "--sequence-length", "32", "--out", "less")
+    code, out, err = unwrapped(*command, "--sequence-length", "32")
+    for flag in ("choose", "refit-lent", "refit-values"):
+        assert unwrapped(*command, f"--no-{flag}", "--out", flag)[0] == 0
+        settings = json.loads(Path(flag, "conversion.json").read_text())["settings"]
+        assert [name for name in settings if settings[name] is False] == [flag.replace("-", "_")]
+    code, out, err = unwrapped(*command, "--out", "less")
     assert (code, err) == (0, "")
+    assert "layer 0: the values it lends are fitted to all layers" in out
     assert "layer 1: heads [" in out
     report = json.loads(Path("less/conversion.json").read_text())
     assert report["calibration_tokens"] == 62 * 32
@@ -476,6 +482,7 @@ def test_convert(place, unwrapped):
         ((), {}, "--to skipv2", "there is no conversion to 'skipv2'"),
         ((), {}, "--to skipv1", "needs calibration text"),
         ((), {}, "--to skipv1 --method svd --calibration corpus.txt", "--calibration is for"),
+        ((), {}, "--to skipv1 --method svd --no-choose", "are for --method calibrated"),
         ((), {}, "--to skipv1 --calibration corpus.txt --tokens 10000000", "calibration tokens are asked for"),
         (("nonlinear-query",), {}, "--to nonlinear-query", "the query of layer 0 is 'nonlinear'"),
         ((), {"vocab_size": 200}, "--to skipv1 --calibration corpus.txt", "200"),

@@ -39,6 +39,9 @@ def convert(
         int | None, typer.Option(min=2, help="Of the calibration sequences. Default: 512, or all positions.")
     ] = None,
     ratio: Annotated[float, typer.Option(help="Share of the value heads that becomes the first layer's.")] = 0.5,
+    choose: Annotated[bool, typer.Option(help="Calibrated: which heads keep a value, by what is lost without.")] = True,
+    refit_lent: Annotated[bool, typer.Option(help="Calibrated: fit the values that the first layer lends.")] = True,
+    refit_values: Annotated[bool, typer.Option(help="Calibrated: fit W_V of the kept heads, not W_O alone.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of the new matrices of a nonlinear query.")] = 0,
     dtype: Dtype = "fp32",
 ) -> None:
@@ -58,6 +61,11 @@ def convert(
     from ..errors import LeanError
 
     sample = None
+    settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
+    if settings != Settings(ratio=ratio) and (to != "skipv1" or method != CALIBRATED):
+        raise LeanError(
+            "--no-choose, --no-refit-lent and --no-refit-values are for --method calibrated; leave them out"
+        )
     if calibration is not None:
         if to != "skipv1" or method != CALIBRATED:
             raise LeanError("--calibration is for --to skipv1 --method calibrated; leave it out")
@@ -79,7 +87,7 @@ def convert(
             to=to,
             method=method,
             tokens=sample,
-            settings=Settings(ratio=ratio),
+            settings=settings,
             seed=seed,
             dtype=as_dtype(dtype),
             calibrating=calibrating,

@@ -1,5 +1,6 @@
 """Conversions carried out from one directory into another."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -75,6 +76,7 @@ def convert_directory(
         LeanError: a source that cannot be converted, or what does not go together; `out` is not empty.
     """
     check_free(out)
+    started = time.perf_counter()
     settings = settings or Settings()
     if to not in TARGETS:
         raise LeanError(f"there is no conversion to {to!r}: {suggest(to, TARGETS)}")
@@ -106,7 +108,12 @@ def convert_directory(
         save_config(changed(new, dtype=dtype), directory)
         write_json(directory / REPORT, report)
 
-    job = {"source": str(source.resolve()), "report": report, "tokens": None if tokens is None else int(tokens.sum())}
+    job = {
+        "source": str(source.resolve()),
+        "report": dict(report),
+        "tokens": None if tokens is None else int(tokens.sum()),
+    }
+    report["seconds"] = round(time.perf_counter() - started, 2)
     shapes = new.plan.parameter_shapes
     write_checkpoint(out, shapes, tensors, dtype, job=job, finish=finish, progress=progress)
     return report

@@ -1,0 +1,302 @@
+"""Conversion and uptraining measured: losses right after every conversion, and loss against uptraining tokens.
+
+Trains a baseline and a from-scratch SkipV1 per seed, converts the baselines in every way, and goes on training the
+calibrated ones (also with their sources as teachers), the mean-v ones and, as the control, the baselines themselves for
+shares of the pretraining tokens (P3, Fig. 8 and 10). Everything is a `leanqkv` command whose output stays in --work;
+started again, it goes on.
+
+    python benchmarks/conversion.py --name stdlib --work runs/conversion/stdlib --out results/conversion
+    python benchmarks/conversion.py --name torch-headers --data torch-headers --seeds 2 --work runs/conversion/headers
+    python benchmarks/conversion.py --tables results/conversion/stdlib.json
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from leanqkv import LeanForCausalLM, cache_bytes
+from leanqkv.compare.statistics import paired_difference
+from leanqkv.data import prepare_data
+from leanqkv.evaluate import sequence_losses
+from leanqkv.files import RECORD_FORMAT, read_json, write_json
+from leanqkv.train.environment import git_commit, hardware, versions
+from leanqkv.train.precision import parse_precision
+
+MODEL, BATCH, LENGTH, PRECISION = "small", 16, 256, "bf16+compile+eager"
+# The cosine ends an eighth before the run does: a loss that still falls then is not an effect of the rate's decay.
+SCHEDULE = 7 / 8
+PRETRAINING = ("--batch-size", BATCH, "--micro-batch-size", 8, "--learning-rate", 2e-3, "--min-learning-rate", 2e-5)
+EVALUATION = ("--evaluation-sequences", 512)
+WEIGHTS_ALONE = ("mean-v", "mean-vo", "top-v", "top-vo", "svd")
+# Calibration tokens, and the other amounts whose effect is shown, on the first seed, as is that of every freedom.
+TOKENS, AMOUNTS = 49_152, (24_576, 98_304)
+FREEDOMS = {
+    "W_O": ("--no-choose", "--no-refit-lent", "--no-refit-values"),
+    "W_O, heads chosen": ("--no-refit-lent", "--no-refit-values"),
+    "W_O, heads chosen, W_V": ("--no-refit-lent",),
+}
+SHARES = (0.01, 0.04, 0.08)
+RATES = (3e-4, 6e-4, 1.2e-3)
+# Where a rate is searched, and for which shares it is then used.
+SEARCHED = {0.01: (0.01,), 0.04: (0.04, 0.08)}
+ARMS = ("calibrated", "mean-v", "baseline")
+TAUGHT = {"calibrated, teacher": (0.01, 0.08)}  # at the rates that are best without a teacher
+LEVELLED = 0.01
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line of `leanqkv` and the directory that it makes."""
+
+    out: Path
+    arguments: tuple[Any, ...] = field(repr=False)
+
+    @property
+    def done(self) -> bool:
+        return any((self.out / name).exists() for name in ("record.json", "conversion.json"))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return read_json(self.out / "record.json")
+
+    @property
+    def loss(self) -> float:
+        return self.record["final"]["validation_loss"]
+
+
+class Bench:
+    def __init__(self, asked: argparse.Namespace):
+        self.work, self.steps, self.jobs, self.seeds = asked.work, asked.steps, asked.jobs, range(asked.seeds)
+        self.data = headers() if asked.data == "torch-headers" else asked.data
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * BATCH * LENGTH
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Runs what is not there yet, several at a time."""
+        waiting = [job for job in jobs if not job.done]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for job, code in zip(waiting, pool.map(self._run, waiting), strict=True):
+                if code:
+                    sys.exit(f"{job.out.name} failed; see {job.out}.log")
+
+    def _run(self, job: Job) -> int:
+        print(job.out.name, flush=True)
+        with Path(f"{job.out}.log").open("w") as log:
+            command = [sys.executable, "-m", "leanqkv.cli", *map(str, job.arguments), "--out", str(job.out)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            return subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+
+    def text(self, option: str) -> tuple[Any, ...]:
+        return () if self.data is None else (option, self.data)
+
+    def pretraining(self, mechanisms: str, seed: int) -> Job:
+        length = ("--steps", self.steps, "--schedule-steps", round(SCHEDULE * self.steps))
+        rest = ("--evaluate-every", self.steps // 10, "--precision", PRECISION, *EVALUATION, *self.text("--data"))
+        out = self.work / f"{mechanisms or 'baseline'}-{seed}"
+        name = f"{MODEL}+{mechanisms}" if mechanisms else MODEL
+        return Job(out, ("train", name, "--seed", seed, *length, *PRETRAINING, *rest))
+
+    def conversion(self, seed: int, method: str, *options: Any, name: str = "") -> Job:
+        how: tuple[Any, ...] = ("--to", "skipv1", "--method", method, *options)
+        if method == "calibrated":
+            tokens = () if "--tokens" in options else ("--tokens", TOKENS)
+            how = (*how, *tokens, "--calibration", self.data or "stdlib")
+        return Job(self.work / f"{name or method}-{seed}", ("convert", self.work / f"baseline-{seed}", *how))
+
+    def uptraining(self, seed: int, arm: str, share: float, rate: float) -> Job:
+        """Calibration tokens count as uptraining tokens."""
+        start = arm.removesuffix(", teacher")
+        steps = round((share * self.tokens - (TOKENS if start == "calibrated" else 0)) / (BATCH * LENGTH))
+        teacher = ("--teacher", self.work / f"baseline-{seed}") if start != arm else ()
+        recipe = ("--seed", 100 + seed, "--steps", steps, "--learning-rate", rate, "--batch-size", BATCH)
+        rest = ("--micro-batch-size", 8, "--evaluate-every", steps, "--precision", PRECISION)
+        out = self.work / f"up-{arm.replace(', ', '-')}-{share:g}-{rate:g}-{seed}"
+        source = self.work / f"{start}-{seed}"
+        return Job(out, ("uptrain", source, *recipe, *rest, *EVALUATION, *self.text("--data"), *teacher))
+
+    # --- what is measured ---------------------------------------------------------------------------------------------
+
+    def measured(self, job: Job, seed: int) -> dict[str, Any]:
+        """A conversion's loss, on the sequences and in the arithmetic of its source's own validation, and its cache."""
+        file = Path(f"{job.out}.measured.json")
+        if not file.exists():
+            source = self.work / f"baseline-{seed}"
+            model = LeanForCausalLM.from_pretrained(job.out).eval()
+            data = prepare_data(self.data, vocab_size=model.config.vocab_size, tokenizer=str(source))
+            starts = np.load(next((source / "batches").glob("*evaluation.npy")))
+            precision = parse_precision("bf16+eager")
+            assert precision is not None
+            precision.apply(model)
+            losses = sequence_losses(model, data.validation(), starts, LENGTH, 8, lambda: precision.autocast("cpu"))
+            with torch.no_grad():
+                held = model(torch.zeros(1, LENGTH, dtype=torch.long), use_cache=True).past_key_values
+            write_json(file, {"loss": float(losses.mean()), "cache_bytes_per_token": cache_bytes(held) / LENGTH})
+        conversion = read_json(job.out / "conversion.json")
+        kept = {key: conversion[key] for key in ("calibration_tokens", "seconds") if key in conversion}
+        return {"seed": seed, "name": job.out.name.removesuffix(f"-{seed}"), **kept, **read_json(file)}
+
+    def measure(self, jobs: list[tuple[int, Job]]) -> list[dict[str, Any]]:
+        self.run(job for _, job in jobs)
+        with ThreadPoolExecutor(self.jobs) as pool:
+            return list(pool.map(lambda of: self.measured(of[1], of[0]), jobs))
+
+    # --- phases -------------------------------------------------------------------------------------------------------
+
+    def pretrain(self, mechanisms: str) -> dict[str, Any]:
+        jobs = {seed: self.pretraining(mechanisms, seed) for seed in self.seeds}
+        self.run(jobs.values())
+        records = {seed: job.record for seed, job in jobs.items()}
+        return {
+            "tokens": self.tokens,
+            "parameters": records[0]["parameters"],
+            "kv_bytes_per_token": records[0]["kv_bytes_per_token"],
+            "recipe": records[0]["recipe"],
+            "data": records[0]["data"],
+            "loss": {seed: record["final"]["validation_loss"] for seed, record in records.items()},
+            "evaluations": {seed: record["evaluations"] for seed, record in records.items()},
+            "last_tenth": {seed: _gained(record["evaluations"]) for seed, record in records.items()},
+            "tokens_per_second": {seed: record["tokens_per_second"] for seed, record in records.items()},
+        }
+
+    def convert(self) -> list[dict[str, Any]]:
+        jobs = [(s, self.conversion(s, method)) for s in self.seeds for method in (*WEIGHTS_ALONE, "calibrated")]
+        return self.measure(jobs)
+
+    def more_conversions(self) -> list[dict[str, Any]]:
+        jobs = []
+        for ratio, method in itertools.product((0.25, 0.75), ("mean-v", "calibrated")):
+            jobs.append(self.conversion(0, method, "--ratio", ratio, name=f"{method}, ratio {ratio:g}"))
+        for amount in AMOUNTS:
+            jobs.append(self.conversion(0, "calibrated", "--tokens", amount, name=f"calibrated, {amount} tokens"))
+        for freedom, options in FREEDOMS.items():
+            jobs.append(self.conversion(0, "calibrated", *options, name=f"{freedom} alone"))
+        return self.measure([(0, job) for job in jobs])
+
+    def search(self) -> list[dict[str, Any]]:
+        """Every arm's loss by rate, on the first seed."""
+        grid = list(itertools.product(ARMS, SEARCHED, RATES))
+        jobs = [self.uptraining(0, *at) for at in grid]
+        self.run(jobs)
+        names = ("arm", "share", "learning_rate")
+        return [{**dict(zip(names, at, strict=True)), "loss": job.loss} for at, job in zip(grid, jobs, strict=True)]
+
+    def uptrain(self, searched: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def rate(arm: str, share: float) -> float:
+            at = next(at for at, shares in SEARCHED.items() if share in shares)
+            rows = [row for row in searched if (row["arm"], row["share"]) == (arm.removesuffix(", teacher"), at)]
+            return min(rows, key=lambda row: row["loss"])["learning_rate"]
+
+        points = [*itertools.product(ARMS, SHARES), *((arm, s) for arm, shares in TAUGHT.items() for s in shares)]
+        jobs = {(*p, rate(*p), s): self.uptraining(s, *p, rate(*p)) for p in points for s in self.seeds}
+        self.run(jobs.values())
+        return [
+            {
+                "arm": arm,
+                "share": share,
+                "seed": seed,
+                "learning_rate": chosen,
+                "steps": job.record["recipe"]["steps"],
+                "before": job.record["evaluations"][0]["loss"],
+                "loss": job.loss,
+            }
+            for (arm, share, chosen, seed), job in jobs.items()
+        ]
+
+
+def _gained(evaluations: list[dict[str, float]]) -> float:
+    """What the last tenth of the steps took off the loss."""
+    return evaluations[-2]["loss"] - evaluations[-1]["loss"]
+
+
+def headers() -> str:
+    """The C++ headers that come with torch."""
+    return str(Path(torch.__file__).parent / "include" / "torch")
+
+
+def tables(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    base = {int(seed): loss for seed, loss in record["baseline"]["loss"].items()}
+    lines = [
+        "| conversion | calibration tokens | loss right after | lost against the source |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in (*record["conversions"], *record["more_conversions"]):
+        rows.setdefault(row["name"], []).append(row)
+    for name, of in rows.items():
+        losses = {row["seed"]: row["loss"] for row in of}
+        tokens = of[0]["calibration_tokens"]
+        mean = statistics.mean(losses.values())
+        lines.append(f"| {name} | {tokens or '–'} | {mean:.4f} | {_difference(losses, base)} |")
+    lines += [
+        "",
+        "| start | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |",
+        "| --- |" + " ---: |" * len(SHARES),
+    ]
+    for arm in (*ARMS, *TAUGHT):
+        cells = []
+        for share in SHARES:
+            losses = {r["seed"]: r["loss"] for r in record["uptraining"] if (r["arm"], r["share"]) == (arm, share)}
+            cells.append(_difference(losses, base) if losses else "–")
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    scratch = {int(seed): loss for seed, loss in record["skipv1"]["loss"].items()}
+    lines += ["", f"From-scratch SkipV1: {_difference(scratch, base)}. Baseline: {statistics.mean(base.values()):.4f}."]
+    return "\n".join(lines)
+
+
+def _difference(losses: dict[int, float], base: dict[int, float]) -> str:
+    found = paired_difference(losses, base)
+    assert found is not None
+    spread = "" if found.interval is None else f" ± {(found.interval[1] - found.interval[0]) / 2:.4f}"
+    return f"{found.mean:+.4f}{spread}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
+    parser.add_argument("--name", default="stdlib", help="of the record")
+    parser.add_argument("--data", help="as leanqkv train takes it; or torch-headers, the C++ headers in torch")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--jobs", type=int, default=2, help="commands at a time, one thread each")
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("results/conversion"))
+    asked = parser.parse_args()
+    if asked.tables is not None:
+        print(tables(read_json(asked.tables)))
+        return
+    asked.work = asked.work or Path("runs/conversion") / asked.name
+    asked.work.mkdir(parents=True, exist_ok=True)
+    bench = Bench(asked)
+    record: dict[str, Any] = {"record": RECORD_FORMAT, "name": asked.name, "model": MODEL, "precision": PRECISION}
+    record["baseline"] = bench.pretrain("")
+    for seed, gained in record["baseline"]["last_tenth"].items():
+        print(f"seed {seed}: the last tenth gained {gained:.4f}, {'' if gained < LEVELLED else 'not '}levelled")
+    record["conversions"] = bench.convert()
+    record["search"] = bench.search()
+    record["uptraining"] = bench.uptrain(record["search"])
+    record["skipv1"] = bench.pretrain("skipv1")
+    record["more_conversions"] = bench.more_conversions()
+    record |= {"hardware": hardware("cpu"), "versions": versions(), "git_commit": git_commit()}
+    asked.out.mkdir(parents=True, exist_ok=True)
+    write_json(asked.out / f"{asked.name}.json", record)
+    print(tables(record))
+
+
+if __name__ == "__main__":
+    main()
