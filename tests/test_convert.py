@@ -262,6 +262,47 @@ def test_more_freedom_loses_less() -> None:
         assert errors[3] < errors[1] <= errors[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"choose": False}, {"refit_lent": False, "refit_values": False}], ids=str)
+@pytest.mark.parametrize(
+    "shape, mechanisms, fields",
+    [
+        ("gpt", (), {}),
+        ("llama", ("gqa",), {"attention_bias": True, "attention_output_bias": True}),
+        ("llama", (), {"block_type": "parallel"}),
+        ("gpt", (), {"norm_type": "none", "attention_skip": False}),
+    ],
+)
+def test_every_layer_is_fitted_to_the_stream_of_the_source(shape, mechanisms, fields, options) -> None:
+    """W_O of every layer against least squares on what reaches it in the converted model itself: the target is what
+    brings the stream back to the source's."""
+    config, tensors = source(shape, *mechanisms, **fields)
+    ids = tokens(64, 24, seed=5)
+    new, converted, _ = calibrated(config, tensors, ids.numpy(), Settings(ridge=1e-6, **options))
+    seen: list[dict[str, Tensor]] = []
+    for model in (build(config, tensors), build(new, converted)):
+        found: dict[str, Tensor] = {}
+        for i, layer in enumerate(model.model.layers):
+            layer.register_forward_pre_hook(lambda m, x, i=i, f=found: f.update({f"stream{i}": x[0]}))
+            layer.self_attn.register_forward_hook(lambda m, x, y, i=i, f=found: f.update({f"attended{i}": y[0]}))
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda m, x, i=i, f=found: f.update({f"heads{i}": x[0]}))
+        with torch.no_grad():
+            model(ids)
+        seen.append(found)
+    before, after = seen
+    layers = range(0 if options.get("refit_lent", True) else 1, config.num_hidden_layers)
+    for i in layers:
+        target = before[f"attended{i}"]
+        if config.attention_skip:
+            target = target + before[f"stream{i}"] - after[f"stream{i}"]
+        heads, target = after[f"heads{i}"].flatten(0, 1), target.flatten(0, 1)
+        weight = converted[f"model.layers.{i}.self_attn.o_proj.weight"].double().T
+        if config.attention_output_bias:
+            heads = torch.cat((heads, torch.ones_like(heads[:, :1])), dim=-1)
+            weight = torch.cat((weight, converted[f"model.layers.{i}.self_attn.o_proj.bias"].double()[None]))
+        least = (target - heads @ torch.linalg.lstsq(heads, target).solution).square().sum()
+        assert (target - heads @ weight).square().sum() <= least * (1 + 1e-4)
+
+
 def test_heads_that_do_nothing_are_the_ones_that_go() -> None:
     """Two heads of every layer have no W_O: replacing those, and only those, costs nothing."""
     config, tensors = source("gpt")

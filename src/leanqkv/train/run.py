@@ -137,12 +137,9 @@ class _Trainer(Trainer):
         with torch.no_grad():
             expected = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
         expected, found = (logits.flatten(0, 1).float().log_softmax(-1) for logits in (expected, outputs.logits))
-        divergence = torch.nn.functional.kl_div(found, expected, reduction="sum", log_target=True)
-        # As the model's own loss: over all tokens of the step, whichever micro-batch or process they are in.
-        items = len(found) if num_items_in_batch is None else num_items_in_batch
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            divergence = divergence * self.accelerator.num_processes
-        loss = (1 - self.distillation) * loss + self.distillation * divergence / items
+        # Sequences are of one length, so the mean over a micro-batch weighs as the model's own loss does.
+        divergence = torch.nn.functional.kl_div(found, expected, reduction="batchmean", log_target=True)
+        loss = (1 - self.distillation) * loss + self.distillation * divergence
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
