@@ -7,7 +7,7 @@ started again, it goes on.
 
     python benchmarks/conversion.py --name stdlib --work runs/conversion/stdlib --out results/conversion
     python benchmarks/conversion.py --name torch-headers --data torch-headers --seeds 2 --work runs/conversion/headers
-    python benchmarks/conversion.py --tables results/conversion/stdlib.json
+    python benchmarks/conversion.py --tables results/conversion/stdlib.json --figure docs/conversion.svg
 """
 
 import argparse
@@ -259,6 +259,38 @@ def tables(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def figure(record: dict[str, Any], file: Path) -> None:
+    """P3's Fig. 8: loss against the share of the pretraining tokens; mean, lowest and highest seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "leanqkv"  # the same record makes the same file
+    from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
+
+    canvas, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+    for number, arm in enumerate((*ARMS, *TAUGHT)):
+        points: dict[float, list[float]] = {}
+        for row in record["uptraining"]:
+            if row["arm"] == arm:
+                points.setdefault(row["share"], []).append(row["loss"])
+        shares = sorted(points)
+        color, means = f"C{number}", [statistics.mean(points[share]) for share in shares]
+        axes.plot(shares, means, "o-", color=color, label="baseline, trained on" if arm == "baseline" else arm)
+        low, high = ([bound(points[share]) for share in shares] for bound in (min, max))
+        axes.fill_between(shares, low, high, color=color, alpha=0.15, linewidth=0)
+    for what, style in (("baseline", "--"), ("skipv1", ":")):
+        mean = statistics.mean(record[what]["loss"].values())
+        label = "baseline" if what == "baseline" else "SkipV1 from scratch"
+        axes.axhline(mean, color="black", linestyle=style, linewidth=1, label=label)
+    axes.set(xlabel="share of the pretraining tokens, calibration included", ylabel="validation loss (nats)")
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    lowest = statistics.mean(record["skipv1"]["loss"].values())
+    axes.set_ylim(lowest - 0.05, statistics.mean(record["baseline"]["loss"].values()) + 0.2)
+    axes.legend(frameon=False, fontsize=8)
+    canvas.savefig(file, metadata={"Date": None})
+
+
 def _difference(losses: dict[int, float], base: dict[int, float]) -> str:
     found = paired_difference(losses, base)
     assert found is not None
@@ -269,6 +301,7 @@ def _difference(losses: dict[int, float], base: dict[int, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
+    parser.add_argument("--figure", type=Path, help="with --tables: draw the curves into this file, too")
     parser.add_argument("--name", default="stdlib", help="of the record")
     parser.add_argument("--data", help="as leanqkv train takes it; or torch-headers, the C++ headers in torch")
     parser.add_argument("--seeds", type=int, default=3)
@@ -279,6 +312,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.tables is not None:
         print(tables(read_json(asked.tables)))
+        if asked.figure is not None:
+            figure(read_json(asked.tables), asked.figure)
         return
     asked.work = asked.work or Path("runs/conversion") / asked.name
     asked.work.mkdir(parents=True, exist_ok=True)
