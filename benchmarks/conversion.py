@@ -47,7 +47,8 @@ FREEDOMS = {
     "W_O, heads chosen, W_V": ("--no-refit-lent",),
 }
 SHARES = (0.01, 0.04, 0.08)
-RATES = (3e-4, 6e-4, 1.2e-3)
+RATES = (1e-4, 3e-4, 8e-4)
+SMALLER = 8  # sequences of an uptraining step: twice the steps for the same tokens
 # Where a rate is searched, and for which shares it is then used.
 SEARCHED = {0.01: (0.01,), 0.04: (0.04, 0.08)}
 ARMS = ("calibrated", "mean-v", "baseline")
@@ -121,10 +122,10 @@ class Bench:
     def uptraining(self, seed: int, arm: str, share: float, rate: float) -> Job:
         """Calibration tokens count as uptraining tokens."""
         start = arm.removesuffix(", teacher")
-        steps = round((share * self.tokens - (TOKENS if start == "calibrated" else 0)) / (BATCH * LENGTH))
+        steps = round((share * self.tokens - (TOKENS if start == "calibrated" else 0)) / (SMALLER * LENGTH))
         teacher = ("--teacher", self.work / f"baseline-{seed}") if start != arm else ()
-        recipe = ("--seed", 100 + seed, "--steps", steps, "--learning-rate", rate, "--batch-size", BATCH)
-        rest = ("--micro-batch-size", 8, "--evaluate-every", steps, "--precision", PRECISION)
+        recipe = ("--seed", 100 + seed, "--steps", steps, "--learning-rate", rate, "--batch-size", SMALLER)
+        rest = ("--evaluate-every", steps, "--precision", PRECISION)
         out = self.work / f"up-{arm.replace(', ', '-')}-{share:g}-{rate:g}-{seed}"
         source = self.work / f"{start}-{seed}"
         return Job(out, ("uptrain", source, *recipe, *rest, *EVALUATION, *self.text("--data"), *teacher))
