@@ -1,0 +1,60 @@
+"""How long the calibrated conversion takes, and how much memory, at GPT-2 small's shape (random weights).
+
+    python benchmarks/calibration_time.py --out results/conversion/gpt2-small-time.json
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from leanqkv import LeanForCausalLM, preset
+from leanqkv.data import prepare_data
+from leanqkv.files import RECORD_FORMAT, read_json, write_json
+from leanqkv.train.environment import git_commit, hardware, versions
+
+MODEL = "gpt2-124m"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=49_152)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        source, result = Path(directory, "source"), Path(directory, "result")
+        torch.manual_seed(0)
+        LeanForCausalLM(preset(MODEL)).save_pretrained(source)
+        tokenizer = prepare_data(None, vocab_size=4096).tokenizer()
+        assert tokenizer is not None
+        tokenizer.save_pretrained(source)
+        command = ["convert", str(source), "--to", "skipv1", "--calibration", "stdlib", "--tokens", str(asked.tokens)]
+        started = time.perf_counter()
+        process = subprocess.Popen([sys.executable, "-m", "leanqkv.cli", *command, "--out", str(result)])
+        _, status, usage = os.wait4(process.pid, 0)
+        if code := os.waitstatus_to_exitcode(status):
+            sys.exit(f"leanqkv convert failed with {code}")
+        record = {
+            "record": RECORD_FORMAT,
+            "model": MODEL,
+            "seconds": time.perf_counter() - started,
+            "peak_resident_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            "threads": torch.get_num_threads(),
+            "conversion": read_json(result / "conversion.json"),
+            "hardware": hardware("cpu"),
+            "versions": versions(),
+            "git_commit": git_commit(),
+        }
+    print({key: record[key] for key in ("seconds", "peak_resident_bytes", "threads")})
+    if asked.out is not None:
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(asked.out, record)
+
+
+if __name__ == "__main__":
+    main()
