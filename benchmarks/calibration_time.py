@@ -1,6 +1,6 @@
 """How long the calibrated conversion takes, and how much memory, at GPT-2 small's shape (random weights).
 
-    python benchmarks/calibration_time.py --out results/conversion/gpt2-small-time.json
+python benchmarks/calibration_time.py --out results/conversion/gpt2-small-time.json
 """
 
 import argparse

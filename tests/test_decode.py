@@ -7,6 +7,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
 from leanqkv import LeanForCausalLM
+from leanqkv.decode import allocate_cache
 
 PAST = 40
 
@@ -51,11 +52,11 @@ CASES: list[tuple[tuple[str, ...], dict]] = [
 
 
 @pytest.mark.parametrize("mechanisms, overrides", CASES)
-@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache, allocate_cache], ids=lambda kind: kind.__name__)
 def test_a_step_copies_no_history_but_to_grow_the_cache(mechanisms, overrides, kind):
     config = tiny("llama", *mechanisms, **overrides)
     model = LeanForCausalLM(config).eval()
-    cache = DynamicCache(config=config) if kind is DynamicCache else StaticCache(config, max_cache_len=PAST + 8)
+    cache = DynamicCache(config=config) if kind is DynamicCache else kind(config, PAST + 8)
     with torch.no_grad():
         model(tokens(1, PAST), past_key_values=cache)
         with Copies(config.head_dim) as copies:

@@ -1,0 +1,68 @@
+"""A cache that is allocated once, for a known number of tokens, and read where it lies."""
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from ..model.cache import LAYER_TYPE
+from ..model.config import LeanConfig
+
+
+class AllocatedLayer(DynamicLayer):
+    """Like transformers' DynamicLayer, whose history it is a drop-in for, but new tokens are written behind the old
+    ones in place: nothing is concatenated, and what attention reads is a view of exactly the tokens so far, so that no
+    mask has to hide the rest."""
+
+    def __init__(self, capacity: int):
+        """capacity: tokens that there is room for."""
+        super().__init__()
+        self.capacity = capacity
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [batch, heads, new positions, head_dim], of which either may have no heads.
+
+        Raises:
+            ValueError: more tokens than there is room for.
+        """
+        if not self.is_initialized:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        assert self.keys is not None and self.values is not None
+        start, end = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        if end > self.capacity:
+            raise ValueError(f"the cache has room for {self.capacity} tokens, {end} are to be kept")
+        if self._buffers is None or any(
+            held.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+            for held, buffer in zip((self.keys, self.values), self._buffers, strict=True)
+            if buffer.numel()
+        ):  # at first, and after a selection of sequences has put other tensors into their places
+            self._buffers = (self._allocate(self.keys), self._allocate(self.values))
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def _allocate(self, history: Tensor) -> Tensor:
+        buffer = history.new_empty((*history.shape[:2], self.capacity, history.shape[-1]))
+        buffer[:, :, : history.shape[-2]] = history
+        return buffer
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def reset(self) -> None:
+        self._buffers = None
+        super().reset()
+
+
+def allocate_cache(config: LeanConfig, capacity: int) -> Cache:
+    """An empty cache for `capacity` tokens, to be given as `past_key_values`.
+
+    A layer makes its tensors, as many heads as its plan says, when the first tokens come. Layers with a sliding window
+    keep transformers' own way."""
+    cache = DynamicCache(config=config)
+    cache.layers = [
+        AllocatedLayer(capacity) if kind == LAYER_TYPE else layer
+        for kind, layer in zip(config.layer_types, cache.layers, strict=True)
+    ]
+    return cache

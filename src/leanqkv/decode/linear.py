@@ -1,0 +1,57 @@
+"""Linear layers whose weights are laid out for a few rows of input, as decoding has them.
+
+On a CPU, PyTorch's own layout leaves most of the memory bandwidth unused at one to some tens of rows; oneDNN's, into
+which a weight is copied once, does not (benchmarks/decode.py).
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Rows that the layout is chosen for; others are computed as well.
+ROWS = 8
+
+
+class PackedLinear(nn.Module):
+    """`x W^T + b` with a packed copy of W; for inference."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether this build of PyTorch can, for such a weight."""
+    return (
+        weight.device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and (
+            weight.dtype == torch.float32
+            or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        )
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+def packed(model: nn.Module) -> Any:
+    """A copy of the model that shares its parameters, with packed linear layers where that is possible.
+
+    A packed layer takes the memory of its weight once more. Modules with hooks, adapters or a way of their own to
+    multiply stay as they are.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    found = copy.deepcopy(model, shared)
+    for module in list(found.modules()):
+        for name, child in module.named_children():
+            if not isinstance(child, nn.Linear) or type(child).forward is not nn.Linear.forward:
+                continue
+            if can_pack(child.weight) and not (child._forward_hooks or child._forward_pre_hooks):
+                setattr(module, name, PackedLinear(child))
+    return found

@@ -1,0 +1,176 @@
+"""The decoder: the tokens of `model.generate`, from a cache that is allocated once."""
+
+import pytest
+import torch
+from shapes import randomize, tiny, tokens
+from torch import nn
+from transformers import DynamicCache
+
+from leanqkv import LeanForCausalLM, cache_bytes
+from leanqkv.decode import Decoder, allocate_cache
+from leanqkv.decode.cache import AllocatedLayer
+from leanqkv.decode.linear import PackedLinear, can_pack, packed
+from leanqkv.presets import MECHANISMS
+
+PROMPT, NEW = 9, 12
+SHAPES = [("gpt", {}), ("llama", {}), ("llama", {"sliding_window": 4}), ("llama", {"mask_type": "prefix"})]
+
+
+def build(shape: str, *mechanisms: str, **fields) -> LeanForCausalLM:
+    config = tiny(shape, *mechanisms, max_position_embeddings=64, **fields)
+    model = randomize(LeanForCausalLM(config), std=0.2).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def names() -> list[tuple[str, ...]]:
+    """Every mechanism that a language model can have, alone."""
+    found: list[tuple[str, ...]] = [(), ("mla",), ("mla", "skipv1"), ("gqa", "skipv1"), ("skipv1", "nonlinear-query")]
+    return found + [(name,) for name in MECHANISMS if name != "mla"]
+
+
+def both(model: LeanForCausalLM, ids: torch.Tensor, seed: int = 0, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        # transformers samples among the 50 likeliest tokens unless told otherwise.
+        theirs = {"do_sample": False, "top_k": 0, **options}
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **theirs)
+    torch.manual_seed(seed)
+    found = Decoder(model, chunk=4).generate(ids, attention_mask=mask, max_new_tokens=NEW, **options)
+    return found, expected
+
+
+@pytest.mark.parametrize("mechanisms", names(), ids="+".join)
+def test_every_mechanism_gives_the_same_tokens(mechanisms):
+    model = build("llama", *mechanisms, num_hidden_layers=6 if "skipv4" in mechanisms else 4)
+    found, expected = both(model, tokens(2, PROMPT))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape, fields", SHAPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.7, "top_k": 5},
+        {"do_sample": True, "temperature": 1.3, "top_p": 0.6},
+    ],
+    ids=str,
+)
+def test_every_way_of_choosing_gives_the_same_tokens(shape, fields, options):
+    ids = tokens(3, PROMPT)
+    padding = torch.ones_like(ids)
+    padding[0, :5] = padding[2, :1] = 0
+    for mask in (torch.ones_like(ids), padding):
+        found, expected = both(build(shape, **fields), ids, seed=3, attention_mask=mask, **options)
+        assert torch.equal(found, expected)
+
+
+def test_a_sequence_ends_with_its_last_token_and_is_filled_up():
+    model, ids = build("llama"), tokens(4, PROMPT)
+    free, _ = both(model, ids)
+    ends = [int(free[0, PROMPT + 3]), int(free[2, PROMPT + 6])]
+    for eos in (ends, ends[0]):
+        found, expected = both(model, ids, eos_token_id=eos, pad_token_id=1)
+        assert torch.equal(found, expected)
+    assert (both(model, ids, eos_token_id=ends, pad_token_id=1)[0] == 1).any()
+    one, expected = both(model, ids[:1], eos_token_id=ends)
+    assert one.shape == expected.shape == (1, PROMPT + 4)
+
+
+@pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("gqa", "skipv1"), ("mla",), ("yoco",), ("keys-as-values",)])
+def test_the_cache_is_what_the_formula_says(mechanisms):
+    """To the byte, its storages whole: there is room for the tokens that attention reads, and no more."""
+    model = build("llama", *mechanisms, num_hidden_layers=4)
+    decoder = Decoder(model)
+    decoder.generate(tokens(2, PROMPT), max_new_tokens=NEW)
+    assert cache_bytes(decoder.cache) == 2 * (PROMPT + NEW - 1) * model.config.plan.kv_bytes_per_token(torch.float32)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, PROMPT, 100])
+def test_chunks_of_the_prompt_do_not_matter(chunk):
+    model, ids = build("llama", "gqa", "skipv1"), tokens(2, PROMPT)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    with torch.no_grad():
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(Decoder(model, chunk=chunk).generate(ids, mask, max_new_tokens=NEW), expected)
+
+
+def test_it_stops_when_told_and_tells_every_token():
+    model, ids, seen = build("llama"), tokens(2, PROMPT), []
+    found = Decoder(model).generate(ids, max_new_tokens=NEW, callback=lambda new: seen.append(new) or len(seen) == 5)
+    assert torch.equal(found[:, PROMPT:], torch.stack(seen, dim=1)) and found.shape[1] == PROMPT + 5
+
+
+def test_what_does_not_fit_is_refused():
+    decoder = Decoder(build("gpt"))
+    with pytest.raises(ValueError, match="60 \\+ 5 tokens are more than the model's 64 positions"):
+        decoder.generate(tokens(1, 60), max_new_tokens=5)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        decoder.generate(tokens(1, 4)[:, :0], max_new_tokens=5)
+    layer = AllocatedLayer(3)
+    layer.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+    with pytest.raises(ValueError, match="room for 3 tokens, 4 are to be kept"):
+        layer.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+
+
+@pytest.mark.parametrize("mechanisms", [("gqa", "skipv1"), ("mla",), ("skipv1:ratio=1",)])
+def test_the_cache_is_one_for_transformers_own_generation_as_well(mechanisms):
+    """Beams select sequences; a crop and a reset go back."""
+    model, ids = build("llama", *mechanisms), tokens(2, PROMPT)
+    options = {"max_new_tokens": NEW, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        expected = model.generate(ids, **options)
+        found = model.generate(ids, past_key_values=allocate_cache(model.config, PROMPT + NEW), **options)
+        assert torch.equal(found, expected)
+        one, other = allocate_cache(model.config, 2 * PROMPT), DynamicCache(config=model.config)
+        for cache in (one, other):
+            model(ids, past_key_values=cache)
+            cache.crop(-3)
+            cache.batch_select_indices(torch.tensor([1]))
+        logits = [model(ids[1:, :4], past_key_values=cache).logits for cache in (one, other)]
+        assert torch.equal(*logits)
+        one.reset()
+        assert one.get_seq_length() == 0
+        assert torch.equal(model(ids, past_key_values=one).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_layers_compute_the_same(dtype, bias):
+    linear = nn.Linear(48, 80, bias=bias).to(dtype)
+    if not can_pack(linear.weight):
+        pytest.skip("this build of PyTorch cannot")
+    layer = PackedLinear(linear)
+    for rows in (1, 3, 8, 40):
+        inputs = torch.randn(2, rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        expected = nn.functional.linear(inputs.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        error = (layer(inputs).double() - expected).abs().max() / expected.abs().max()
+        assert error <= 48**0.5 * torch.finfo(dtype).eps
+
+
+def test_a_packed_model_shares_the_parameters_and_leaves_the_model():
+    model = build("llama", "nonlinear-query")
+    before = {name: type(module) for name, module in model.named_modules()}
+    found = packed(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    mine = {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in found.parameters()} == mine
+    replaced = [name for name, module in found.named_modules() if isinstance(module, PackedLinear)]
+    assert len(replaced) > 5 * model.config.num_hidden_layers or not can_pack(next(model.parameters()))
+
+
+def test_what_is_not_a_plain_layer_is_not_packed():
+    class Doubled(nn.Linear):
+        def forward(self, inputs):
+            return 2 * super().forward(inputs)
+
+    model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8), nn.Linear(8, 8))
+    model[2].register_forward_hook(lambda module, inputs, output: output + 1)
+    found = packed(model)
+    assert isinstance(found[1], Doubled) and type(found[2]) is nn.Linear
+    inputs = torch.randn(3, 8)
+    assert torch.allclose(found(inputs), model(inputs), atol=1e-6)
