@@ -30,7 +30,9 @@ class Decoder:
         self.generation_config = model.generation_config
         self.model = packed(model).eval()
         self.chunk = chunk if model.config.mask_type != "prefix" else 2**31
-        self.cache: Cache | None = None  # of the last generation
+        self.cache: Cache | None = None  # of the last prompt
+        self._mask: Tensor | None = None
+        self._given: dict[str, Any] = {}
 
     @torch.inference_mode()
     def generate(
@@ -60,29 +62,18 @@ class Decoder:
             [batch, length + new tokens], prompt included.
 
         Raises:
-            ValueError: an empty prompt, or more tokens than the model has positions.
+            ValueError: as `prefill`.
         """
         batch, length = input_ids.shape
-        if not length:
-            raise ValueError("the prompt is empty; give at least one token")
-        limit = self.config.max_position_embeddings
-        if self.config.position_embedding_type == "learned" and length + max_new_tokens > limit:
-            raise ValueError(f"{length} + {max_new_tokens} tokens are more than the model's {limit} positions")
         warpers = self._warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
         ends = self._ends(eos_token_id, input_ids.device)
         pad = self.generation_config.pad_token_id if pad_token_id is None else pad_token_id
         if pad is None:
             pad = int(ends[0]) if len(ends) else 0
-        if attention_mask is not None and bool(attention_mask.all()):
-            attention_mask = None
         tokens = input_ids.new_full((batch, length + max_new_tokens), pad)
         tokens[:, :length] = input_ids
         running = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
-        self.cache = allocate_cache(self.config, length + max_new_tokens - 1)
-        given: dict[str, Any] = {}
-        if self.config.mask_type == "prefix":
-            given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        logits = self._prefill(input_ids, attention_mask, given)
+        logits = self.prefill(input_ids, attention_mask, room=max_new_tokens - 1)
         for place in range(length, length + max_new_tokens):
             scores = warpers(tokens[:, :place], logits.float())  # type: ignore[arg-type]
             new = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
@@ -93,22 +84,41 @@ class Decoder:
             stop = callback is not None and callback(new)
             if stop or place + 1 == tokens.shape[1] or (len(ends) and not running.any()):
                 return tokens[:, : place + 1]
-            if attention_mask is not None:
-                attention_mask = torch.cat((attention_mask, attention_mask.new_ones(batch, 1)), dim=1)
-            logits = self._forward(new[:, None], attention_mask, given)
+            logits = self.step(new)
         return tokens
 
-    def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None, given: dict[str, Any]) -> Tensor:
-        start = 0
-        while True:
-            end = min(start + self.chunk, input_ids.shape[1])
-            mask = None if attention_mask is None else attention_mask[:, :end]
-            logits = self._forward(input_ids[:, start:end], mask, given)
-            if end == input_ids.shape[1]:
-                return logits
-            start = end
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, room: int) -> Tensor:
+        """Takes in a prompt, as `generate` does, into a new cache with room for `room` tokens more. Returns the logits
+        of the token that follows, [batch, vocab_size].
 
-    def _forward(self, new: Tensor, attention_mask: Tensor | None, given: dict[str, Any]) -> Tensor:
+        Raises:
+            ValueError: an empty prompt, or more tokens than the model has positions.
+        """
+        length, limit = input_ids.shape[1], self.config.max_position_embeddings
+        if not length:
+            raise ValueError("the prompt is empty; give at least one token")
+        if self.config.position_embedding_type == "learned" and length + room > limit:
+            raise ValueError(f"the prompt of {length} and {room} tokens more do not fit the model's {limit} positions")
+        self.cache = allocate_cache(self.config, length + room)
+        self._mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+        self._given = {}
+        if self.config.mask_type == "prefix":
+            self._given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        for start in range(0, length, self.chunk):
+            end = min(start + self.chunk, length)
+            mask = None if self._mask is None else self._mask[:, :end]
+            logits = self._forward(input_ids[:, start:end], mask)
+        return logits
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Takes in one token more of every sequence, [batch]; returns the logits of the next, [batch, vocab_size]."""
+        if self._mask is not None:
+            self._mask = torch.cat((self._mask, self._mask.new_ones(len(tokens), 1)), dim=1)
+        return self._forward(tokens[:, None], self._mask)
+
+    def _forward(self, new: Tensor, attention_mask: Tensor | None) -> Tensor:
         """[batch, vocab_size], of the last position."""
         positions = None
         if attention_mask is not None:  # real tokens before
@@ -120,7 +130,7 @@ class Decoder:
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
-            **given,
+            **self._given,
         ).logits[:, -1]
 
     def _warpers(self, temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
