@@ -69,6 +69,11 @@ def windowed_layer_type(window: int) -> str:
         def __init__(self, **kwargs):
             super().__init__(sliding_window=window)
 
+        def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+            histories = super().update(key_states, value_states, *args, **kwargs)
+            self.keys, self.values = _own(self.keys), _own(self.values)
+            return histories
+
     class LeanStaticWindowLayer(_UnequalHeads, StaticSlidingWindowLayer):
         _layer_type = name
 
@@ -76,6 +81,11 @@ def windowed_layer_type(window: int) -> str:
             super().__init__(max_cache_len=max_cache_len, sliding_window=window)
 
     return name
+
+
+def _own(window: Tensor) -> Tensor:
+    """The parent keeps a view, and with it a whole prompt of which only the end is needed."""
+    return window.clone() if window.untyped_storage().nbytes() > 2 * window.nbytes else window
 
 
 def layer_type(plan) -> str:

@@ -1,0 +1,68 @@
+"""Inference benchmarks: what they measure is what they say."""
+
+import pytest
+import torch
+from shapes import randomize, tiny
+
+from leanqkv import LeanForCausalLM
+from leanqkv.bench import PeakMemory, held_bytes, measure, weight_bytes
+
+
+def build(*mechanisms: str, **fields) -> LeanForCausalLM:
+    return randomize(LeanForCausalLM(tiny("llama", *mechanisms, max_position_embeddings=64, **fields))).eval()
+
+
+def test_storages_are_counted_once_and_whole():
+    base = torch.zeros(10, 100)
+    other = torch.zeros(7, dtype=torch.bfloat16)
+    assert held_bytes([base, base[3:], base.T, other]) == 4000 + 14
+    model = build()
+    tied = sum(parameter.numel() for parameter in model.parameters()) * 4
+    assert weight_bytes(model) == tied + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+
+
+def test_the_peak_is_the_most_that_is_held_at_one_time():
+    before = torch.zeros(5000)
+    with PeakMemory() as memory:
+        before.add_(1)  # was there, and is no one's
+        assert memory.now == 0
+        one = torch.zeros(1000)
+        view = one.view(10, 100)[2:]
+        two = one + 1
+        assert memory.now == memory.peak == 8000
+        del two
+        three = torch.zeros(100)
+        del one
+        assert memory.now == 4400  # the view keeps the storage
+        del view
+        assert memory.now == 400
+    assert memory.peak == 8000
+    assert three.numel() == 100
+
+
+def test_rows():
+    models = {name: build(*name.split("+")[1:], num_hidden_layers=4) for name in ("a", "a+skipv1", "a+mla")}
+    models["window"] = build(sliding_window=8)
+    seen = []
+    rows = measure(models, (6, 20), (1, 3), new_tokens=4, rounds=2, progress=lambda *at: seen.append(at))
+    assert [(row.batch, row.context, row.model) for row in rows] == [
+        (batch, context, name) for batch in (1, 3) for context in (6, 20) for name in models
+    ]
+    assert [at[1] for at in seen] == list(range(16)) and {at[2] for at in seen} == {16}
+    for row in rows:
+        assert row.cache == row.cache_formula > 0
+        assert row.weights == weight_bytes(models[row.model])
+        assert len(row.prefill) == len(row.decode) == 2 and min(*row.prefill, *row.decode) > 0
+        kept = row.as_json()
+        assert kept["prefill"]["min"] <= kept["prefill"]["median"] <= kept["prefill"]["max"]
+    # More sequences and more tokens need more; SkipV1's cache is smaller.
+    by = {(row.model, row.batch, row.context): row for row in rows}
+    for name in models:
+        assert by[name, 3, 20].activations > by[name, 1, 20].activations > by[name, 1, 6].activations > 0
+    assert by["a+skipv1", 1, 20].cache < by["a", 1, 20].cache
+
+
+def test_more_tokens_than_positions():
+    model = randomize(LeanForCausalLM(tiny("gpt", max_position_embeddings=16)))
+    with pytest.raises(ValueError, match="do not fit the model's 16 positions"):
+        measure({"a": model}, (14,), (1,), new_tokens=4, rounds=1)
