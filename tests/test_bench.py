@@ -1,5 +1,9 @@
 """Inference benchmarks: what they measure is what they say."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from shapes import randomize, tiny
@@ -66,3 +70,51 @@ def test_more_tokens_than_positions():
     model = randomize(LeanForCausalLM(tiny("gpt", max_position_embeddings=16)))
     with pytest.raises(ValueError, match="do not fit the model's 16 positions"):
         measure({"a": model}, (14,), (1,), new_tokens=4, rounds=1)
+
+
+TINY = "tiny+vocab_size=200+hidden_size=32+intermediate_size=48+num_hidden_layers=2"
+
+
+def test_the_command(tmp_path, monkeypatch, unwrapped):
+    monkeypatch.chdir(tmp_path)
+    build("skipv1").save_pretrained("model")
+    command = ("--context", "8,16", "--batch", "1,2", "--new-tokens", "3", "--rounds", "2")
+    code, _, err = unwrapped("bench", TINY, "model", *command, "--dtype", "fp32", "--out", "found")
+    assert (code, err) == (0, "")
+    record = json.loads(Path("found/bench.json").read_text())
+    assert [(row["model"], row["batch"], row["context"]) for row in record["rows"]][:2] == [
+        (TINY, 1, 8),
+        ("model", 1, 8),
+    ]
+    assert len(record["rows"]) == 8 and record["dtype"] == "fp32"
+    page = Path("found/report.html").read_text()
+    assert page.count("<figure>") == 3 + 2 * 2
+    assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", page)  # it needs nothing else
+    Path("found/report.html").unlink()
+    again = unwrapped("report", "found")
+    assert again[0] == 0 and Path("found/report.html").read_text() == page
+    assert Path("found/table.md").read_text().count("\n") == 10
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nothing"], "nothing"),
+        ([TINY, TINY], "named twice"),
+        ([TINY, "--context", "8,x"], "--context is positive numbers between commas"),
+        ([TINY, "--batch", "0"], "--batch is positive numbers"),
+        ([TINY, "--context", "1000"], "positions; the longest"),
+        ([TINY, "--dtype", "fp16"], "--dtype is bf16 or fp32"),
+        (["vit-tiny"], "is a model for image_classification"),
+        ([TINY, "--out", "full"], "full is not empty"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input(tmp_path, monkeypatch, unwrapped, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full/file").touch()
+    out = () if "--out" in arguments else ("--out", "found")
+    code, _, err = unwrapped("bench", *arguments, *out)
+    assert code == 2 and message in err
+    assert not Path("found").exists()

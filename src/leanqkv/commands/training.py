@@ -247,11 +247,18 @@ def _grid(text: str | None) -> tuple[float, ...] | None:
     return rates
 
 
-def report(directory: Annotated[Path, typer.Argument(help="Directory of a comparison.")]) -> None:
+def report(directory: Annotated[Path, typer.Argument(help="Directory of a comparison, or of a bench.")]) -> None:
     """Make the table and report.html again, from the records alone."""
+    from ..compare import inference
     from ..compare.records import load_comparison
     from ..compare.report import terminal_report, write_report
+    from ..files import read_json
 
+    if (directory / inference.RECORD).exists():
+        page = inference.write_page(directory)
+        console.print(inference.table(read_json(directory / inference.RECORD)))
+        console.print(f"report: {page}", highlight=False, soft_wrap=True)
+        return
     page = write_report(directory)
     console.print(terminal_report(load_comparison(directory)))
     console.print(f"report: {page}", highlight=False, soft_wrap=True)

@@ -234,6 +234,39 @@ def cache_scatter(points: Sequence[CachePoint]) -> Drawing:
     return _draw("cache", plot, "Scatter plot: final validation loss against KV cache bytes per token.")
 
 
+def measured_lines(name: str, series: Sequence[Series], across: str, up: str, description: str) -> Drawing:
+    """A quantity against another, from zero; a point's `step` is where it lies across."""
+
+    def plot(canvas: _Canvas) -> None:
+        _lines(canvas, series)
+        canvas.axes.set_ylim(bottom=0)
+        canvas.axes.set_xlim(left=0)
+        canvas.axes.xaxis.set_major_locator(MaxNLocator(4 if canvas.narrow else 8, steps=ROUND, integer=True))
+        for axis in (canvas.axes.xaxis, canvas.axes.yaxis):
+            axis.set_major_formatter(EngFormatter(sep=""))
+        canvas.axes.set_xlabel(across)
+        canvas.axes.set_ylabel(up)
+
+    return _draw(name, plot, description)
+
+
+def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, description: str) -> Drawing:
+    """One bar for every label, of parts that add up; `along` names the quantity."""
+
+    def plot(canvas: _Canvas) -> None:
+        ends = dict.fromkeys(bars, 0.0)
+        for style, part in enumerate(next(iter(bars.values()), {})):
+            sizes = [parts[part] for parts in bars.values()]
+            color = _SERIES[style % COLORS]
+            drawn = canvas.axes.barh(list(bars), sizes, left=list(ends.values()), color=color, height=0.6)
+            canvas.legend[part] = drawn
+            ends = {label: ends[label] + bars[label][part] for label in bars}
+        canvas.axes.invert_yaxis()
+        canvas.axes.set_xlabel(along)
+
+    return _draw(name, plot, description)
+
+
 def _lines(canvas: _Canvas, series: Sequence[Series], scale: float = 1) -> None:
     for one in series:
         steps = [band.step for band in one.points]

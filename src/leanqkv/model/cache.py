@@ -71,6 +71,7 @@ def windowed_layer_type(window: int) -> str:
 
         def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
             histories = super().update(key_states, value_states, *args, **kwargs)
+            assert self.keys is not None and self.values is not None
             self.keys, self.values = _own(self.keys), _own(self.values)
             return histories
 
