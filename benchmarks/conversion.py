@@ -47,9 +47,9 @@ FREEDOMS = {
     "W_O, heads chosen, W_V": ("--no-refit-lent",),
 }
 SHARES = (0.01, 0.04, 0.08)
-RATES = (1e-4, 3e-4, 8e-4)
 SMALLER = 8  # sequences of an uptraining step: twice the steps for the same tokens
-# Where a rate is searched, and for which shares it is then used.
+# Where rates are searched, which, and for which shares the best is then used.
+RATES = {0.01: (2e-5, 1e-4, 3e-4, 8e-4), 0.04: (3e-4, 8e-4, 2e-3)}
 SEARCHED = {0.01: (0.01,), 0.04: (0.04, 0.08)}
 ARMS = ("calibrated", "mean-v", "baseline")
 TAUGHT = {"calibrated, teacher": (0.01, 0.08)}  # at the rates that are best without a teacher
@@ -190,7 +190,7 @@ class Bench:
 
     def search(self) -> list[dict[str, Any]]:
         """Every arm's loss by rate, on the first seed."""
-        grid = list(itertools.product(ARMS, SEARCHED, RATES))
+        grid = [(arm, share, rate) for arm in ARMS for share, rates in RATES.items() for rate in rates]
         jobs = [self.uptraining(0, *at) for at in grid]
         self.run(jobs)
         names = ("arm", "share", "learning_rate")

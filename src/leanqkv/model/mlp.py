@@ -10,6 +10,11 @@ from transformers.activations import ACT2FN
 from .moe import MixtureOfExperts
 
 
+def activation(name: str) -> nn.Module:
+    """transformers' activation of that name; GPT-2's "gelu_new" as the one operator that it is, not as eight."""
+    return ACT2FN["gelu_pytorch_tanh" if name == "gelu_new" else name]
+
+
 class MLP(nn.Module):
     """`act(x W_up) W_down` (GPT)."""
 
@@ -17,7 +22,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.hidden_act]
+        self.activation = activation(config.hidden_act)
 
     def hidden(self, hidden_states: Tensor) -> Tensor:
         return self.activation(self.up_proj(hidden_states))
