@@ -88,11 +88,9 @@ def measure(name: str, dtype: torch.dtype, batch: int, prompt: int, new: int, ro
         "ratio": {"median": median(ratios), "min": ratios[0], "max": ratios[-1]},
         "target": TARGETS.get((kind, batch)),
     }
-    print(
-        f"{name} {kind} batch {batch}: ours {median(rates['ours']):.1f}, theirs {median(rates['theirs']):.1f} tokens/s, "
-        f"{median(ratios):.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f})",
-        flush=True,
-    )
+    speeds = f"ours {median(rates['ours']):.1f}, theirs {median(rates['theirs']):.1f} tokens/s"
+    spread = f"{median(ratios):.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+    print(f"{name} {kind} batch {batch}: {speeds}, {spread}", flush=True)
     return row
 
 
