@@ -25,6 +25,7 @@ LAYERS = (
     "progress",
     "inspection",
     "theory",
+    "serve",
     "commands",
     "cli",
 )
