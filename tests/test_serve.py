@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -18,6 +19,7 @@ from urllib.request import Request, urlopen
 import openai
 import psutil
 import pytest
+import torch
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM, LeanForMaskedLM
@@ -78,15 +80,17 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def greedy(server):
-    """The continuation that `model.generate` finds."""
+def generated(server):
+    """The continuation that `model.generate` finds; with a seed a sampled one."""
     from leanqkv.data.tokenizer import load_tokenizer
 
     model, tokenizer = LeanForCausalLM.from_pretrained(server.directory).eval(), load_tokenizer(server.directory)
 
-    def text(prompt: str, new: int) -> str:
+    def text(prompt: str, new: int, seed: int | None = None) -> str:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        found = model.generate(ids, max_new_tokens=new, do_sample=False)
+        sampling = {"do_sample": False} if seed is None else {"do_sample": True, "top_k": 0}
+        torch.manual_seed(seed or 0)
+        found = model.generate(ids, max_new_tokens=new, **sampling)
         return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
     return text
@@ -111,20 +115,21 @@ def test_health_and_models(server):
 
 
 @pytest.mark.parametrize("prompt", ["def ", "é(", ""])
-def test_greedy_text_is_that_of_generate(server, greedy, prompt):
+def test_greedy_text_is_that_of_generate(server, generated, prompt):
     for new in (1, 7, 24):
-        assert complete(server, prompt, new) == (greedy(prompt or "<|endoftext|>", new), "length")
+        assert complete(server, prompt, new) == (generated(prompt or "<|endoftext|>", new), "length")
 
 
-def test_the_seed_decides(server):
+def test_the_seed_decides(server, generated):
     texts = [complete(server, temperature=1, seed=seed)[0] for seed in (3, 4, 3)]
     assert texts[0] == texts[2] != texts[1]
+    assert texts[:2] == [generated("def ", 24, seed) for seed in (3, 4)]
     options = {"model": "random", "prompt": "def ", "max_tokens": 24}  # sampled, as OpenAI does it
     assert len({server.client.completions.create(**options).choices[0].text for _ in range(3)}) == 3
 
 
-def test_stop_strings_end_the_text_and_are_not_in_it(server, greedy):
-    text = greedy("def ", 40)
+def test_stop_strings_end_the_text_and_are_not_in_it(server, generated):
+    text = generated("def ", 40)
     for start in (0, 3, 11, len(text) - 4):
         for length in (1, 2, 4):
             stop = text[start : start + length]
@@ -136,8 +141,8 @@ def test_stop_strings_end_the_text_and_are_not_in_it(server, greedy):
     assert complete(server, max_tokens=40, stop=[text[-3:] + "never"]) == (text, "length")
 
 
-def test_chat_and_responses(server, greedy):
-    expected = greedy("user:def \n", 16)
+def test_chat_and_responses(server, generated):
+    expected = generated("user:def \n", 16)
     messages = [{"role": "user", "content": "def "}]
     options = {"model": "random", "messages": messages, "temperature": 0, "max_completion_tokens": 16}
     assert server.client.chat.completions.create(**options).choices[0].message.content == expected
@@ -257,28 +262,64 @@ def test_fifty_at_once(server):
     assert memory().rss - before < 16 * 2**20
 
 
-def test_without_chat_template(tmp_path):
-    """Refused, with the way to go; the application is asked directly, no second server is needed."""
+@pytest.fixture
+def application(tmp_path):
+    """A model, and a function that asks the application on it directly: no second process is needed."""
     from leanqkv.checkpoints import load_model
     from leanqkv.data.tokenizer import load_tokenizer
     from leanqkv.serve import build_app
 
     save(tmp_path)
-    app, _ = build_app(load_model(tmp_path), load_tokenizer(tmp_path), "random")
-    sent = []
-    given = iter([{"type": "http.request", "body": b'{"messages": [{"role": "user", "content": "a"}]}'}])
+    model, tokenizer = load_model(tmp_path), load_tokenizer(tmp_path)
+    app, _ = build_app(model, tokenizer, "random")
 
-    async def receive():
-        return next(given, None) or await asyncio.Event().wait()
+    def ask(path: str, **body) -> tuple[int, str]:
+        sent = []
+        given = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
 
-    async def send(message):
-        sent.append(message)
+        async def receive():
+            return next(given, None) or await asyncio.Event().wait()
 
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
-    asyncio.run(app(scope, receive, send))
-    assert sent[0]["status"] == 400
-    assert "use /v1/completions" in json.loads(sent[1]["body"])["error"]["message"]
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        with suppress(RuntimeError):  # raised again after the answer, to be logged
+            asyncio.run(app(scope, receive, send))
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+    return SimpleNamespace(model=model, tokenizer=tokenizer, ask=ask)
+
+
+def test_without_chat_template(application):
+    status, answer = application.ask("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
+    assert (status, "use /v1/completions" in answer) == (400, True)
+
+
+def test_a_failure_to_generate_is_told_and_survived(application, monkeypatch):
+    options = {"path": "/v1/completions", "prompt": "a", "max_tokens": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(LeanForCausalLM, "generate", lambda *_, **__: 1 / 0)
+        status, answer = application.ask(**options)
+        assert status == 500
+        assert json.loads(answer)["error"]["type"] == "server_error"
+        assert "division by zero" in answer
+        assert 'data: {"error": "division by zero"}' in application.ask(**options, stream=True)[1]
+    assert application.ask(**options)[0] == 200
+
+
+def test_the_end_of_text_is_no_cut(application):
+    """Not even where it is the last token that was asked for."""
+    prompt = application.tokenizer("a", return_tensors="pt")["input_ids"]
+    ids = application.model.generate(prompt, do_sample=False, max_new_tokens=6)[0, 1:].tolist()
+    application.model.generation_config.eos_token_id = ids[-1]
+    options = {"path": "/v1/completions", "prompt": "a", "temperature": 0}
+    new = ids.index(ids[-1]) + 1
+    for max_tokens, reason in ((new, "stop"), (new + 3, "stop"), (new - 1, "length")):
+        answer = json.loads(application.ask(**options, max_tokens=max_tokens)[1])
+        assert answer["choices"][0]["finish_reason"] == reason
+        assert answer["usage"]["completion_tokens"] == min(max_tokens, new)
 
 
 @pytest.fixture

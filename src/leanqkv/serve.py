@@ -277,7 +277,7 @@ class _Handler:
         config.do_sample = temperature > 0
         config.temperature = temperature or None
         config.top_p = _given(body, "top_p", config.top_p) if temperature else None
-        config.top_k = config.top_k or 0  # transformers takes 50 for none
+        config.top_k = (config.top_k or 0) if temperature else None  # transformers takes 50 for none
         config.max_new_tokens = next((body[name] for name in LENGTHS if body.get(name) is not None), None)
         stop = body.get("stop")
         config.stop_strings = [stop] if isinstance(stop, str) else stop
