@@ -21,10 +21,13 @@ LAYERS = (
     "convert",
     "evaluate",
     "train",
+    "decode",
+    "bench",
     "compare",
     "progress",
     "inspection",
     "theory",
+    "serve",
     "commands",
     "cli",
 )

@@ -4,15 +4,14 @@ import errno
 import os
 import sys
 from dataclasses import fields
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from .commands import checkpoints, conversions, inference, training
-from .commands.options import Device, console
+from .commands import checkpoints, conversions, generation, inference, training
+from .commands.options import console
 from .theory.command import app as theory_app
 
 app = typer.Typer(
@@ -72,53 +71,8 @@ def _options(mechanism: Any) -> str:
     return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))
 
 
-@app.command()
-def generate(
-    directory: Annotated[Path, typer.Argument(help="Directory of a trained model.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among that many likeliest tokens.")] = 50,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Device = None,
-) -> None:
-    """Continue a prompt with a trained model.
-
-    leanqkv generate runs/skipv1 --prompt "def " --max-new-tokens 64
-    """
-    import torch
-    from transformers import TextStreamer
-
-    from .checkpoints import load_config, load_model
-    from .data.tokenizer import load_tokenizer
-    from .errors import LeanError
-    from .train.environment import check_device, default_device
-
-    if (task := load_config(directory).task) != "causal_lm":
-        raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
-    model: Any = load_model(directory).to(check_device(device or default_device()))  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(directory)
-    # As in training, where documents are followed by an end-of-text token and preceded by none.
-    inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False).to(model.device)
-    length = inputs["input_ids"].shape[1]
-    room = model.config.max_position_embeddings - length
-    if model.config.position_embedding_type == "learned" and max_new_tokens > room:
-        raise LeanError(
-            f"the prompt takes {length} of the model's {model.config.max_position_embeddings} positions: "
-            f"--max-new-tokens can be {room} at most, found {max_new_tokens}"
-        )
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    print(prompt, end="")
-    model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **sampling,
-    )
-
-
+app.command()(generation.generate)
+app.command()(generation.serve)
 app.command()(training.train)
 app.command()(training.compare)
 app.command()(training.report)

@@ -1,0 +1,169 @@
+"""`leanqkv generate` and `serve`."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .options import Device, console
+
+remarks = Console(stderr=True)
+
+
+def generate(
+    directory: Annotated[Path, typer.Argument(help="Directory of a trained model.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from.", show_default=False)] = None,
+    interactive: Annotated[
+        bool,
+        typer.Option(
+            "--interactive",
+            help="Read prompts from the standard input, one per line, until it ends (Ctrl-D). Each stands alone, with "
+            "the same seed; one whose line ends in a backslash goes on in the next line. Ctrl-C stops an answer.",
+        ),
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among that many likeliest tokens.")] = 50,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Device = None,
+) -> None:
+    """Continue a prompt with a trained model; the speed and the size of the KV cache go to the standard error.
+
+    leanqkv generate runs/skipv1 --prompt "def " --max-new-tokens 64
+
+    leanqkv generate runs/skipv1 --interactive
+    """
+    from ..checkpoints import load_config, load_model
+    from ..data.tokenizer import load_tokenizer
+    from ..errors import LeanError
+    from ..train.environment import check_device, default_device
+
+    if (prompt is None) != interactive:
+        raise LeanError("generate takes either --prompt or --interactive")
+    if (task := load_config(directory).task) != "causal_lm":
+        raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
+    model: Any = load_model(directory).to(check_device(device or default_device()))  # type: ignore[arg-type]
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    answer = _answerer(model, load_tokenizer(directory), max_new_tokens, seed, sampling)
+    if prompt is not None:
+        try:
+            answer(prompt, lambda: print(prompt, end="", flush=True))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        return
+    for line in _lines():
+        try:
+            answer(line, lambda: None)
+        except KeyboardInterrupt:
+            print(flush=True)
+            remarks.print("stopped", style="dim")
+        except (LeanError, MemoryError, RuntimeError) as error:  # torch has no memory: a RuntimeError
+            remarks.print(f"[bold red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+
+
+def _answerer(
+    model: Any, tokenizer: Any, max_new_tokens: int, seed: int, sampling: dict[str, Any]
+) -> Callable[[str, Callable[[], None]], None]:
+    """A function that prints the continuation of a prompt, and calls another just before it does."""
+    import torch
+    from transformers import TextStreamer
+
+    from ..errors import LeanError
+    from ..model.cache import cache_bytes
+
+    positions = model.config.max_position_embeddings
+    bounded = model.config.position_embedding_type == "learned"
+
+    def answer(prompt: str, begin: Callable[[], None]) -> None:
+        # As in training, where documents are followed by an end-of-text token and preceded by none.
+        inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
+        inputs = inputs.to(model.device)
+        length = inputs["input_ids"].shape[1]
+        if bounded and max_new_tokens > positions - length:
+            way = f"--max-new-tokens can be {positions - length} at most, found {max_new_tokens}"
+            way = way if positions > length else "shorten it"
+            raise LeanError(f"the prompt takes {length} of the model's {positions} positions: {way}")
+        torch.manual_seed(seed)
+        begin()
+        start = time.perf_counter()
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            return_dict_in_generate=True,
+            **sampling,
+        )
+        seconds = time.perf_counter() - start
+        new = output.sequences.shape[1] - length
+        held = cache_bytes(output.past_key_values)
+        remarks.print(
+            f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, KV cache {held:,} bytes", style="dim", highlight=False
+        )
+
+    return answer
+
+
+def _lines() -> Iterator[str]:
+    """Prompts from the standard input, until it ends or Ctrl-C comes where one is awaited."""
+    ask = "> " if sys.stdin.isatty() else ""
+    if ask:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() then has a history and can be edited
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            line = input(ask)
+            while line.endswith("\\"):
+                line = f"{line[:-1]}\n{input(ask and '. ')}"
+            yield line
+    if ask:
+        print()
+
+
+def serve(
+    directory: Annotated[Path, typer.Argument(help="Directory of a trained model.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for every one of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    device: Device = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: fp64, fp32 or bf16. Default: as stored.", show_default=False)
+    ] = None,
+) -> None:
+    """Answer requests as OpenAI's API does: /v1/completions, chat/completions, responses, models; and /health.
+
+    The model goes by the name of its directory. Requests are answered one after the other. Nobody is asked for a key:
+    whoever reaches the address can use it.
+
+    leanqkv serve runs/skipv1 --port 8000
+    """
+    from transformers.utils.import_utils import is_serve_available
+
+    from ..errors import LeanError
+    from ..train.environment import check_device, default_device
+    from .checkpoints import as_dtype
+
+    if not is_serve_available():
+        raise LeanError("serving needs packages that are not installed: pip install 'leanqkv[serve]'")
+    from ..serve import serve as run
+
+    def started(name: str, address: str) -> None:
+        console.print(f"{name}: {address} (Ctrl-C ends it)", highlight=False, soft_wrap=True, markup=False)
+
+    where = check_device(device or default_device())
+    try:
+        run(directory, host=host, port=port, device=where, dtype=as_dtype(dtype), started=started)
+    except KeyboardInterrupt:  # while it was still loading
+        raise typer.Exit(130) from None
+
+
+def _escaped(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(str(error).split()))

@@ -1,0 +1,115 @@
+"""`leanqkv generate`, once and prompt by prompt."""
+
+import io
+import re
+import signal
+import sys
+
+import pytest
+from shapes import randomize, tiny
+
+from leanqkv import LeanForCausalLM, cache_bytes
+
+GREEDY = ("--temperature", "0", "--max-new-tokens", "12")
+REMARK = r"(\d+) new tokens, [\d,.]+ tokens/s, KV cache ([\d,]+) bytes\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from leanqkv.data.tokenizer import train_tokenizer
+
+    directory = tmp_path_factory.mktemp("generate") / "model"
+    model = randomize(LeanForCausalLM(tiny("gpt", "skipv1", vocab_size=300, max_position_embeddings=40)), std=0.2)
+    model.save_pretrained(directory)
+    train_tokenizer(iter(["def function(argument): return argument\n"] * 50), 300).save_pretrained(directory)
+    return directory
+
+
+def answer(directory, prompt: str, new: int = 12) -> tuple[str, int]:
+    """Text and bytes of the cache that `model.generate` comes to."""
+    from leanqkv.data.tokenizer import load_tokenizer
+
+    model, tokenizer = LeanForCausalLM.from_pretrained(directory).eval(), load_tokenizer(directory)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    found = model.generate(ids, max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+    text = tokenizer.decode(found.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    return text, cache_bytes(found.past_key_values)
+
+
+@pytest.fixture
+def talk(cli, model, monkeypatch):
+    """Runs `generate --interactive` on these lines."""
+
+    def run(lines: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        return cli("generate", str(model), "--interactive", *(arguments or GREEDY))
+
+    return run
+
+
+def test_text_and_nothing_else_on_the_standard_output(cli, model):
+    text, held = answer(model, "def ")
+    code, out, err = cli("generate", str(model), "--prompt", "def ", *GREEDY)
+    assert (code, out) == (0, f"def {text}\n")
+    found = re.fullmatch(REMARK, err)
+    assert (found[1], found[2].replace(",", "")) == ("12", str(held))
+
+
+def test_each_line_is_a_prompt_of_its_own(talk, cli, model):
+    code, out, err = talk("def \na(\ndef \n")
+    expected = [answer(model, prompt)[0] + "\n" for prompt in ("def ", "a(", "def ")]
+    assert (code, out) == (0, "".join(expected))
+    assert re.fullmatch(REMARK * 3, err)
+    # With the same seed, too.
+    sampled = ("--max-new-tokens", "12", "--seed", "5")
+    alone = cli("generate", str(model), "--prompt", "def ", *sampled)[1].removeprefix("def ")
+    assert len(alone) > 3 and talk("a(\ndef \n", *sampled)[1].endswith(alone)
+
+
+def test_a_backslash_goes_on_in_the_next_line(talk, model):
+    assert talk("def \\\n  a(\\\n\n")[:2] == (0, answer(model, "def \n  a(\n")[0] + "\n")
+
+
+def test_a_prompt_that_is_too_long_ends_nothing(talk, model):
+    code, out, err = talk("x" * 35 + "\n" + "x" * 40 + "\ndef \n")
+    assert (code, out) == (0, answer(model, "def ")[0] + "\n")
+    first, second, last = err.splitlines(keepends=True)
+    assert "takes 35 of the model's 40 positions: --max-new-tokens can be 5 at most, found 12" in first
+    assert "takes 40 of the model's 40 positions: shorten it" in second
+    assert re.fullmatch(REMARK, last)
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C in the third forward pass of the process, the second new token of the first answer being out."""
+    forward, calls = LeanForCausalLM.forward, []
+
+    def counted(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(LeanForCausalLM, "forward", counted)
+
+
+def test_ctrl_c_stops_one_answer(talk, model, interrupted):
+    code, out, err = talk("def \na(\n")
+    cut, whole = answer(model, "def ")[0], answer(model, "a(")[0] + "\n"
+    assert code == 0
+    assert out.endswith("\n" + whole)
+    assert cut.startswith(out.removesuffix("\n" + whole)), "part of the first answer"
+    assert re.fullmatch("stopped\n" + REMARK, err)
+
+
+def test_ctrl_c_ends_a_single_one(cli, model, interrupted):
+    code, out, err = cli("generate", str(model), "--prompt", "def ", *GREEDY)
+    assert (code, err) == (130, "")
+    assert out.startswith("def ")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--prompt", "a", "--interactive")])
+def test_one_way_to_be_prompted(unwrapped, model, arguments):
+    code, out, err = unwrapped("generate", str(model), *arguments)
+    assert (code, out) == (2, "")
+    assert "generate takes either --prompt or --interactive" in err

@@ -1,0 +1,352 @@
+"""`leanqkv serve`, by the client it is made for."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import openai
+import psutil
+import pytest
+import torch
+from shapes import randomize, tiny
+
+from leanqkv import LeanForCausalLM, LeanForMaskedLM
+
+# So many that an answer over all of them takes minutes: whoever waits for its end does not get there.
+POSITIONS = 100_000
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{{ undefined_function() if fail else '' }}"
+PROMPTS = [f"def function_{n}(" for n in range(50)]
+
+
+def save(directory: Path, chat_template: str | None = None) -> None:
+    from leanqkv.data.tokenizer import train_tokenizer
+
+    model = randomize(
+        LeanForCausalLM(tiny("gpt", "skipv1", vocab_size=300, max_position_embeddings=POSITIONS)), std=0.2
+    )
+    model.save_pretrained(directory)
+    tokenizer = train_tokenizer(iter(["def function(argument): return argument\n"] * 50), 300)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A process that serves a random model; ended by Ctrl-C in the middle of an answer, which is a test as well."""
+    directory = tmp_path_factory.mktemp("serve") / "random"
+    save(directory, TEMPLATE)
+    command = [sys.executable, "-m", "leanqkv.cli", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    with (directory / "errors").open("w+") as errors:
+        process = subprocess.Popen(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            line = process.stdout.readline()
+            found = re.fullmatch(r"random: (http://127\.0\.0\.1:\d+/v1) \(Ctrl-C ends it\)\n", line)
+            assert found, line + (directory / "errors").read_text()
+            client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=60)
+            yield SimpleNamespace(directory=directory, address=found[1], process=process, client=client)
+            long = {"model": "random", "prompt": "a", "max_tokens": POSITIONS - 9}
+            stream = iter(client.completions.create(**long, stream=True))
+            next(stream)
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(client.completions.create, **long)
+                time.sleep(0.5)
+                process.send_signal(signal.SIGINT)
+                with pytest.raises(openai.APIError) as caught:
+                    list(stream)
+                assert caught.value.body == "the server was ended"
+                with pytest.raises(openai.InternalServerError, match="the server was ended"):
+                    waiting.result()
+            assert process.wait(30) == 0
+            assert process.stdout.read() == ""
+            errors.seek(0)
+            assert errors.read() == ""
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def generated(server):
+    """The continuation that `model.generate` finds; with a seed a sampled one."""
+    from leanqkv.data.tokenizer import load_tokenizer
+
+    model, tokenizer = LeanForCausalLM.from_pretrained(server.directory).eval(), load_tokenizer(server.directory)
+
+    def text(prompt: str, new: int, seed: int | None = None) -> str:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        sampling = {"do_sample": False} if seed is None else {"do_sample": True, "top_k": 0}
+        torch.manual_seed(seed or 0)
+        found = model.generate(ids, max_new_tokens=new, **sampling)
+        return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return text
+
+
+def complete(server, prompt: str = "def ", max_tokens: int | None = 24, **options):
+    """Text and reason to finish of an answer that came whole, after seeing that in pieces it is the same."""
+    options = {"model": "random", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
+    whole = server.client.completions.create(**options)
+    pieces = list(server.client.completions.create(**options, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert pieces[-1].usage == whole.usage
+    assert all(answer.model == "random" for answer in (whole, *pieces))
+    return whole.choices[0].text, whole.choices[0].finish_reason
+
+
+def test_health_and_models(server):
+    with urlopen(server.address.removesuffix("/v1") + "/health") as answer:
+        assert answer.status == 200
+    assert [model.id for model in server.client.models.list()] == ["random"]
+
+
+@pytest.mark.parametrize("prompt", ["def ", "é(", ""])
+def test_greedy_text_is_that_of_generate(server, generated, prompt):
+    for new in (1, 7, 24):
+        assert complete(server, prompt, new) == (generated(prompt or "<|endoftext|>", new), "length")
+
+
+def test_the_seed_decides(server, generated):
+    texts = [complete(server, temperature=1, seed=seed)[0] for seed in (3, 4, 3)]
+    assert texts[0] == texts[2] != texts[1]
+    assert texts[:2] == [generated("def ", 24, seed) for seed in (3, 4)]
+    options = {"model": "random", "prompt": "def ", "max_tokens": 24}  # sampled, as OpenAI does it
+    assert len({server.client.completions.create(**options).choices[0].text for _ in range(3)}) == 3
+
+
+def test_stop_strings_end_the_text_and_are_not_in_it(server, generated):
+    text = generated("def ", 40)
+    for start in (0, 3, 11, len(text) - 4):
+        for length in (1, 2, 4):
+            stop = text[start : start + length]
+            assert complete(server, max_tokens=40, stop=stop) == (text[: text.index(stop)], "stop")
+    first, second = text[20:23], text[9:12]
+    expected = text[: min(text.index(first), text.index(second))]
+    assert complete(server, max_tokens=40, stop=[first, "never", second]) == (expected, "stop")
+    # Held back for what might have come, and given when it did not.
+    assert complete(server, max_tokens=40, stop=[text[-3:] + "never"]) == (text, "length")
+
+
+def test_chat_and_responses(server, generated):
+    expected = generated("user:def \n", 16)
+    messages = [{"role": "user", "content": "def "}]
+    options = {"model": "random", "messages": messages, "temperature": 0, "max_completion_tokens": 16}
+    assert server.client.chat.completions.create(**options).choices[0].message.content == expected
+    pieces = server.client.chat.completions.create(**options, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
+    found = server.client.chat.completions.create(**options, stop=expected[4:6]).choices[0]
+    assert (found.message.content, found.finish_reason) == (expected[: expected.index(expected[4:6])], "stop")
+    options = {"model": "random", "input": "def ", "temperature": 0, "max_output_tokens": 16}
+    assert server.client.responses.create(**options).output_text == expected
+    events = list(server.client.responses.create(**options, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+
+
+CHAT = "/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/completions", b'{"prompt": "a"', 400, "not a JSON object"),
+        ("/completions", b'["a"]', 400, "not a JSON object"),
+        ("/completions", b" " * (9 * 2**20), 413, "larger than"),
+        ("/completions", {"model": "gpt2"}, 404, "no model 'gpt2' here, only 'random'"),
+        ("/completions", {"prompt": "x" * (POSITIONS + 1)}, 400, "positions"),
+        ("/completions", {"prompt": "x" * (POSITIONS + 1), "stream": True}, 400, "positions"),
+        ("/completions", {"prompt": "xyz", "max_tokens": POSITIONS - 2}, 400, f"{POSITIONS} positions"),
+        ("/completions", {"prompt": ["a", "b"]}, 400, "prompt is a string"),
+        ("/completions", {"max_tokens": 0}, 400, "max_tokens is a positive integer, found 0"),
+        ("/completions", {"max_tokens": "many"}, 400, "max_tokens"),
+        ("/completions", {"temperature": -1}, 400, "temperature"),
+        ("/completions", {"temperature": float("nan")}, 400, "temperature"),
+        ("/completions", {"top_p": 0}, 400, "top_p"),
+        ("/completions", {"seed": 2**64}, 400, "seed"),
+        ("/completions", {"stop": ["a", ""]}, 400, "stop"),
+        ("/completions", {"stream": "yes"}, 400, "stream"),
+        ("/completions", {"n": 2}, 400, "n is not supported"),
+        ("/completions", {"logprobs": 1}, 400, "logprobs is not supported"),
+        ("/completions", {"generation_config": '{"num_beams": 2}'}, 400, "generation_config is not supported"),
+        (CHAT, {}, 400, "KeyError: 'messages'"),
+        (CHAT, {"messages": [{"content": "a"}]}, 400, "KeyError: 'role'"),
+        (CHAT, {"messages": "a"}, 400, "cannot be read"),
+        (CHAT, {"messages": [{"role": "user"}], "chat_template_kwargs": {"fail": True}}, 400, "undefined_function"),
+        (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools is not supported"),
+        ("/responses", {"input": 3}, 422, "input"),
+        ("/reset", {}, 404, "Not Found"),
+        ("/load_model", {"model": "gpt2"}, 404, "Not Found"),
+        ("/../reset", {}, 404, "Not Found"),
+        ("/../load_model", {"model": "gpt2"}, 404, "Not Found"),
+        ("/models", {}, 405, "Method Not Allowed"),
+    ],
+)
+def test_refusals(server, path, body, status, message):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    address = server.address.removesuffix("/v1") + path[3:] if path.startswith("/..") else server.address + path
+    with pytest.raises(HTTPError) as caught:
+        urlopen(Request(address, content, {"Content-Type": "application/json"}), timeout=60)
+    assert caught.value.code == status
+    error = json.loads(caught.value.read())["error"]
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_the_client_knows_the_refusals(server):
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.client.completions.create(model="gpt2", prompt="a")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client.completions.create(model="random", prompt="x" * (POSITIONS + 1), stream=True)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_who_hangs_up_is_not_generated_for(server):
+    """Three in the middle of a stream, of which two still wait for their turn, and one that waits for the whole."""
+    long = {"model": "random", "prompt": "a", "max_tokens": POSITIONS - 9, "temperature": 0}
+    streams = [server.client.completions.create(**long, stream=True) for _ in range(3)]
+    next(iter(streams[0]))
+    with urlopen(server.address.removesuffix("/v1") + "/health", timeout=30) as answer:
+        assert answer.status == 200
+    with pytest.raises(openai.APITimeoutError):
+        server.client.with_options(timeout=0.5).completions.create(**long)
+    for stream in streams:
+        stream.close()
+    assert complete(server)  # within the client's 60 seconds
+    process = psutil.Process(server.process.pid)
+    deadline = time.monotonic() + 30
+    busy = 1.0
+    while busy > 0.1 and time.monotonic() < deadline:
+        before = sum(process.cpu_times()[:2])
+        time.sleep(0.3)
+        busy = (sum(process.cpu_times()[:2]) - before) / 0.3
+    assert busy <= 0.1, "something still generates"
+
+
+def test_fifty_at_once(server):
+    """The same answers as one by one, and no more than 16 MiB of memory kept."""
+
+    async def ask(client, n: int) -> str:
+        options = {"model": "random", "prompt": PROMPTS[n], "max_tokens": 8, "seed": n, "temperature": n % 3 / 2}
+        if n % 2:
+            return (await client.completions.create(**options)).choices[0].text
+        stream = await client.completions.create(**options, stream=True)
+        return "".join([piece.choices[0].text async for piece in stream])
+
+    async def together() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.address, api_key="none", max_retries=0, timeout=120) as client:
+            return await asyncio.gather(*(ask(client, n) for n in range(50)))
+
+    async def in_turn() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.address, api_key="none", max_retries=0, timeout=120) as client:
+            return [await ask(client, n) for n in range(50)]
+
+    expected = asyncio.run(in_turn())
+    assert len(set(expected)) == 50
+    memory = psutil.Process(server.process.pid).memory_info
+    before = memory().rss
+    assert asyncio.run(together()) == expected
+    assert memory().rss - before < 16 * 2**20
+
+
+@pytest.fixture
+def application(tmp_path):
+    """A model, and a function that asks the application on it directly: no second process is needed."""
+    from leanqkv.checkpoints import load_model
+    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.serve import build_app
+
+    save(tmp_path)
+    model, tokenizer = load_model(tmp_path), load_tokenizer(tmp_path)
+    app, _ = build_app(model, tokenizer, "random")
+
+    def ask(path: str, **body) -> tuple[int, str]:
+        sent = []
+        given = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+        async def receive():
+            return next(given, None) or await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        with suppress(RuntimeError):  # raised again after the answer, to be logged
+            asyncio.run(app(scope, receive, send))
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+    return SimpleNamespace(model=model, tokenizer=tokenizer, ask=ask)
+
+
+def test_without_chat_template(application):
+    status, answer = application.ask("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
+    assert (status, "use /v1/completions" in answer) == (400, True)
+
+
+def test_a_failure_to_generate_is_told_and_survived(application, monkeypatch):
+    options = {"path": "/v1/completions", "prompt": "a", "max_tokens": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(LeanForCausalLM, "generate", lambda *_, **__: 1 / 0)
+        status, answer = application.ask(**options)
+        assert status == 500
+        assert json.loads(answer)["error"]["type"] == "server_error"
+        assert "division by zero" in answer
+        assert 'data: {"error": "division by zero"}' in application.ask(**options, stream=True)[1]
+    assert application.ask(**options)[0] == 200
+
+
+def test_the_end_of_text_is_no_cut(application):
+    """Not even where it is the last token that was asked for."""
+    prompt = application.tokenizer("a", return_tensors="pt")["input_ids"]
+    ids = application.model.generate(prompt, do_sample=False, max_new_tokens=6)[0, 1:].tolist()
+    application.model.generation_config.eos_token_id = ids[-1]
+    options = {"path": "/v1/completions", "prompt": "a", "temperature": 0}
+    new = ids.index(ids[-1]) + 1
+    for max_tokens, reason in ((new, "stop"), (new + 3, "stop"), (new - 1, "length")):
+        answer = json.loads(application.ask(**options, max_tokens=max_tokens)[1])
+        assert answer["choices"][0]["finish_reason"] == reason
+        assert answer["usage"]["completion_tokens"] == min(max_tokens, new)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(cli, *arguments: str) -> str:
+    code, out, err = cli("serve", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+def test_what_cannot_be_served_is_one_line_and_exit_code_2(place, cli, monkeypatch):
+    assert "nowhere is not a checkpoint" in refused(cli, "nowhere")
+    save(place / "model")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert f"port {port}: Address already in use" in refused(cli, "model", "--port", port)
+    assert "cannot listen on 203.0.113.9" in refused(cli, "model", "--host", "203.0.113.9")
+    assert "--dtype is one of" in refused(cli, "model", "--dtype", "int4")
+    assert "no device 'gpu'" in refused(cli, "model", "--device", "gpu")
+    (place / "model" / "tokenizer.json").unlink()
+    assert "no tokenizer at model" in refused(cli, "model")
+    LeanForMaskedLM(tiny("gpt", task="masked_lm")).save_pretrained(place / "masked")
+    assert "masked_lm, which does not continue text" in refused(cli, "masked")
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    assert "pip install 'leanqkv[serve]'" in refused(cli, "model")
