@@ -73,9 +73,11 @@ def _answerer(
     import torch
     from transformers import TextStreamer
 
+    from ..decode import Decoder
     from ..errors import LeanError
     from ..model.cache import cache_bytes
 
+    decoder = Decoder(model)
     positions = model.config.max_position_embeddings
     bounded = model.config.position_embedding_type == "learned"
 
@@ -91,17 +93,18 @@ def _answerer(
         torch.manual_seed(seed)
         begin()
         start = time.perf_counter()
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        output = decoder.generate(
+            inputs["input_ids"],
             max_new_tokens=max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            return_dict_in_generate=True,
+            callback=lambda tokens: streamer.put(tokens.cpu()),
             **sampling,
         )
+        streamer.end()
         seconds = time.perf_counter() - start
-        new = output.sequences.shape[1] - length
-        held = cache_bytes(output.past_key_values)
+        new = output.shape[1] - length
+        assert decoder.cache is not None
+        held = cache_bytes(decoder.cache)
         remarks.print(
             f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, KV cache {held:,} bytes", style="dim", highlight=False
         )
