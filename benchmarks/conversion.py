@@ -16,7 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,34 +230,36 @@ def headers() -> str:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
-    base = {int(seed): loss for seed, loss in record["baseline"]["loss"].items()}
-    lines = [
-        "| conversion | calibration tokens | loss right after | lost against the source |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+    """What the record has so far, as Markdown."""
+    base = _by_seed(record["baseline"]["loss"])
+    lines = ["| conversion | calibration tokens | loss right after | lost against the source |"]
+    lines.append("| --- | ---: | ---: | ---: |")
     rows: dict[str, list[dict[str, Any]]] = {}
-    for row in (*record["conversions"], *record["more_conversions"]):
+    for row in (*record["conversions"], *record.get("more_conversions", ())):
         rows.setdefault(row["name"], []).append(row)
     for name, of in rows.items():
         losses = {row["seed"]: row["loss"] for row in of}
-        tokens = of[0]["calibration_tokens"]
-        mean = statistics.mean(losses.values())
-        lines.append(f"| {name} | {tokens or '–'} | {mean:.4f} | {_difference(losses, base)} |")
-    lines += [
-        "",
-        "| start | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |",
-        "| --- |" + " ---: |" * len(SHARES),
-    ]
-    for arm in (*ARMS, *TAUGHT):
+        mean, tokens = statistics.mean(losses.values()), of[0]["calibration_tokens"]
+        tokens = f"{tokens:,}" if tokens else "–"
+        lines.append(f"| {name} | {tokens} | {mean:.4f} | {_difference(losses, base)} |")
+    if "uptraining" in record:
+        lines += ["", "| start | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |"]
+        lines.append("| --- |" + " ---: |" * len(SHARES))
+    for arm in (*ARMS, *TAUGHT) if "uptraining" in record else ():
         cells = []
         for share in SHARES:
             losses = {r["seed"]: r["loss"] for r in record["uptraining"] if (r["arm"], r["share"]) == (arm, share)}
             cells.append(_difference(losses, base) if losses else "–")
         lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    scratch = {int(seed): loss for seed, loss in record["skipv1"]["loss"].items()}
-    lines += ["", f"From-scratch SkipV1: {_difference(scratch, base)}. Baseline: {statistics.mean(base.values()):.4f}."]
-    return "\n".join(lines)
+    told = [f"Baseline: {statistics.mean(base.values()):.4f}."]
+    if "skipv1" in record:
+        told.append(f"SkipV1 from scratch: {_difference(_by_seed(record['skipv1']['loss']), base)}.")
+    return "\n".join((*lines, "", " ".join(told)))
+
+
+def _by_seed(losses: dict[Any, float]) -> dict[int, float]:
+    """JSON has made strings of the seeds."""
+    return {int(seed): loss for seed, loss in losses.items()}
 
 
 def figure(record: dict[str, Any], file: Path) -> None:
@@ -320,17 +322,21 @@ def main() -> None:
     asked.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(asked)
     record: dict[str, Any] = {"record": RECORD_FORMAT, "name": asked.name, "model": MODEL, "precision": PRECISION}
-    record["baseline"] = bench.pretrain("")
-    for seed, gained in record["baseline"]["last_tenth"].items():
-        print(f"seed {seed}: the last tenth gained {gained:.4f}, {'' if gained < LEVELLED else 'not '}levelled")
-    record["conversions"] = bench.convert()
-    record["search"] = bench.search()
-    record["uptraining"] = bench.uptrain(record["search"])
-    record["skipv1"] = bench.pretrain("skipv1")
-    record["more_conversions"] = bench.more_conversions()
     record |= {"hardware": hardware("cpu"), "versions": versions(), "git_commit": git_commit()}
     asked.out.mkdir(parents=True, exist_ok=True)
-    write_json(asked.out / f"{asked.name}.json", record)
+    phases: dict[str, Callable[[], Any]] = {
+        "baseline": lambda: bench.pretrain(""),
+        "conversions": bench.convert,
+        "more_conversions": bench.more_conversions,
+        "search": bench.search,
+        "uptraining": lambda: bench.uptrain(record["search"]),
+        "skipv1": lambda: bench.pretrain("skipv1"),
+    }
+    for name, phase in phases.items():
+        record[name] = phase()
+        write_json(asked.out / f"{asked.name}.json", record)
+        for seed, gained in record["baseline"]["last_tenth"].items() if name == "baseline" else ():
+            print(f"seed {seed}: the last tenth gained {gained:.4f}, {'' if gained < LEVELLED else 'not '}levelled")
     print(tables(record))
 
 
