@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .commands import checkpoints, conversions, training
+from .commands import checkpoints, conversions, evaluation, training
 from .commands.options import Device, console
 from .theory.command import app as theory_app
 
@@ -129,6 +129,7 @@ app.command("import")(checkpoints.import_checkpoint)
 app.command("export")(checkpoints.export_checkpoint)
 app.command()(conversions.convert)
 app.command()(conversions.uptrain)
+app.command("eval")(evaluation.evaluate)
 app.add_typer(theory_app, name="theory")
 
 
