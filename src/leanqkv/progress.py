@@ -1,6 +1,6 @@
 """What a person sees while something long runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -49,6 +49,15 @@ class TrainingDisplay:
     def _count(self, label: str, step: int) -> None:
         self.steps_done[label] = step
         self.bars.update(self.total, completed=sum(self.steps_done.values()))
+
+
+@contextmanager
+def counting(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that is told how much is done, of how much; none where no terminal is."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task(description, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 @contextmanager

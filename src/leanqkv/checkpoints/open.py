@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from ..errors import LeanError
 from ..files import read_json
+from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from .families import FAMILIES, import_tensors
 from .families.family import EMBEDDING, HEAD
-from .load import load_config
+from .load import load_config, load_weights
 from .tensors import LazyTensors, check_stored, open_tensors, read_tied
 
 
@@ -50,6 +52,25 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     except LeanError as error:
         raise LeanError(f"{directory / 'config.json'}: {error}") from None
     return Checkpoint(directory, config, import_tensors(family, config, open_tensors(directory), hf), kind)
+
+
+def open_causal_lm(directory: Path) -> Checkpoint:
+    """Raises:
+    LeanError: as `open_checkpoint`, and for a model of another task.
+    """
+    opened = open_checkpoint(directory)
+    if (task := opened.config.task) != "causal_lm":
+        raise LeanError(f"{directory} holds a model for {task}, which does not predict the next token")
+    return opened
+
+
+def causal_lm(opened: Checkpoint) -> LeanForCausalLM:
+    """The model of a checkpoint, in float32 whatever is stored, on the CPU, in evaluation mode."""
+    with no_init_weights():
+        model = LeanForCausalLM(opened.config)
+    model.tie_weights()
+    load_weights(model, opened.tensors)
+    return model.eval()
 
 
 def _own_tensors(directory: Path, config: LeanConfig) -> LazyTensors:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .checkpoints import SOURCE, Dtype, Out, as_dtype
 from .one_run import run_one
@@ -59,6 +58,7 @@ def convert(
     from ..convert.run import calibration_tokens, convert_directory
     from ..data import prepare_data
     from ..errors import LeanError
+    from ..progress import counting
 
     sample = None
     settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
@@ -74,13 +74,7 @@ def convert(
             data = prepare_data(calibration, vocab_size=config.vocab_size, tokenizer=str(source))
         length = sequence_length or min(512, config.max_position_embeddings)
         sample = calibration_tokens(data, config, tokens, length)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("passes over the calibration text", total=None)
-
-        def calibrating(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total)
-
+    with counting(console, "passes over the calibration text") as calibrating:
         report: dict[str, Any] = convert_directory(
             source,
             out,

@@ -2,16 +2,19 @@
 
 from .batches import BatchPlan, batch_plan, collate, image_plan, make_batch_plan, make_image_plan
 from .corpus import Corpus, open_corpus
+from .evaluation import EvaluationText, evaluation_text
 from .images import ImageData, image_batch, prepare_images, processor_settings, scaled_pixels
 from .prepare import TokenData, prepare_data
 
 __all__ = [
     "BatchPlan",
     "Corpus",
+    "EvaluationText",
     "ImageData",
     "TokenData",
     "batch_plan",
     "collate",
+    "evaluation_text",
     "image_batch",
     "image_plan",
     "make_batch_plan",

@@ -97,17 +97,13 @@ def prepare_data(
     Raises:
         LeanError: data or tokenizer missing, unreadable, empty, or with more tokens than the model has.
     """
-    if source is not None and (found := _nanogpt(Path(source), vocab_size)) is not None:
+    if source is not None and (found := nanogpt(Path(source), vocab_size)) is not None:
         if tokenizer is not None or max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: --tokenizer and --max-documents do not apply to it")
         return found
     progress("reading", 0)
     corpus = open_corpus(source, text_field)
-    named = load_tokenizer(tokenizer) if tokenizer is not None else None
-    if named is not None and len(named) > vocab_size:
-        raise LeanError(
-            f"the tokenizer {tokenizer} has {len(named)} tokens, the model only {vocab_size}; set vocab_size"
-        )
+    named = fitting_tokenizer(tokenizer, vocab_size) if tokenizer is not None else None
     about_tokenizer = named.backend_tokenizer.to_str() if named is not None else f"bpe {vocab_size}"
     content = f"{FORMAT}\0{corpus.fingerprint}\0{about_tokenizer}\0{max_documents}"
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
@@ -123,27 +119,46 @@ def prepare_data(
     return TokenData(directory=directory, **made_once(directory, fill))
 
 
+def fitting_tokenizer(name: str | Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Raises:
+    LeanError: as `load_tokenizer`, and for a tokenizer with more tokens than the model's `vocab_size`.
+    """
+    tokenizer = load_tokenizer(name)
+    if len(tokenizer) > vocab_size:
+        raise LeanError(
+            f"the tokenizer {name} has {len(tokenizer)} tokens, the model only {vocab_size}; set vocab_size"
+        )
+    return tokenizer
+
+
+def tokenized(
+    documents: Iterator[str], tokenizer: PreTrainedTokenizerFast, progress: Callable[[str, int], None]
+) -> Iterator[tuple[str, list[int], bool]]:
+    """Each document, its tokens and the end-of-text token after them, and whether it is held out for validation."""
+    done = 0
+    while batch := list(islice(documents, 256)):
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        for document, encoding in zip(batch, encodings, strict=True):
+            yield document, [*encoding.ids, tokenizer.eos_token_id], done % VALIDATION_SHARE == VALIDATION_SHARE - 1
+            done += 1
+        progress("tokenizing", done)
+
+
 def _write_tokens(
     directory: Path,
     documents: Iterator[str],
     tokenizer: PreTrainedTokenizerFast,
     progress: Callable[[str, int], None],
 ) -> dict[str, Any]:
-    """Appends every document and an end-of-text token to train.bin or validation.bin, a batch at a time."""
+    """Appends every document and an end-of-text token to train.bin or validation.bin."""
     dtype = np.dtype("uint16" if len(tokenizer) <= 2**16 else "uint32")
-    end = [tokenizer.eos_token_id]
-    size = done = 0
+    size = 0
     counts = {"train": 0, "validation": 0}
     with (directory / "train.bin").open("wb") as train, (directory / "validation.bin").open("wb") as validation:
-        while batch := list(islice(documents, 256)):
-            for encoding in tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                held_out = done % VALIDATION_SHARE == VALIDATION_SHARE - 1
-                tokens = np.array(encoding.ids + end, dtype=dtype)
-                (validation if held_out else train).write(tokens.tobytes())
-                counts["validation" if held_out else "train"] += len(tokens)
-                done += 1
-            size += sum(len(document.encode()) for document in batch)
-            progress("tokenizing", done)
+        for document, tokens, held_out in tokenized(documents, tokenizer, progress):
+            (validation if held_out else train).write(np.array(tokens, dtype=dtype).tobytes())
+            counts["validation" if held_out else "train"] += len(tokens)
+            size += len(document.encode())
     if not counts["train"]:
         raise LeanError("the data is empty: there is no document in it")
     if not counts["validation"]:
@@ -171,7 +186,7 @@ def _sha256(*files: Path) -> str:
     return digest.hexdigest()
 
 
-def _nanogpt(path: Path, vocab_size: int) -> TokenData | None:
+def nanogpt(path: Path, vocab_size: int) -> TokenData | None:
     """nanoGPT's token files, uint16 as its data scripts write them; None if `path` is something else."""
     if path.is_dir() and (path / "train.bin").exists():
         train, validation = path / "train.bin", path / "val.bin"

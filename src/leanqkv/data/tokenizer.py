@@ -39,7 +39,10 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name))
     except Exception as error:  # as many kinds as there are ways not to find one
-        raise LeanError(f"no tokenizer at {name}: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        if Path(name).is_dir() and not (Path(name) / "tokenizer.json").exists():
+            reason = "it has no tokenizer.json; put the files of the tokenizer that goes with the model there"
+        raise LeanError(f"no tokenizer at {name}: {reason}") from None
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise LeanError(f"the tokenizer {name} cannot be used: it needs a fast version and an end-of-text token")
     return tokenizer  # type: ignore[return-value]

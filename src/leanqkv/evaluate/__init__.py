@@ -1,6 +1,7 @@
-"""What a model is worth: loss on held-out text, loss and accuracy on held-out images."""
+"""What a model is worth: loss on held-out text, loss and accuracy on held-out images, accuracy on tasks."""
 
 from .images import image_outcomes
 from .loss import sequence_losses
+from .strided import loss_figures, strided_losses, strided_windows
 
-__all__ = ["image_outcomes", "sequence_losses"]
+__all__ = ["image_outcomes", "loss_figures", "sequence_losses", "strided_losses", "strided_windows"]

@@ -1,0 +1,120 @@
+"""Text to evaluate on: one run of tokens, and how many bytes of text it stands for."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from ..errors import LeanError
+from ..model.registry import suggest
+from .corpus import open_corpus
+from .prepare import VALIDATION_SHARE, fitting_tokenizer, nanogpt, tokenized
+
+SPLITS = ("whole", "validation")
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """Documents as tokens, one after another, an end-of-text token between each two.
+
+    Attributes:
+        tokens: [tokens], unsigned integers.
+        bytes: of the documents in UTF-8; None where only tokens are at hand, and no text.
+        text_sha256: of the documents, each followed by a NUL byte: the same for every tokenizer; None without text.
+        tokens_sha256: of the tokens as little-endian int64.
+    """
+
+    description: str
+    split: str
+    tokens: np.ndarray
+    documents: int | None
+    bytes: int | None
+    text_sha256: str | None
+    tokens_sha256: str
+
+    def record(self) -> dict[str, Any]:
+        """What a record says about the text; no path of this machine."""
+        return {**{name: value for name, value in vars(self).items() if name != "tokens"}, "tokens": len(self.tokens)}
+
+
+def evaluation_text(
+    source: str,
+    *,
+    tokenizer: str | Path,
+    vocab_size: int,
+    split: str = "whole",
+    text_field: str = "text",
+    max_documents: int | None = None,
+    progress: Callable[[str, int], None] = lambda stage, done: None,
+) -> EvaluationText:
+    """The text of `source`, tokenized; nothing is cached.
+
+    Args:
+        source: as `prepare_data` takes it.
+        tokenizer: a directory or hub name; not read where `source` holds tokens.
+        split: "whole", or "validation" for what `prepare_data` holds out of the same source.
+
+    Raises:
+        LeanError: source or tokenizer missing, unreadable or of more tokens than the model; less text than two tokens.
+    """
+    if split not in SPLITS:
+        raise LeanError(f"there is no split {split!r}: {suggest(split, SPLITS)}")
+    if (stored := nanogpt(Path(source), vocab_size)) is not None:
+        if max_documents is not None:
+            raise LeanError(f"{source} holds tokens, not text: --max-documents does not apply to it")
+        parts = [stored.validation()] if split == "validation" else [stored.train(), stored.validation()]
+        return _checked(stored.description, split, np.concatenate(parts), None, None, None)
+    corpus = open_corpus(source, text_field)
+    chosen = fitting_tokenizer(tokenizer, vocab_size)
+    documents = tokenized(islice(corpus.documents(), max_documents), chosen, progress)
+    digest, runs, size = hashlib.sha256(), [], 0
+    for text, ids in _held_out(documents, chosen) if split == "validation" else (found[:2] for found in documents):
+        encoded = text.encode()
+        digest.update(encoded + b"\0")
+        size += len(encoded)
+        runs.append(np.array(ids, dtype="uint32"))
+    if not size:
+        raise LeanError(f"there is nothing to evaluate on: the {split} text of {source} is empty")
+    # Nothing comes after the last document.
+    tokens = np.concatenate(runs)[:-1]
+    return _checked(corpus.description, split, tokens, len(runs), size, digest.hexdigest())
+
+
+def _checked(
+    description: str, split: str, tokens: np.ndarray, documents: int | None, size: int | None, text_sha256: str | None
+) -> EvaluationText:
+    if len(tokens) < 2:
+        raise LeanError(
+            f"the {split} text of {description} is too short: {len(tokens)} in tokens, and it takes two, since the "
+            "first is not predicted"
+        )
+    digest = hashlib.sha256(tokens.astype("<i8").data).hexdigest()
+    return EvaluationText(description, split, tokens, documents, size, text_sha256, digest)
+
+
+def _held_out(
+    documents: Iterator[tuple[str, list[int], bool]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[str, list[int]]]:
+    """The documents held out for validation; of too few documents the last part, as much as training holds out."""
+    early, any_held_out = [], False
+    for text, ids, held_out in documents:
+        if held_out:
+            any_held_out = True
+            yield text, ids
+        elif not any_held_out:
+            early.append((text, ids))
+    if any_held_out:
+        return
+    total = sum(len(ids) for _, ids in early)
+    skipped = total - total // VALIDATION_SHARE
+    for text, ids in early:
+        if skipped < len(ids):
+            # Where the token before ends, since tokenizers may leave a token's leading space out of its offsets.
+            offsets = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
+            yield text[offsets[skipped - 1][1] if skipped else 0 :], ids[skipped:]
+        skipped = max(0, skipped - len(ids))

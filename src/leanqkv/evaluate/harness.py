@@ -1,0 +1,169 @@
+"""Accuracy on downstream tasks, through EleutherAI's lm-eval."""
+
+import io
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from ..errors import LeanError
+from ..model.causal_lm import LeanForCausalLM
+
+# Names for several tasks. p3: Wu et al. 2025, appendix C.3, where `acc` is the figure in the tables.
+TASK_SETS: Mapping[str, tuple[str, ...]] = {
+    "p3": (*("hellaswag", "arc_challenge", "arc_easy", "piqa", "winogrande", "openbookqa", "sciq", "boolq", "rte"),)
+}
+
+
+# lm-eval's own default: which examples stand before a question, in tasks that put some there.
+FEW_SHOT_SEED = 1234
+
+
+def load_tasks(names: Sequence[str], include_path: Path | None = None) -> dict[str, dict[str, Any]]:
+    """lm-eval's tasks of these names with their data, as its TaskManager loads them: `tasks` and `groups` by name.
+
+    Args:
+        names: tasks, groups and tags of lm-eval, and sets of `TASK_SETS`.
+        include_path: a folder of YAML files with further tasks, which go before those that lm-eval brings.
+
+    Raises:
+        LeanError: lm-eval is not installed; no such folder or task; data that cannot be loaded; a task that runs code
+            or asks about images.
+    """
+    TaskManager = _lm_eval().tasks.TaskManager
+    names = list(dict.fromkeys(task for name in names for task in TASK_SETS.get(name, (name,))))
+    if include_path is not None and not include_path.is_dir():
+        raise LeanError(f"there is no folder of tasks at {include_path}")
+    try:
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if set(names) - set(manager.all_tasks):  # lm-eval brings thousands of files, which take seconds to read
+            manager = TaskManager(include_path=include_path)
+    except Exception as error:  # as many kinds as there are ways to write YAML
+        raise LeanError(f"the tasks in {include_path} cannot be read: {_first_line(error)}") from None
+    known = [*manager.all_tasks, *TASK_SETS]
+    for name in names:
+        if name not in known:
+            near = " or ".join(map(repr, get_close_matches(name, known)))
+            raise LeanError(
+                f"there is no task {name!r}: {f'did you mean {near}?' if near else 'see `lm-eval ls tasks`'}"
+            )
+    loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
+    for name in names:
+        try:
+            with _quiet():
+                found = manager.load([name])
+        except Exception as error:  # as many kinds as there are ways to write a task, or not to find its data
+            raise LeanError(f"the task {name} cannot be loaded: {_first_line(error)}") from None
+        for kind, entries in loaded.items():
+            entries.update(found[kind])
+    for name, task in loaded["tasks"].items():
+        for what, attribute in (("runs code that a model wrote", "UNSAFE_CODE"), ("shows images", "MULTIMODAL")):
+            if getattr(task, attribute, False):
+                raise LeanError(f"the task {name} {what}, which is not done here; leave it out")
+    return loaded
+
+
+def task_figures(
+    model: LeanForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    tasks: Mapping[str, Mapping[str, Any]],
+    *,
+    limit: int | None = None,
+    batch_size: int = 8,
+    autocast_dtype: torch.dtype | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Per task its metrics, each with its standard error over examples as `NAME_stderr`, and how it was run:
+    `examples` scored, `of` how many, `shots`, `version`. Groups of tasks have figures of their own, without `examples`.
+
+    Args:
+        tasks: of `load_tasks`.
+        limit: only so many examples of each.
+        autocast_dtype: of the arithmetic; None for that of the weights.
+
+    Raises:
+        LeanError: logits that are NaN.
+    """
+    lm_eval = _lm_eval()
+
+    def check(module: Any, inputs: Any, output: Any) -> None:
+        # lm-eval would take the first answer for the likeliest one.
+        if output.logits.isnan().any():
+            raise LeanError("the model's logits are NaN: nothing can be told from them")
+
+    for task in tasks["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=FEW_SHOT_SEED)
+    hook = model.register_forward_hook(check)
+    try:
+        with _quiet():
+            lm = lm_eval.models.huggingface.HFLM(
+                pretrained=model,
+                tokenizer=tokenizer,
+                backend="causal",
+                batch_size=batch_size,
+                mixed_precision_dtype=autocast_dtype,
+                softmax_dtype=torch.promote_types(model.dtype, torch.float32),
+            )
+            found = lm_eval.evaluate(lm, dict(tasks), limit=limit, log_samples=False)
+    finally:
+        hook.remove()
+    return {name: _figures(name, values, found) for name, values in found["results"].items()}
+
+
+def mean_accuracy(figures: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Of the tasks' `acc`, each task counting alike; None where one has none."""
+    accuracies = [values.get("acc") for values in figures.values() if values["examples"] is not None]
+    return None if None in accuracies else sum(accuracies) / len(accuracies)  # type: ignore[arg-type]
+
+
+def _figures(name: str, values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    # A metric is named with the filter of answers that it was taken after, and "none" for none.
+    metrics = {
+        key.removesuffix(",none"): value
+        for key, value in values.items()
+        if "," in key and isinstance(value, int | float)
+    }
+    counts = found["n-samples"].get(name, {})
+    return {
+        **metrics,
+        "examples": counts.get("effective"),
+        "of": counts.get("original"),
+        "shots": found["n-shot"].get(name),
+        "version": found["versions"].get(name),
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _lm_eval() -> Any:
+    try:
+        import lm_eval
+        import lm_eval.models.huggingface
+        import lm_eval.tasks
+    except ImportError as error:
+        raise LeanError(
+            f"tasks are run by lm-eval, which is not installed ({error}): pip install 'leanqkv[eval]'"
+        ) from None
+    return lm_eval
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No remarks of lm-eval's, and no bars of its or of datasets' where no terminal is."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,109 @@
+"""Loss over every token of a text, in windows that overlap."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import collate
+from ..errors import LeanError
+
+
+def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple[int, int]]:
+    """Per window its first token and how many targets it scores, which are the last ones of its `context_length`.
+
+    Every window is `context_length` tokens, each of which has the next one for its target (a shorter text is one
+    window). The first scores all its targets, each later one the `stride` after those, the last one what is left. So
+    every token but the first is scored once, with at least `context_length - stride + 1` tokens before it unless it
+    is among the first `context_length`.
+
+    Raises:
+        LeanError: a stride that would leave tokens out, or none.
+    """
+    if not 1 <= stride <= context_length:
+        raise LeanError(
+            f"a stride of {stride} does not fit windows of {context_length} tokens: it is from 1 to {context_length}"
+        )
+    targets = tokens - 1
+    length = done = min(context_length, targets)
+    windows = [(0, length)]
+    while done < targets:
+        scored = min(stride, targets - done)
+        done += scored
+        windows.append((done - length, scored))
+    return windows
+
+
+@torch.no_grad()
+def strided_losses(
+    model: nn.Module,
+    tokens: np.ndarray,
+    *,
+    context_length: int,
+    stride: int,
+    batch_size: int = 8,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tensor:
+    """Cross-entropy in nats of every token but the first, float64 [len(tokens) - 1], with dropout off.
+
+    Args:
+        tokens: [tokens], integers; at least two.
+        context_length, stride: see `strided_windows`.
+        batch_size: windows at a time.
+        progress: called with the number of tokens scored so far and of all.
+
+    Raises:
+        LeanError: a stride that does not fit; a loss that is not finite, with the first such token.
+    """
+    windows = strided_windows(len(tokens), context_length, stride)
+    length = min(context_length, len(tokens) - 1)
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    losses: list[Tensor] = []
+    done = 0
+    try:
+        # The first window alone, since it scores more than the others.
+        for batch in windows[:1], *(windows[i : i + batch_size] for i in range(1, len(windows), batch_size)):
+            scored = max(count for _, count in batch)
+            inputs = collate(tokens, [start for start, _ in batch], length)
+            targets = inputs["shift_labels"][:, -scored:].to(device)
+            with autocast():
+                logits = model.forward(
+                    input_ids=inputs["input_ids"].to(device), use_cache=False, logits_to_keep=scored
+                ).logits
+            precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = nn.functional.cross_entropy(precise.flatten(0, 1), targets.flatten(), reduction="none")
+            for row, (_, count) in zip(loss.view_as(targets).cpu().double(), batch, strict=True):
+                losses.append(row[-count:])
+                if not losses[-1].isfinite().all():
+                    at = done + int((~losses[-1].isfinite()).int().argmax())
+                    raise LeanError(
+                        f"the loss is not finite at token {at + 2:,} of {len(tokens):,}: the model's logits are NaN or "
+                        "infinite there"
+                    )
+                done += count
+            progress(done, len(tokens) - 1)
+    finally:
+        model.train(training)
+    return torch.cat(losses)
+
+
+def loss_figures(losses: Tensor, text_bytes: int | None) -> dict[str, float | int | None]:
+    """What a text's losses come to.
+
+    `loss`: mean in nats per token. `perplexity`: its exponential. `bits_per_byte`: the sum in bits over the bytes of
+    the text in UTF-8, comparable between tokenizers; None where the bytes are not known. `tokens`: how many were
+    scored.
+    """
+    mean = losses.mean().item()
+    return {
+        "loss": mean,
+        "perplexity": math.exp(min(mean, 700)),
+        "bits_per_byte": None if text_bytes is None else losses.sum().item() / math.log(2) / text_bytes,
+        "tokens": len(losses),
+    }
