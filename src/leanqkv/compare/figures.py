@@ -254,11 +254,12 @@ def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, descr
     """One bar for every label, of parts that add up; `along` names the quantity."""
 
     def plot(canvas: _Canvas) -> None:
+        names = [label.replace("+", "\n+") if canvas.narrow else label for label in bars]
         ends = dict.fromkeys(bars, 0.0)
         for style, part in enumerate(next(iter(bars.values()), {})):
             sizes = [parts[part] for parts in bars.values()]
             color = _SERIES[style % COLORS]
-            drawn = canvas.axes.barh(list(bars), sizes, left=list(ends.values()), color=color, height=0.6)
+            drawn = canvas.axes.barh(names, sizes, left=list(ends.values()), color=color, height=0.6)
             canvas.legend[part] = drawn
             ends = {label: ends[label] + bars[label][part] for label in bars}
         canvas.axes.invert_yaxis()
