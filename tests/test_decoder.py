@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.decode import Decoder, allocate_cache
+from leanqkv.decode.attention import decode_attention
 from leanqkv.decode.cache import AllocatedLayer
 from leanqkv.decode.linear import PackedLinear, can_pack, packed
 from leanqkv.presets import MECHANISMS
@@ -175,3 +176,61 @@ def test_what_is_not_a_plain_layer_is_not_packed():
     assert isinstance(found[1], Doubled) and type(found[2]) is nn.Linear
     inputs = torch.randn(3, 8)
     assert torch.allclose(found(inputs), model(inputs), atol=1e-6)
+
+
+@pytest.mark.parametrize("group, mask", [(1, "none"), (3, "boolean"), (3, "additive")])
+def test_attention_of_one_query(group, mask):
+    """Against attention written out in float64, on views of a larger buffer, at lengths it was not compiled for."""
+    for length in (1, 7, 40, 33):
+        generator = torch.Generator().manual_seed(length)
+        query, keys, values = (
+            torch.randn(2, heads, positions, 16, generator=generator).bfloat16()
+            for heads, positions in ((2 * group, 1), (2, 50), (2, 50))
+        )
+        key, value = keys[:, :, :length], values[:, :, :length]
+        seen = torch.rand(2, 1, 1, length, generator=generator) < 0.7
+        seen[..., -1] = True
+        given = {
+            "none": None,
+            "boolean": seen,
+            "additive": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).bfloat16(),
+        }[mask]
+        found, _ = decode_attention(nn.Module(), query, key, value, given, scaling=0.3)
+        spread = key.double().repeat_interleave(group, dim=1), value.double().repeat_interleave(group, dim=1)
+        scores = query.double() @ spread[0].mT * 0.3
+        if given is not None:
+            scores = scores.masked_fill(~seen, -torch.inf)
+        expected = (scores.softmax(-1) @ spread[1]).transpose(1, 2)
+        assert found.shape == expected.shape
+        assert (found.double() - expected).abs().max() <= torch.finfo(torch.bfloat16).eps * expected.abs().max()
+
+
+def test_without_a_compiler_attention_is_pytorchs(monkeypatch):
+    from leanqkv.decode import attention
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("no compiler")
+
+    model, ids = build("llama", "gqa", "skipv1").bfloat16(), tokens(2, PROMPT)
+    expected = Decoder(model).prefill(ids, room=1)
+    attention._kernel.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: failing)
+    decoder = Decoder(model)
+    assert torch.equal(decoder.prefill(ids, room=1), expected)
+    assert decoder.step(ids[:, 0]).isfinite().all() and attention._kernel() is None
+    attention._kernel.cache_clear()
+
+
+def test_bfloat16_steps_are_the_models_own():
+    """Logits of every step against the model on the whole sequence in float64, as near as bfloat16's own forward."""
+    model, ids = build("llama", "gqa", "skipv1"), tokens(3, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        exact = model.double()(ids, attention_mask=mask).logits[:, 11:]
+        low = model.bfloat16()(ids, attention_mask=mask).logits[:, 11:].double()
+    decoder = Decoder(model)
+    steps = [decoder.prefill(ids[:, :12], mask[:, :12], room=8)]
+    steps += [decoder.step(ids[:, place]) for place in range(12, 20)]
+    found = torch.stack(steps, dim=1).double()
+    assert (found - exact).abs().max() <= 2 * (low - exact).abs().max()

@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from transformers.cache_utils import Cache
 
 from ..model.causal_lm import LeanForCausalLM
+from .attention import NAME
 from .cache import allocate_cache
 from .linear import packed
 
@@ -29,6 +30,8 @@ class Decoder:
         self.config = model.config
         self.generation_config = model.generation_config
         self.model = packed(model).eval()
+        if self.model.config._attn_implementation == "sdpa":
+            self.model.config._attn_implementation = NAME
         self.chunk = chunk if model.config.mask_type != "prefix" else 2**31
         self.cache: Cache | None = None  # of the last prompt
         self._mask: Tensor | None = None
