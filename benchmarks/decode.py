@@ -38,6 +38,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
 }
+SIDES = ("ours", "theirs")
 # What was asked of the decoder before it was written: dtype, batch -> ours / theirs.
 TARGETS = {("bfloat16", 1): 1.5, ("bfloat16", 8): 2.0, ("float32", 1): 1.05, ("float32", 8): 1.4}
 
@@ -92,6 +93,23 @@ def measure(name: str, dtype: torch.dtype, batch: int, prompt: int, new: int, ro
     spread = f"{median(ratios):.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f})"
     print(f"{name} {kind} batch {batch}: {speeds}, {spread}", flush=True)
     return row
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    lines = ["| model | dtype | batch | ours, tokens/s | `generate`, tokens/s | ratio | asked for |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for row in record["rows"]:
+        ratio = row["ratio"]
+        cells = (
+            row["model"],
+            row["dtype"],
+            str(row["batch"]),
+            *(f"{row[f'{s}_tokens_per_second']:.0f}" for s in SIDES),
+        )
+        spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f})"
+        lines.append("| " + " | ".join((*cells, spread, f"{row['target']:.2f}")) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:

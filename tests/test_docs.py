@@ -52,6 +52,16 @@ def test_the_tables_of_exact_eliminations_are_those_of_the_record():
         assert table in shown, name
 
 
+def test_the_tables_of_conversions_and_decoding_are_those_of_their_records():
+    for name, function, record, document in (
+        ("conversion", "tables", "conversion/stdlib.json", "conversion.md"),
+        ("decode", "table", "decode/transformers.json", "results.md"),
+    ):
+        make = runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))[function]
+        made = make(json.loads((ROOT / "results" / record).read_text()))
+        assert made in (ROOT / "docs" / document).read_text(), document
+
+
 def test_there_are_committed_results():
     assert {directory.name for directory in COMPARISONS} >= {"quickstart"}
 
