@@ -81,6 +81,7 @@ def measure(
         for name, decoder in decoders.items():
             progress(name, number * len(models) + len(memory), len(cells) * len(models))
             memory[name] = _memory(decoder, prompt)
+            _time(decoder, prompt, 2)  # what is compiled for these sizes is, before anything is timed
         for _, (name, decoder) in product(range(rounds), decoders.items()):
             times[name].append(_time(decoder, prompt, new_tokens))
         for name, model in models.items():

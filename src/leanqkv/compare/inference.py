@@ -23,12 +23,13 @@ MB = 1e6
 
 
 def table(record: dict[str, Any]) -> Table:
-    """Every row of the record; times as the median and the range over the rounds."""
+    """Every row of the record, times as medians; a terminal has no room for their ranges."""
     found = Table(box=box.SIMPLE_HEAD)
     for header in HEADERS:
-        found.add_column(header, justify="left" if header == "model" else "right")
+        found.add_column(header, justify="left" if header == "model" else "right", overflow="fold")
     for row in record["rows"]:
-        found.add_row(*_cells(row))
+        cells = _cells(row)
+        found.add_row(*cells[: -len(_TIMES)], *(f"{row[what]['median']:,.1f}" for what in _TIMES))
     return found
 
 
