@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,15 @@ def test_rows():
     for name in models:
         assert by[name, 3, 20].activations > by[name, 1, 20].activations > by[name, 1, 6].activations > 0
     assert by["a+skipv1", 1, 20].cache < by["a", 1, 20].cache
+
+
+def test_times_are_per_hundred_tokens_and_over_the_batch(monkeypatch):
+    """By a clock that goes on one second whenever it is read: before the prompt, after it, after the last token."""
+    seconds = count()
+    monkeypatch.setattr(sys.modules["leanqkv.bench.measure"], "_now", lambda device: float(next(seconds)))
+    (row,) = measure({"a": build()}, (20,), (3,), new_tokens=5, rounds=2)
+    assert row.prefill == (5_000.0, 5_000.0)  # ms: 1 s for 20 tokens of a sequence
+    assert row.decode == (15.0, 15.0)
 
 
 def test_more_tokens_than_positions():
