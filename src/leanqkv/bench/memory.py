@@ -13,13 +13,20 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each once and whole."""
     storages = {}
     for tensor in tensors:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # an opaque layout has its size and nothing else
+        storage = _storage(tensor)
+        if storage is None:
             storages[id(tensor)] = tensor.numel() * tensor.element_size()
         else:
-            storages[storage.data_ptr() or id(tensor)] = storage.nbytes()
+            storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+def _storage(tensor: Tensor) -> Any:
+    """None for an opaque layout, such as that of a packed weight, which has a size and no storage."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -50,15 +57,12 @@ class PeakMemory(TorchDispatchMode):
 
     @staticmethod
     def _key(tensor: Tensor) -> int:
-        try:
-            return tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):
-            return id(tensor)
+        storage = _storage(tensor)
+        return id(tensor) if storage is None else storage._cdata
 
     def _follow(self, tensor: Tensor, key: int) -> None:
-        try:
-            storage: Any = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        storage = _storage(tensor)
+        if storage is None:
             return
         size = storage.nbytes()
         if not size:

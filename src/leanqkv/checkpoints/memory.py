@@ -11,8 +11,7 @@ def give_back_freed_memory() -> None:
     """Keeps what is resident near what is used, from now on, in this process.
 
     glibc raises that threshold up to 32 MiB by itself, keeps smaller blocks that are freed, and cannot give those back
-    that lie below one still in use: checking 32 layers of width 4096 took 1.8 GB more by that. Other allocators are
-    left alone.
+    that lie below one still in use: over the layers of a large model that grows. Other allocators are left alone.
     """
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, BYTES)

@@ -1,8 +1,7 @@
 """Attention of one query per sequence, as a decoding step has it, where PyTorch's own kernel is slow.
 
-On a CPU `scaled_dot_product_attention` reads bfloat16 keys and values at a small part of the memory's speed if there is
-one query. What `torch.compile` makes of the same sum reads them as they lie, converts in registers and keeps no
-intermediate of their size (benchmarks/decode.py).
+On a CPU `scaled_dot_product_attention` is slow in bfloat16 if there is one query. What `torch.compile` makes of the
+same sum reads keys and values as they lie, converts in registers and keeps no intermediate of their size.
 """
 
 import functools
