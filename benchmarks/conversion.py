@@ -6,7 +6,8 @@ shares of the pretraining tokens (P3, Fig. 8 and 10). Everything is a `leanqkv` 
 started again, it goes on.
 
     python benchmarks/conversion.py --name stdlib --work runs/conversion/stdlib --out results/conversion
-    python benchmarks/conversion.py --name torch-headers --data torch-headers --seeds 2 --work runs/conversion/headers
+    python benchmarks/conversion.py --name torch-headers --data torch-headers --seeds 2 \\
+        --rates results/conversion/stdlib.json
     python benchmarks/conversion.py --tables results/conversion/stdlib.json --figure docs/conversion.svg
 """
 
@@ -52,6 +53,7 @@ ARMS = ("calibrated", "mean-v", "baseline")
 # nearly right wants lower ones than one that has lost a nat.
 SEARCHED = {0.01: (0.01,), 0.04: (0.04, 0.08)}
 RATES = {arm: (1e-4, 3e-4, 8e-4, 2e-3) if arm == "mean-v" else (1e-5, 3e-5, 1e-4, 3e-4) for arm in ARMS}
+GROUPED = "num_key_value_heads=2"  # of 4 heads
 TAUGHT = {"calibrated, teacher": (0.01, 0.08)}  # at the rates that are best without a teacher
 LEVELLED = 0.01
 
@@ -105,19 +107,19 @@ class Bench:
     def text(self, option: str) -> tuple[Any, ...]:
         return () if self.data is None else (option, self.data)
 
-    def pretraining(self, mechanisms: str, seed: int) -> Job:
+    def pretraining(self, changes: str, seed: int) -> Job:
         length = ("--steps", self.steps, "--schedule-steps", round(SCHEDULE * self.steps))
         rest = ("--evaluate-every", self.steps // 10, "--precision", PRECISION, *EVALUATION, *self.text("--data"))
-        out = self.work / f"{mechanisms or 'baseline'}-{seed}"
-        name = f"{MODEL}+{mechanisms}" if mechanisms else MODEL
+        out = self.work / f"{changes or 'baseline'}-{seed}"
+        name = f"{MODEL}+{changes}" if changes else MODEL
         return Job(out, ("train", name, "--seed", seed, *length, *PRETRAINING, *rest))
 
-    def conversion(self, seed: int, method: str, *options: Any, name: str = "") -> Job:
+    def conversion(self, seed: int, method: str, *options: Any, name: str = "", source: str = "baseline") -> Job:
         how: tuple[Any, ...] = ("--to", "skipv1", "--method", method, *options)
         if method == "calibrated":
             tokens = () if "--tokens" in options else ("--tokens", TOKENS)
             how = (*how, *tokens, "--calibration", self.data or "stdlib")
-        return Job(self.work / f"{name or method}-{seed}", ("convert", self.work / f"baseline-{seed}", *how))
+        return Job(self.work / f"{name or method}-{seed}", ("convert", self.work / f"{source}-{seed}", *how))
 
     def uptraining(self, seed: int, arm: str, share: float, rate: float) -> Job:
         """Calibration tokens count as uptraining tokens."""
@@ -132,11 +134,11 @@ class Bench:
 
     # --- what is measured ---------------------------------------------------------------------------------------------
 
-    def measured(self, job: Job, seed: int) -> dict[str, Any]:
+    def measured(self, job: Job, seed: int, of: str = "baseline") -> dict[str, Any]:
         """A conversion's loss, on the sequences and in the arithmetic of its source's own validation, and its cache."""
         file = Path(f"{job.out}.measured.json")
         if not file.exists():
-            source = self.work / f"baseline-{seed}"
+            source = self.work / f"{of}-{seed}"
             model = LeanForCausalLM.from_pretrained(job.out).eval()
             data = prepare_data(self.data, vocab_size=model.config.vocab_size, tokenizer=str(source))
             starts = np.load(next((source / "batches").glob("*evaluation.npy")))
@@ -158,8 +160,8 @@ class Bench:
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
-    def pretrain(self, mechanisms: str) -> dict[str, Any]:
-        jobs = {seed: self.pretraining(mechanisms, seed) for seed in self.seeds}
+    def pretrain(self, changes: str) -> dict[str, Any]:
+        jobs = {seed: self.pretraining(changes, seed) for seed in self.seeds}
         self.run(jobs.values())
         records = {seed: job.record for seed, job in jobs.items()}
         return {
@@ -187,6 +189,21 @@ class Bench:
         for freedom, options in FREEDOMS.items():
             jobs.append(self.conversion(0, "calibrated", *options, name=f"{freedom} alone"))
         return self.measure([(0, job) for job in jobs])
+
+    def grouped(self) -> dict[str, Any]:
+        """A source of grouped-query attention, on the first seed."""
+        source = self.pretraining(GROUPED, 0)
+        jobs = [self.conversion(0, how, name=f"{how}, {GROUPED}", source=GROUPED) for how in ("mean-v", "calibrated")]
+        self.run([source])
+        self.run(jobs)
+        evaluations = source.record["evaluations"]
+        return {
+            "change": GROUPED,
+            "loss": source.loss,
+            "kv_bytes_per_token": source.record["kv_bytes_per_token"],
+            "last_tenth": _gained(evaluations),
+            "conversions": [self.measured(job, 0, of=GROUPED) for job in jobs],
+        }
 
     def search(self) -> list[dict[str, Any]]:
         """Every arm's loss by rate, on the first seed."""
@@ -226,7 +243,7 @@ def _gained(evaluations: list[dict[str, float]]) -> float:
 
 def headers() -> str:
     """The C++ headers that come with torch."""
-    return str(Path(torch.__file__).parent / "include" / "torch")
+    return str(Path(torch.__file__).parent / "include")
 
 
 def tables(record: dict[str, Any]) -> str:
@@ -242,6 +259,9 @@ def tables(record: dict[str, Any]) -> str:
         mean, tokens = statistics.mean(losses.values()), of[0]["calibration_tokens"]
         tokens = f"{tokens:,}" if tokens else "–"
         lines.append(f"| {name} | {tokens} | {mean:.4f} | {_difference(losses, base)} |")
+    for row in record["grouped"]["conversions"] if "grouped" in record else ():
+        tokens, lost = row["calibration_tokens"], row["loss"] - record["grouped"]["loss"]
+        lines.append(f"| {row['name']} | {f'{tokens:,}' if tokens else '–'} | {row['loss']:.4f} | {lost:+.4f} |")
     if "uptraining" in record:
         lines += ["", "| start | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |"]
         lines.append("| --- |" + " ---: |" * len(SHARES))
@@ -308,6 +328,7 @@ def main() -> None:
     parser.add_argument("--name", default="stdlib", help="of the record")
     parser.add_argument("--data", help="as leanqkv train takes it; or torch-headers, the C++ headers in torch")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=Path, help="a record whose rates are taken; ratios and freedoms are left out")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time, one thread each")
     parser.add_argument("--work", type=Path)
@@ -324,14 +345,14 @@ def main() -> None:
     record: dict[str, Any] = {"record": RECORD_FORMAT, "name": asked.name, "model": MODEL, "precision": PRECISION}
     record |= {"hardware": hardware("cpu"), "versions": versions(), "git_commit": git_commit()}
     asked.out.mkdir(parents=True, exist_ok=True)
-    phases: dict[str, Callable[[], Any]] = {
-        "baseline": lambda: bench.pretrain(""),
-        "conversions": bench.convert,
-        "more_conversions": bench.more_conversions,
-        "search": bench.search,
-        "uptraining": lambda: bench.uptrain(record["search"]),
-        "skipv1": lambda: bench.pretrain("skipv1"),
-    }
+    phases: dict[str, Callable[[], Any]] = {"baseline": lambda: bench.pretrain(""), "conversions": bench.convert}
+    if asked.rates is None:
+        phases |= {"more_conversions": bench.more_conversions, "grouped": bench.grouped, "search": bench.search}
+        phases["uptraining"] = lambda: bench.uptrain(record["search"])
+    else:
+        record["rates"] = asked.rates.stem
+        phases["uptraining"] = lambda: bench.uptrain(read_json(asked.rates)["search"])
+    phases["skipv1"] = lambda: bench.pretrain("skipv1")
     for name, phase in phases.items():
         record[name] = phase()
         write_json(asked.out / f"{asked.name}.json", record)
