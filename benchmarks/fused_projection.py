@@ -19,7 +19,6 @@ import torch
 from leanqkv import LeanForCausalLM, preset
 from leanqkv.files import write_json
 from leanqkv.model import fused
-from leanqkv.model.attention import project_inputs
 from leanqkv.train.environment import default_device, git_commit, hardware, versions
 
 MODELS = ("gpt2-124m", "gpt2-124m+nonlinear-query")
@@ -78,8 +77,7 @@ def cases(model: LeanForCausalLM, tokens: int, device: str) -> dict[str, Callabl
 
     def projections() -> None:
         with torch.no_grad():
-            inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
-            project_inputs(inputs, hidden, None, model.config.fuse_projections)
+            attention.project_inputs(hidden, None)
 
     def prefill() -> None:
         with torch.no_grad():

@@ -4,10 +4,13 @@ On a CPU, oneDNN's own layout, into which a weight is copied once, is the faster
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..model.fused import join
 
 # Rows that the layout is chosen for; others are computed as well.
 ROWS = 8
@@ -20,10 +23,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.product = _packed_product(linear.weight, linear.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+        return self.product(inputs)
+
+
+def _packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+    return lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -42,14 +50,24 @@ def can_pack(weight: Tensor) -> bool:
 def packed(model: nn.Module) -> Any:
     """A copy of the model that shares its parameters, with packed linear layers where that is possible.
 
-    A packed layer takes the memory of its weight once more. Modules with hooks, adapters or a way of their own to
-    multiply stay as they are.
+    Layers with the same input are packed as one. A packed layer takes the memory of its weight once more. Modules with
+    hooks, adapters or a way of their own to multiply stay as they are.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     found = copy.deepcopy(model, shared)
-    for module in list(found.modules()):
+    modules, in_joined = list(found.modules()), set()
+    for module in modules:
+        if not hasattr(module, "joinable_inputs") or not all(can_pack(weight) for weight in module.parameters()):
+            continue
+        projections = module.joinable_inputs()
+        module.joined = join(projections, _packed_product)
+        if module.joined is not None:
+            in_joined |= {id(projections[i].input_layer) for i in module.joined.members}
+    for module in modules:
         for name, child in module.named_children():
             if not isinstance(child, nn.Linear) or type(child).forward is not nn.Linear.forward:
+                continue
+            if id(child) in in_joined:
                 continue
             if can_pack(child.weight) and not (child._forward_hooks or child._forward_pre_hooks):
                 setattr(module, name, PackedLinear(child))

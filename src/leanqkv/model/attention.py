@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .fused import project
+from .fused import Joined, project
 from .plan import LayerPlan
 from .position import rotate
 
@@ -25,7 +25,40 @@ class KeyValues(NamedTuple):
     new_values: Tensor | None
 
 
-class LeanAttention(nn.Module):
+# The heads of one attention call: query [batch, heads, positions, head_dim], key and value [batch, heads / group, key
+# positions, head_dim], and the scale.
+Part = tuple[Tensor, Tensor, Tensor, float]
+
+
+class JoinableInputs(nn.Module):
+    """Attention whose first products may be one.
+
+    joined: what `fused.join` made of `joinable_inputs` for inference alone: it does not follow the weights.
+    """
+
+    joined: Joined | None = None
+
+    def input_projections(self) -> list[nn.Module | None]:
+        """The projections of a layer's input, the query first."""
+        raise NotImplementedError
+
+    def joinable_inputs(self) -> list[nn.Module | None]:
+        """Those of this layer's own input, which that of a query made from the MLP below is not."""
+        projections = self.input_projections()
+        return projections[1:] if getattr(projections[0], "needs_mlp_hidden", False) else projections
+
+    def project_inputs(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> list[Tensor | None]:
+        """What `input_projections` give, in order; None for those that are not there."""
+        query, *_ = projections = self.input_projections()
+        joinable = self.joinable_inputs()
+        projected = project(joinable, hidden_states, self.config.fuse_projections, self.joined)
+        if len(joinable) == len(projections):
+            return projected
+        assert query is not None
+        return [query(hidden_states, mlp_hidden), *projected]
+
+
+class LeanAttention(JoinableInputs):
     """Self-attention with heads of keys and values, wired as the plan of the layer that calls it says."""
 
     def __init__(self, config, plan: LayerPlan):
@@ -73,9 +106,7 @@ class LeanAttention(nn.Module):
             attention alone, else None); this layer's own keys and values.
         """
         borrowed = borrowed or {}
-        projected = project_inputs(
-            [self.q_proj, self.k_proj, self.v_proj], hidden_states, mlp_hidden, self.config.fuse_projections
-        )
+        projected = self.project_inputs(hidden_states, mlp_hidden)
         queries: Any = self._heads(projected[0], self.q_norm, position_embeddings)
         keys = self._heads(projected[1], self.k_norm, position_embeddings)
         values = self._heads(projected[2], None, None)
@@ -91,29 +122,44 @@ class LeanAttention(nn.Module):
         own = KeyValues(keys, values, new_values)
         sources = {**borrowed, plan.layer: own}
 
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        outputs, weights = [], []
+        parts = []
         for group in plan.groups:
             group_keys, group_values = sources[group.keys.layer].keys, sources[group.values.layer].values
             assert group_keys is not None and group_values is not None
-            output, weight = attend(
-                self,
+            part = (
                 queries[:, group.queries],
                 group_keys[:, group.keys.start : group.keys.stop],
                 group_values[:, group.values.start : group.values.stop],
-                attention_mask,
-                dropout=self.config.attention_dropout if self.training else 0.0,
-                scaling=plan.attention_scale(group.keys.layer),
-                **kwargs,
+                plan.attention_scale(group.keys.layer),
             )
-            outputs.append(output)
-            weights.append(weight)
-        output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+            parts.append(part)
+        output, weights = self._attend(parts, attention_mask, **kwargs)
         if plan.reuses_keys and position_embeddings is not None:
             cos, sin = position_embeddings
             output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
         output = self.o_proj(output.flatten(2))
-        return output, torch.cat(weights, dim=1) if weights[0] is not None else None, own
+        return output, weights, own
+
+    def _attend(self, parts: list[Part], attention_mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """One call for every part. An attention function may have a `together(parts, attention_mask)` that takes
+        several parts in one; it returns None where it does not."""
+        attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        if len(parts) > 1 and hasattr(attend, "together"):
+            output = attend.together(parts, attention_mask)
+            if output is not None:
+                return output, None
+        dropout = self.config.attention_dropout if self.training else 0.0
+        found = [
+            attend(self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+            for query, key, value, scaling in parts
+        ]
+        if len(found) == 1:
+            return found[0]
+        outputs, weights = zip(*found, strict=True)
+        return torch.cat(outputs, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
+
+    def input_projections(self) -> list[nn.Module | None]:
+        return [self.q_proj, self.k_proj, self.v_proj]
 
     def _heads(self, projected: Tensor | None, norm, position_embeddings) -> Tensor | None:
         """[batch, positions, width] cut into heads, [batch, heads, positions, head_dim], normed and rotated."""
@@ -125,17 +171,6 @@ class LeanAttention(nn.Module):
         if position_embeddings is not None:
             heads = rotate(heads, position_embeddings)
         return autocast(heads)
-
-
-def project_inputs(
-    projections: list[nn.Module | None], hidden_states: Tensor, mlp_hidden: Tensor | None, fuse: bool
-) -> list[Tensor | None]:
-    """The projections of a layer's input, the query first; a query made from the MLP below is computed from that."""
-    query = projections[0]
-    if not getattr(query, "needs_mlp_hidden", False):
-        return project(projections, hidden_states, fuse)
-    assert query is not None
-    return [query(hidden_states, mlp_hidden), *project(projections[1:], hidden_states, fuse)]
 
 
 def make_mixer(config, plan: LayerPlan) -> nn.Module | None:

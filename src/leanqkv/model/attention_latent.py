@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import KeyValues, autocast, eager_attention, make_mixer, mix, project_inputs
+from .attention import JoinableInputs, KeyValues, autocast, eager_attention, make_mixer, mix
 from .fused import InputLinear
 from .plan import LatentShape, LayerPlan
 from .position import rotate
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(JoinableInputs):
     """MLA of one layer, computed in whichever of two equal forms costs less.
 
     Expanded: keys and values are made of the latent for every head, and attended to as usual: cheapest where there are
@@ -61,12 +61,7 @@ class LatentAttention(nn.Module):
         """As LeanAttention.forward; this layer's own rotary key [batch, 1, positions, rope_dim] and latent columns
         [batch, positions, columns] take the places of keys and values."""
         borrowed = borrowed or {}
-        query, query_rope, key_rope, latent = project_inputs(
-            [self.q_proj, self.q_rope_proj, self.k_rope_proj, self.kv_down_proj],
-            hidden_states,
-            mlp_hidden,
-            self.config.fuse_projections,
-        )
+        query, query_rope, key_rope, latent = self.project_inputs(hidden_states, mlp_hidden)
         assert query is not None
         query = autocast(query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
         query_rope, key_rope = (self._rotated(x, position_embeddings) for x in (query_rope, key_rope))
@@ -90,6 +85,9 @@ class LatentAttention(nn.Module):
             query, query_rope, pieces, key_rope, attention_mask, plan.attention_scale(plan.layer), **kwargs
         )
         return self.o_proj(output.flatten(2)), weights, own
+
+    def input_projections(self) -> list[nn.Module | None]:
+        return [self.q_proj, self.q_rope_proj, self.k_rope_proj, self.kv_down_proj]
 
     def _rotated(self, projected: Tensor | None, position_embeddings) -> Tensor | None:
         if projected is None:

@@ -7,6 +7,7 @@ logits of a mixture of experts.
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from .fused import InputLinear, Joined, project
 from .moe import MixtureOfExperts
 
 
@@ -42,14 +43,25 @@ class MLP(nn.Module):
 
 
 class GatedMLP(MLP):
-    """`(act(x W_gate) * x W_up) W_down` (LLaMA's SwiGLU with `hidden_act` "silu"; Shazeer 2020, arXiv 2002.05202)."""
+    """`(act(x W_gate) * x W_up) W_down` (LLaMA's SwiGLU with `hidden_act` "silu"; Shazeer 2020, arXiv 2002.05202).
+
+    joined: as an attention's (attention.py).
+    """
+
+    joined: Joined | None = None
 
     def __init__(self, config):
         super().__init__(config)
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj, self.gate_proj = (
+            InputLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias) for _ in range(2)
+        )
 
     def hidden(self, hidden_states: Tensor) -> Tensor:
-        return self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
+        gate, up = project(self.joinable_inputs(), hidden_states, fuse=False, joined=self.joined)
+        return self.activation(gate) * up
+
+    def joinable_inputs(self) -> list[nn.Module | None]:
+        return [self.gate_proj, self.up_proj]
 
     @staticmethod
     def parameter_shapes(config) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ cannot disagree, and none of them needs a model to be built.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +88,7 @@ class LayerPlan:
         mixed = set() if self.layout.mixed_with is None else {self.layout.mixed_with}
         return {source.layer for source in self.borrowed} | mixed
 
-    @property
+    @cached_property
     def cached(self) -> tuple[CachedTensor, ...]:
         """What the layer must keep of every token so that it and its borrowers can attend to it later."""
         values = self.computed_value_heads + self.layout.derived_value_heads

@@ -46,6 +46,10 @@ class NonlinearQuery(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self._above(hidden_states, self.down_proj(self.norm_in(hidden_states)))
 
+    @property
+    def input_layer(self) -> nn.Linear:
+        return self.down_proj
+
     def input_map(self) -> tuple[Tensor, None]:
         """W_1 with the weight of the norm before it folded in: `RMSNorm(X) W_1 = (X diag(g) W_1) / rms(X)`."""
         if isinstance(self.norm_in, nn.RMSNorm):

@@ -1,0 +1,219 @@
+"""What a mechanism does to speed: decoding steps and prefill against the baseline's, taking turns in one process.
+
+SkipV1, the identity query and the nonlinear query against `llama-130m`, and MLA in its absorbed form against its
+expanded one. Each ratio stands beside what bytes (decoding) or multiplications (prefill) alone would give. Weights and
+the contents of the cache are random.
+
+    OMP_NUM_THREADS=2 python benchmarks/decode_variants.py --out results/decode/variants.json
+    python benchmarks/decode_variants.py --tables results/decode/variants.json
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from leanqkv import LeanForCausalLM
+from leanqkv.decode import Decoder, allocate_cache
+from leanqkv.files import RECORD_FORMAT, read_json, write_json
+from leanqkv.model.attention_latent import LatentAttention
+from leanqkv.presets import preset
+from leanqkv.train.environment import git_commit, hardware, versions
+
+BASE, POSITIONS = "llama-130m", 8192
+VARIANTS = ("skipv1", "identity-query", "nonlinear-query")
+CONTEXTS, BATCHES = {"skipv1": (512, 1024, 2048, 4096)}, (1, 8)
+OTHER_CONTEXTS = (512, 4096)
+PROMPTS = ((1, 512), (8, 512), (1, 2048))
+
+
+def build(*mechanisms: str) -> Decoder:
+    torch.manual_seed(0)
+    config = preset("+".join((BASE, *mechanisms, f"max_position_embeddings={POSITIONS}")))
+    return Decoder(LeanForCausalLM(config).to(torch.bfloat16).eval())
+
+
+def fill(decoder: Decoder, batch: int, context: int, room: int) -> None:
+    """A cache of `context` random tokens."""
+    config = decoder.config
+    decoder.cache = allocate_cache(config, context + room)
+    for layer in config.plan.layers:
+        shapes = [(batch, cached.num_heads, context, cached.head_dim) for cached in layer.cached]
+        if shapes:
+            held = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+            decoder.cache.update(held[0], held[1] if len(held) > 1 else held[0][:, :0], layer.layer)
+
+
+def read_bytes(decoder: Decoder, batch: int, context: int) -> int:
+    """What a step must read: every weight but the embedding's, of which a row a token, and the cache."""
+    plan = decoder.config.plan
+    weights = sum(w.numel() for name, w in decoder.model.named_parameters() if "embed_tokens" not in name)
+    if decoder.config.tie_word_embeddings:
+        weights += decoder.model.model.embed_tokens.weight.numel()
+    return 2 * weights + batch * plan.kv_bytes(context, torch.bfloat16)
+
+
+def multiplications(decoder: Decoder, length: int) -> int:
+    """Of a prefill, per sequence: matrices, causal scores and their sums; the head at one position."""
+    config, plan = decoder.config, decoder.config.plan
+    matrices = sum(
+        w.numel() for name, w in decoder.model.named_parameters() if w.ndim == 2 and "embed" not in name + "lm_head"
+    ) - (0 if config.tie_word_embeddings else decoder.model.lm_head.weight.numel())
+    heads = sum(layer.num_query_heads * layer.head_dim for layer in plan.layers)
+    return length * matrices + heads * length * (length + 1)
+
+
+def in_turns(
+    sides: dict[str, Callable[[], None]], rounds: int, repetitions: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of each side, and the second's speed over the first's: median, least and most."""
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for round_ in range(rounds + 1):
+        for side, once in (reversed if round_ % 2 else list)(list(sides.items())):
+            start = time.perf_counter()
+            for _ in range(repetitions):
+                once()
+            times[side].append(1e3 * (time.perf_counter() - start) / repetitions)
+    base, other = (of[1:] for of in times.values())  # the first round warms up
+    ratios = [a / b for a, b in zip(base, other, strict=True)]
+    found = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
+    return {side: median(of[1:]) for side, of in times.items()}, found
+
+
+def decoding(sides: dict[str, Decoder], batch: int, context: int, asked: argparse.Namespace) -> dict[str, Any]:
+    repetitions = max(2, asked.steps // (batch * context // 4096 + 1))
+    for decoder in sides.values():
+        fill(decoder, batch, context, (asked.rounds + 1) * repetitions)
+    token = torch.zeros(batch, dtype=torch.long)
+    calls = {name: (lambda decoder=decoder: decoder.step(token)) for name, decoder in sides.items()}
+    milliseconds, ratio = in_turns(calls, asked.rounds, repetitions)  # type: ignore[arg-type]
+    read = {name: read_bytes(decoder, batch, context) for name, decoder in sides.items()}
+    for decoder in sides.values():
+        decoder.cache = None
+    base, other = read.values()
+    return {
+        "batch": batch,
+        "context": context,
+        "milliseconds": milliseconds,
+        "bytes": read,
+        "gigabytes_per_second": {name: read[name] / milliseconds[name] / 1e6 for name in sides},
+        "ratio": ratio,
+        "predicted": base / other,
+    }
+
+
+def prefill(sides: dict[str, Decoder], batch: int, length: int, asked: argparse.Namespace) -> dict[str, Any]:
+    ids = torch.randint(1000, (batch, length), generator=torch.Generator().manual_seed(0))
+    calls = {name: (lambda decoder=decoder: decoder.prefill(ids, room=0)) for name, decoder in sides.items()}
+    milliseconds, ratio = in_turns(calls, asked.rounds, 1)  # type: ignore[arg-type]
+    base, other = (multiplications(decoder, length) for decoder in sides.values())
+    shape = {"batch": batch, "length": length}
+    return {**shape, "milliseconds": milliseconds, "ratio": ratio, "predicted": base / other}
+
+
+def latent(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """MLA: the absorbed form against the expanded one, which must touch the whole history at every step."""
+    sides = {"expanded": build("mla"), "absorbed": build("mla")}
+    for name, decoder in sides.items():
+        for module in decoder.model.modules():
+            if isinstance(module, LatentAttention):
+                module._absorbing_pays = lambda *_, pays=name == "absorbed": pays  # type: ignore[method-assign]
+    found = []
+    for context, batch in product(OTHER_CONTEXTS, BATCHES):
+        row = {"model": "mla", **decoding(sides, batch, context, asked)}
+        row["predicted"] = None  # both read the same bytes
+        found.append(tell("decode", row))
+    return found
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a large copy, bytes read and bytes written."""
+    source = torch.zeros(2**28, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return 2 * len(source) / median(times) / 1e9
+
+
+def tell(what: str, row: dict[str, Any]) -> dict[str, Any]:
+    ratio = row["ratio"]
+    expected = "" if row["predicted"] is None else f", predicted {row['predicted']:.2f}"
+    where = f"batch {row['batch']}, {row.get('context', row.get('length'))} tokens"
+    print(
+        f"{row['model']} {what}, {where}: {ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f}){expected}",
+        flush=True,
+    )
+    return row
+
+
+def tables(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    bandwidth = record["copy_gigabytes_per_second"]
+    lines = ["| decoding | batch | context | step, ms | speed | by bytes | read, MB | GB/s | of a copy's |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for row in record["decode"]:
+        first, second = row["milliseconds"]
+        milliseconds, rate = row["milliseconds"], row["gigabytes_per_second"][second]
+        cells = (
+            f"{row['model']}" + (f", {second}" if row["model"] == "mla" else ""),
+            f"{row['batch']} | {row['context']:,}",
+            f"{milliseconds[second]:.1f} (against {milliseconds[first]:.1f})",
+            f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f}–{row['ratio']['max']:.2f})",
+            "–" if row["predicted"] is None else f"{row['predicted']:.2f}",
+            f"{row['bytes'][second] / 1e6:.0f}",
+            f"{rate:.0f} | {rate / bandwidth:.0%}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| prefill | batch | tokens | ms | speed | by multiplications |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for row in record["prefill"]:
+        first, second = row["milliseconds"].values()
+        spread = f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f}–{row['ratio']['max']:.2f})"
+        cells = (row["model"], f"{row['batch']} | {row['length']:,}", f"{second:.0f} (against {first:.0f})")
+        lines.append("| " + " | ".join((*cells, spread, f"{row['predicted']:.2f}")) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
+    parser.add_argument("--only", choices=(*VARIANTS, "mla"))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=24, help="in a row, of a short context")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    if asked.tables is not None:
+        print(tables(read_json(asked.tables)))
+        return
+    bandwidth = copy_bandwidth()
+    record: dict[str, Any] = {"record": RECORD_FORMAT, "base": BASE, "copy_gigabytes_per_second": bandwidth}
+    record |= {"decode": [], "prefill": []}
+    baseline = build()
+    for name in VARIANTS:
+        if asked.only not in (None, name):
+            continue
+        sides = {"baseline": baseline, name: build(name)}
+        for context, batch in product(CONTEXTS.get(name, OTHER_CONTEXTS), BATCHES):
+            row = {"model": name, **decoding(sides, batch, context, asked)}
+            record["decode"].append(tell("decode", row))
+        for batch, length in PROMPTS:
+            record["prefill"].append(tell("prefill", {"model": name, **prefill(sides, batch, length, asked)}))
+    if asked.only in (None, "mla"):
+        record["decode"] += latent(asked)
+    record |= {"rounds": asked.rounds, "threads": torch.get_num_threads(), "hardware": hardware("cpu")}
+    record |= {"versions": versions(), "git_commit": git_commit()}
+    if asked.out is not None:
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(asked.out, record)
+
+
+if __name__ == "__main__":
+    main()
