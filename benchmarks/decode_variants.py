@@ -73,22 +73,22 @@ def in_turns(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds of each side, and the second's speed over the first's: median, least and most."""
     times: dict[str, list[float]] = {side: [] for side in sides}
-    for round_ in range(rounds + 1):
+    for round_ in range(rounds + 2):
         for side, once in (reversed if round_ % 2 else list)(list(sides.items())):
             start = time.perf_counter()
             for _ in range(repetitions):
                 once()
             times[side].append(1e3 * (time.perf_counter() - start) / repetitions)
-    base, other = (of[1:] for of in times.values())  # the first round warms up
+    base, other = (of[2:] for of in times.values())  # the first rounds warm up
     ratios = [a / b for a, b in zip(base, other, strict=True)]
     found = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
-    return {side: median(of[1:]) for side, of in times.items()}, found
+    return {side: median(of[2:]) for side, of in times.items()}, found
 
 
 def decoding(sides: dict[str, Decoder], batch: int, context: int, asked: argparse.Namespace) -> dict[str, Any]:
     repetitions = max(2, asked.steps // (batch * context // 4096 + 1))
     for decoder in sides.values():
-        fill(decoder, batch, context, (asked.rounds + 1) * repetitions)
+        fill(decoder, batch, context, (asked.rounds + 2) * repetitions)
     token = torch.zeros(batch, dtype=torch.long)
     calls = {name: (lambda decoder=decoder: decoder.step(token)) for name, decoder in sides.items()}
     milliseconds, ratio = in_turns(calls, asked.rounds, repetitions)  # type: ignore[arg-type]

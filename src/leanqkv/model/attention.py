@@ -25,11 +25,6 @@ class KeyValues(NamedTuple):
     new_values: Tensor | None
 
 
-# The heads of one attention call: query [batch, heads, positions, head_dim], key and value [batch, heads / group, key
-# positions, head_dim], and the scale.
-Part = tuple[Tensor, Tensor, Tensor, float]
-
-
 class JoinableInputs(nn.Module):
     """Attention whose first products may be one.
 
@@ -122,41 +117,46 @@ class LeanAttention(JoinableInputs):
         own = KeyValues(keys, values, new_values)
         sources = {**borrowed, plan.layer: own}
 
-        parts = []
+        found = []
         for group in plan.groups:
-            group_keys, group_values = sources[group.keys.layer].keys, sources[group.values.layer].values
-            assert group_keys is not None and group_values is not None
-            part = (
+            keys = sources[group.keys.layer].keys
+            assert keys is not None
+            held = [(sources[source.layer].values, source) for source in group.values]
+            part = self._attend(
                 queries[:, group.queries],
-                group_keys[:, group.keys.start : group.keys.stop],
-                group_values[:, group.values.start : group.values.stop],
+                keys[:, group.keys.start : group.keys.stop],
+                [values[:, source.start : source.stop] for values, source in held if values is not None],
+                attention_mask,
                 plan.attention_scale(group.keys.layer),
+                **kwargs,
             )
-            parts.append(part)
-        output, weights = self._attend(parts, attention_mask, **kwargs)
+            found.append(part)
+        output, weights = _joined_heads(found)
         if plan.reuses_keys and position_embeddings is not None:
             cos, sin = position_embeddings
             output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
         output = self.o_proj(output.flatten(2))
         return output, weights, own
 
-    def _attend(self, parts: list[Part], attention_mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """One call for every part. An attention function may have a `together(parts, attention_mask)` that takes
-        several parts in one; it returns None where it does not."""
+    def _attend(
+        self, query: Tensor, key: Tensor, values: list[Tensor], mask: Tensor | None, scaling: float, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of heads whose values lie in one or several tensors: one call for each of these, unless the
+        attention function has a `split_values` that takes them all, and does not return None."""
         attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        if len(parts) > 1 and hasattr(attend, "together"):
-            output = attend.together(parts, attention_mask)
+        if len(values) > 1 and hasattr(attend, "split_values"):
+            output = attend.split_values(query, key, values, mask, scaling)
             if output is not None:
                 return output, None
+        size = query.shape[1] // key.shape[1]
         dropout = self.config.attention_dropout if self.training else 0.0
-        found = [
-            attend(self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-            for query, key, value, scaling in parts
-        ]
-        if len(found) == 1:
-            return found[0]
-        outputs, weights = zip(*found, strict=True)
-        return torch.cat(outputs, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
+        found, start = [], 0
+        for value in values:
+            stop = start + value.shape[1]
+            heads = query[:, start * size : stop * size], key[:, start:stop]
+            found.append(attend(self, *heads, value, mask, dropout=dropout, scaling=scaling, **kwargs))
+            start = stop
+        return _joined_heads(found)
 
     def input_projections(self) -> list[nn.Module | None]:
         return [self.q_proj, self.k_proj, self.v_proj]
@@ -171,6 +171,14 @@ class LeanAttention(JoinableInputs):
         if position_embeddings is not None:
             heads = rotate(heads, position_embeddings)
         return autocast(heads)
+
+
+def _joined_heads(found: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Outputs [batch, positions, heads, head_dim] and weights [batch, heads, positions, key positions] of all calls."""
+    if len(found) == 1:
+        return found[0]
+    outputs, weights = zip(*found, strict=True)
+    return torch.cat(outputs, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
 
 
 def make_mixer(config, plan: LayerPlan) -> nn.Module | None:

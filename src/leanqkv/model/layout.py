@@ -1,7 +1,6 @@
 """Where one layer's heads come from: the vocabulary in which a key/value mechanism describes itself to the plan."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 
@@ -56,36 +55,34 @@ def heads(layer: int, start: int, stop: int) -> tuple[HeadSource, ...]:
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """A run of heads whose keys come from one layer and whose values come from one layer: one attention call."""
+    """A run of heads whose keys come from one layer: one attention call, or one for each source of its values."""
 
     queries: slice
     keys: HeadSource
-    values: HeadSource
+    values: tuple[HeadSource, ...]
 
 
 def head_groups(layout: HeadLayout) -> tuple[HeadGroup, ...]:
-    """Cuts a layer's heads where the source of its keys or of its values changes.
+    """Cuts a layer's heads where the source of its keys changes, and their values where theirs does.
 
-    SkipV1Former becomes two groups, the layer's own values and the first layer's, so that no value heads of different
-    layers ever have to be copied into one tensor.
+    SkipV1Former becomes one group with two sources of values, the layer's own and the first layer's, so that no heads
+    of different layers ever have to be copied into one tensor.
     """
+    size = layout.num_query_heads // sum(source.num_heads for source in layout.keys)
+    groups, start = [], 0
+    for keys in layout.keys:
+        stop = start + keys.num_heads
+        groups.append(HeadGroup(slice(start * size, stop * size), keys, _between(layout.values, start, stop)))
+        start = stop
+    return tuple(groups)
 
-    def bounds(sources: tuple[HeadSource, ...]) -> list[int]:
-        edges = [0]
-        for source in sources:
-            edges.append(edges[-1] + source.num_heads)
-        return edges
 
-    def part(sources: tuple[HeadSource, ...], start: int, stop: int) -> HeadSource:
-        for source, edge in zip(sources, bounds(sources)[:-1], strict=True):
-            if edge <= start < edge + source.num_heads:
-                offset = source.start - edge
-                return HeadSource(source.layer, start + offset, stop + offset)
-        raise AssertionError(f"no source for head {start}")
-
-    edges = sorted({*bounds(layout.keys), *bounds(layout.values)})
-    size = layout.num_query_heads // edges[-1]
-    return tuple(
-        HeadGroup(slice(start * size, stop * size), part(layout.keys, start, stop), part(layout.values, start, stop))
-        for start, stop in pairwise(edges)
-    )
+def _between(sources: tuple[HeadSource, ...], start: int, stop: int) -> tuple[HeadSource, ...]:
+    """What the heads `start .. stop - 1` of all these come from."""
+    found, edge = [], 0
+    for source in sources:
+        first, last = max(start, edge), min(stop, edge + source.num_heads)
+        if first < last:
+            found.append(HeadSource(source.layer, source.start + first - edge, source.start + last - edge))
+        edge += source.num_heads
+    return tuple(found)
