@@ -4,11 +4,12 @@ import pytest
 import torch
 from shapes import randomize, tiny, tokens
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.decode import Decoder, allocate_cache
-from leanqkv.decode.attention import decode_attention
+from leanqkv.decode.attention import decode_attention, split_values
 from leanqkv.decode.cache import AllocatedLayer
 from leanqkv.decode.linear import PackedLinear, can_pack, packed
 from leanqkv.presets import MECHANISMS
@@ -204,13 +205,35 @@ def test_attention_of_one_query(group, mask):
             "additive": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).bfloat16(),
         }[mask]
         found, _ = decode_attention(nn.Module(), query, key, value, given, scaling=0.3)
+        # The second head's values lie somewhere else.
+        split = split_values(query, key, [value[:, :1].clone(), value[:, 1:]], given, 0.3)
         spread = key.double().repeat_interleave(group, dim=1), value.double().repeat_interleave(group, dim=1)
         scores = query.double() @ spread[0].mT * 0.3
         if given is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
         expected = (scores.softmax(-1) @ spread[1]).transpose(1, 2)
-        assert found.shape == expected.shape
-        assert (found.double() - expected).abs().max() <= torch.finfo(torch.bfloat16).eps * expected.abs().max()
+        assert split is not None
+        for output in (found, split):
+            assert output.shape == expected.shape
+            error = (output.double() - expected).abs().max()
+            assert error <= torch.finfo(torch.bfloat16).eps * expected.abs().max()
+
+
+def test_own_and_borrowed_values_take_one_call(monkeypatch):
+    model, ids, calls = build("llama", "skipv1"), tokens(2, PROMPT), []
+    decoder = Decoder(model)
+    expected = decoder.prefill(ids, room=1)
+
+    def split(query, key, values, mask, scaling):
+        calls.append([value.shape[1] for value in values])
+        return scaled_dot_product_attention(
+            query, key, torch.cat(values, dim=1), attn_mask=mask, is_causal=mask is None, scale=scaling
+        ).transpose(1, 2)
+
+    monkeypatch.setattr(decode_attention, "split_values", split)
+    assert torch.allclose(decoder.prefill(ids, room=1), expected, atol=1e-5)
+    heads = model.config.num_attention_heads
+    assert calls == [[heads // 2, heads // 2]] * (model.config.num_hidden_layers - 1)
 
 
 def test_without_a_compiler_attention_is_pytorchs(monkeypatch):

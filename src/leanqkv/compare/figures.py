@@ -239,11 +239,13 @@ def measured_lines(name: str, series: Sequence[Series], across: str, up: str, de
 
     def plot(canvas: _Canvas) -> None:
         _lines(canvas, series)
-        canvas.axes.set_ylim(bottom=0)
-        canvas.axes.set_xlim(left=0)
+        points = [point for one in series for point in one.points]
+        canvas.axes.set_xlim(0, 1.05 * max(point.step for point in points))
+        canvas.axes.set_ylim(0, 1.05 * max(point.high for point in points))
         canvas.axes.xaxis.set_major_locator(MaxNLocator(4 if canvas.narrow else 8, steps=ROUND, integer=True))
+        prefixed = EngFormatter(sep="")
         for axis in (canvas.axes.xaxis, canvas.axes.yaxis):
-            axis.set_major_formatter(EngFormatter(sep=""))
+            axis.set_major_formatter(FuncFormatter(lambda at, _: prefixed(at) if at >= 1 else f"{at:g}"))
         canvas.axes.set_xlabel(across)
         canvas.axes.set_ylabel(up)
 

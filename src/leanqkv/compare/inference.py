@@ -16,20 +16,25 @@ from .text import compact
 
 RECORD = "bench.json"
 HEADERS = (
-    *("model", "batch", "context", "KV cache", "by formula", "activations", "prefill, ms / 100 tokens"),
+    *("model", "batch", "context", "KV cache, MB", "by formula, MB", "activations, MB", "prefill, ms / 100 tokens"),
     "decoding, tokens/s",
 )
+SHORT_HEADERS = ("model", "batch", "context", "KV MB", "by plan", "peak MB", "prefill", "decode")
 MB = 1e6
 
 
 def table(record: dict[str, Any]) -> Table:
     """Every row of the record, times as medians; a terminal has no room for their ranges."""
-    found = Table(box=box.SIMPLE_HEAD)
-    for header in HEADERS:
-        found.add_column(header, justify="left" if header == "model" else "right", overflow="fold")
+    caption = (
+        "KV MB: of the cache, and what the plan says; peak MB: activations beside it; prefill: ms per 100 tokens; "
+        "decode: tokens/s"
+    )
+    found = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    for header in SHORT_HEADERS:
+        found.add_column(header, justify="left" if header == "model" else "right", no_wrap=True)
     for row in record["rows"]:
         cells = _cells(row)
-        found.add_row(*cells[: -len(_TIMES)], *(f"{row[what]['median']:,.1f}" for what in _TIMES))
+        found.add_row(*cells[: -len(_TIMES)], *(f"{row[what]['median']:.4g}" for what in _TIMES))
     return found
 
 
@@ -69,7 +74,7 @@ def write_page(directory: Path) -> Path:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     times = [f"{row[what]['median']:,.1f} ({row[what]['min']:,.1f}–{row[what]['max']:,.1f})" for what in _TIMES]
-    sizes = [f"{row[what] / MB:,.2f} MB" for what in ("cache", "cache_formula", "activations")]
+    sizes = [f"{row[what] / MB:,.2f}" for what in ("cache", "cache_formula", "activations")]
     return [row["model"], str(row["batch"]), f"{row['context']:,}", *sizes, *times]
 
 
