@@ -6,6 +6,7 @@ infinity, by which nothing can be certified. `leanqkv eliminate` is
 killed once on the way and run again; then `leanqkv inspect` reads the source. Needs 40 GB of disk.
 
     python benchmarks/eliminate_large.py --directory /tmp/large --out results/exact/mistral-7b-shape.json
+    python benchmarks/eliminate_large.py --tables results/exact/mistral-7b-shape.json
 """
 
 import argparse
@@ -24,18 +25,24 @@ import torch
 from leanqkv import LeanConfig
 from leanqkv.checkpoints.tensors import LazyTensors
 from leanqkv.checkpoints.write import save_config, write_checkpoint
-from leanqkv.files import write_json
+from leanqkv.files import read_json, write_json
 from leanqkv.train.environment import git_commit, hardware, versions
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
+    parser.add_argument("--directory", type=Path, help="where the checkpoints are made")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--kill-after", type=int, default=3, help="shards written")
     parser.add_argument("--keep", action="store_true", help="do not delete the checkpoints")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    if asked.tables is not None:
+        print(tables(read_json(asked.tables)))
+        return
+    if asked.directory is None:
+        parser.error("give --directory")
     source, result = asked.directory / "source", asked.directory / "result"
     config = LeanConfig(
         hidden_size=4096,
@@ -78,6 +85,25 @@ def main() -> None:
     if asked.out:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(asked.out, record)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    runs = (
+        (f"`eliminate`, killed after {record['killed']['shards']} shards", record["killed"]),
+        ("the same command again, to the end", record["eliminate"]),
+        ("`inspect` on the source", record["inspect"]),
+    )
+    lines = ["| run | wall time | peak resident memory |", "| --- | ---: | ---: |"]
+    for name, of in runs:
+        lines.append(f"| {name} | {of['seconds'] / 60:.0f} min | {of['peak_resident_bytes'] / 1e9:.2f} GB |")
+    lines += ["", "| the result, stored in float32, computed in | fp64 | fp32 | bf16 |", "| --- | ---: | ---: | ---: |"]
+    for side in ("result", "original"):
+        errors = (
+            f"{record['certificate']['dtypes'][dtype][side]['relative']:.1e}" for dtype in ("fp64", "fp32", "bf16")
+        )
+        lines.append(f"| {'relative error' if side == 'result' else 'of the original'} | " + " | ".join(errors) + " |")
+    return "\n".join(lines)
 
 
 def make(config: LeanConfig, directory: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shapes import tiny, tokens
+from shapes import assert_near, randomize, tiny, tokens
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
@@ -67,3 +67,21 @@ def test_a_step_copies_no_history_but_to_grow_the_cache(mechanisms, overrides, k
     assert len(grown) == expected
     others = [copy for copy in copies.found if copy not in grown]
     assert not others, others
+
+
+ONE_GRAPH = [case for case in CASES if case[0] in ((), ("gqa", "skipv1"), ("yoco",), ("skipkv1",), ("mla", "skipv1"))]
+
+
+@pytest.mark.parametrize("mechanisms, overrides", ONE_GRAPH)
+def test_a_step_with_a_static_cache_is_one_graph(mechanisms, overrides):
+    """What `generate(cache_implementation="static")` compiles, and on a GPU captures, has no graph break."""
+    config = tiny("llama", *mechanisms, **overrides)
+    model = randomize(LeanForCausalLM(config)).eval()
+    ids, cache = tokens(2, 9), StaticCache(config=config, max_cache_len=12)
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(ids).logits[:, 6:]
+        model(ids[:, :6], past_key_values=cache)
+        found = torch.cat([step(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in (6, 7, 8)], dim=1)
+    assert_near(found, expected, 100 * torch.finfo(torch.float32).eps)
