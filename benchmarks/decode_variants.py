@@ -49,13 +49,22 @@ def fill(decoder: Decoder, batch: int, context: int, room: int) -> None:
             decoder.cache.update(held[0], held[1] if len(held) > 1 else held[0][:, :0], layer.layer)
 
 
-def read_bytes(decoder: Decoder, batch: int, context: int) -> int:
-    """What a step must read: every weight but the embedding's, of which a row a token, and the cache."""
-    plan = decoder.config.plan
+def step_bytes(decoder: Decoder, batch: int, context: int) -> tuple[int, int]:
+    """What a step must read at least, each byte once: every weight but the embedding's, of which a row a token, and the
+    cache. And what it reads if nothing stays in the processor's caches from one layer to the next: what is borrowed is
+    then read by every borrower."""
+    config = decoder.config
     weights = sum(w.numel() for name, w in decoder.model.named_parameters() if "embed_tokens" not in name)
-    if decoder.config.tie_word_embeddings:
+    if config.tie_word_embeddings:
         weights += decoder.model.model.embed_tokens.weight.numel()
-    return 2 * weights + batch * plan.kv_bytes(context, torch.bfloat16)
+    attended = 0
+    for layer in config.plan.layers:
+        if layer.latent is not None:
+            attended += layer.latent.rank + layer.latent.rope_dim
+        for group in layer.groups:
+            attended += layer.head_dim * sum(source.num_heads for source in (group.keys, *group.values))
+    once = 2 * weights + batch * config.plan.kv_bytes(context, torch.bfloat16)
+    return once, 2 * (weights + batch * context * attended)
 
 
 def multiplications(decoder: Decoder, length: int) -> int:
@@ -92,18 +101,18 @@ def decoding(sides: dict[str, Decoder], batch: int, context: int, asked: argpars
     token = torch.zeros(batch, dtype=torch.long)
     calls = {name: (lambda decoder=decoder: decoder.step(token)) for name, decoder in sides.items()}
     milliseconds, ratio = in_turns(calls, asked.rounds, repetitions)  # type: ignore[arg-type]
-    read = {name: read_bytes(decoder, batch, context) for name, decoder in sides.items()}
+    once, again = ({name: step_bytes(of, batch, context)[i] for name, of in sides.items()} for i in (0, 1))
     for decoder in sides.values():
         decoder.cache = None
-    base, other = read.values()
     return {
         "batch": batch,
         "context": context,
         "milliseconds": milliseconds,
-        "bytes": read,
-        "gigabytes_per_second": {name: read[name] / milliseconds[name] / 1e6 for name in sides},
+        "bytes": once,
+        "bytes_read_again": again,
+        "gigabytes_per_second": {name: again[name] / milliseconds[name] / 1e6 for name in sides},
         "ratio": ratio,
-        "predicted": base / other,
+        "predicted": [base / other for base, other in (again.values(), once.values())],
     }
 
 
@@ -113,7 +122,7 @@ def prefill(sides: dict[str, Decoder], batch: int, length: int, asked: argparse.
     milliseconds, ratio = in_turns(calls, asked.rounds, 1)  # type: ignore[arg-type]
     base, other = (multiplications(decoder, length) for decoder in sides.values())
     shape = {"batch": batch, "length": length}
-    return {**shape, "milliseconds": milliseconds, "ratio": ratio, "predicted": base / other}
+    return {**shape, "milliseconds": milliseconds, "ratio": ratio, "predicted": [base / other]}
 
 
 def latent(asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -126,7 +135,7 @@ def latent(asked: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for context, batch in product(OTHER_CONTEXTS, BATCHES):
         row = {"model": "mla", **decoding(sides, batch, context, asked)}
-        row["predicted"] = None  # both read the same bytes
+        row["predicted"] = []  # both read the same weights and cache; the expanded form writes and reads more
         found.append(tell("decode", row))
     return found
 
@@ -145,7 +154,7 @@ def copy_bandwidth() -> float:
 
 def tell(what: str, row: dict[str, Any]) -> dict[str, Any]:
     ratio = row["ratio"]
-    expected = "" if row["predicted"] is None else f", predicted {row['predicted']:.2f}"
+    expected = f", predicted {_range(row['predicted'])}"
     where = f"batch {row['batch']}, {row.get('context', row.get('length'))} tokens"
     print(
         f"{row['model']} {what}, {where}: {ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f}){expected}",
@@ -154,10 +163,14 @@ def tell(what: str, row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def _range(numbers: list[float], how: str = ".2f") -> str:
+    return "–".join(dict.fromkeys(format(number, how) for number in numbers)) or "–"
+
+
 def tables(record: dict[str, Any]) -> str:
     """The record as Markdown."""
     bandwidth = record["copy_gigabytes_per_second"]
-    lines = ["| decoding | batch | context | step, ms | speed | by bytes | read, MB | GB/s | of a copy's |"]
+    lines = ["| decoding | batch | context | step, ms | speed | by bytes | bytes, MB | GB/s | of a copy's |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in record["decode"]:
         first, second = row["milliseconds"]
@@ -167,8 +180,8 @@ def tables(record: dict[str, Any]) -> str:
             f"{row['batch']} | {row['context']:,}",
             f"{milliseconds[second]:.1f} (against {milliseconds[first]:.1f})",
             f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f}–{row['ratio']['max']:.2f})",
-            "–" if row["predicted"] is None else f"{row['predicted']:.2f}",
-            f"{row['bytes'][second] / 1e6:.0f}",
+            _range(row["predicted"]),
+            _range([row[what][second] / 1e6 for what in ("bytes", "bytes_read_again")], ".0f"),
             f"{rate:.0f} | {rate / bandwidth:.0%}",
         )
         lines.append("| " + " | ".join(cells) + " |")
@@ -178,7 +191,7 @@ def tables(record: dict[str, Any]) -> str:
         first, second = row["milliseconds"].values()
         spread = f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f}–{row['ratio']['max']:.2f})"
         cells = (row["model"], f"{row['batch']} | {row['length']:,}", f"{second:.0f} (against {first:.0f})")
-        lines.append("| " + " | ".join((*cells, spread, f"{row['predicted']:.2f}")) + " |")
+        lines.append("| " + " | ".join((*cells, spread, _range(row["predicted"]))) + " |")
     return "\n".join(lines)
 
 
