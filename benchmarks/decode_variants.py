@@ -70,17 +70,14 @@ def step_bytes(decoder: Decoder, batch: int, context: int) -> tuple[int, int]:
 def multiplications(decoder: Decoder, length: int) -> int:
     """Of a prefill, per sequence: matrices, causal scores and their sums; the head at one position."""
     config, plan = decoder.config, decoder.config.plan
-    matrices = sum(
-        w.numel() for name, w in decoder.model.named_parameters() if w.ndim == 2 and "embed" not in name + "lm_head"
-    ) - (0 if config.tie_word_embeddings else decoder.model.lm_head.weight.numel())
+    outside = ("model.embed", "lm_head")
+    matrices = sum(w.numel() for n, w in decoder.model.named_parameters() if w.ndim == 2 and not n.startswith(outside))
     heads = sum(layer.num_query_heads * layer.head_dim for layer in plan.layers)
     return length * matrices + heads * length * (length + 1)
 
 
-def in_turns(
-    sides: dict[str, Callable[[], None]], rounds: int, repetitions: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of each side, and the second's speed over the first's: median, least and most."""
+def in_turns(sides: dict[str, Callable[[], None]], rounds: int, repetitions: int) -> dict[str, list[float]]:
+    """Milliseconds of every round, without the first two, which warm up."""
     times: dict[str, list[float]] = {side: [] for side in sides}
     for round_ in range(rounds + 2):
         for side, once in (reversed if round_ % 2 else list)(list(sides.items())):
@@ -88,30 +85,39 @@ def in_turns(
             for _ in range(repetitions):
                 once()
             times[side].append(1e3 * (time.perf_counter() - start) / repetitions)
-    base, other = (of[2:] for of in times.values())  # the first rounds warm up
-    ratios = [a / b for a, b in zip(base, other, strict=True)]
-    found = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
-    return {side: median(of[2:]) for side, of in times.items()}, found
+    return {side: of[2:] for side, of in times.items()}
+
+
+def compared(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Median milliseconds of each side, and the second's speed over the first's: median, least and most."""
+    ratios = [base / other for base, other in zip(*times.values(), strict=True)]
+    return {
+        "milliseconds": {side: median(of) for side, of in times.items()},
+        "ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
+    }
 
 
 def decoding(sides: dict[str, Decoder], batch: int, context: int, asked: argparse.Namespace) -> dict[str, Any]:
     repetitions = max(2, asked.steps // (batch * context // 4096 + 1))
-    for decoder in sides.values():
-        fill(decoder, batch, context, (asked.rounds + 2) * repetitions)
     token = torch.zeros(batch, dtype=torch.long)
-    calls = {name: (lambda decoder=decoder: decoder.step(token)) for name, decoder in sides.items()}
-    milliseconds, ratio = in_turns(calls, asked.rounds, repetitions)  # type: ignore[arg-type]
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(asked.fills):  # where the memory of a cache lies makes some per cent of difference
+        for decoder in sides.values():
+            fill(decoder, batch, context, (asked.rounds + 2) * repetitions)
+        calls = {name: (lambda decoder=decoder: decoder.step(token)) for name, decoder in sides.items()}
+        for side, found in in_turns(calls, asked.rounds, repetitions).items():  # type: ignore[arg-type]
+            times[side] += found
+        for decoder in sides.values():
+            decoder.cache = None
     once, again = ({name: step_bytes(of, batch, context)[i] for name, of in sides.items()} for i in (0, 1))
-    for decoder in sides.values():
-        decoder.cache = None
+    row = compared(times)
     return {
         "batch": batch,
         "context": context,
-        "milliseconds": milliseconds,
+        **row,
         "bytes": once,
         "bytes_read_again": again,
-        "gigabytes_per_second": {name: again[name] / milliseconds[name] / 1e6 for name in sides},
-        "ratio": ratio,
+        "gigabytes_per_second": {name: again[name] / row["milliseconds"][name] / 1e6 for name in sides},
         "predicted": [base / other for base, other in (again.values(), once.values())],
     }
 
@@ -119,10 +125,9 @@ def decoding(sides: dict[str, Decoder], batch: int, context: int, asked: argpars
 def prefill(sides: dict[str, Decoder], batch: int, length: int, asked: argparse.Namespace) -> dict[str, Any]:
     ids = torch.randint(1000, (batch, length), generator=torch.Generator().manual_seed(0))
     calls = {name: (lambda decoder=decoder: decoder.prefill(ids, room=0)) for name, decoder in sides.items()}
-    milliseconds, ratio = in_turns(calls, asked.rounds, 1)  # type: ignore[arg-type]
+    times = in_turns(calls, asked.rounds, 1)  # type: ignore[arg-type]
     base, other = (multiplications(decoder, length) for decoder in sides.values())
-    shape = {"batch": batch, "length": length}
-    return {**shape, "milliseconds": milliseconds, "ratio": ratio, "predicted": [base / other]}
+    return {"batch": batch, "length": length, **compared(times), "predicted": [base / other]}
 
 
 def latent(asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -199,7 +204,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
     parser.add_argument("--only", choices=(*VARIANTS, "mla"))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fills", type=int, default=3, help="of the cache, with so many rounds each")
     parser.add_argument("--steps", type=int, default=24, help="in a row, of a short context")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -221,7 +227,12 @@ def main() -> None:
             record["prefill"].append(tell("prefill", {"model": name, **prefill(sides, batch, length, asked)}))
     if asked.only in (None, "mla"):
         record["decode"] += latent(asked)
-    record |= {"rounds": asked.rounds, "threads": torch.get_num_threads(), "hardware": hardware("cpu")}
+    record |= {
+        "rounds": asked.rounds,
+        "fills": asked.fills,
+        "threads": torch.get_num_threads(),
+        "hardware": hardware("cpu"),
+    }
     record |= {"versions": versions(), "git_commit": git_commit()}
     if asked.out is not None:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
