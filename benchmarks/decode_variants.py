@@ -69,7 +69,7 @@ def step_bytes(decoder: Decoder, batch: int, context: int) -> tuple[int, int]:
 
 def multiplications(decoder: Decoder, length: int) -> int:
     """Of a prefill, per sequence: matrices, causal scores and their sums; the head at one position."""
-    config, plan = decoder.config, decoder.config.plan
+    plan = decoder.config.plan
     outside = ("model.embed", "lm_head")
     matrices = sum(w.numel() for n, w in decoder.model.named_parameters() if w.ndim == 2 and not n.startswith(outside))
     heads = sum(layer.num_query_heads * layer.head_dim for layer in plan.layers)

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM, cache_bytes
-from leanqkv.decode import Decoder, allocate_cache
+from leanqkv.decode import Decoder, allocate_cache, prepared
 from leanqkv.decode.attention import decode_attention, split_values
 from leanqkv.decode.cache import AllocatedLayer
 from leanqkv.decode.linear import PackedLinear, can_pack, packed
@@ -172,6 +172,14 @@ def test_a_packed_model_shares_the_parameters_and_leaves_the_model():
         # What is part of a joined product is not packed a second time.
         assert not any(isinstance(linear, PackedLinear) for linear in (attention.k_proj, attention.q_proj.down_proj))
     assert all(layer.self_attn.joined is None and layer.mlp.joined is None for layer in model.model.layers)
+
+
+def test_a_prepared_model_generates_as_the_model_does():
+    model, ids = build("llama", "skipv1"), tokens(2, PROMPT)
+    options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        assert torch.equal(prepared(model).generate(ids, **options), model.generate(ids, **options))
+    assert model.config._attn_implementation == "sdpa"  # the model itself is as it was
 
 
 def test_what_is_not_a_plain_layer_is_not_packed():

@@ -35,6 +35,7 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState, _St
 
 from .checkpoints import load_config, load_model
 from .data.tokenizer import load_tokenizer
+from .decode import prepared
 from .errors import LeanError
 from .quiet import quiet_transformers
 
@@ -467,7 +468,7 @@ def serve(
     tokenizer = load_tokenizer(directory)
     with _listen(host, port) as listener:  # before the weights, which may take long
         model: Any = load_model(directory)
-        model = model.to(device=device, dtype=dtype or model.dtype)
+        model = prepared(model.to(device=device, dtype=dtype or model.dtype))
         name = directory.resolve().name
         app, generation = build_app(model, tokenizer, name)
         shown = f"[{host}]" if ":" in host else host

@@ -17,6 +17,15 @@ from .linear import packed
 CHUNK = 512
 
 
+def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
+    """A copy for inference that shares the parameters: packed linear layers (linear.py), and the attention of one query
+    (attention.py) in place of "sdpa". It is a model like any other; `generate` is transformers'."""
+    found = packed(model).eval()
+    if found.config._attn_implementation == "sdpa":
+        found.config._attn_implementation = NAME
+    return found
+
+
 class Decoder:
     """Generates from a model, with the tokens that `model.generate` gives, and less work around each step.
 
@@ -29,9 +38,7 @@ class Decoder:
         """chunk: tokens of a prompt at a time; a prefix model's prompt is always taken whole."""
         self.config = model.config
         self.generation_config = model.generation_config
-        self.model = packed(model).eval()
-        if self.model.config._attn_implementation == "sdpa":
-            self.model.config._attn_implementation = NAME
+        self.model = prepared(model)
         self.chunk = chunk if model.config.mask_type != "prefix" else 2**31
         self.cache: Cache | None = None  # of the last prompt
         self._mask: Tensor | None = None
