@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .fused import Joined, project
+from .layout import HeadSource
 from .plan import LayerPlan
 from .position import rotate
 
@@ -117,20 +118,17 @@ class LeanAttention(JoinableInputs):
         own = KeyValues(keys, values, new_values)
         sources = {**borrowed, plan.layer: own}
 
-        found = []
-        for group in plan.groups:
-            keys = sources[group.keys.layer].keys
-            assert keys is not None
-            held = [(sources[source.layer].values, source) for source in group.values]
-            part = self._attend(
+        found = [
+            self._attend(
                 queries[:, group.queries],
-                keys[:, group.keys.start : group.keys.stop],
-                [values[:, source.start : source.stop] for values, source in held if values is not None],
+                _taken(sources[group.keys.layer].keys, group.keys),
+                [_taken(sources[source.layer].values, source) for source in group.values],
                 attention_mask,
                 plan.attention_scale(group.keys.layer),
                 **kwargs,
             )
-            found.append(part)
+            for group in plan.groups
+        ]
         output, weights = _joined_heads(found)
         if plan.reuses_keys and position_embeddings is not None:
             cos, sin = position_embeddings
@@ -171,6 +169,11 @@ class LeanAttention(JoinableInputs):
         if position_embeddings is not None:
             heads = rotate(heads, position_embeddings)
         return autocast(heads)
+
+
+def _taken(tensor: Tensor | None, source: HeadSource) -> Tensor:
+    assert tensor is not None
+    return tensor[:, source.start : source.stop]
 
 
 def _joined_heads(found: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
