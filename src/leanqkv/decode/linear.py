@@ -55,7 +55,8 @@ def packed(model: nn.Module) -> Any:
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     found = copy.deepcopy(model, shared)
-    modules, in_joined = list(found.modules()), set()
+    modules: list[Any] = list(found.modules())
+    in_joined: set[int] = set()
     for module in modules:
         if not hasattr(module, "joinable_inputs") or not all(can_pack(weight) for weight in module.parameters()):
             continue

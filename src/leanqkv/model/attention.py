@@ -32,6 +32,7 @@ class JoinableInputs(nn.Module):
     joined: what `fused.join` made of `joinable_inputs` for inference alone: it does not follow the weights.
     """
 
+    config: Any
     joined: Joined | None = None
 
     def input_projections(self) -> list[nn.Module | None]:
