@@ -493,7 +493,7 @@ def test_tables_of_the_record(record):
 
 def test_the_page_is_made_from_the_record_alone(record, unwrapped):
     page = Path("found/report.html").read_text()
-    assert page.count("<figure>") == 1 + 3 + 1 + 3 + 2 * 3
+    assert page.count("<figure>") == 1 + 3 + 1 + 4 + 3 + 2 * 3  # probe, similarities, spread, spectra, scores, maps
     assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", page)  # it needs nothing else
     table = Path("found/table.md").read_text()
     Path("found/report.html").unlink()

@@ -13,7 +13,7 @@ from ..model.causal_lm import LeanForCausalLM
 
 @dataclass(frozen=True)
 class Observation:
-    """Per layer, in order.
+    """Per layer, in order; on the CPU, since not every device knows float64.
 
     Attributes:
         layers: the block's output, [batch, positions, hidden_size]; before DenseFormer's average, where there is one.
@@ -47,12 +47,12 @@ def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
     plans = iter(model.config.plan.layers)  # blocks that share weights are called once for every layer
 
     def attended(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        heads.append(inputs[0].unflatten(-1, (next(plans).num_query_heads, -1)))
+        heads.append(inputs[0].cpu().unflatten(-1, (next(plans).num_query_heads, -1)))
 
     def register(block: Any) -> list[Any]:
         return [
-            block.register_forward_hook(lambda _m, _in, out: layers.append(out[0])),
-            block.self_attn.register_forward_hook(lambda _m, _in, out: patterns.append(out[1])),
+            block.register_forward_hook(lambda _m, _in, out: layers.append(out[0].cpu())),
+            block.self_attn.register_forward_hook(lambda _m, _in, out: patterns.append(out[1].cpu())),
             block.self_attn.o_proj.register_forward_pre_hook(attended),
         ]
 

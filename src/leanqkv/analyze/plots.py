@@ -36,6 +36,7 @@ def drawings(record: Mapping[str, Any], groups: Groups) -> list[tuple[str, Drawi
         found.append(lines(f"similar-{name}", values, "cosine similarity", f"{caption}, by layer; {over}"))
     spread = f"Spread of the attention logits, by layer; {over}"
     found.append(lines("spread", lambda m: m["logit_spread"], "standard deviation", spread))
+    found += _spectra(groups)
     found += _head_maps(record)
     found += _similarity_maps(groups)
     return found
@@ -43,6 +44,26 @@ def drawings(record: Mapping[str, Any], groups: Groups) -> list[tuple[str, Drawi
 
 def _similarity(name: str) -> Callable[[Model], list[float]]:
     return lambda model: [at["mean"] for at in model["similarity"][name]]
+
+
+def _spectra(groups: Groups) -> list[tuple[str, Drawing]]:
+    """Singular values against their rank, both relative, averaged over layers and models."""
+    names = dict.fromkeys(name for _, models in groups for m in models for layer in m["spectra"] for name in layer)
+    found = []
+    for name in names:
+        series = []
+        for style, (label, models) in enumerate(groups):
+            matrices = [layer[name]["singular_values"] for m in models for layer in m["spectra"] if name in layer]
+            curves = [
+                {round(100 * i / max(1, len(values) - 1)): value / values[0] for i, value in enumerate(values)}
+                for values in matrices
+                if values[0]
+            ]
+            if curves:
+                series.append(Series(label, style, average(dict(enumerate(curves)))))
+        caption = f"Singular values of {name} over the largest; mean and range over layers and seeds."
+        found.append((caption, measured_lines(f"spectrum-{name}", series, "rank, %", "σ / σ₁", caption)))
+    return found
 
 
 def _head_maps(record: Mapping[str, Any]) -> list[tuple[str, Drawing]]:

@@ -83,7 +83,7 @@ def _zeros(vocab_size: int, like: Tensor) -> Head:
 
 @torch.no_grad()
 def probe_losses(heads: Sequence[Sequence[Head]], states: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """Cross-entropy in nats of each sequence, [layers, rates, batch], float64.
+    """Cross-entropy in nats of each sequence, [layers, rates, batch], float64 on the CPU.
 
     states: [batch, positions, hidden_size] of every layer; targets: [batch, positions], the next tokens.
     """
@@ -91,7 +91,7 @@ def probe_losses(heads: Sequence[Sequence[Head]], states: Sequence[Tensor], targ
         [F.cross_entropy(h.logits(layer).flatten(0, 1), targets.flatten(), reduction="none") for h in found]
         for layer, found in zip(states, heads, strict=True)
     ]
-    return torch.stack([torch.stack(row) for row in losses]).double().unflatten(-1, targets.shape).mean(-1)
+    return torch.stack([torch.stack(row) for row in losses]).cpu().double().unflatten(-1, targets.shape).mean(-1)
 
 
 def phases(layers: int) -> tuple[range, range]:

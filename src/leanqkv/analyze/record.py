@@ -211,7 +211,7 @@ class _Work:
 
         def add(layer: int, batch: int, **found: Tensor) -> None:
             for name, value in found.items():
-                value = value.double().cpu() * batch / self.settings.samples
+                value = value.double() * batch / self.settings.samples
                 sums[layer][name] = sums[layer][name] + value if name in sums[layer] else value
 
         matched: list[list[tuple[Tensor, int]]] = [[] for _ in plans]
@@ -220,8 +220,7 @@ class _Work:
             self._check(seen.layers[-1])
             for i, plan in enumerate(plans):
                 output = model.model.layers[plan.block].self_attn.o_proj
-                weight, count = matching_weights(seen.patterns[i], tokens.to(self.device))
-                matched[i].append((weight.cpu(), count))
+                matched[i].append(matching_weights(seen.patterns[i], tokens))
                 add(
                     i,
                     len(tokens),
@@ -295,7 +294,7 @@ class _Work:
         heads = train_probes(batches(), steps=s.probe_steps, vocab_size=vocab_size, rates=s.probe_rates, progress=step)
         losses = torch.cat(
             [
-                probe_losses(heads, layer_outputs(self.model, tokens.to(self.device)), targets.to(self.device)).cpu()
+                probe_losses(heads, layer_outputs(self.model, tokens.to(self.device)), targets.to(self.device))
                 for tokens, targets in _samples(self.data, self.plan, s)
             ],
             dim=-1,

@@ -30,8 +30,8 @@ def contributions(output: nn.Module, heads: Tensor) -> Tensor:
     number, width = heads.shape[-2:]
     weight = getattr(output, "weight", None)
     if weight is None:  # without W_O the heads lie side by side
-        weight = torch.eye(number * width, dtype=heads.dtype, device=heads.device)
-    return torch.einsum("bthx,dhx->bthd", heads, weight.unflatten(1, (number, width)))
+        weight = torch.eye(number * width, dtype=heads.dtype)
+    return torch.einsum("bthx,dhx->bthd", heads, weight.to(heads.device).unflatten(1, (number, width)))
 
 
 def token_similarity(states: Tensor) -> Tensor:
