@@ -219,8 +219,14 @@ def _summary(found: Sequence[Architecture]) -> Table:
         ("highest matching score on the text", most("matching"), 3),
         ("loss on random tokens, first copy", lambda m: m["heads"]["copy_loss"]["first"], 3),
         ("loss on random tokens, second copy", lambda m: m["heads"]["copy_loss"]["second"], 3),
+        (
+            "lost less on the second copy",
+            lambda m: m["heads"]["copy_loss"]["first"] - m["heads"]["copy_loss"]["second"],
+            3,
+        ),
     ]
-    return Table(_headers("", found), [(title, *_row(found, value, digits)) for title, value, digits in rows])
+    made = [(title, *_row(found, value, digits)) for title, value, digits in rows]
+    return Table(_headers("", found), [row for row in made if any(cell != ABSENT for cell in row[1:])])
 
 
 def _slopes(record: Mapping[str, Any]) -> Table:
