@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from leanqkv import kv_bytes_per_token, preset
+from leanqkv.analyze import report as analysis
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.report import markdown_table
 from leanqkv.compare.suites import SUITES
@@ -62,6 +63,23 @@ def test_the_tables_of_the_other_benchmarks_are_those_of_their_records():
         make = runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))[function]
         made = make(json.loads((ROOT / "results" / record).read_text()))
         assert made in (ROOT / "docs" / document).read_text(), document
+
+
+def test_the_analysis_says_what_its_record_says():
+    """Its tables are the record's, and every decimal number of its text is one of these tables'."""
+    directory = ROOT / "results" / "analysis"
+    record = json.loads((directory / "analysis.json").read_text())
+    made = analysis.markdown(record)
+    assert (directory / "table.md").read_text() == made
+    blocks = (ROOT / "docs" / "analysis.md").read_text().split("\n\n")
+    shown = [block for block in blocks if block.startswith("|")]
+    assert len(shown) >= 8
+    for block in shown:
+        assert block.strip() in made, block
+    text = "\n\n".join(block for block in blocks if not block.startswith(("|", "    ")))
+    published = {"1.8"}
+    for number in set(re.findall(r"(?<![\w.§])[−+]?\d+\.\d{1,4}(?![\w.])", text)) - published:
+        assert re.search(rf"(?<![\d−]){re.escape(number)}(?!\d)", made), f"{number} is not in the record's tables"
 
 
 def test_there_are_committed_results():

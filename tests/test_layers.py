@@ -24,6 +24,7 @@ LAYERS = (
     "decode",
     "bench",
     "compare",
+    "analyze",
     "progress",
     "inspection",
     "theory",

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .commands import checkpoints, conversions, evaluation, generation, inference, training
+from .commands import analysis, checkpoints, conversions, evaluation, generation, inference, training
 from .commands.options import console
 from .theory.command import app as theory_app
 
@@ -84,6 +84,7 @@ app.command("export")(checkpoints.export_checkpoint)
 app.command()(conversions.convert)
 app.command()(conversions.uptrain)
 app.command()(inference.bench)
+app.command()(analysis.analyze)
 app.command("eval")(evaluation.evaluate)
 app.add_typer(theory_app, name="theory")
 

@@ -247,8 +247,12 @@ def _grid(text: str | None) -> tuple[float, ...] | None:
     return rates
 
 
-def report(directory: Annotated[Path, typer.Argument(help="Directory of a comparison, or of a bench.")]) -> None:
+def report(
+    directory: Annotated[Path, typer.Argument(help="Directory of a comparison, of a bench or of an analysis.")],
+) -> None:
     """Make the table and report.html again, from the records alone."""
+    from ..analyze import report as analysis
+    from ..analyze.record import RECORD as ANALYSIS
     from ..compare import inference
     from ..compare.records import load_comparison
     from ..compare.report import terminal_report, write_report
@@ -257,6 +261,11 @@ def report(directory: Annotated[Path, typer.Argument(help="Directory of a compar
     if (directory / inference.RECORD).exists():
         page = inference.write_page(directory)
         console.print(inference.table(read_json(directory / inference.RECORD)))
+        console.print(f"report: {page}", highlight=False, soft_wrap=True)
+        return
+    if (directory / ANALYSIS).exists():
+        page = analysis.write_page(directory)
+        console.print(analysis.terminal(read_json(directory / ANALYSIS)))
         console.print(f"report: {page}", highlight=False, soft_wrap=True)
         return
     page = write_report(directory)

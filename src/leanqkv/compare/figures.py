@@ -234,14 +234,17 @@ def cache_scatter(points: Sequence[CachePoint]) -> Drawing:
     return _draw("cache", plot, "Scatter plot: final validation loss against KV cache bytes per token.")
 
 
-def measured_lines(name: str, series: Sequence[Series], across: str, up: str, description: str) -> Drawing:
-    """A quantity against another, from zero; a point's `step` is where it lies across."""
+def measured_lines(
+    name: str, series: Sequence[Series], across: str, up: str, description: str, from_zero: bool = True
+) -> Drawing:
+    """A quantity against another, from zero unless that would hide it; a point's `step` is where it lies across."""
 
     def plot(canvas: _Canvas) -> None:
         _lines(canvas, series)
         points = [point for one in series for point in one.points]
-        canvas.axes.set_xlim(0, 1.05 * max(point.step for point in points))
-        canvas.axes.set_ylim(0, 1.05 * max(point.high for point in points))
+        if from_zero:
+            canvas.axes.set_xlim(0, 1.05 * max(point.step for point in points))
+            canvas.axes.set_ylim(0, 1.05 * max(point.high for point in points))
         canvas.axes.xaxis.set_major_locator(MaxNLocator(4 if canvas.narrow else 8, steps=ROUND, integer=True))
         prefixed = EngFormatter(sep="")
         for axis in (canvas.axes.xaxis, canvas.axes.yaxis):
@@ -266,6 +269,38 @@ def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, descr
             ends = {label: ends[label] + bars[label][part] for label in bars}
         canvas.axes.invert_yaxis()
         canvas.axes.set_xlabel(along)
+
+    return _draw(name, plot, description)
+
+
+def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, measure: str, description: str) -> Drawing:
+    """Matrices of equal height side by side on one scale of colours, each over its name; row 0 is at the bottom.
+
+    blocks: [rows, columns] each; `across` and `up` name columns and rows, `measure` the quantity.
+    """
+    height = max(len(block) for block in blocks.values())
+    joined: list[np.ndarray] = []
+    centres = []
+    for block in blocks.values():
+        start = sum(part.shape[1] for part in joined)
+        centres.append(start + block.shape[1] / 2)
+        missing = ((0, height - len(block)), (0, max(1, round(0.05 * sum(b.shape[1] for b in blocks.values()) / 4))))
+        joined.append(np.pad(np.asarray(block, dtype=float), missing, constant_values=np.nan))
+    matrix = np.hstack(joined)
+
+    def plot(canvas: _Canvas) -> None:
+        axes = canvas.axes
+        axes.grid(False)
+        mesh = axes.pcolormesh(np.ma.masked_invalid(matrix), cmap="viridis")
+        bar = axes.figure.colorbar(mesh, ax=axes, label=measure, aspect=30)
+        bar.outline.set_visible(False)
+        labels = [label.replace("+", "\n+") for label in blocks]
+        axes.set_xticks(centres, labels, rotation=60 if canvas.narrow and len(labels) > 2 else 0)
+        axes.set_yticks(np.arange(height) + 0.5, [str(row) for row in range(height)])
+        axes.tick_params(length=0)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel(across)
+        axes.set_ylabel(up)
 
     return _draw(name, plot, description)
 

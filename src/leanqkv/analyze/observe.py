@@ -1,0 +1,79 @@
+"""One pass through a model, with what the analyses look at caught on the way."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.causal_lm import LeanForCausalLM
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Per layer, in order; on the CPU, since not every device knows float64.
+
+    Attributes:
+        layers: the block's output, [batch, positions, hidden_size]; before DenseFormer's average, where there is one.
+        heads: what every head puts out, before W_O, [batch, positions, heads, head_dim].
+        patterns: attention weights, [batch, heads, positions, key positions].
+    """
+
+    layers: list[Tensor]
+    heads: list[Tensor]
+    patterns: list[Tensor]
+
+
+@torch.no_grad()
+def layer_outputs(model: LeanForCausalLM, tokens: Tensor) -> list[Tensor]:
+    """What every block puts out, [batch, positions, hidden_size] each, of `tokens` [batch, positions]."""
+    found: list[Tensor] = []
+    with _hooks(model, lambda block: block.register_forward_hook(lambda _m, _in, out: found.append(out[0]))):
+        model.model(input_ids=tokens, use_cache=False)
+    return found
+
+
+@torch.no_grad()
+def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
+    """Runs `tokens`, [batch, positions] int64, through a model in evaluation mode; its attention is written out for it.
+
+    Any mechanism: heads are caught where W_O takes them, and latent attention hands out its weights like any other.
+    """
+    layers: list[Tensor] = []
+    heads: list[Tensor] = []
+    patterns: list[Tensor] = []
+    plans = iter(model.config.plan.layers)  # blocks that share weights are called once for every layer
+
+    def attended(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        heads.append(inputs[0].cpu().unflatten(-1, (next(plans).num_query_heads, -1)))
+
+    def register(block: Any) -> list[Any]:
+        return [
+            block.register_forward_hook(lambda _m, _in, out: layers.append(out[0].cpu())),
+            block.self_attn.register_forward_hook(lambda _m, _in, out: patterns.append(out[1].cpu())),
+            block.self_attn.o_proj.register_forward_pre_hook(attended),
+        ]
+
+    chosen = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with _hooks(model, register):
+            model.model(input_ids=tokens, use_cache=False)
+    finally:
+        model.set_attn_implementation(chosen)
+    return Observation(layers, heads, patterns)
+
+
+@contextmanager
+def _hooks(model: LeanForCausalLM, register: Callable[[Any], Any]) -> Iterator[None]:
+    handles = []
+    try:
+        for block in model.model.layers:
+            made = register(block)
+            handles += made if isinstance(made, list) else [made]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,116 @@
+"""Which weights matter: singular values of attention's matrices, and how far its logits spread.
+
+Condition numbers say how near W_Q, W_K, W_V and W_O are to not being invertible, which the exact eliminations need;
+the spread is that of Karbevski & Mijoski 2025, appendix B, https://arxiv.org/abs/2510.23912.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model.causal_lm import LeanForCausalLM
+from ..model.config import LeanConfig
+from ..model.registry import ConfigError
+from ..train.run import COMPLETE
+from .observe import observe
+
+# Of each spectrum as many singular values are kept, evenly over the ranks, the first and the last among them.
+SPECTRUM_POINTS = 17
+
+# The mechanisms of QUERIES whose first logits are compared, with the scale that sets the identity query apart.
+QUERY_KINDS: Mapping[str, dict[str, Any]] = {
+    "linear": {"type": "linear"},
+    "identity, scale 1": {"type": "identity", "scale": 1.0},
+    "identity, scale ½": {"type": "identity", "scale": 0.5},
+    "nonlinear": {"type": "nonlinear"},
+    "residual": {"type": "residual"},
+    "from_mlp": {"type": "from_mlp"},
+}
+
+
+def attention_spectra(config: LeanConfig, tensors: Mapping[str, Tensor]) -> list[dict[str, dict[str, Any]]]:
+    """Per layer the matrices of its attention, by name within it (`q_proj`, `q_proj.down_proj`, …).
+
+    Args:
+        tensors: a checkpoint's, under our names.
+
+    Returns:
+        of each matrix its `shape`, `condition` (largest over smallest singular value, infinite where that is zero),
+        `stable_rank` (squared Frobenius norm over squared spectral norm) and `singular_values`, SPECTRUM_POINTS of
+        them at most; computed in float64.
+    """
+    found = []
+    for plan in config.plan.layers:
+        prefix = f"model.layers.{plan.block}.self_attn."
+        names = [name for name in config.plan.parameter_shapes if name.startswith(prefix)]
+        layer = {}
+        for name in names:
+            if len(config.plan.parameter_shapes[name]) == 2:
+                layer[name.removeprefix(prefix).removesuffix(".weight")] = _spectrum(tensors[name])
+        found.append(layer)
+    return found
+
+
+def _spectrum(weight: Tensor) -> dict[str, Any]:
+    values = torch.linalg.svdvals(weight.double())
+    ranks = torch.linspace(0, len(values) - 1, min(len(values), SPECTRUM_POINTS)).round().long()
+    largest, smallest = values[0].item(), values[-1].item()
+    return {
+        "shape": list(weight.shape),
+        "condition": largest / smallest if smallest else float("inf"),
+        "stable_rank": (values.square().sum() / values[0].square()).item() if largest else 0.0,
+        "singular_values": values[ranks].tolist(),
+    }
+
+
+def logit_spread(patterns: Tensor, window: int | None = None) -> float:
+    """Standard deviation of a query's logits over the keys that it sees, root mean square over queries and heads.
+
+    What a query adds to all its logits alike does not change the softmax and does not count, so the weights say it all:
+    [batch, heads, positions, key positions]. The first position sees one key and is left out. A weight that is zero in
+    its dtype counts as the smallest that is not.
+    """
+    n = patterns.shape[-1]
+    distance = torch.arange(n, device=patterns.device)[:, None] - torch.arange(n, device=patterns.device)
+    seen = (distance >= 0) & (distance < (window or n))
+    logits = patterns.clamp_min(torch.finfo(patterns.dtype).tiny).double().log().masked_fill(~seen, 0)
+    number = seen.sum(-1, keepdim=True)
+    centred = (logits - logits.sum(-1, keepdim=True) / number).masked_fill(~seen, 0)
+    variance = centred.square().sum(-1) / number[:, 0]
+    several = number[:, 0] > 1
+    return variance[..., several].mean().sqrt().item()
+
+
+def logit_spreads(model: LeanForCausalLM, tokens: Tensor) -> list[float]:
+    """`logit_spread` of every layer, on `tokens` [batch, positions]."""
+    patterns = observe(model, tokens).patterns
+    return [logit_spread(p, plan.window) for p, plan in zip(patterns, model.config.plan.layers, strict=True)]
+
+
+def initial_model(config: LeanConfig, seed: int) -> LeanForCausalLM:
+    """The model that training starts from with that seed; torch's own random state stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LeanForCausalLM(config).eval()
+
+
+def initial_spreads(config: LeanConfig, tokens: Tensor, seed: int) -> dict[str, list[float]]:
+    """`logit_spreads` before training, with every kind of query that fits `config`'s shape in place of its own."""
+    found = {}
+    for name, query in QUERY_KINDS.items():
+        try:
+            changed = LeanConfig(**{**config.as_overrides(), "query": [query]})
+            model = initial_model(changed, seed)
+        except ConfigError:
+            continue
+        found[name] = logit_spreads(model, tokens)
+    return found
+
+
+def checkpoints(directory: Path) -> Iterator[tuple[int, Path]]:
+    """The complete checkpoints that a run in `directory` still has, with their steps, in order."""
+    found = [path for path in directory.glob("checkpoint-*") if (path / COMPLETE).exists()]
+    yield from sorted((int(path.name.rpartition("-")[2]), path) for path in found)
