@@ -265,6 +265,13 @@ def test_the_large_width_error_is_that_of_a_wide_target(name):
     )
 
 
+def test_the_papers_recipe():
+    settings = load_check("basis-transfer").settings.paper()
+    assert settings.widths == (256, 512, 768)
+    recipe = settings.recipe
+    assert (recipe.steps, recipe.batch_size, recipe.ridge_samples, recipe.clip) == (20_000, 65_536, 500_000, 3.0)
+
+
 def test_target_student_and_distances_by_loops():
     target = transfer.make_target(3, READINGS["both by √d"], 0)
     student = transfer.Student(3).requires_grad_(False)

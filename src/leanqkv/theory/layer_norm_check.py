@@ -120,7 +120,8 @@ def trained(settings: Settings) -> list[dict[str, Any]]:
 
 
 def trained_layer(given: NormInput, norm: str, eps: float) -> dict[str, Any]:
-    """`D' L(f(x)) = Theta D L(x)` with `D' = D_lambda^-1`: its defect; what D' spans; alpha; how linear f is."""
+    """`D' L(f(x)) = Theta D L(x)` with `D' = D_lambda^-1`: its defect; what D' spans; alpha; how linear f is. And the
+    defect of the lemma's identity for the same A and x through the other norms."""
     a = given.theta * given.weight
     made = norms.conjugacy(a, norm)
     f = norms.carried(given.stream, made.matrix, norm, eps)
@@ -136,7 +137,13 @@ def trained_layer(given: NormInput, norm: str, eps: float) -> dict[str, Any]:
         "variance_over_eps": float(centred.square().mean(-1).median() / eps),
         "alpha": _quantiles(alpha),
         "shrunk": float((f.norm(dim=-1) / centred.norm(dim=-1)).median()),
-        "linear_error": norms.linear_error(given.stream, f),
+        # Fitted to a few tokens per unknown or not at all: with fewer it is the fit that misses.
+        "linear_error": norms.linear_error(given.stream, f) if len(f) >= 8 * f.shape[1] else None,
+        "other_norms": max(
+            float(norms.defect(given.stream, norms.conjugacy(a, other).matrix, other, eps).max())
+            for other in NORMS
+            if other != norm
+        ),
     }
 
 
@@ -216,19 +223,21 @@ def findings(record: Record) -> list[Finding]:
 def _trained_findings(layers: list[dict[str, Any]]) -> list[Finding]:
     worst = max(entry["defect"] for entry in layers)
     alpha = max(entry["alpha"][1] for entry in layers)
-    linear = min(entry["linear_error"] for entry in layers)
-    return [
+    others = max(entry["other_norms"] for entry in layers)
+    lines = [
         Finding(
             "Theorem C.2 on trained weights and activations: D' L(f(x)) = Theta D L(x)",
-            f"{len(layers)} layers, largest relative defect {worst:.1e}",
-            worst < 1e-6,
+            f"{len(layers)} layers, largest relative defect {worst:.1e}; "
+            f"the lemma through the other norms {others:.1e}",
+            max(worst, others) < 1e-6,
         ),
-        Finding(
-            "there alpha is far from one, and f is no affine map",
-            f"median alpha at most {alpha:.2g}; the best affine map misses at least {percent(linear)} of f",
-            alpha < 0.5 and linear > 0.01,
-        ),
+        Finding("there alpha is far from one", f"median at most {alpha:.2g}", alpha < 0.5),
     ]
+    linear = [entry["linear_error"] for entry in layers if entry["linear_error"] is not None]
+    if linear:
+        found = f"the best one misses {percent(min(linear))} to {percent(max(linear))} of f"
+        lines.append(Finding("and f is no affine map", found, min(linear) > 0.01))
+    return lines
 
 
 def tables(record: Record) -> str:
@@ -307,7 +316,7 @@ def _trained_table(layers: list[dict[str, Any]]) -> str:
                 power(entry["defect"]),
                 *(f"{value:.2g}" for value in entry["alpha"]),
                 f"{entry['shrunk']:.2g}",
-                percent(entry["linear_error"]),
+                "–" if entry["linear_error"] is None else percent(entry["linear_error"]),
             )
             for entry in layers
         ],
