@@ -146,7 +146,7 @@ def draw(record: Record, figure: Any) -> None:
     entries = record["measured"]["transfers"]
     for name, label in (("linear", "published, linear"), ("mlp", "published, MLP")):
         left.axhspan(*(100 * edge for edge in PUBLISHED[name]), color="#555555", alpha=0.12, linewidth=0)
-        place = {"xy": (0.01, 100 * PUBLISHED[name][1] - 0.5), "xycoords": ("axes fraction", "data")}
+        place = {"xy": (0.76, 100 * PUBLISHED[name][0] + 0.15), "xycoords": ("axes fraction", "data")}
         left.annotate(label, fontsize=8, **place)
     for reading, color in zip(record["settings"]["readings"], COLORS, strict=False):
         shown = [entry for entry in entries if entry["reading"] == reading]
