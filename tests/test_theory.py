@@ -13,15 +13,17 @@ from typer.testing import CliRunner
 
 from leanqkv.errors import LeanError
 from leanqkv.theory import in_context_regression as regression
+from leanqkv.theory.check import RECORD
 from leanqkv.theory.command import app
-from leanqkv.theory.in_context_record import KIND, RECORD, Settings, load
+from leanqkv.theory.in_context_check import CHECK
+from leanqkv.theory.in_context_record import KIND, Settings
 from leanqkv.theory.in_context_regression import FLOAT, Task, Weights
-from leanqkv.theory.in_context_report import draw, markdown_tables
+from leanqkv.theory.in_context_report import markdown_tables
 from leanqkv.theory.in_context_training import Recipe, errors, forward, initial, train
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "theory" / "in-context"
-DOCUMENT = (ROOT / "docs" / "theory.md").read_text()
+DOCUMENT = (ROOT / "docs" / "theory.md").read_text().partition("\n## In-context regression")[2].partition("\n## ")[0]
 ATTENTION, FIRST_VALUE = False, True
 
 
@@ -255,7 +257,7 @@ def test_training_is_paired():
 
 
 def test_the_committed_table_is_that_of_the_committed_record_and_in_the_document():
-    tables = markdown_tables(load(RESULTS / "record.json"))
+    tables = markdown_tables(CHECK.load(RESULTS / "record.json"))
     assert (RESULTS / "table.md").read_text() == tables
     assert len(tables.split("\n\n")) == 8
     for table in tables.split("\n\n"):
@@ -273,7 +275,7 @@ def test_the_document_takes_its_numbers_from_the_record():
 
 
 def test_the_committed_record_bears_out_what_the_document_says():
-    record = load(RESULTS / "record.json")
+    record = CHECK.load(RESULTS / "record.json")
     for entry in record["by_rows"]:
         for key in ("attention", "first_value"):
             assert entry[key]["loss"] == pytest.approx(entry[key]["theory"], abs=1e-3)
@@ -299,10 +301,10 @@ def test_the_committed_record_bears_out_what_the_document_says():
 
 
 def test_the_figure_is_drawn_from_the_record_alone(tmp_path):
-    record = load(RESULTS / "record.json")
-    draw(json.loads(json.dumps(record)), tmp_path / "figure.png")
+    record = CHECK.load(RESULTS / "record.json")
+    CHECK.write(json.loads(json.dumps(record)), tmp_path)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert [file.name for file in tmp_path.iterdir()] == ["figure.png"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["figure.png", "table.md"]
     assert (RESULTS / "figure.png").stat().st_size < 200_000
 
 
@@ -311,7 +313,7 @@ def test_the_command_writes_a_record_and_draws_it_again(tmp_path):
     result = CliRunner().invoke(app, ["in-context", "--quick", "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
     assert sorted(file.name for file in out.iterdir()) == ["figure.png", "record.json", "table.md"]
-    record = load(out / "record.json")
+    record = CHECK.load(out / "record.json")
     assert record["versions"]["torch"] == torch.__version__
     assert record["settings"]["seed"] == 0
     first = (out / "table.md").read_text()

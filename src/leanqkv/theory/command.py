@@ -1,13 +1,16 @@
 """`leanqkv theory`: run a check of what a paper proves."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from .check import CHECKS, load_check, passed
+
 app = typer.Typer(
-    help="Check what the papers prove, on the models the proofs are about.",
+    help="Check what the papers prove: statement, measurement, outcome.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -15,20 +18,62 @@ app = typer.Typer(
 )
 console = Console()
 
+Out = Annotated[Path, typer.Option(help="Directory for record.json, table.md and, where there is one, figure.png.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Seconds, at sizes too small to conclude much from.")]
+Redraw = Annotated[bool, typer.Option("--redraw", help="Table and figure again, from the record in --out.")]
+Models = Annotated[
+    list[Path] | None,
+    typer.Option("--model", help="Trained checkpoint for weights and activations; repeatable. Without: random ones."),
+]
+
 
 @app.callback()
 def _theory() -> None:
-    """Check what the papers prove, on the models the proofs are about."""
+    """Check what the papers prove: statement, measurement, outcome. A check that fails has exit code 1."""
+
+
+@app.command("initial-spread")
+def initial_spread(out: Out, quick: Quick = False, redraw: Redraw = False) -> None:
+    """How wide the attention logits of every query mechanism spread at the start (P1, appendix B). About a minute."""
+    _finish(_one("initial-spread", out, quick, redraw))
+
+
+@app.command("layer-norm")
+def layer_norm(out: Out, model: Models = None, quick: Quick = False, redraw: Redraw = False) -> None:
+    """A basis change through LayerNorm, RMSNorm and DyT (P1, appendix C). About a minute.
+
+    leanqkv theory layer-norm --model runs/quickstart/tiny-0 --out runs/layer-norm
+    """
+    _finish(_one("layer-norm", out, quick, redraw, models=model))
+
+
+@app.command("basis-transfer")
+def basis_transfer(
+    out: Out,
+    quick: Quick = False,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Widths 256, 512, 768, 20,000 steps of 65,536: hours on an accelerator.")
+    ] = False,
+    redraw: Redraw = False,
+) -> None:
+    """An MLP with a skip learns another one in a changed basis (P1, appendix D). Minutes at reduced width and steps."""
+    _finish(_one("basis-transfer", out, quick, redraw, paper=paper))
+
+
+@app.command("skip-absorption")
+def skip_absorption(out: Out, quick: Quick = False, redraw: Redraw = False) -> None:
+    """When a ReLU MLP can do without its skip connection (P1, appendix E). About a minute."""
+    _finish(_one("skip-absorption", out, quick, redraw))
+
+
+@app.command("hadamard")
+def hadamard(out: Out, quick: Quick = False, redraw: Redraw = False) -> None:
+    """Attention written with block Hadamard products is attention (P1, appendix A). Seconds."""
+    _finish(_one("hadamard", out, quick, redraw))
 
 
 @app.command("in-context")
-def in_context(
-    out: Annotated[Path, typer.Option(help="Directory for record.json, table.md and figure.png.")],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Seconds, too few samples and steps to conclude from.")
-    ] = False,
-    redraw: Annotated[bool, typer.Option("--redraw", help="Table and figure again, from the record in --out.")] = False,
-) -> None:
+def in_context(out: Out, quick: Quick = False, redraw: Redraw = False) -> None:
     """In-context linear regression with and without the first layer's value (Wu et al. 2025, Theorem 2).
 
     Exact optima under the paper's assumption, where its statement holds and where not, and the model trained freely.
@@ -38,34 +83,60 @@ def in_context(
 
     leanqkv theory in-context --redraw --out runs/theory
     """
-    from ..errors import LeanError
-    from ..files import write_json, write_text
-    from .in_context_record import Settings, load, run
-    from .in_context_report import draw, markdown_tables
+    _finish(_one("in-context", out, quick, redraw))
 
-    if quick and redraw:
-        raise LeanError("--quick and --redraw clash: the one computes a record, the other reads it; use one of them")
-    file = out / "record.json"
+
+@app.command("all")
+def everything(
+    out: Annotated[Path, typer.Option(help="Directory; every check gets one of its own in it.")],
+    model: Models = None,
+    quick: Quick = False,
+    redraw: Redraw = False,
+) -> None:
+    """Every check, each into its own directory below --out. About half an hour on one core."""
+    outcomes = []
+    for name in CHECKS:
+        outcomes.append(_one(name, out / name, quick, redraw, models=model if name == "layer-norm" else None))
+    _finish(all(outcomes))
+
+
+def _one(
+    name: str, out: Path, quick: bool, redraw: bool, *, paper: bool = False, models: list[Path] | None = None
+) -> bool:
+    """Runs one check, or reads its record; writes table and figure, prints the outcome and returns it."""
+    from ..errors import LeanError
+
+    given = {"--quick": quick, "--paper": paper, "--redraw": redraw, "--model": bool(models)}
+    for first, second in (
+        ("--quick", "--redraw"),
+        ("--paper", "--redraw"),
+        ("--model", "--redraw"),
+        ("--quick", "--paper"),
+    ):
+        if given[first] and given[second]:
+            raise LeanError(f"{first} and {second} clash: use one of them")
+    check = load_check(name)
     if redraw:
-        record = load(file)
+        record = check.load(out / "record.json")
     else:
-        if out.exists() and not out.is_dir():
-            raise LeanError(f"--out takes a directory, and {out} is a file")
-        if file.exists():
-            load(file)  # another check's record is not written over
-        out.mkdir(parents=True, exist_ok=True)
+        settings: Any = check.settings.quick() if quick else check.settings.paper() if paper else check.settings()
+        if models:
+            settings = replace(settings, models=tuple(map(str, models)))
         with console.status("starting") as status:
-            record = run(
-                Settings.quick() if quick else Settings(),
-                lambda part, done, total: status.update(f"{part}, {done:,} of {total:,}"),
+            record = check.compute(
+                settings, out, lambda part, done, total: status.update(f"{name}: {part}, {done:,} of {total:,}")
             )
-        write_json(file, record)
-    write_text(out / "table.md", markdown_tables(record))
-    draw(record, out / "figure.png")
-    for entry in record["grid"]:
-        console.print(
-            f"d {entry['d']}, n {entry['n']}, sigma {entry['sigma']:g}: gap {entry['gap']:.3f}, "
-            f"sampled {entry['sampled_gap']:.3f} ± {entry['sampled_half_width']:.3f}",
-            highlight=False,
-        )
-    console.print(f"{out}: record.json, table.md, figure.png", highlight=False, soft_wrap=True)
+    check.write(record, out)
+    console.print(f"[bold]{name}[/]: {check.statement} ({check.source})", highlight=False, soft_wrap=True)
+    findings = check.findings(record)
+    for finding in findings:
+        word = "[green]pass[/]" if finding.passed else "[bold red]FAIL[/]"
+        console.print(f"  {word}  {finding.what}: {finding.found}", highlight=False, soft_wrap=True)
+    files = ", ".join(file for file in ("record.json", "table.md", "figure.png") if (out / file).exists())
+    console.print(f"{out}: {files}", highlight=False, soft_wrap=True)
+    return passed(findings)
+
+
+def _finish(outcome: bool) -> None:
+    if not outcome:
+        raise typer.Exit(1)

@@ -9,20 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
 
-from ..errors import LeanError
-from ..files import read_json
 from . import in_context_regression as regression
+from .check import RECORD
 from .in_context_regression import Task
 from .in_context_training import Recipe, errors, train
 
-RECORD = 1
 KIND = "theory/in-context"
 
 Progress = Callable[[str, int, int], None]
@@ -159,16 +156,6 @@ def _run_parts(
         begin = time.perf_counter()
         record[name] = part(settings, report)
         record["seconds"][name] = round(time.perf_counter() - begin, 1)
-
-
-def load(file: Path) -> dict[str, Any]:
-    """Raises:
-    LeanError: not there, unreadable, or not a record of this check.
-    """
-    record = read_json(file)
-    if record.get("kind") != KIND or record.get("record") != RECORD:
-        raise LeanError(f"{file} is no {KIND} record of version {RECORD}: name another --out")
-    return record
 
 
 def _plain(value: Any) -> Any:

@@ -4,46 +4,45 @@ Wu et al. 2025, section 4 and appendix A. https://github.com/Zhoutong-Wu/SkipV1F
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..files import partial_name
+from .report import interval, number, plain_axes, table, yes
 
 
 def markdown_tables(record: Mapping[str, Any]) -> str:
     """Every table of the check, a blank line between two."""
     tables = (
-        _table(
+        table(
             ("d", "n", "σ", "a", "attention, infimum", "optimised", "first value, minimum", "optimised", "gap"),
             [
                 (
                     *_case(entry),
                     str(entry["rows"]),
-                    *(_number(entry[key][what]) for key in ("attention", "first_value") for what in ("theory", "loss")),
-                    _number(entry["attention"]["theory"] - entry["first_value"]["theory"]),
+                    *(number(entry[key][what]) for key in ("attention", "first_value") for what in ("theory", "loss")),
+                    number(entry["attention"]["theory"] - entry["first_value"]["theory"]),
                 )
                 for entry in record["by_rows"]
             ],
         ),
-        _table(
+        table(
             ("d", "n", "σ", "gap c, exact", "sampled, 95 %", "constant of the proof at a = d − 1, 95 %"),
             [
                 (
                     *_case(entry),
-                    _number(entry["gap"]),
-                    _interval(entry["sampled_gap"], entry["sampled_half_width"]),
-                    _interval(entry["proof_constant"], entry["proof_half_width"], digits=4),
+                    number(entry["gap"]),
+                    interval(entry["sampled_gap"], entry["sampled_half_width"]),
+                    interval(entry["proof_constant"], entry["proof_half_width"], digits=4),
                 )
                 for entry in record["grid"]
             ],
         ),
-        _table(
+        table(
             ("scale t of A and B", "attention's loss above its infimum"),
             [(f"{entry['scale']:g}", f"{entry['excess']:.1e}") for entry in record["approach"]],
         ),
-        _table(
+        table(
             (
                 *("d", "n", "σ", "w", "w > 2√d σ", "attention (a)", "first value (a)", "gap"),
                 *("attention at a = d, at least (proof)", "at most (here)"),
@@ -52,16 +51,16 @@ def markdown_tables(record: Mapping[str, Any]) -> str:
                 (
                     *_case(entry),
                     f"{entry['prior']:g}",
-                    _yes(entry["in_hypothesis"]),
-                    *(f"{_number(entry[key]['loss'])} ({entry[key]['rows']})" for key in ("attention", "first_value")),
-                    _number(entry["gap"]),
-                    _number(entry["proof_bound_at_full_rows"]),
-                    _number(entry["attention_at_full_rows"]),
+                    yes(entry["in_hypothesis"]),
+                    *(f"{number(entry[key]['loss'])} ({entry[key]['rows']})" for key in ("attention", "first_value")),
+                    number(entry["gap"]),
+                    number(entry["proof_bound_at_full_rows"]),
+                    number(entry["attention_at_full_rows"]),
                 )
                 for entry in record["priors"]
             ],
         ),
-        _table(
+        table(
             (
                 *("d", "n", "σ", "w", "w > 2√d σ", "first value, exact"),
                 *("attention, at most", "gap, at most", "gap, optimised"),
@@ -70,41 +69,41 @@ def markdown_tables(record: Mapping[str, Any]) -> str:
                 (
                     *_case(entry),
                     f"{entry['prior']:g}",
-                    _yes(entry["in_hypothesis"]),
-                    _number(entry["first_value_exact"]),
-                    _number(entry["attention_at_most"]),
-                    _number(entry["gap_at_most"]),
-                    _number(entry["gap"]) if "gap" in entry else "–",
+                    yes(entry["in_hypothesis"]),
+                    number(entry["first_value_exact"]),
+                    number(entry["attention_at_most"]),
+                    number(entry["gap_at_most"]),
+                    number(entry["gap"]) if "gap" in entry else "–",
                 )
                 for entry in record["reversed"]
             ],
         ),
-        _table(
+        table(
             ("d = n", "σ", "w = 1.05 · 2√d σ", "mean of σ_d(W X Xᵀ) − ‖ε Xᵀ‖, 95 %"),
             [
                 (
                     str(entry["d"]),
                     f"{entry['sigma']:g}",
-                    _number(entry["prior"], 2),
-                    _interval(entry["mean"], entry["half_width"]),
+                    number(entry["prior"], 2),
+                    interval(entry["mean"], entry["half_width"]),
                 )
                 for entry in record["last_step"]
             ],
         ),
-        _table(
+        table(
             ("d", "n", "σ", "attention, Assumption 1", "attention, any copy", "first value", "gap, any copy"),
             [
                 (
                     *_case(entry),
-                    _number(entry["assumption_infimum"]),
-                    _number(entry["attention"]["loss"]),
-                    _number(entry["first_value"]["loss"]),
-                    _number(entry["gap"]),
+                    number(entry["assumption_infimum"]),
+                    number(entry["attention"]["loss"]),
+                    number(entry["first_value"]["loss"]),
+                    number(entry["gap"]),
                 )
                 for entry in record["any_copy"]
             ],
         ),
-        _table(
+        table(
             (
                 *("first layer reads", "d", "n", "σ", "w", "zero", "attention, best (median)"),
                 *("first value, best (median)", "gap over seeds, 95 %", "gap of the best, 95 %"),
@@ -114,13 +113,13 @@ def markdown_tables(record: Mapping[str, Any]) -> str:
                     "positions" if entry["reads_positions"] else "tokens",
                     *_case(entry),
                     f"{entry['prior']:g}",
-                    _number(entry["zero_loss"]),
+                    number(entry["zero_loss"]),
                     *(
-                        f"{_number(entry[key][best])} ({_number(float(np.median(entry[key])))})"
+                        f"{number(entry[key][best])} ({number(float(np.median(entry[key])))})"
                         for key, best in zip(("attention", "first_value"), entry["best_seeds"], strict=True)
                     ),
-                    _interval(entry["gap"], entry["gap_half_width"]),
-                    _interval(entry["gap_of_best"], entry["gap_of_best_half_width"]),
+                    interval(entry["gap"], entry["gap_half_width"]),
+                    interval(entry["gap_of_best"], entry["gap_of_best_half_width"]),
                 )
                 for entry in record["training"]
             ],
@@ -129,26 +128,8 @@ def markdown_tables(record: Mapping[str, Any]) -> str:
     return "\n".join(tables)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---:"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def _case(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     return str(entry["d"]), str(entry["n"]), f"{entry['sigma']:g}"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _number(value: float, digits: int = 3) -> str:
-    text = f"{value:.{digits}f}"
-    return (text if float(text) else f"{0:.{digits}f}").replace("-", "−")
-
-
-def _interval(mean: float, half_width: float, digits: int = 3) -> str:
-    return f"{_number(mean, digits)} ± {_number(half_width, digits)}"
 
 
 # Figure
@@ -157,27 +138,14 @@ _COLORS = {"attention": "#a8480f", "first_value": "#1b5e8c"}
 _LABELS = {"attention": "attention", "first_value": "with the first value"}
 
 
-def draw(record: Mapping[str, Any], file: Path) -> None:
-    """Writes the figure as PNG, from the record alone: by a, by n, by W_0, and trained freely."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 8), layout="constrained", dpi=100)
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, 2)
-    for axes in grid.flat:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.2)
+def draw(record: Mapping[str, Any], figure: Any) -> None:
+    """The figure, from the record alone: by a, by n, by W_0, and trained freely."""
+    figure.set_size_inches(11, 8)
+    grid = plain_axes(figure, 2, 2)
     _draw_rows(grid[0, 0], record["by_rows"])
     _draw_gaps(grid[0, 1], record["curves"], record["grid"])
     _draw_priors(grid[1, 0], record["priors"], record["reversed"])
     _draw_training(grid[1, 1], record["training"])
-    partial = partial_name(file)
-    try:
-        figure.savefig(partial, format="png", metadata={"Software": None})
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _draw_rows(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
