@@ -287,7 +287,9 @@ def _by_seed(losses: dict[Any, float]) -> dict[int, float]:
 
 
 def figure(record: dict[str, Any], file: Path) -> None:
-    """P3's Fig. 8: loss against the share of the pretraining tokens; mean, lowest and highest seed."""
+    """P3's Fig. 8: loss, less that of the same seed's baseline, against the share of the pretraining tokens.
+
+    Mean, lowest and highest seed; on the right what lies near the baseline."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -295,26 +297,29 @@ def figure(record: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import PercentFormatter
 
-    canvas, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+    base = _by_seed(record["baseline"]["loss"])
+    scratch = statistics.mean(loss - base[seed] for seed, loss in _by_seed(record["skipv1"]["loss"]).items())
+    canvas, panels = pyplot.subplots(1, 2, figsize=(9.6, 4), layout="constrained")
     for number, arm in enumerate(ARMS):
         points: dict[float, list[float]] = {}
         for row in record["uptraining"]:
             if row["arm"] == arm:
-                points.setdefault(row["share"], []).append(row["loss"])
+                points.setdefault(row["share"], []).append(row["loss"] - base[row["seed"]])
         shares = sorted(points)
         color, means = f"C{number}", [statistics.mean(points[share]) for share in shares]
-        axes.plot(shares, means, "o-", color=color, label="baseline, trained on" if arm == "baseline" else arm)
         low, high = ([bound(points[share]) for share in shares] for bound in (min, max))
-        axes.fill_between(shares, low, high, color=color, alpha=0.15, linewidth=0)
-    for what, style in (("baseline", "--"), ("skipv1", ":")):
-        mean = statistics.mean(record[what]["loss"].values())
-        label = "baseline" if what == "baseline" else "SkipV1 from scratch"
-        axes.axhline(mean, color="black", linestyle=style, linewidth=1, label=label)
-    axes.set(xlabel="share of the pretraining tokens, calibration included", ylabel="validation loss (nats)")
-    axes.xaxis.set_major_formatter(PercentFormatter(1))
-    lowest = statistics.mean(record["skipv1"]["loss"].values())
-    axes.set_ylim(lowest - 0.05, statistics.mean(record["baseline"]["loss"].values()) + 0.2)
-    axes.legend(frameon=False, fontsize=8)
+        for axes in panels:
+            axes.plot(shares, means, "o-", color=color, label="baseline, trained on" if arm == "baseline" else arm)
+            axes.fill_between(shares, low, high, color=color, alpha=0.15, linewidth=0)
+    for axes in panels:
+        axes.axhline(0, color="black", linestyle="--", linewidth=1, label="baseline")
+        axes.axhline(scratch, color="black", linestyle=":", linewidth=1, label="SkipV1 from scratch")
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_xlabel("share of the pretraining tokens, calibration included")
+    panels[0].set_ylabel("validation loss less the baseline's (nats)")
+    near = [row["loss"] - base[row["seed"]] for row in record["uptraining"] if row["arm"] != "mean-v"]
+    panels[1].set_ylim(min(near) - 0.003, max(near) + 0.003)
+    panels[0].legend(frameon=False, fontsize=8)
     canvas.savefig(file, metadata={"Date": None})
 
 
