@@ -10,6 +10,7 @@ import torch
 
 from leanqkv import kv_bytes_per_token, preset
 from leanqkv.analyze import report as analysis
+from leanqkv.compare import inference
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.report import markdown_table
 from leanqkv.compare.suites import SUITES
@@ -81,6 +82,16 @@ def test_the_analysis_says_what_its_record_says():
     published = {"1.8"}
     for number in set(re.findall(r"(?<![\w.§])[−+]?\d+\.\d{1,4}(?![\w.])", text)) - published:
         assert re.search(rf"(?<![\d−]){re.escape(number)}(?!\d)", made), f"{number} is not in the record's tables"
+
+
+def test_the_benchmark_of_inference_is_that_of_its_record():
+    directory = ROOT / "results" / "bench" / "gpt2-124m"
+    made = inference.markdown(json.loads((directory / "bench.json").read_text()))
+    assert (directory / "table.md").read_text() == made
+    shown = (ROOT / "docs" / "results.md").read_text()
+    said = shown[shown.index("### KV cache, memory") : shown.index("### What a mechanism does")]
+    for number in re.findall(r"[\d.]+(?= MB)", said):
+        assert f"| {number} |" in made, number
 
 
 def test_there_are_committed_results():

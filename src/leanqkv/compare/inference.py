@@ -30,11 +30,13 @@ def table(record: dict[str, Any]) -> Table:
         "decode: tokens/s"
     )
     found = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
-    for header in SHORT_HEADERS:
-        found.add_column(header, justify="left" if header == "model" else "right", no_wrap=True)
+    found.add_column(SHORT_HEADERS[0], overflow="fold")
+    for header in SHORT_HEADERS[1:]:
+        found.add_column(header, justify="right", no_wrap=True, min_width=len(header))
     for row in record["rows"]:
-        cells = _cells(row)
-        found.add_row(*cells[: -len(_TIMES)], *(f"{row[what]['median']:.4g}" for what in _TIMES))
+        sizes = (f"{row[what] / MB:.4g}" for what in _SIZES)
+        times = (f"{row[what]['median']:.4g}" for what in _TIMES)
+        found.add_row(row["model"], str(row["batch"]), f"{row['context']:,}", *sizes, *times)
     return found
 
 
@@ -74,11 +76,11 @@ def write_page(directory: Path) -> Path:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     times = [f"{row[what]['median']:,.1f} ({row[what]['min']:,.1f}–{row[what]['max']:,.1f})" for what in _TIMES]
-    sizes = [f"{row[what] / MB:,.2f}" for what in ("cache", "cache_formula", "activations")]
+    sizes = [f"{row[what] / MB:,.2f}" for what in _SIZES]
     return [row["model"], str(row["batch"]), f"{row['context']:,}", *sizes, *times]
 
 
-_TIMES = ("prefill", "decode")
+_SIZES, _TIMES = ("cache", "cache_formula", "activations"), ("prefill", "decode")
 
 
 def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
