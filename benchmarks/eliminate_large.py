@@ -5,7 +5,7 @@ keep the size of the signal: without norms and skips a SiLU gate squares it in e
 infinity, by which nothing can be certified. `leanqkv eliminate` is
 killed once on the way and run again; then `leanqkv inspect` reads the source. Needs 40 GB of disk.
 
-    python benchmarks/eliminate_large.py --directory /tmp/large --out results/exact/mistral-7b-shape.json
+    python benchmarks/eliminate_large.py --directory DIRECTORY --out results/exact/mistral-7b-shape.json
     python benchmarks/eliminate_large.py --tables results/exact/mistral-7b-shape.json
 """
 
