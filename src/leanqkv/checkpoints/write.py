@@ -73,7 +73,7 @@ def write_checkpoint(
     missing = sum(size[name] for name in names if not (partial / name).exists())
     place = next(parent for parent in out.absolute().parents if parent.exists())
     if missing > (free := shutil.disk_usage(place).free):
-        raise LeanError(f"the disk has {free / 1e9:,.1f} GB free at {place}, {missing / 1e9:,.1f} GB are needed")
+        raise LeanError(f"the disk has {free / 1e6:,.1f} MB free at {place}, {missing / 1e6:,.1f} MB are needed")
     partial.mkdir(parents=True, exist_ok=True)
     write_json(partial / JOB, _plain(job))
     done, total = 0, sum(size.values())
