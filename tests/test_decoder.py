@@ -195,36 +195,61 @@ def test_what_is_not_a_plain_layer_is_not_packed():
     assert torch.allclose(found(inputs), model(inputs), atol=1e-6)
 
 
-@pytest.mark.parametrize("group, mask", [(1, "none"), (3, "boolean"), (3, "additive")])
-def test_attention_of_one_query(group, mask):
-    """Against attention written out in float64, on views of a larger buffer, at lengths it was not compiled for."""
-    for length in (1, 7, 40, 33):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group, head_dim, mask", [(1, 16, "none"), (3, 64, "boolean"), (3, 20, "additive")])
+def test_attention_of_one_query(dtype, group, head_dim, mask):
+    """Against attention written out in float64, on views of larger buffers whose other places are not numbers."""
+    for length in (1, 7, 40, 33, 300):
         generator = torch.Generator().manual_seed(length)
-        query, keys, values = (
-            torch.randn(2, heads, positions, 16, generator=generator).bfloat16()
-            for heads, positions in ((2 * group, 1), (2, 50), (2, 50))
-        )
-        key, value = keys[:, :, :length], values[:, :, :length]
+
+        def drawn(heads: int, positions: int) -> torch.Tensor:
+            return torch.randn(2, heads, positions, head_dim, generator=generator).to(dtype)  # noqa: B023
+
+        query, key, value = drawn(2 * group, 1), drawn(2, length), drawn(2, length)
+        buffers = [torch.full((2, 2, length + 5, head_dim), torch.nan, dtype=dtype) for _ in range(2)]
+        for buffer, held in zip(buffers, (key, value), strict=True):
+            buffer[:, :, :length] = held
+        key_view, value_view = (buffer[:, :, :length] for buffer in buffers)
         seen = torch.rand(2, 1, 1, length, generator=generator) < 0.7
         seen[..., -1] = True
         given = {
             "none": None,
             "boolean": seen,
-            "additive": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).bfloat16(),
+            "additive": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).to(dtype),
         }[mask]
-        found, _ = decode_attention(nn.Module(), query, key, value, given, scaling=0.3)
-        # The second head's values lie somewhere else.
-        split = split_values(query, key, [value[:, :1].clone(), value[:, 1:]], given, 0.3)
+        with torch.no_grad():
+            found, _ = decode_attention(nn.Module(), query, key_view, value_view, given, scaling=0.3)
+            # The second head's values lie somewhere else.
+            split = split_values(query, key_view, [value_view[:, :1], value[:, 1:].clone()], given, 0.3)
         spread = key.double().repeat_interleave(group, dim=1), value.double().repeat_interleave(group, dim=1)
         scores = query.double() @ spread[0].mT * 0.3
         if given is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
         expected = (scores.softmax(-1) @ spread[1]).transpose(1, 2)
         assert split is not None
+        nothing = torch.zeros(1, 1, 1, length, dtype=torch.bool)
+        assert not split_values(query, key_view, [value_view], nothing, 0.3).any()
+        # One rounding of the result; float32, in which the sums are, rounds them as well.
+        eps = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
         for output in (found, split):
-            assert output.shape == expected.shape
-            error = (output.double() - expected).abs().max()
-            assert error <= torch.finfo(torch.bfloat16).eps * expected.abs().max()
+            assert output.shape == expected.shape and output.dtype == dtype
+            assert (output.double() - expected).abs().max() <= eps * expected.abs().max()
+
+
+def test_the_kernel_leaves_to_pytorch_what_it_is_not_made_for():
+    query, key, value = (torch.randn(2, 2, n, 8) for n in (1, 5, 5))
+    assert split_values(query, key, [value], None, 1.0) is not None
+    others = {
+        "several queries": (key, key, [value], None),
+        "another dtype": (query.double(), key.double(), [value.double()], None),
+        "a mask for every head": (query, key, [value], torch.zeros(2, 2, 1, 5)),
+        "gradients": (query.clone().requires_grad_(), key, [value], None),
+        "strided heads": (query, key, [torch.randn(2, 2, 8, 5).mT], None),
+    }
+    for what, given in others.items():
+        assert split_values(*given, 1.0) is None, what
+    compiled = torch.compile(lambda *of: split_values(*of, [value], None, 1.0), backend="eager", fullgraph=True)
+    assert compiled(query, key) is None
 
 
 def test_own_and_borrowed_values_take_one_call(monkeypatch):
@@ -245,6 +270,8 @@ def test_own_and_borrowed_values_take_one_call(monkeypatch):
 
 
 def test_without_a_compiler_attention_is_pytorchs(monkeypatch):
+    from torch._inductor.codecache import CppCodeCache
+
     from leanqkv.decode import attention
 
     def failing(*args, **kwargs):
@@ -252,12 +279,12 @@ def test_without_a_compiler_attention_is_pytorchs(monkeypatch):
 
     model, ids = build("llama", "gqa", "skipv1").bfloat16(), tokens(2, PROMPT)
     expected = Decoder(model).prefill(ids, room=1)
-    attention._kernel.cache_clear()
-    monkeypatch.setattr(torch, "compile", lambda function, **options: failing)
+    attention._kernels.cache_clear()
+    monkeypatch.setattr(CppCodeCache, "load", failing)
     decoder = Decoder(model)
     assert torch.equal(decoder.prefill(ids, room=1), expected)
-    assert decoder.step(ids[:, 0]).isfinite().all() and attention._kernel() is None
-    attention._kernel.cache_clear()
+    assert decoder.step(ids[:, 0]).isfinite().all() and attention._kernels() is None
+    attention._kernels.cache_clear()
 
 
 def test_bfloat16_steps_are_the_models_own():

@@ -1,10 +1,15 @@
-"""Attention of one query per sequence, as a decoding step has it, where PyTorch's own kernel is slow.
+"""Attention of one query per sequence, as a decoding step has it, on a CPU.
 
-On a CPU `scaled_dot_product_attention` is slow in bfloat16 if there is one query. What `torch.compile` makes of the
-same sum reads keys and values as they lie, converts in registers and keeps no intermediate of their size.
+`scaled_dot_product_attention` is slow there in bfloat16 if there is one query, and reaches less than the memory's
+bandwidth in float32. The kernel is attention.cpp; PyTorch's own toolchain compiles it at its first use, with the
+instructions that this processor has, and keeps it among what `torch.compile` keeps. Where nothing can be compiled,
+and for all that the kernel is not made for, attention is PyTorch's.
 """
 
+import ctypes
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +19,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "leanqkv_decode"
-RECOMPILATIONS = 64
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_POINTERS = ("query", "keys", "values", "mask", "output")
+_SIZES = ("batch", "heads", "group", "length", "head_dim", "threads")
+_STRIDES = ("query_batch", "query_head", "key_batch", "key_head", "key_row")
+_STRIDES += ("value_batch", "value_head", "value_row", "mask_batch", "output_batch", "output_head")
+
+
+class _Call(ctypes.Structure):
+    """The same, in the same order, as `Call` in attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in (*_SIZES, *_STRIDES)),
+        ("scaling", ctypes.c_float),
+    ]
 
 
 def decode_attention(
@@ -38,50 +57,71 @@ def split_values(
 ) -> Tensor | None:
     """The same where the values of some heads lie in one tensor and those of the others in another, as a layer's own
     and those that it borrows do; [batch, positions, heads, head_dim]. None where the kernel does not apply."""
-    if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in (torch.bfloat16, torch.float16):
+    tensors = (query, key, *values)
+    if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
         return None
-    kernel = _kernel()
-    if kernel is None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        attention_mask = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill(~attention_mask, -torch.inf)
-    return kernel(query.squeeze(2).unflatten(1, (key.shape[1], -1)), key, values, scaling, attention_mask)
+    batch, num_heads, _, head_dim = query.shape
+    if any(t.stride(-1) != 1 or t.shape[-1] != head_dim or t.dtype != query.dtype for t in tensors):
+        return None
+    if attention_mask is not None:
+        if attention_mask.shape[1:3] != (1, 1):  # of heads, of queries
+            return None
+        attention_mask = _additive(attention_mask)
+    kernels = _kernels()
+    if kernels is None:
+        return None
+    group, size = num_heads // key.shape[1], query.element_size()
+    output = query.new_empty(batch, 1, num_heads, head_dim)
+    mask, mask_batch = None, 0
+    if attention_mask is not None:
+        mask, mask_batch = attention_mask.data_ptr(), attention_mask.stride(0) if len(attention_mask) > 1 else 0
+    query_batch, query_head = query.stride()[:2]
+    key_strides, start = key.stride()[:3], 0
+    for value in values:
+        call = _Call(
+            query.data_ptr() + start * group * query_head * size,
+            key.data_ptr() + start * key_strides[1] * size,
+            value.data_ptr(),
+            mask,
+            output.data_ptr() + start * group * head_dim * size,
+            *(batch, value.shape[1], group, key.shape[2], head_dim, torch.get_num_threads()),
+            *(query_batch, query_head, *key_strides, *value.stride()[:3]),
+            *(mask_batch, num_heads * head_dim, head_dim),
+            scaling,
+        )
+        kernels[query.dtype](ctypes.byref(call))
+        start += value.shape[1]
+    return output
 
 
 decode_attention.split_values = split_values  # type: ignore[attr-defined]  # see LeanAttention._attend
 
 
-def single_query(query: Tensor, key: Tensor, values: list[Tensor], scaling: float, mask: Tensor | None) -> Tensor:
-    """query [batch, key heads, group, head_dim], mask additive [batch or 1, 1, 1, key positions] or None; returns
-    [batch, 1, heads, head_dim]. Computed in float32."""
-    scores = ((query.float() * scaling)[:, :, :, None] * key[:, :, None].float()).sum(-1)
-    if mask is not None:
-        scores = scores + mask
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    totals = weights.sum(-1, keepdim=True)
-    outputs = [
-        ((part[..., None] * value[:, :, None].float()).sum(-2) / total).to(query.dtype)
-        for part, total, value in zip(
-            *(tensor.split([value.shape[1] for value in values], dim=1) for tensor in (weights, totals)),
-            values,
-            strict=True,
-        )
-    ]
-    return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).flatten(1, 2)[:, None]
+def _additive(mask: Tensor) -> Tensor:
+    """[batch or 1, 1, 1, key positions] in float32; what is not to be seen is -inf."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
+    return mask.float().contiguous()
 
 
 @functools.cache
-def _kernel() -> Any:
-    """The compiled `single_query`, or None where nothing can be compiled."""
-    # Heads, groups, masks and single sequences are compiled one by one; past the limit PyTorch would give up.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
-    compiled = torch.compile(single_query, dynamic=True)
-    query, key = (torch.zeros(1, 2, n, 8, dtype=torch.bfloat16) for n in (2, 3))
+def _kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
+    """attention.cpp by dtype, or None where nothing can be compiled."""
+    source = Path(__file__).with_suffix(".cpp").read_text()
     try:
-        compiled(query, key, [key], 1.0, None)
+        from torch._inductor.codecache import CppCodeCache
+
+        library = CppCodeCache.load(source, extra_flags=("-w", "-ffp-contract=fast"))
     except Exception:  # no compiler, or no room for what it writes: as many kinds of error
         return None
-    return compiled
+    found = {}
+    for dtype in DTYPES:
+        kernel = getattr(library, f"attend_{str(dtype).removeprefix('torch.')}")
+        kernel.argtypes, kernel.restype = [ctypes.c_void_p], None
+        found[dtype] = kernel
+    return found
 
 
 AttentionInterface.register(NAME, decode_attention)

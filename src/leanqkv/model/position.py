@@ -42,20 +42,22 @@ class RotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """`(cos, sin)` of shape [batch, positions, rotated dimensions] in the dtype of `x`."""
+        """`(cos, sin)` of shape [batch, positions, rotated dimensions] in the dtype of `x`; the first half of the sines
+        is negated, as `rotate` needs it."""
         angles = position_ids[..., None].float() * self.inv_freq.float()
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return torch.cat((cos, cos), dim=-1).to(x.dtype), torch.cat((-sin, sin), dim=-1).to(x.dtype)
 
 
 def rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates the leading dimensions of each head, pairing dimension i with i + n/2 (the LLaMA and NeoX convention).
 
-    heads: [batch, heads, positions, head_dim]; cos and sin: [batch, positions, n] with n <= head_dim.
+    heads: [batch, heads, positions, head_dim]; position_embeddings: what RotaryEmbedding gives, of n <= head_dim
+    dimensions.
     """
     cos, sin = (table[:, None] for table in position_embeddings)
     n = cos.shape[-1]
-    turned, straight = heads[..., :n], heads[..., n:]
+    turned = heads if n == heads.shape[-1] else heads[..., :n]
     first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, straight), dim=-1) if straight.shape[-1] else turned
+    rotated = torch.addcmul(turned * cos, torch.cat((second, first), dim=-1), sin)
+    return rotated if turned is heads else torch.cat((rotated, heads[..., n:]), dim=-1)

@@ -1,0 +1,184 @@
+// Attention of one query per sequence, over keys and values where they lie in a cache.
+//
+// Keys and values are read once, whatever the number of queries that share them. Sums are in float32. The strides of a
+// dimension are in elements; the last dimension of every tensor is contiguous.
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+// The same, in the same order, as `_Call` in attention.py.
+struct Call {
+  const void* query;   // [batch, heads * group, head_dim]
+  const void* keys;    // [batch, heads, length, head_dim]
+  const void* values;  // the same
+  const float* mask;   // [batch or 1, length], added to the scores; or null
+  void* output;        // as query
+  int64_t batch, heads, group, length, head_dim, threads;
+  int64_t query_batch, query_head;
+  int64_t key_batch, key_head, key_row;
+  int64_t value_batch, value_head, value_row;
+  int64_t mask_batch;
+  int64_t output_batch, output_head;
+  float scaling;
+};
+
+namespace {
+
+using Floats = at::vec::Vectorized<float>;
+constexpr int64_t kFloats = Floats::size();
+
+// Elements in a vector of T, and vectors of float that hold as many.
+template <typename T>
+constexpr int64_t kWidth = at::vec::Vectorized<T>::size();
+template <typename T>
+constexpr int64_t kParts = kWidth<T> / kFloats;
+
+// How far ahead of its use a row is asked for. A cache longer than its contents lies in runs too short for what the
+// processor foresees by itself.
+constexpr int64_t kBytesAhead = 3072;
+constexpr int64_t kLine = 64;
+// Rows of values that are added up between a load and a store of the sum.
+constexpr int64_t kRows = 4;
+
+// The next `left` elements, or as many of them as a vector has, as floats; zeros in place of those there are not.
+template <typename T>
+inline void load(const T* from, int64_t left, Floats (&to)[kParts<T>]) {
+  using Raw = at::vec::Vectorized<T>;
+  const Raw raw = left >= kWidth<T> ? Raw::loadu(from) : Raw::loadu(from, left);
+  if constexpr (std::is_same_v<T, float>) {
+    to[0] = raw;
+  } else {
+    std::tie(to[0], to[1]) = at::vec::convert_to_float<T>(raw);
+  }
+}
+
+inline float sum(const Floats& of) {
+  return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return a + b; }, of);
+}
+
+template <typename T>
+inline void ask_for(const T* row, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += kLine / int64_t(sizeof(T))) __builtin_prefetch(row + d);
+}
+
+// Turns scores into weights that add up to one; to zeros where nothing is to be seen, as of a padding token.
+void softmax(float* row, int64_t length) {
+  const float highest = *std::max_element(row, row + length);
+  if (highest == -std::numeric_limits<float>::infinity()) {
+    std::fill(row, row + length, 0.0f);
+    return;
+  }
+  Floats totals(0.0f);
+  float total = 0.0f;
+  int64_t n = 0;
+  for (; n + kFloats <= length; n += kFloats) {
+    const Floats weights = (Floats::loadu(row + n) - Floats(highest)).exp();
+    totals = totals + weights;
+    weights.store(row + n);
+  }
+  for (; n < length; ++n) {
+    row[n] = std::exp(row[n] - highest);
+    total += row[n];
+  }
+  const float share = 1.0f / (total + sum(totals));
+  for (n = 0; n < length; ++n) row[n] *= share;
+}
+
+// One head of keys and values and the `group` queries that share it.
+template <typename T>
+void attend(
+    const Call& call, const T* query, const T* keys, const T* values, const float* mask, T* output, int64_t padded,
+    float* scratch) {
+  constexpr int64_t width = kWidth<T>, parts = kParts<T>;
+  const int64_t group = call.group, length = call.length, head_dim = call.head_dim;
+  const int64_t ahead = std::max<int64_t>(kRows, kBytesAhead / (head_dim * int64_t(sizeof(T))));
+  float* const queries = scratch;                   // [group, padded]
+  float* const outputs = queries + group * padded;  // the same
+  float* const weights = outputs + group * padded;  // [group, length]
+  std::fill(queries, weights, 0.0f);
+  for (int64_t g = 0; g < group; ++g) {
+    for (int64_t d = 0; d < head_dim; ++d) {
+      queries[g * padded + d] = static_cast<float>(query[g * call.query_head + d]) * call.scaling;
+    }
+  }
+
+  for (int64_t n = 0; n < length; ++n) {
+    const T* const key = keys + n * call.key_row;
+    ask_for(key + ahead * call.key_row, head_dim);
+    for (int64_t g = 0; g < group; ++g) {
+      Floats totals[parts], read[parts];
+      for (int64_t p = 0; p < parts; ++p) totals[p] = Floats(0.0f);
+      for (int64_t d = 0; d < head_dim; d += width) {
+        load(key + d, head_dim - d, read);
+        for (int64_t p = 0; p < parts; ++p) {
+          totals[p] = at::vec::fmadd(read[p], Floats::loadu(queries + g * padded + d + p * kFloats), totals[p]);
+        }
+      }
+      for (int64_t p = 1; p < parts; ++p) totals[0] = totals[0] + totals[p];
+      weights[g * length + n] = sum(totals[0]) + (mask ? mask[n] : 0.0f);
+    }
+  }
+  for (int64_t g = 0; g < group; ++g) softmax(weights + g * length, length);
+
+  for (int64_t n = 0; n < length; n += kRows) {
+    const int64_t count = std::min(kRows, length - n);
+    const T* const rows = values + n * call.value_row;
+    for (int64_t r = 0; r < count; ++r) ask_for(rows + (r + ahead) * call.value_row, head_dim);
+    for (int64_t d = 0; d < head_dim; d += width) {
+      Floats read[kRows][parts];
+      for (int64_t r = 0; r < count; ++r) load(rows + r * call.value_row + d, head_dim - d, read[r]);
+      for (int64_t g = 0; g < group; ++g) {
+        const float* const weight = weights + g * length + n;
+        for (int64_t p = 0; p < parts; ++p) {
+          float* const at = outputs + g * padded + d + p * kFloats;
+          Floats total = Floats::loadu(at);
+          for (int64_t r = 0; r < count; ++r) total = at::vec::fmadd(Floats(weight[r]), read[r][p], total);
+          total.store(at);
+        }
+      }
+    }
+  }
+  for (int64_t g = 0; g < group; ++g) {
+    for (int64_t d = 0; d < head_dim; ++d) {
+      output[g * call.output_head + d] = static_cast<T>(outputs[g * padded + d]);
+    }
+  }
+}
+
+template <typename T>
+void run(const Call& call) {
+  const int64_t padded = (call.head_dim + kWidth<T> - 1) / kWidth<T> * kWidth<T>;
+  const auto* const query = static_cast<const T*>(call.query);
+  const auto* const keys = static_cast<const T*>(call.keys);
+  const auto* const values = static_cast<const T*>(call.values);
+  auto* const output = static_cast<T*>(call.output);
+#pragma omp parallel num_threads(call.threads)
+  {
+    std::vector<float> scratch(call.group * (2 * padded + call.length));
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < call.batch * call.heads; ++i) {
+      const int64_t b = i / call.heads, h = i % call.heads;
+      attend<T>(
+          call, query + b * call.query_batch + h * call.group * call.query_head,
+          keys + b * call.key_batch + h * call.key_head, values + b * call.value_batch + h * call.value_head,
+          call.mask ? call.mask + b * call.mask_batch : nullptr,
+          output + b * call.output_batch + h * call.group * call.output_head, padded, scratch.data());
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void attend_float32(const Call* call) { run<float>(*call); }
+extern "C" void attend_bfloat16(const Call* call) { run<c10::BFloat16>(*call); }
+extern "C" void attend_float16(const Call* call) { run<c10::Half>(*call); }
