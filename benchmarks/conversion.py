@@ -159,8 +159,8 @@ class Bench:
 
     def measure(self, jobs: list[tuple[int, Job]]) -> list[dict[str, Any]]:
         self.run(job for _, job in jobs)
-        with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(lambda of: self.measured(of[1], of[0]), jobs))
+        # One after the other: transformers' `from_pretrained` is not made for several threads.
+        return [self.measured(job, seed) for seed, job in jobs]
 
     # --- phases -------------------------------------------------------------------------------------------------------
 

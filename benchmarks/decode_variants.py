@@ -147,8 +147,7 @@ def latent(asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def copy_bandwidth() -> float:
     """GB/s of a large copy, bytes read and bytes written."""
-    source = torch.zeros(2**28, dtype=torch.uint8)
-    target = torch.empty_like(source)
+    source, target = (torch.ones(2**28, dtype=torch.uint8) for _ in range(2))  # zeros might be one page of the system's
     times = []
     for _ in range(7):
         start = time.perf_counter()

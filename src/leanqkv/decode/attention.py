@@ -22,8 +22,10 @@ NAME = "leanqkv_decode"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POINTERS = ("query", "keys", "values", "mask", "output")
 _SIZES = ("batch", "heads", "group", "length", "head_dim", "threads")
-_STRIDES = ("query_batch", "query_head", "key_batch", "key_head", "key_row")
-_STRIDES += ("value_batch", "value_head", "value_row", "mask_batch", "output_batch", "output_head")
+_STRIDES = (
+    *("query_batch", "query_head", "key_batch", "key_head", "key_row"),
+    *("value_batch", "value_head", "value_row", "mask_batch", "output_batch", "output_head"),
+)
 
 
 class _Call(ctypes.Structure):

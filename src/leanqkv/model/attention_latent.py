@@ -134,13 +134,12 @@ class LatentAttention(JoinableInputs):
             for projection in (self.k_up_proj, self.v_up_proj)
         )
         query = torch.einsum("bhtx,hxc->bhtc", query, up_key).flatten(1, 2)  # every head is one more query
-        widths = [piece.shape[-1] for piece in pieces]
-        scores = sum(
-            part @ piece.transpose(1, 2) for part, piece in zip(query.split(widths, dim=-1), pieces, strict=True)
-        )
+        parts, keys = [*query.split([piece.shape[-1] for piece in pieces], dim=-1)], list(pieces)
         if query_rope is not None:
-            scores = scores + query_rope.flatten(1, 2) @ key_rope[:, 0].transpose(1, 2)
-        scores = scores.unflatten(1, (self.num_heads, t)) * scaling
+            parts, keys = [*parts, query_rope.flatten(1, 2)], [*keys, key_rope[:, 0]]
+        # Not query @ keys^T: on a CPU that takes several times as long in bfloat16.
+        scores = sum(key @ part.transpose(1, 2) for part, key in zip(parts, keys, strict=True))
+        scores = scores.transpose(1, 2).contiguous().unflatten(1, (self.num_heads, t)) * scaling
         if mask is not None:
             scores = (
                 scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
