@@ -25,6 +25,7 @@ from leanqkv.analyze.heads import (
     value_layers,
 )
 from leanqkv.analyze.observe import layer_outputs, observe
+from leanqkv.analyze.plots import drawings
 from leanqkv.analyze.probe import phases, probe_losses, slope_interval, train_probes
 from leanqkv.analyze.report import architectures, tables
 from leanqkv.analyze.similarity import bucketed, contributions, head_similarity, off_diagonal_mean, token_similarity
@@ -493,7 +494,13 @@ def test_tables_of_the_record(record):
 
 def test_the_page_is_made_from_the_record_alone(record, unwrapped):
     page = Path("found/report.html").read_text()
-    assert page.count("<figure>") == 1 + 3 + 1 + 4 + 3 + 2 * 3  # probe, similarities, spread, spectra, scores, maps
+    # Probe, similarities, spread, over training (spread, four matrices), spectra, scores, maps.
+    assert page.count("<figure>") == 1 + 3 + 1 + (1 + 4) + 4 + 3 + 2 * 3
+    ends = [
+        (one.name, [{**model, "training": model["training"][:1]} for model in one.models.values()])
+        for one in architectures(record)
+    ]
+    assert len(drawings(record, ends)) == page.count("<figure>") - 5  # nothing between start and end: nothing to draw
     assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", page)  # it needs nothing else
     table = Path("found/table.md").read_text()
     Path("found/report.html").unlink()

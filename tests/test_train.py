@@ -113,6 +113,22 @@ def test_gradient_checkpointing_changes_no_loss(data, finished, tmp_path):
     assert losses(record) == losses(finished[1])
 
 
+def test_kept_checkpoints_are_the_model_at_every_evaluation(data, finished, tmp_path):
+    out, record = finished
+    kept = train(spec(data), data, tmp_path / "run", device="cpu", keep_checkpoints=True)
+    assert losses(kept) == losses(record)
+    found = {path.name: path for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert sorted(found) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    assert not list((tmp_path / "run").rglob("*.pt")) and not list((tmp_path / "run").rglob("*.pth"))
+    last, first, end = (
+        load_file(path / "model.safetensors") for path in (found["checkpoint-30"], found["checkpoint-10"], out)
+    )
+    assert all(torch.equal(last[name], end[name]) for name in end)
+    assert any(not torch.equal(first[name], end[name]) for name in end)
+    model = load_model(found["checkpoint-10"])
+    assert all(torch.equal(first[name], weight) for name, weight in model.state_dict().items() if name in first)
+
+
 def test_a_run_learns_and_its_directory_holds_what_the_record_says(data, finished):
     out, record = finished
     curve = [entry["loss"] for entry in record["evaluations"]]

@@ -36,6 +36,7 @@ def drawings(record: Mapping[str, Any], groups: Groups) -> list[tuple[str, Drawi
         found.append(lines(f"similar-{name}", values, "cosine similarity", f"{caption}, by layer; {over}"))
     spread = f"Spread of the attention logits, by layer; {over}"
     found.append(lines("spread", lambda m: m["logit_spread"], "standard deviation", spread))
+    found += _over_training(groups)
     found += _spectra(groups)
     found += _head_maps(record)
     found += _similarity_maps(groups)
@@ -44,6 +45,44 @@ def drawings(record: Mapping[str, Any], groups: Groups) -> list[tuple[str, Drawi
 
 def _similarity(name: str) -> Callable[[Model], list[float]]:
     return lambda model: [at["mean"] for at in model["similarity"][name]]
+
+
+def _over_training(groups: Groups) -> list[tuple[str, Drawing]]:
+    """From the first weights over every checkpoint; none where there is nothing between start and end."""
+    if not any(len(model["training"]) > 1 for _, models in groups for model in models):
+        return []
+    over = "mean over layers; mean and range over seeds."
+
+    def drawn(name: str, value: Callable[[Model], float | None], up: str, what: str) -> tuple[str, Drawing]:
+        series = []
+        for style, (label, models) in enumerate(groups):
+            curves = [{at["step"]: value(at) for at in model["training"]} for model in models]
+            known = [{step: found for step, found in curve.items() if found is not None} for curve in curves]
+            if points := average(dict(enumerate(known))):
+                series.append(Series(label, style, points))
+        caption = f"{what} over training, {over}"
+        return caption, measured_lines(name, series, "step", up, caption, from_zero=False)
+
+    def condition(matrix: str) -> Callable[[Model], float | None]:
+        def mean(stage: Model) -> float | None:
+            logarithms = [np.log10(layer[matrix]) for layer in stage["condition"] if layer.get(matrix)]
+            return float(np.mean(logarithms)) if logarithms else None
+
+        return mean
+
+    stages = [stage for _, models in groups for model in models for stage in model["training"]]
+    matrices = dict.fromkeys(name for stage in stages for layer in stage["condition"] for name in layer)
+    found = [
+        drawn(
+            "spread-training",
+            lambda stage: float(np.mean(stage["logit_spread"])),
+            "standard deviation",
+            "Spread of the attention logits",
+        )
+    ]
+    for matrix in matrices:
+        found.append(drawn(f"condition-{matrix}", condition(matrix), "log₁₀ κ", f"Condition number of {matrix}"))
+    return found
 
 
 def _spectra(groups: Groups) -> list[tuple[str, Drawing]]:

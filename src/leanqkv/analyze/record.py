@@ -262,21 +262,23 @@ class _Work:
         is known, of the weights it started from."""
         tokens = next(_samples(self.data, self.plan, self.settings))[0]
         opened, config = self.subject.opened, self.subject.opened.config
-        found: list[tuple[int, LeanForCausalLM, Mapping[str, Tensor]]] = []
-        if self.subject.from_seed:
-            assert self.subject.seed is not None
-            start = initial_model(config, self.subject.seed)
-            found.append((0, start, start.state_dict()))
-        for step, path in checkpoints(opened.directory):
-            checkpoint = open_causal_lm(path)
-            found.append((step, causal_lm(checkpoint), checkpoint.tensors))
+
+        def stages() -> Iterator[tuple[int, LeanForCausalLM, Mapping[str, Tensor]]]:
+            if self.subject.from_seed:
+                assert self.subject.seed is not None
+                start = initial_model(config, self.subject.seed)
+                yield 0, start, start.state_dict()
+            for step, path in checkpoints(opened.directory):
+                checkpoint = open_causal_lm(path)
+                yield step, causal_lm(checkpoint), checkpoint.tensors
+
         return [
             {
                 "step": step,
                 "condition": [{name: m["condition"] for name, m in s.items()} for s in attention_spectra(config, held)],
                 "logit_spread": logit_spreads(model, tokens),
             }
-            for step, model, held in found
+            for step, model, held in stages()
         ]
 
     def probed(self, step: Callable[[], None]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from .options import (
     Device,
     EvaluateEvery,
     EvaluationSequences,
+    KeepCheckpoints,
     MaxDocuments,
     MicroBatchSize,
     PrecisionOption,
@@ -130,6 +131,7 @@ def uptrain(
     max_documents: MaxDocuments = None,
     evaluate_every: EvaluateEvery = 50,
     evaluation_sequences: EvaluationSequences = None,
+    keep_checkpoints: KeepCheckpoints = False,
 ) -> None:
     """Go on training a checkpoint, such as a converted one; dropout is off, as in the paper's uptraining.
 
@@ -173,6 +175,7 @@ def uptrain(
         micro_batch_size=micro_batch_size,
         evaluation_sequences=evaluation_sequences,
         evaluate_every=evaluate_every,
+        keep_checkpoints=keep_checkpoints,
         seed=seed,
         role="uptrain",
         initial=source,

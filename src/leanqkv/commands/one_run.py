@@ -27,6 +27,7 @@ def run_one(
     evaluation_sequences: int | None,
     initial: Path | None = None,
     teacher: Path | None = None,
+    keep_checkpoints: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Reads the data, chooses the precision, trains, and returns the record; `settings` are further fields of the
@@ -68,7 +69,16 @@ def run_one(
         def progress(step: int, total: int, loss: float | None, rate: float | None) -> None:
             display.update(name, step, total, loss, rate)
 
-        record = train(spec, prepared, out, device=device, initial=initial, teacher=teacher, progress=progress)
+        record = train(
+            spec,
+            prepared,
+            out,
+            device=device,
+            initial=initial,
+            teacher=teacher,
+            keep_checkpoints=keep_checkpoints,
+            progress=progress,
+        )
         display.finish(name, recipe.steps, outcome(record))
     contents = [name for name in ("model.safetensors", "tokenizer.json", "record.json") if (out / name).exists()]
     console.print(f"{out}: {', '.join(contents)}", highlight=False)

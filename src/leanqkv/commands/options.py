@@ -49,6 +49,9 @@ PrecisionOption = Annotated[
     str, typer.Option(help="auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.")
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps. Default: what there is.")]
+KeepCheckpoints = Annotated[
+    bool, typer.Option("--keep-checkpoints", help="Keep the weights of every validation, for `leanqkv analyze`.")
+]
 EvaluateEvery = Annotated[int, typer.Option(min=1, help="Steps between validations, which are checkpoints too.")]
 EvaluationSequences = Annotated[
     int | None,

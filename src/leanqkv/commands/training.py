@@ -18,6 +18,7 @@ from .options import (
     Device,
     EvaluateEvery,
     EvaluationSequences,
+    KeepCheckpoints,
     LearningRate,
     MaxDocuments,
     MicroBatchSize,
@@ -59,6 +60,7 @@ def train(
     evaluate_every: EvaluateEvery = 50,
     evaluation_sequences: EvaluationSequences = None,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False,
+    keep_checkpoints: KeepCheckpoints = False,
 ) -> None:
     """Train one model; the same command goes on after an interruption, with the same losses.
 
@@ -94,6 +96,7 @@ def train(
         micro_batch_size=micro_batch_size,
         evaluation_sequences=evaluation_sequences,
         evaluate_every=evaluate_every,
+        keep_checkpoints=keep_checkpoints,
         gradient_checkpointing=gradient_checkpointing,
         seed=seed,
     )

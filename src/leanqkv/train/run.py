@@ -203,6 +203,7 @@ def train(
     batches: Path | None = None,
     initial: Path | None = None,
     teacher: Path | None = None,
+    keep_checkpoints: bool = False,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Trains, or goes on where `out` left off, and returns the run's record, which is also written to `out`.
@@ -213,6 +214,8 @@ def train(
     Args:
         batches: where the batch plan is, or will be, saved; by default in `out`.
         initial, teacher: checkpoint directories, where the specification names the hash of their weights.
+        keep_checkpoints: whether the model stays in `checkpoint-STEP` as every evaluation found it; without, the run
+            drops its checkpoints when it is done.
 
     Raises:
         LeanError: `out` holds something else, the batch does not divide, or a checkpoint is not the one specified.
@@ -221,7 +224,7 @@ def train(
     precision = _precision(spec)
     config = LeanConfig(**spec.config)
     check_fit(spec.name, config, data, spec.context_length)
-    arguments = _arguments(spec, out, device)
+    arguments = _arguments(spec, out, device, keep_checkpoints)
     if data.sha256 != spec.data_sha256:
         raise LeanError(f"{spec.name} was to be trained on other data than this ({data.description})")
     for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
@@ -232,7 +235,7 @@ def train(
         return finished
     with _only_here(out):
         start = Start(batches or out / "batches", initial, teacher)
-        return _train(spec, data, out, config, precision, arguments, start, progress)
+        return _train(spec, data, out, config, precision, arguments, start, keep_checkpoints, progress)
 
 
 def _train(
@@ -243,6 +246,7 @@ def _train(
     precision: Precision,
     arguments: TrainingArguments,
     start: Start,
+    keep_checkpoints: bool,
     progress: Progress,
 ) -> dict[str, Any]:
     recipe = spec.recipe
@@ -306,6 +310,11 @@ def _train(
     if trainer.is_world_process_zero():
         with quiet_transformers(), _disk_full_is_an_error(out):
             _finish(out, model, work, record)
+            for checkpoint in out.glob("checkpoint-*"):
+                if keep_checkpoints and record["diverged"] is None:
+                    _thin(checkpoint)
+                else:
+                    shutil.rmtree(checkpoint)
     return record
 
 
@@ -455,7 +464,7 @@ def _last_checkpoint(out: Path) -> str | None:
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
 
 
-def _arguments(spec: RunSpec, out: Path, device: str) -> TrainingArguments:
+def _arguments(spec: RunSpec, out: Path, device: str, keep_checkpoints: bool) -> TrainingArguments:
     recipe = spec.recipe
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     micro = spec.micro_batch_size or recipe.batch_size // processes
@@ -485,7 +494,7 @@ def _arguments(spec: RunSpec, out: Path, device: str) -> TrainingArguments:
         eval_steps=spec.evaluate_every,
         save_strategy="steps",
         save_steps=spec.evaluate_every,
-        save_total_limit=2,
+        save_total_limit=None if keep_checkpoints else 2,
         report_to="none",
         disable_tqdm=True,
     )
@@ -494,7 +503,7 @@ def _arguments(spec: RunSpec, out: Path, device: str) -> TrainingArguments:
 
 
 def _finish(out: Path, model: PreTrainedModel, work: Work, record: dict[str, Any]) -> None:
-    """Puts the final model and, last of all, the record in place, then drops the checkpoints."""
+    """Puts the final model and, last of all, the record in place."""
     if record["diverged"] is None:
         partial = out / ".partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -505,5 +514,10 @@ def _finish(out: Path, model: PreTrainedModel, work: Work, record: dict[str, Any
             file.replace(out / file.name)
         partial.rmdir()
     write_json(out / RECORD, record)
-    for checkpoint in out.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+
+
+def _thin(checkpoint: Path) -> None:
+    """Leaves of a checkpoint what a model is read from, without what training would go on from."""
+    for file in checkpoint.iterdir():
+        if file.suffix not in (".json", ".safetensors", ".py") and file.name != COMPLETE:
+            file.unlink()
