@@ -312,7 +312,7 @@ def test_the_command_writes_a_record_and_draws_it_again(tmp_path):
     out = tmp_path / "out"
     result = CliRunner().invoke(app, ["in-context", "--quick", "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
-    assert sorted(file.name for file in out.iterdir()) == ["figure.png", "record.json", "table.md"]
+    assert sorted(file.name for file in out.iterdir()) == ["figure.png", "record.json", "report.html", "table.md"]
     record = CHECK.load(out / "record.json")
     assert record["versions"]["torch"] == torch.__version__
     assert record["settings"]["seed"] == 0

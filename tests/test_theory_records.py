@@ -93,7 +93,8 @@ def test_a_redrawn_record_gives_the_same_files(name, tmp_path):
     assert result.exit_code == 0
     assert "pass" in result.output
     assert "FAIL" not in result.output
-    assert {file.name for file in (tmp_path / name).iterdir()} == {file.name for file in (RESULTS / name).iterdir()}
+    committed = {file.name for file in (RESULTS / name).iterdir()}
+    assert {file.name for file in (tmp_path / name).iterdir()} == committed | {"report.html"}
     assert (tmp_path / name / "table.md").read_text() == (RESULTS / name / "table.md").read_text()
 
 
@@ -120,6 +121,20 @@ def test_all_of_them_one_after_the_other(tmp_path, monkeypatch):
     result = invoke("all", "--redraw", "--out", str(tmp_path))
     assert result.exit_code == 1
     assert "skip-absorption: " in result.output
+    page = (tmp_path / "report.html").read_text()
+    assert "1 of 2 checks pass" in page and page.count("<strong>FAIL</strong>") == 1
+
+
+def test_the_page_has_every_check_with_its_figure_and_tables(tmp_path):
+    shutil.copytree(RESULTS, tmp_path / "all")
+    assert invoke("all", "--redraw", "--out", str(tmp_path / "all")).exit_code == 0
+    page = (tmp_path / "all" / "report.html").read_text()
+    assert page.count("<section") == len(CHECKS) and f"{len(CHECKS)} of {len(CHECKS)} checks pass" in page
+    checks = [load_check(name) for name in CHECKS]
+    assert page.count("data:image/png;base64,") == sum(check.draw is not None for check in checks)
+    written = [check.tables(check.load(RESULTS / check.name / "record.json")) for check in checks]
+    assert page.count("<table>") == sum(len(tables.split("\n\n")) for tables in written)
+    assert not re.findall('http|src="(?!data:)', page)  # it needs nothing else
 
 
 def test_a_check_that_fails_says_so_and_has_exit_code_one(tmp_path):

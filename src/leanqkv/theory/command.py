@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .check import CHECKS, load_check, passed
+from .check import CHECKS, Check, load_check, passed
+from .page import write_page
 
 app = typer.Typer(
     help="Check what the papers prove: statement, measurement, outcome.",
@@ -18,7 +19,8 @@ app = typer.Typer(
 )
 console = Console()
 
-Out = Annotated[Path, typer.Option(help="Directory for record.json, table.md and, where there is one, figure.png.")]
+Out = Annotated[Path, typer.Option(help="Directory for record.json, table.md, figure.png and report.html.")]
+Done = tuple[Check, dict[str, Any], Path]  # with its record, and the directory of both
 Quick = Annotated[bool, typer.Option("--quick", help="Seconds, at sizes too small to conclude much from.")]
 Redraw = Annotated[bool, typer.Option("--redraw", help="Table and figure again, from the record in --out.")]
 Models = Annotated[
@@ -35,7 +37,7 @@ def _theory() -> None:
 @app.command("initial-spread")
 def initial_spread(out: Out, quick: Quick = False, redraw: Redraw = False) -> None:
     """How wide the attention logits of every query mechanism spread at the start (P1, appendix B). About a minute."""
-    _finish(_one("initial-spread", out, quick, redraw))
+    _finish(out, [_one("initial-spread", out, quick, redraw)])
 
 
 @app.command("layer-norm")
@@ -44,7 +46,7 @@ def layer_norm(out: Out, model: Models = None, quick: Quick = False, redraw: Red
 
     leanqkv theory layer-norm --model runs/quickstart/tiny-0 --out runs/layer-norm
     """
-    _finish(_one("layer-norm", out, quick, redraw, models=model))
+    _finish(out, [_one("layer-norm", out, quick, redraw, models=model)])
 
 
 @app.command("basis-transfer")
@@ -57,19 +59,19 @@ def basis_transfer(
     redraw: Redraw = False,
 ) -> None:
     """An MLP with a skip learns another one in a changed basis (P1, appendix D). Minutes at reduced width and steps."""
-    _finish(_one("basis-transfer", out, quick, redraw, paper=paper))
+    _finish(out, [_one("basis-transfer", out, quick, redraw, paper=paper)])
 
 
 @app.command("skip-absorption")
 def skip_absorption(out: Out, quick: Quick = False, redraw: Redraw = False) -> None:
     """When a ReLU MLP can do without its skip connection (P1, appendix E). About a minute."""
-    _finish(_one("skip-absorption", out, quick, redraw))
+    _finish(out, [_one("skip-absorption", out, quick, redraw)])
 
 
 @app.command("hadamard")
 def hadamard(out: Out, quick: Quick = False, redraw: Redraw = False) -> None:
     """Attention written with block Hadamard products is attention (P1, appendix A). Seconds."""
-    _finish(_one("hadamard", out, quick, redraw))
+    _finish(out, [_one("hadamard", out, quick, redraw)])
 
 
 @app.command("in-context")
@@ -83,7 +85,7 @@ def in_context(out: Out, quick: Quick = False, redraw: Redraw = False) -> None:
 
     leanqkv theory in-context --redraw --out runs/theory
     """
-    _finish(_one("in-context", out, quick, redraw))
+    _finish(out, [_one("in-context", out, quick, redraw)])
 
 
 @app.command("all")
@@ -93,17 +95,17 @@ def everything(
     quick: Quick = False,
     redraw: Redraw = False,
 ) -> None:
-    """Every check, each into its own directory below --out. About half an hour on one core."""
-    outcomes = []
+    """Every check, each into its own directory below --out, and one page of all. About half an hour on one core."""
+    done = []
     for name in CHECKS:
-        outcomes.append(_one(name, out / name, quick, redraw, models=model if name == "layer-norm" else None))
-    _finish(all(outcomes))
+        done.append(_one(name, out / name, quick, redraw, models=model if name == "layer-norm" else None))
+    _finish(out, done)
 
 
 def _one(
     name: str, out: Path, quick: bool, redraw: bool, *, paper: bool = False, models: list[Path] | None = None
-) -> bool:
-    """Runs one check, or reads its record; writes table and figure, prints the outcome and returns it."""
+) -> Done:
+    """Runs one check, or reads its record; writes table and figure, and prints the outcome."""
     from ..errors import LeanError
 
     given = {"--quick": quick, "--paper": paper, "--redraw": redraw, "--model": bool(models)}
@@ -134,9 +136,11 @@ def _one(
         console.print(f"  {word}  {finding.what}: {finding.found}", highlight=False, soft_wrap=True)
     files = ", ".join(file for file in ("record.json", "table.md", "figure.png") if (out / file).exists())
     console.print(f"{out}: {files}", highlight=False, soft_wrap=True)
-    return passed(findings)
+    return check, record, out
 
 
-def _finish(outcome: bool) -> None:
-    if not outcome:
+def _finish(out: Path, done: list[Done]) -> None:
+    write_page(out / "report.html", done)
+    console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+    if not all(passed(check.findings(record)) for check, record, _ in done):
         raise typer.Exit(1)
