@@ -11,6 +11,7 @@ the contents of the cache are random.
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 
-from leanqkv import LeanForCausalLM
+from leanqkv import LeanForCausalLM, cache_bytes
+from leanqkv.bench.memory import PeakMemory
 from leanqkv.decode import Decoder, allocate_cache
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
 from leanqkv.model.attention_latent import LatentAttention
@@ -30,6 +32,7 @@ VARIANTS = ("skipv1", "identity-query", "nonlinear-query")
 CONTEXTS, BATCHES = {"skipv1": (512, 1024, 2048, 4096)}, (1, 8)
 OTHER_CONTEXTS = (512, 4096)
 PROMPTS = ((1, 512), (8, 512), (1, 2048))
+LONG_PROMPTS, CHUNKS = ((1, 4096), (8, 1024)), (512, 128)
 
 
 def build(*mechanisms: str) -> Decoder:
@@ -130,6 +133,33 @@ def prefill(sides: dict[str, Decoder], batch: int, length: int, asked: argparse.
     return {"batch": batch, "length": length, **compared(times), "predicted": [base / other]}
 
 
+def chunked(decoder: Decoder, batch: int, length: int, asked: argparse.Namespace) -> dict[str, Any]:
+    """A prompt whole against in chunks, and what is held at one time beside weights and cache."""
+    ids = torch.randint(1000, (batch, length), generator=torch.Generator().manual_seed(0))
+    usual = decoder.chunk
+
+    def prefill(chunk: int) -> None:
+        decoder.chunk = chunk
+        decoder.prefill(ids, room=0)
+
+    chunks = (length, *CHUNKS)
+    times = in_turns({str(chunk): partial(prefill, chunk) for chunk in chunks}, asked.rounds, 1)
+    activations = {}
+    for chunk in chunks:
+        decoder.cache = None
+        with PeakMemory() as counted:
+            prefill(chunk)
+        assert decoder.cache is not None
+        activations[str(chunk)] = counted.peak - cache_bytes(decoder.cache)
+    decoder.chunk, decoder.cache = usual, None
+    return {"batch": batch, "length": length, **spreads(times), "activation_bytes": activations}
+
+
+def spreads(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Median, least and most milliseconds."""
+    return {"milliseconds": {of: {"median": median(t), "min": min(t), "max": max(t)} for of, t in times.items()}}
+
+
 def latent(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """MLA: the absorbed form against the expanded one, which must touch the whole history at every step."""
     sides = {"expanded": build("mla"), "absorbed": build("mla")}
@@ -196,13 +226,21 @@ def tables(record: dict[str, Any]) -> str:
         spread = f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f}–{row['ratio']['max']:.2f})"
         cells = (row["model"], f"{row['batch']} | {row['length']:,}", f"{second:.0f} (against {first:.0f})")
         lines.append("| " + " | ".join((*cells, spread, _range(row["predicted"]))) + " |")
+    lines += ["", "| prefill, batch | tokens | in chunks of | ms | beside weights and cache, MB |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: |")
+    for row in record["chunks"]:
+        for chunk, of in row["milliseconds"].items():
+            size = "all" if int(chunk) == row["length"] else chunk
+            milliseconds = f"{of['median']:.0f} ({of['min']:.0f}–{of['max']:.0f})"
+            held = f"{row['activation_bytes'][chunk] / 1e6:.0f}"
+            lines.append(f"| {row['batch']} | {row['length']:,} | {size} | {milliseconds} | {held} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
-    parser.add_argument("--only", choices=(*VARIANTS, "mla"))
+    parser.add_argument("--only", choices=(*VARIANTS, "mla", "chunks"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fills", type=int, default=3, help="of the cache, with so many rounds each")
     parser.add_argument("--steps", type=int, default=24, help="in a row, of a short context")
@@ -213,7 +251,7 @@ def main() -> None:
         return
     bandwidth = copy_bandwidth()
     record: dict[str, Any] = {"record": RECORD_FORMAT, "base": BASE, "copy_gigabytes_per_second": bandwidth}
-    record |= {"decode": [], "prefill": []}
+    record |= {"decode": [], "prefill": [], "chunks": []}
     baseline = build()
     for name in VARIANTS:
         if asked.only not in (None, name):
@@ -226,6 +264,8 @@ def main() -> None:
             record["prefill"].append(tell("prefill", {"model": name, **prefill(sides, batch, length, asked)}))
     if asked.only in (None, "mla"):
         record["decode"] += latent(asked)
+    if asked.only in (None, "chunks"):
+        record["chunks"] = [chunked(baseline, batch, length, asked) for batch, length in LONG_PROMPTS]
     record |= {
         "rounds": asked.rounds,
         "fills": asked.fills,
