@@ -20,7 +20,7 @@ from leanqkv.data import TokenData, collate, make_batch_plan, prepare_data
 from leanqkv.files import write_json
 from leanqkv.train import RunSpec, parse_precision, train
 from leanqkv.train.environment import default_device, git_commit, hardware, versions
-from leanqkv.train.run import make_optimizer, make_schedule
+from leanqkv.train.trainer import make_optimizer, make_schedule
 
 
 def training_run(spec: RunSpec, data: TokenData, device: str) -> list[float]:

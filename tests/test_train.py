@@ -17,7 +17,7 @@ from leanqkv.data import collate, make_batch_plan
 from leanqkv.evaluate import sequence_losses
 from leanqkv.files import write_json
 from leanqkv.train import choose_precision, parse_precision, train
-from leanqkv.train.run import make_optimizer, make_schedule, summarize
+from leanqkv.train.trainer import make_optimizer, make_schedule, summarize
 
 
 @pytest.fixture(scope="module")

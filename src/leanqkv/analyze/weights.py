@@ -14,7 +14,7 @@ from torch import Tensor
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.registry import ConfigError
-from ..train.run import COMPLETE
+from ..train.directory import COMPLETE
 from .observe import observe
 
 # Of each spectrum as many singular values are kept, evenly over the ranks, the first and the last among them.

@@ -38,8 +38,8 @@ def run_one(
     """
     from ..progress import training_display
     from ..train import RunSpec, train
+    from ..train.directory import check_out
     from ..train.environment import check_device, default_device
-    from ..train.run import check_out
     from ..train.work import check_fit, check_trainable
 
     check_trainable(name, config)

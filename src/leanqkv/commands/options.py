@@ -128,7 +128,7 @@ def precision_for(
     """The precision asked for; with "auto" that of the run in `out`, or the fastest one on this machine."""
     from ..files import read_json
     from ..train import choose_precision, parse_precision
-    from ..train.run import SPEC
+    from ..train.directory import SPEC
 
     if asked == "auto" and (out / SPEC).exists():
         found = read_json(out / SPEC)

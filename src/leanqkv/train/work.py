@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -25,9 +25,7 @@ from ..files import write_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.image_classification import LeanForImageClassification
-
-if TYPE_CHECKING:
-    from .run import RunSpec
+from .spec import RunSpec
 
 Data = TokenData | ImageData
 Autocast = Callable[[], AbstractContextManager]
@@ -128,7 +126,7 @@ class Work(Protocol):
 
 
 class TextWork(Work):
-    def __init__(self, spec: "RunSpec", data: TokenData, batches: Path):
+    def __init__(self, spec: RunSpec, data: TokenData, batches: Path):
         self.context_length = spec.context_length
         self.plan = batch_plan(
             batches,
@@ -165,7 +163,7 @@ class TextWork(Work):
 
 
 class ImageWork(Work):
-    def __init__(self, spec: "RunSpec", data: ImageData, batches: Path):
+    def __init__(self, spec: RunSpec, data: ImageData, batches: Path):
         self.size, self.channels, self.labels = spec.config["image_size"], data.channels, data.labels
         self.plan = image_plan(
             batches,
@@ -196,6 +194,6 @@ class ImageWork(Work):
         return {"loss": losses.mean().item(), "accuracy": hits.double().mean().item()}
 
 
-def make_work(spec: "RunSpec", data: Data, batches: Path) -> Work:
+def make_work(spec: RunSpec, data: Data, batches: Path) -> Work:
     """Makes the batch plan too, or finds the one saved in `batches`."""
     return ImageWork(spec, data, batches) if isinstance(data, ImageData) else TextWork(spec, data, batches)

@@ -1,0 +1,184 @@
+"""`transformers.Trainer` over the batch plan, read in order: optimizer, schedule, loss, log."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, get_cosine_with_min_lr_schedule_with_warmup
+
+from ..data import BatchPlan
+from ..presets import Recipe
+from .directory import COMPLETE
+from .precision import Precision
+from .spec import RunSpec
+from .work import Work
+
+# What an evaluation finds, and where the trainer's log has it.
+EVALUATED = {"loss": "eval_loss", "accuracy": "eval_accuracy"}
+
+# step, steps, training loss (None until the first is known), tokens per second
+Progress = Callable[[int, int, float | None, float | None], None]
+
+
+class Sequences(Dataset):
+    """The plan's training starts, one after another; `collate` turns them into inputs a batch at a time."""
+
+    def __init__(self, plan: BatchPlan):
+        self.starts = plan.train_starts.reshape(-1)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.starts[index])
+
+
+class LeanTrainer(Trainer):
+    """Trainer with our autocast, our validation, and the time of every logging interval in the log."""
+
+    def __init__(
+        self,
+        *,
+        precision: Precision,
+        work: Work,
+        validate: Callable[[torch.nn.Module], dict[str, float]],
+        teacher: torch.nn.Module | None = None,
+        distillation: float = 0.0,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.teacher, self.distillation = teacher, distillation
+        self.precision = precision
+        self.work = work
+        self.validate = validate
+        self.interval_start: float | None = None
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(self.precision.autocast(self.args.device.type))
+        return stack
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return self.work.finish(super()._prepare_inputs(inputs))
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's loss; with a teacher, mixed with the mean KL(teacher || model) of the next token, in nats."""
+        if self.teacher is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        with torch.no_grad():
+            expected = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
+        expected, found = (logits.flatten(0, 1).float().log_softmax(-1) for logits in (expected, outputs.logits))
+        # Sequences are of one length, so the mean over a micro-batch weighs as the model's own loss does.
+        divergence = torch.nn.functional.kl_div(found, expected, reduction="batchmean", log_target=True)
+        loss = (1 - self.distillation) * loss + self.distillation * divergence
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        paused = time.perf_counter()
+        found = self.validate(self.accelerator.unwrap_model(self.model))
+        metrics = {f"eval_{name}": value for name, value in found.items()}
+        self.log(metrics)
+        if self.interval_start is not None:
+            self.interval_start += time.perf_counter() - paused
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            now = time.perf_counter()
+            if self.interval_start is not None:
+                logs["seconds"] = now - self.interval_start
+            self.interval_start = now
+        super().log(logs, start_time)
+
+
+class Watch(TrainerCallback):
+    """Progress, an end to runs that diverge, and the mark of complete checkpoints."""
+
+    def __init__(self, spec: RunSpec, progress: Progress):
+        self.spec, self.progress = spec, progress
+        self.loss: float | None = None
+        self.rate: float | None = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.progress(state.global_step, state.max_steps, self.loss, self.rate)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        self.loss = logs.get("loss", self.loss)
+        if "seconds" in logs:
+            self.rate = self.spec.tokens(self.spec.log_interval) / logs["seconds"]
+        if not math.isfinite(logs.get("loss", logs.get("eval_loss", 0.0))):
+            control.should_training_stop = True
+            control.should_save = False
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices (embeddings among them) and not on vectors, as nanoGPT and the papers."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=True)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up, then a cosine to the minimum over `schedule_steps`, of which a run may see only a part; a longer
+    run stays at the minimum."""
+    length = recipe.schedule_steps or recipe.steps
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer,
+        num_warmup_steps=recipe.warmup_steps,
+        num_training_steps=length,
+        min_lr=recipe.min_learning_rate,
+    )
+    # Beyond its length the library's cosine would rise again.
+    schedule.lr_lambdas = [partial(_held, factor, length) for factor in schedule.lr_lambdas]
+    return schedule
+
+
+def _held(factor: Callable[[int], float], length: int, step: int) -> float:
+    return factor(min(step, length))
+
+
+def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
+    """Curves and figures of a run, from the trainer's log."""
+    # By step: the trainer evaluates the last one twice.
+    trained = {entry["step"]: {"loss": entry["loss"]} for entry in history if "loss" in entry}
+    evaluated = {
+        entry["step"]: {name: entry[key] for name, key in EVALUATED.items() if key in entry}
+        for entry in history
+        if "eval_loss" in entry
+    }
+    training, evaluations = ([{"step": step, **at} for step, at in found.items()] for found in (trained, evaluated))
+    seconds = [entry["seconds"] for entry in history if "seconds" in entry]
+    bad = next((entry for entry in (*training, *evaluations) if not math.isfinite(entry["loss"])), None)
+    last = evaluations[-1] if evaluations and bad is None else None
+    return {
+        "tokens": spec.tokens(max((entry["step"] for entry in (*training, *evaluations)), default=0)),
+        "training": [entry for entry in training if math.isfinite(entry["loss"])],
+        "evaluations": [entry for entry in evaluations if math.isfinite(entry["loss"])],
+        "final": None if last is None else _final(last),
+        "tokens_per_second": round(spec.tokens(spec.log_interval) / median(seconds), 1) if seconds else None,
+        "seconds": round(sum(seconds), 2),
+        "diverged": {"step": bad["step"], "reason": "the loss is not finite"} if bad else None,
+    }
+
+
+def _final(last: dict[str, Any]) -> dict[str, float]:
+    loss = {"validation_loss": last["loss"]}
+    if "accuracy" in last:
+        return {**loss, "accuracy": last["accuracy"]}
+    return {**loss, "perplexity": math.exp(min(last["loss"], 700))}
