@@ -10,8 +10,8 @@ import pytest
 from corpus import SHAPE
 
 from leanqkv import LeanError
+from leanqkv.compare.page import write_report
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.report import write_report
 from leanqkv.compare.run import Comparison, default_jobs, run_comparison, slug
 from leanqkv.compare.suite import Entry
 

@@ -12,8 +12,9 @@ import matplotlib
 import pytest
 from rich.console import Console
 
+from leanqkv.compare.page import write_report
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.report import markdown_table, reading, remarks, terminal_table, write_report
+from leanqkv.compare.report import markdown_table, reading, remarks, terminal_table
 from leanqkv.errors import LeanError
 
 STEPS = list(range(0, 601, 50))

@@ -12,9 +12,10 @@ from test_report import record as a_record
 
 from leanqkv import LeanError, count_parameters, kv_bytes_per_token, preset
 from leanqkv.cli import main
+from leanqkv.compare.page import write_report
 from leanqkv.compare.published import METRICS, number
 from leanqkv.compare.records import Run, load_comparison
-from leanqkv.compare.report import markdown_table, reading, terminal_report, write_report
+from leanqkv.compare.report import markdown_table, reading, terminal_report
 from leanqkv.compare.run import Comparison, run_comparison
 from leanqkv.compare.stability import outcome
 from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry

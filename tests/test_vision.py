@@ -39,8 +39,9 @@ from leanqkv import (
     recipe,
 )
 from leanqkv.checkpoints import load_model
+from leanqkv.compare.page import write_report
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.report import markdown_table, write_report
+from leanqkv.compare.report import markdown_table
 from leanqkv.data import image_batch, make_image_plan, prepare_images, scaled_pixels
 from leanqkv.evaluate import image_outcomes
 from leanqkv.train import RunSpec, choose_precision, train

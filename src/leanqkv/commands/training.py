@@ -162,8 +162,9 @@ def compare(
 
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
     """
+    from ..compare.page import write_report
     from ..compare.records import load_comparison
-    from ..compare.report import terminal_report, write_report
+    from ..compare.report import terminal_report
     from ..compare.run import Comparison, Job, Update, run_comparison
     from ..compare.suites import choose
     from ..errors import LeanError
@@ -257,8 +258,9 @@ def report(
     from ..analyze import report as analysis
     from ..analyze.record import RECORD as ANALYSIS
     from ..compare import inference
+    from ..compare.page import write_report
     from ..compare.records import load_comparison
-    from ..compare.report import terminal_report, write_report
+    from ..compare.report import terminal_report
     from ..files import read_json
 
     if (directory / inference.RECORD).exists():
