@@ -242,6 +242,7 @@ def _slopes(record: Mapping[str, Any]) -> Table:
     return Table(("model", "layers", "slope, 95 %", "layers", "slope, 95 %"), rows)
 
 
+STAGES = 5  # of training, in a table
 SCORES = ("previous_token", "induction", "matching")
 Places = list[tuple[int, int]]  # layer, head
 
@@ -340,8 +341,11 @@ def _strongest(record: Mapping[str, Any]) -> Table:
 
 
 def _over_training(record: Mapping[str, Any], found: Sequence[Architecture]) -> Table:
-    """Means over layers, at the start, at every checkpoint that is left, and at the end."""
+    """Means over layers, at the start, at the checkpoints that are left, and at the end; of many checkpoints some, as
+    the figures show them all."""
     steps = sorted({at["step"] for model in record["models"].values() for at in model["training"]})
+    if len(steps) > STAGES:
+        steps = [steps[round(i * (len(steps) - 1) / (STAGES - 1))] for i in range(STAGES)]
 
     def stage(model: Model, step: int | None) -> Model | None:
         if step is None:
