@@ -237,10 +237,21 @@ def tables(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def updated(record: dict[str, Any], new: dict[str, Any], only: str) -> dict[str, Any]:
+    """The rows of `only`, which were measured again, in the places of the old ones."""
+    if only == "chunks":
+        rows = {"chunks": new["chunks"]}
+    else:
+        rows = {what: [row for row in record[what] if row["model"] != only] for what in ("decode", "prefill")}
+        rows = {what: kept + new[what] for what, kept in rows.items()}
+    again = {key: new[key] for key in ("git_commit", "rounds", "fills", "copy_gigabytes_per_second")}
+    return record | rows | {"measured_again": {**record.get("measured_again", {}), only: again}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
-    parser.add_argument("--only", choices=(*VARIANTS, "mla", "chunks"))
+    parser.add_argument("--only", choices=(*VARIANTS, "mla", "chunks"), help="others are kept, if --out has a record")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fills", type=int, default=3, help="of the cache, with so many rounds each")
     parser.add_argument("--steps", type=int, default=24, help="in a row, of a short context")
@@ -273,6 +284,8 @@ def main() -> None:
         "hardware": hardware("cpu"),
     }
     record |= {"versions": versions(), "git_commit": git_commit()}
+    if asked.only is not None and asked.out is not None and asked.out.exists():
+        record = updated(read_json(asked.out), record, asked.only)
     if asked.out is not None:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(asked.out, record)

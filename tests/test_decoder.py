@@ -196,17 +196,20 @@ def test_what_is_not_a_plain_layer_is_not_packed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("group, head_dim, mask", [(1, 16, "none"), (3, 64, "boolean"), (3, 20, "additive")])
-def test_attention_of_one_query(dtype, group, head_dim, mask):
+@pytest.mark.parametrize(
+    "group, head_dim, value_dim, mask",
+    [(1, 16, 16, "none"), (3, 64, 64, "boolean"), (3, 20, 20, "additive"), (2, 40, 16, "none"), (1, 8, 72, "none")],
+)
+def test_attention_of_one_query(dtype, group, head_dim, value_dim, mask):
     """Against attention written out in float64, on views of larger buffers whose other places are not numbers."""
     for length in (1, 7, 40, 33, 300):
         generator = torch.Generator().manual_seed(length)
 
-        def drawn(heads: int, positions: int) -> torch.Tensor:
-            return torch.randn(2, heads, positions, head_dim, generator=generator).to(dtype)  # noqa: B023
+        def drawn(heads: int, positions: int, width: int) -> torch.Tensor:
+            return torch.randn(2, heads, positions, width, generator=generator).to(dtype)  # noqa: B023
 
-        query, key, value = drawn(2 * group, 1), drawn(2, length), drawn(2, length)
-        buffers = [torch.full((2, 2, length + 5, head_dim), torch.nan, dtype=dtype) for _ in range(2)]
+        query, key, value = drawn(2 * group, 1, head_dim), drawn(2, length, head_dim), drawn(2, length, value_dim)
+        buffers = [torch.full((2, 2, length + 5, width), torch.nan, dtype=dtype) for width in (head_dim, value_dim)]
         for buffer, held in zip(buffers, (key, value), strict=True):
             buffer[:, :, :length] = held
         key_view, value_view = (buffer[:, :, :length] for buffer in buffers)

@@ -20,10 +20,10 @@
 struct Call {
   const void* query;   // [batch, heads * group, head_dim]
   const void* keys;    // [batch, heads, length, head_dim]
-  const void* values;  // the same
+  const void* values;  // [batch, heads, length, value_dim]
   const float* mask;   // [batch or 1, length], added to the scores; or null
-  void* output;        // as query
-  int64_t batch, heads, group, length, head_dim, threads;
+  void* output;        // [batch, heads * group, value_dim]
+  int64_t batch, heads, group, length, head_dim, value_dim, threads;
   int64_t query_batch, query_head;
   int64_t key_batch, key_head, key_row;
   int64_t value_batch, value_head, value_row;
@@ -67,8 +67,19 @@ inline float sum(const Floats& of) {
 }
 
 template <typename T>
-inline void ask_for(const T* row, int64_t head_dim) {
-  for (int64_t d = 0; d < head_dim; d += kLine / int64_t(sizeof(T))) __builtin_prefetch(row + d);
+inline void ask_for(const T* row, int64_t size) {
+  for (int64_t d = 0; d < size; d += kLine / int64_t(sizeof(T))) __builtin_prefetch(row + d);
+}
+
+// Rows between the one in use and the one to be asked for.
+template <typename T>
+inline int64_t rows_ahead(int64_t size) {
+  return std::max<int64_t>(kRows, kBytesAhead / (size * int64_t(sizeof(T))));
+}
+
+template <typename T>
+inline int64_t padded(int64_t size) {
+  return (size + kWidth<T> - 1) / kWidth<T> * kWidth<T>;
 }
 
 // Turns scores into weights that add up to one; to zeros where nothing is to be seen, as of a padding token.
@@ -97,31 +108,32 @@ void softmax(float* row, int64_t length) {
 // One head of keys and values and the `group` queries that share it.
 template <typename T>
 void attend(
-    const Call& call, const T* query, const T* keys, const T* values, const float* mask, T* output, int64_t padded,
+    const Call& call, const T* query, const T* keys, const T* values, const float* mask, T* output,
     float* scratch) {
   constexpr int64_t width = kWidth<T>, parts = kParts<T>;
-  const int64_t group = call.group, length = call.length, head_dim = call.head_dim;
-  const int64_t ahead = std::max<int64_t>(kRows, kBytesAhead / (head_dim * int64_t(sizeof(T))));
-  float* const queries = scratch;                   // [group, padded]
-  float* const outputs = queries + group * padded;  // the same
-  float* const weights = outputs + group * padded;  // [group, length]
+  const int64_t group = call.group, length = call.length, head_dim = call.head_dim, value_dim = call.value_dim;
+  const int64_t query_size = padded<T>(head_dim), output_size = padded<T>(value_dim);
+  float* const queries = scratch;                        // [group, query_size]
+  float* const outputs = queries + group * query_size;   // [group, output_size]
+  float* const weights = outputs + group * output_size;  // [group, length]
   std::fill(queries, weights, 0.0f);
   for (int64_t g = 0; g < group; ++g) {
     for (int64_t d = 0; d < head_dim; ++d) {
-      queries[g * padded + d] = static_cast<float>(query[g * call.query_head + d]) * call.scaling;
+      queries[g * query_size + d] = static_cast<float>(query[g * call.query_head + d]) * call.scaling;
     }
   }
 
+  const int64_t keys_ahead = rows_ahead<T>(head_dim), values_ahead = rows_ahead<T>(value_dim);
   for (int64_t n = 0; n < length; ++n) {
     const T* const key = keys + n * call.key_row;
-    ask_for(key + ahead * call.key_row, head_dim);
+    ask_for(key + keys_ahead * call.key_row, head_dim);
     for (int64_t g = 0; g < group; ++g) {
       Floats totals[parts], read[parts];
       for (int64_t p = 0; p < parts; ++p) totals[p] = Floats(0.0f);
       for (int64_t d = 0; d < head_dim; d += width) {
         load(key + d, head_dim - d, read);
         for (int64_t p = 0; p < parts; ++p) {
-          totals[p] = at::vec::fmadd(read[p], Floats::loadu(queries + g * padded + d + p * kFloats), totals[p]);
+          totals[p] = at::vec::fmadd(read[p], Floats::loadu(queries + g * query_size + d + p * kFloats), totals[p]);
         }
       }
       for (int64_t p = 1; p < parts; ++p) totals[0] = totals[0] + totals[p];
@@ -133,14 +145,14 @@ void attend(
   for (int64_t n = 0; n < length; n += kRows) {
     const int64_t count = std::min(kRows, length - n);
     const T* const rows = values + n * call.value_row;
-    for (int64_t r = 0; r < count; ++r) ask_for(rows + (r + ahead) * call.value_row, head_dim);
-    for (int64_t d = 0; d < head_dim; d += width) {
+    for (int64_t r = 0; r < count; ++r) ask_for(rows + (r + values_ahead) * call.value_row, value_dim);
+    for (int64_t d = 0; d < value_dim; d += width) {
       Floats read[kRows][parts];
-      for (int64_t r = 0; r < count; ++r) load(rows + r * call.value_row + d, head_dim - d, read[r]);
+      for (int64_t r = 0; r < count; ++r) load(rows + r * call.value_row + d, value_dim - d, read[r]);
       for (int64_t g = 0; g < group; ++g) {
         const float* const weight = weights + g * length + n;
         for (int64_t p = 0; p < parts; ++p) {
-          float* const at = outputs + g * padded + d + p * kFloats;
+          float* const at = outputs + g * output_size + d + p * kFloats;
           Floats total = Floats::loadu(at);
           for (int64_t r = 0; r < count; ++r) total = at::vec::fmadd(Floats(weight[r]), read[r][p], total);
           total.store(at);
@@ -149,22 +161,22 @@ void attend(
     }
   }
   for (int64_t g = 0; g < group; ++g) {
-    for (int64_t d = 0; d < head_dim; ++d) {
-      output[g * call.output_head + d] = static_cast<T>(outputs[g * padded + d]);
+    for (int64_t d = 0; d < value_dim; ++d) {
+      output[g * call.output_head + d] = static_cast<T>(outputs[g * output_size + d]);
     }
   }
 }
 
 template <typename T>
 void run(const Call& call) {
-  const int64_t padded = (call.head_dim + kWidth<T> - 1) / kWidth<T> * kWidth<T>;
+  const int64_t sizes = padded<T>(call.head_dim) + padded<T>(call.value_dim) + call.length;
   const auto* const query = static_cast<const T*>(call.query);
   const auto* const keys = static_cast<const T*>(call.keys);
   const auto* const values = static_cast<const T*>(call.values);
   auto* const output = static_cast<T*>(call.output);
 #pragma omp parallel num_threads(call.threads)
   {
-    std::vector<float> scratch(call.group * (2 * padded + call.length));
+    std::vector<float> scratch(call.group * sizes);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < call.batch * call.heads; ++i) {
       const int64_t b = i / call.heads, h = i % call.heads;
@@ -172,7 +184,7 @@ void run(const Call& call) {
           call, query + b * call.query_batch + h * call.group * call.query_head,
           keys + b * call.key_batch + h * call.key_head, values + b * call.value_batch + h * call.value_head,
           call.mask ? call.mask + b * call.mask_batch : nullptr,
-          output + b * call.output_batch + h * call.group * call.output_head, padded, scratch.data());
+          output + b * call.output_batch + h * call.group * call.output_head, scratch.data());
     }
   }
 }

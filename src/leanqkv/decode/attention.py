@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 NAME = "leanqkv_decode"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POINTERS = ("query", "keys", "values", "mask", "output")
-_SIZES = ("batch", "heads", "group", "length", "head_dim", "threads")
+_SIZES = ("batch", "heads", "group", "length", "head_dim", "value_dim", "threads")
 _STRIDES = (
     *("query_batch", "query_head", "key_batch", "key_head", "key_row"),
     *("value_batch", "value_head", "value_row", "mask_batch", "output_batch", "output_head"),
@@ -48,7 +48,7 @@ def decode_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' sdpa attention: query [batch, heads, positions, head_dim]; key, value [batch, heads / group, key
-    positions, head_dim]; returns [batch, positions, heads, head_dim]."""
+    positions, head_dim], values also of another width; returns [batch, positions, heads, width of the values]."""
     if scaling is not None and (output := split_values(query, key, [value], attention_mask, scaling)) is not None:
         return output, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -64,8 +64,7 @@ def split_values(
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
-    batch, num_heads, _, head_dim = query.shape
-    if any(t.stride(-1) != 1 or t.shape[-1] != head_dim or t.dtype != query.dtype for t in tensors):
+    if any(tensor.stride(-1) != 1 or tensor.dtype != query.dtype for tensor in tensors):
         return None
     if attention_mask is not None:
         if attention_mask.shape[1:3] != (1, 1):  # of heads, of queries
@@ -74,8 +73,9 @@ def split_values(
     kernels = _kernels()
     if kernels is None:
         return None
-    group, size = num_heads // key.shape[1], query.element_size()
-    output = query.new_empty(batch, 1, num_heads, head_dim)
+    batch, num_heads, _, head_dim = query.shape
+    value_dim, group, size = values[0].shape[-1], num_heads // key.shape[1], query.element_size()
+    output = query.new_empty(batch, 1, num_heads, value_dim)
     mask, mask_batch = None, 0
     if attention_mask is not None:
         mask, mask_batch = attention_mask.data_ptr(), attention_mask.stride(0) if len(attention_mask) > 1 else 0
@@ -87,10 +87,10 @@ def split_values(
             key.data_ptr() + start * key_strides[1] * size,
             value.data_ptr(),
             mask,
-            output.data_ptr() + start * group * head_dim * size,
-            *(batch, value.shape[1], group, key.shape[2], head_dim, torch.get_num_threads()),
+            output.data_ptr() + start * group * value_dim * size,
+            *(batch, value.shape[1], group, key.shape[2], head_dim, value_dim, torch.get_num_threads()),
             *(query_batch, query_head, *key_strides, *value.stride()[:3]),
-            *(mask_batch, num_heads * head_dim, head_dim),
+            *(mask_batch, num_heads * value_dim, value_dim),
             scaling,
         )
         kernels[query.dtype](ctypes.byref(call))
