@@ -59,6 +59,7 @@ def test_the_tables_of_the_other_benchmarks_are_those_of_their_records():
         ("conversion", "tables", "conversion/stdlib.json", "conversion.md"),
         ("conversion", "tables", "conversion/torch-headers.json", "conversion.md"),
         ("decode", "table", "decode/transformers.json", "results.md"),
+        ("decode_parts", "tables", "decode/parts.json", "results.md"),
         ("decode_variants", "tables", "decode/variants.json", "results.md"),
         ("eliminate_large", "tables", "exact/mistral-7b-shape.json", "exact.md"),
     ):
