@@ -71,7 +71,8 @@ def test_the_tables_of_the_other_benchmarks_are_those_of_their_records():
 def test_the_analysis_says_what_its_record_says():
     """Its tables are the records', and every decimal number of its text is one of these tables'."""
     made = ""
-    for directory in (ROOT / "results" / "analysis", ROOT / "results" / "analysis" / "probes"):
+    for name in ("", "probes", "training"):
+        directory = ROOT / "results" / "analysis" / name
         its = analysis.markdown(json.loads((directory / "analysis.json").read_text()))
         assert (directory / "table.md").read_text() == its
         made += its
