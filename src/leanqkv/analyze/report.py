@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from rich import box
 from rich.table import Table as RichTable
 
-from .. import __version__
-from ..compare import figures
+from ..compare.html import render
 from ..compare.statistics import paired_difference, standard_deviation
 from ..compare.text import ABSENT, signed
 from ..files import read_json, write_text
@@ -109,20 +106,11 @@ def write_page(directory: Path) -> Path:
         LeanError: no such record there, or a damaged one.
     """
     record = read_json(directory / RECORD)
-    css = (Path(figures.__file__).parent / "report.css").read_text(encoding="utf-8")
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("analysis.html.j2").render(
+    page = render(
+        Path(__file__).with_name("analysis.html.j2"),
         record=record,
-        css=Markup(css),
         tables=tables(record),
         figures=drawings(record, [(a.name, list(a.models.values())) for a in architectures(record)]),
-        version=__version__,
     )
     write_text(directory / "table.md", markdown(record))
     write_text(directory / "report.html", page)

@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from rich import box
 from rich.table import Table
 
-from .. import __version__
 from ..files import read_json, write_text
 from . import figures
+from .html import render
 from .statistics import Band
 from .text import compact
 
@@ -52,15 +50,11 @@ def write_page(directory: Path) -> Path:
         LeanError: no such record there, or a damaged one.
     """
     record = read_json(directory / RECORD)
-    here = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     page = directory / "report.html"
     write_text(directory / "table.md", markdown(record))
-    text = environment.get_template("inference.html.j2").render(
+    text = render(
+        Path(__file__).with_name("inference.html.j2"),
         record=record,
-        css=Markup((here / "report.css").read_text(encoding="utf-8")),
         headers=HEADERS,
         rows=[_cells(row) for row in record["rows"]],
         models=[
@@ -68,7 +62,6 @@ def write_page(directory: Path) -> Path:
             for name, model in record["models"].items()
         ],
         figures=_figures(record),
-        version=__version__,
     )
     write_text(page, text)
     return page

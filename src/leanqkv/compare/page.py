@@ -6,12 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
-from .. import __version__
 from ..files import write_text
 from . import figures
+from .html import render
 from .records import ACCURACY, LOSS, Comparison, Run, load_comparison
 from .report import (
     DIFFERENCE,
@@ -54,13 +51,9 @@ def write_report(directory: str | Path) -> Path:
 
 def html_page(comparison: Comparison) -> str:
     """The report: one file that needs nothing else; the same records give the same bytes."""
-    here = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("report.html.j2").render(
+    return render(
+        Path(__file__).with_name("report.html.j2"),
         comparison=comparison,
-        css=Markup((here / "report.css").read_text(encoding="utf-8")),
         reading=reading(comparison),
         interval_note=INTERVAL_NOTE,
         finished=sum(run.loss is not None or run.diverged is not None for run in comparison.finals),
@@ -79,7 +72,6 @@ def html_page(comparison: Comparison) -> str:
         sections=sections(comparison),
         claims=suite_claims(comparison),
         remarks=remarks(comparison),
-        version=__version__,
     )
 
 

@@ -4,12 +4,10 @@ import base64
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from .. import __version__
-from ..compare import figures
+from ..compare.html import render
 from ..files import write_text
 from .check import Check, passed
 from .report import Record
@@ -17,18 +15,8 @@ from .report import Record
 
 def write_page(file: Path, checks: Sequence[tuple[Check, Record, Path]]) -> None:
     """checks: each with its record and the directory that holds its figure.png, if it has one."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    css = (Path(figures.__file__).parent / "report.css").read_text(encoding="utf-8")
-    page = environment.get_template("theory.html.j2").render(
-        checks=[_shown(*one) for one in checks], css=Markup(css), version=__version__
-    )
-    write_text(file, page)
+    template = Path(__file__).with_name("theory.html.j2")
+    write_text(file, render(template, checks=[_shown(*one) for one in checks]))
 
 
 def _shown(check: Check, record: Record, directory: Path) -> dict[str, object]:
