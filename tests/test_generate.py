@@ -91,6 +91,9 @@ def interrupted(monkeypatch):
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(LeanForCausalLM, "forward", counted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_stops_one_answer(talk, model, interrupted):
