@@ -247,6 +247,11 @@ def test_the_kernel_leaves_to_pytorch_what_it_is_not_made_for():
         "another dtype": (query.double(), key.double(), [value.double()], None),
         "a mask for every head": (query, key, [value], torch.zeros(2, 2, 1, 5)),
         "gradients": (query.clone().requires_grad_(), key, [value], None),
+        "a mask of another length": (query, key, [value], torch.zeros(2, 1, 1, 4)),
+        "values of another length": (query, key, [value[:, :, :4]], None),
+        "values of fewer heads": (query, key, [value[:, :1]], None),
+        "another width of keys": (query, key[..., :4], [value], None),
+        "no keys": (query, key[:, :, :0], [value[:, :, :0]], None),
         "strided heads": (query, key, [torch.randn(2, 2, 8, 5).mT], None),
     }
     for what, given in others.items():

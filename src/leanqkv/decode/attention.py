@@ -66,9 +66,9 @@ def split_values(
         return None
     if any(tensor.stride(-1) != 1 or tensor.dtype != query.dtype for tensor in tensors):
         return None
+    if not _fit(query, key, values, attention_mask):
+        return None
     if attention_mask is not None:
-        if attention_mask.shape[1:3] != (1, 1):  # of heads, of queries
-            return None
         attention_mask = _additive(attention_mask)
     kernels = _kernels()
     if kernels is None:
@@ -99,6 +99,21 @@ def split_values(
 
 
 decode_attention.split_values = split_values  # type: ignore[attr-defined]  # see LeanAttention._attend
+
+
+def _fit(query: Tensor, key: Tensor, values: list[Tensor], mask: Tensor | None) -> bool:
+    """Whether the shapes are the kernel's, which reads what it is told to; PyTorch says what is wrong with others."""
+    batch, heads, length, head_dim = key.shape
+    own = [(batch, value.shape[1], length, values[0].shape[-1]) for value in values]
+    return (
+        length > 0
+        and query.shape[0] == batch
+        and query.shape[-1] == head_dim
+        and query.shape[1] % heads == 0
+        and sum(value.shape[1] for value in values) == heads
+        and [tuple(value.shape) for value in values] == own
+        and (mask is None or tuple(mask.shape) in ((1, 1, 1, length), (batch, 1, 1, length)))
+    )
 
 
 def _additive(mask: Tensor) -> Tensor:
