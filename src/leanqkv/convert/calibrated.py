@@ -31,6 +31,9 @@ from .least_squares import LentShare, System, fit_lent
 Progress = Callable[[int, int], None]
 # Columns of a Gram matrix up to which W_V is refitted: 2 GB in float64.
 LARGEST_GRAM = 16_384
+# How much more an error of the first layer's counts when the values that it lends are fitted. All layers build on its
+# output; what it does not use of its values is free for the others. From 100 to 10,000 it makes little difference.
+FIRST_LAYER = 1000.0
 
 
 @dataclass(frozen=True)
@@ -256,7 +259,8 @@ class _Fit:
         energy = float(np.square(self.streams.source, dtype=np.float64).sum())
         output = self._output(layer, heads, kept, order)
         bias = self._output_bias(layer)
-        return LentShare(torch.from_numpy(stored), cross, size, output, bias, kept, 1 / energy)
+        weight = (1.0 if layer else FIRST_LAYER) / energy
+        return LentShare(torch.from_numpy(stored), cross, size, output, bias, kept, weight)
 
     def attention(self, layer: int, heads: ValueHeads, lent: Tensor, order: tuple[int, ...]) -> tuple[KeptHeads, float]:
         """W_O of all heads and, in turns, W_V of the kept ones, from one set of Gram matrices.
@@ -298,7 +302,7 @@ class _Fit:
         """Gram matrix of the heads' features, by place, each under its pattern; its products with the target; and the
         target's square. `features` makes a place's [batch, T, columns] of the layer's input and of the first's."""
         constant = self._output_bias(layer) is not None
-        gram: Any = 0
+        gram: Tensor | None = None
         cross: Any = 0
         size = 0.0
         for batch in self.batches():
@@ -316,10 +320,14 @@ class _Fit:
             if constant:
                 parts.append(torch.ones_like(normed[..., :1]))
             joined, flat = torch.cat(parts, dim=-1).flatten(0, 1), target.flatten(0, 1)
-            gram += (joined.T @ joined).double()
+            if gram is None:
+                gram = torch.zeros(joined.shape[1], joined.shape[1], dtype=torch.float64)
+            for start in range(0, len(gram), 512):  # the upper half; the lower is the same
+                gram[start : start + 512, start:] += joined[:, start : start + 512].T @ joined[:, start:]
             cross += (joined.T @ flat).double()
             size += float(flat.double().square().sum())
-        return gram, cross, size
+        assert gram is not None
+        return gram.triu_().add_(gram.triu(1).T), cross, size
 
     def _output(self, layer: int, heads: ValueHeads, kept: int, order: tuple[int, ...]) -> Tensor:
         """W_O [n, group, width, d] by place. That of a head which takes another value starts at zero; the first layer

@@ -1,5 +1,6 @@
 """Least squares from Gram matrices: W_V of the kept heads and W_O of all in a layer, and the values that are lent."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,44 +31,81 @@ class System:
         if bias is not None:
             start = torch.cat((start, bias[None]))
         for sweep in range(max(1, sweeps)):
-            into = self._into(value, output.shape[2], bias is not None)
-            flat = ridge(into.T @ self.gram @ into, into.T @ self.cross, start, self.strength)
-            found = self._missed(into @ flat)
+            into = self._into(value, len(start))
+            gram, cross = into.gram(self.gram), into.reduce(self.cross)
+            flat = ridge(gram, cross, start, self.strength)
+            found = missed_square(self.size, gram, cross, flat) / self.size
             if sweep + 1 >= sweeps or missed - found < 1e-4 * found:
                 break
             missed = found
-            value = self._values(value, first, into, flat)
+            value = self._values(value, first, flat)
         count = self.places * self.group * output.shape[2]
         return value, flat[:count].view_as(output), None if bias is None else flat[count], found
 
-    def _into(self, value: Tensor, width: int, biased: bool) -> Tensor:
-        """From all columns to what W_O sees: V for the kept heads, the identity for the others."""
-        kept = [value[place] for place in range(self.kept) for _ in range(self.group)]
-        others = (self.places - self.kept) * self.group * width + biased
-        return torch.block_diag(*kept, torch.eye(others, dtype=torch.float64))
+    def _into(self, value: Tensor, seen: int) -> "BlockDiagonal":
+        """From all columns to the `seen` that W_O sees: V for the kept heads, the others as they are."""
+        kept = value.repeat_interleave(self.group, dim=0)
+        return BlockDiagonal(*kept, seen - len(kept) * value.shape[2])
 
-    def _missed(self, coefficients: Tensor) -> float:
-        error = self.size - 2 * (coefficients * self.cross).sum() + (coefficients * (self.gram @ coefficients)).sum()
-        return float(error) / self.size
-
-    def _values(self, value: Tensor, first: Tensor, into: Tensor, flat: Tensor) -> Tensor:
+    def _values(self, value: Tensor, first: Tensor, flat: Tensor) -> Tensor:
         """One head after another, each exactly: V solves `sum_q,r A_qr V O_r O_q^T = sum_q B_q O_q^T`."""
         wide, width = value.shape[1:]
         value = value.clone()
-        coefficients = into @ flat
         for place in range(self.kept):
-            rows = [slice(i * wide, (i + 1) * wide) for i in range(place * self.group, (place + 1) * self.group)]
-            outputs = [flat[i * width : (i + 1) * width] for i in range(place * self.group, (place + 1) * self.group)]
-            mine = slice(rows[0].start, rows[-1].stop)
+            before = place * self.group
+            outputs = [flat[i * width : (i + 1) * width] for i in range(before, before + self.group)]
             # What is left for this head beyond the value it started with: the step away from that is pulled to zero.
-            coefficients[mine] = torch.cat([first[place] @ out for out in outputs])
-            residual = self.cross[mine] - self.gram[mine] @ coefficients
-            parts = [residual[i * wide : (i + 1) * wide] @ out.T for i, out in enumerate(outputs)]
-            terms = [(self.gram[mine, mine], outputs)]
-            step = _value(terms, torch.stack(parts).sum(0), value[place] - first[place], self.strength)
+            others = value.clone()
+            others[place] = first[place]
+            right = left_over(self.gram, self.cross, self._into(others, len(flat)), flat, before * wide, wide, outputs)
+            mine = slice(before * wide, (before + self.group) * wide)
+            step = _value([(self.gram[mine, mine], outputs)], right, value[place] - first[place], self.strength)
             value[place] = first[place] + step
-            coefficients[mine] = torch.cat([value[place] @ out for out in outputs])
         return value
+
+
+class BlockDiagonal:
+    """A matrix of blocks, without its zeros.
+
+    Args:
+        blocks: from the upper left on; a number is an identity of that size.
+    """
+
+    def __init__(self, *blocks: Tensor | int):
+        self.blocks = blocks
+        self.rows = [b if isinstance(b, int) else b.shape[0] for b in blocks]
+        self.columns = [b if isinstance(b, int) else b.shape[1] for b in blocks]
+
+    def expand(self, matrix: Tensor) -> Tensor:
+        """D @ matrix."""
+        parts = zip(self.blocks, matrix.split(self.columns), strict=True)
+        return torch.cat([part if isinstance(block, int) else block @ part for block, part in parts])
+
+    def reduce(self, matrix: Tensor) -> Tensor:
+        """D^T @ matrix."""
+        parts = zip(self.blocks, matrix.split(self.rows), strict=True)
+        return torch.cat([part if isinstance(block, int) else block.T @ part for block, part in parts])
+
+    def gram(self, gram: Tensor) -> Tensor:
+        """D^T @ gram @ D, of a symmetric one."""
+        return self.reduce(self.reduce(gram).T)
+
+
+def missed_square(size: float, gram: Tensor, cross: Tensor, weight: Tensor) -> float:
+    """`|T - X W|^2` from the square of T, `gram = X^T X` and `cross = X^T T`."""
+    return size + float((weight * (gram @ weight - 2 * cross)).sum())
+
+
+def left_over(
+    gram: Tensor, cross: Tensor, into: BlockDiagonal, flat: Tensor, start: int, wide: int, outputs: list[Tensor]
+) -> Tensor:
+    """[wide, width]: `sum over q of X_q^T (T - X D W) O_q^T`, X_q being `wide` columns each, from column `start` on."""
+    total = torch.zeros(())
+    for q, output in enumerate(outputs):
+        rows = slice(start + q * wide, start + (q + 1) * wide)
+        # In this order nothing is as large as the Gram matrix times all of W.
+        total = total + cross[rows] @ output.T - gram[rows] @ into.expand(flat @ output.T)
+    return total
 
 
 def ridge(gram: Tensor, cross: Tensor, start: Tensor, strength: float) -> Tensor:
@@ -92,6 +130,12 @@ class LentShare:
     kept: int
     weight: float
 
+    def into(self, lent: Tensor) -> BlockDiagonal:
+        """From all columns to what W_O sees, with these values lent."""
+        group, width = self.output.shape[1:3]
+        constant = () if self.bias is None else (1,)
+        return BlockDiagonal(self.kept * group * width, *lent.repeat_interleave(group, dim=0), *constant)
+
 
 def fit_lent(shares: list[LentShare], start: Tensor, strength: float, sweeps: int) -> Tensor:
     """The lent W_V [lent, wide, width] from which W_O of every layer makes most of its target: both in turns.
@@ -103,41 +147,30 @@ def fit_lent(shares: list[LentShare], start: Tensor, strength: float, sweeps: in
     for _ in range(max(1, sweeps)):
         outputs, found = [], 0.0
         for share in shares:
-            group = share.output.shape[1]
-            own = torch.eye(share.kept * group * width, dtype=start.dtype)
-            into = torch.block_diag(own, *(lent[i] for i in range(count) for _ in range(group)))
             prior = share.output.flatten(0, 2)
             if share.bias is not None:
-                into = torch.block_diag(into, torch.ones(1, 1, dtype=start.dtype))
                 prior = torch.cat((prior, share.bias[None]))
-            joined = share.gram @ into
-            flat = ridge(into.T @ joined, into.T @ share.cross, prior, strength)
-            error = share.size - 2 * (flat * (into.T @ share.cross)).sum() + (flat * (into.T @ joined @ flat)).sum()
-            found += share.weight * float(error)
-            outputs.append((flat, into @ flat))
+            into = share.into(lent)
+            gram, cross = into.gram(share.gram), into.reduce(share.cross)
+            outputs.append(ridge(gram, cross, prior, strength))
+            found += share.weight * missed_square(share.size, gram, cross, outputs[-1])
         if missed - found < 1e-3 * found:
             break
         missed = found
         for i in range(count):
             terms, right = [], torch.zeros_like(start[i])
-            for share, (flat, coefficients) in zip(shares, outputs, strict=True):
-                group = share.output.shape[1]
-                before = share.kept * group * width
-                rows = [before + (i * group + q) * wide for q in range(group)]
-                place = (share.kept + i) * group * width
-                mine = slice(rows[0], rows[-1] + wide)
+            others = lent.clone()
+            others[i] = start[i]
+            for share, flat in zip(shares, outputs, strict=True):
+                group, own = share.output.shape[1], share.kept * share.output.shape[1] * width
+                first = own + i * group * wide
+                place = own + i * group * width
                 parts = [flat[place + q * width : place + (q + 1) * width] for q in range(group)]
-                coefficients[mine] = torch.cat([start[i] @ part for part in parts])
-                residual = share.weight * (share.cross[mine] - share.gram[mine] @ coefficients)
-                right += sum(residual[q * wide : (q + 1) * wide] @ part.T for q, part in enumerate(parts))
+                left = left_over(share.gram, share.cross, share.into(others), flat, first, wide, parts)
+                right += share.weight * left
+                mine = slice(first, first + group * wide)
                 terms.append((share.weight * share.gram[mine, mine], parts))
             lent[i] = start[i] + _value(terms, right, lent[i] - start[i], strength)
-            for share, (flat, coefficients) in zip(shares, outputs, strict=True):
-                group = share.output.shape[1]
-                for q in range(group):
-                    row = share.kept * group * width + (i * group + q) * wide
-                    place = ((share.kept + i) * group + q) * width
-                    coefficients[row : row + wide] = lent[i] @ flat[place : place + width]
     return lent
 
 
@@ -167,16 +200,30 @@ def _value(terms: list[tuple[Tensor, list[Tensor]]], right: Tensor, start: Tenso
             total = total + block @ value @ product
         return total
 
+    solve = _nearest_product(factors, strength * scale)
     value = start.clone()
     residual = right - apply(value)
-    direction, norm = residual.clone(), residual.square().sum()
-    first = norm
-    for _ in range(200):
-        if norm <= 1e-16 * first:
+    direction = solve(residual)
+    norm = (residual * direction).sum()
+    enough = 1e-14 * (right * solve(right)).sum()
+    for _ in range(500):
+        if norm <= enough:
             break
         applied = apply(direction)
         step = norm / (direction * applied).sum()
         value, residual = value + step * direction, residual - step * applied
-        following = residual.square().sum()
-        direction, norm = residual + following / norm * direction, following
+        towards = solve(residual)
+        following = (residual * towards).sum()
+        direction, norm = towards + following / norm * direction, following
     return value
+
+
+def _nearest_product(factors: list[tuple[Tensor, Tensor]], damping: float) -> Callable[[Tensor], Tensor]:
+    """Solves `A V M + damping V = right`, where one A and one M stand for the sum over all factors: each the sum of its
+    kind, weighted by the traces of the other."""
+    traces = [(block.trace(), product.trace()) for block, product in factors]
+    left = sum(m * block for (block, _), (_, m) in zip(factors, traces, strict=True))
+    right = sum(a * product for (_, product), (a, _) in zip(factors, traces, strict=True))
+    (stretch, left), (other, right) = torch.linalg.eigh(left), torch.linalg.eigh(right)
+    scales = stretch.clamp_min(0)[:, None] * other.clamp_min(0) / sum(a * m for a, m in traces) + damping
+    return lambda residual: left @ (left.T @ residual @ right / scales) @ right.T
