@@ -55,6 +55,24 @@ def test_text_and_nothing_else_on_the_standard_output(cli, model):
     assert (found[1], found[2].replace(",", "")) == ("12", str(held))
 
 
+def test_a_prompt_begins_as_the_tokenizer_has_it(cli, model, tmp_path):
+    """As LLaMA's tokenizer does, which puts a token before every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    from leanqkv.data.tokenizer import load_tokenizer
+
+    LeanForCausalLM.from_pretrained(model).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(model)
+    first = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    tokenizer.save_pretrained(tmp_path)
+    text, held = answer(tmp_path, "def ")
+    assert text != answer(model, "def ")[0]
+    code, out, err = cli("generate", str(tmp_path), "--prompt", "def ", *GREEDY)
+    assert (code, out) == (0, f"def {text}\n")
+    assert re.fullmatch(REMARK, err)[2].replace(",", "") == str(held)
+
+
 def test_each_line_is_a_prompt_of_its_own(talk, cli, model):
     code, out, err = talk("def \na(\ndef \n")
     expected = [answer(model, prompt)[0] + "\n" for prompt in ("def ", "a(", "def ")]

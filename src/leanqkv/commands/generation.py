@@ -82,9 +82,9 @@ def _answerer(
     bounded = model.config.position_embedding_type == "learned"
 
     def answer(prompt: str, begin: Callable[[], None]) -> None:
-        # As in training, where documents are followed by an end-of-text token and preceded by none.
-        inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
-        inputs = inputs.to(model.device)
+        # A tokenizer of ours adds none to a prompt, as in training; LLaMA's begins with one.
+        start = tokenizer.bos_token or tokenizer.eos_token
+        inputs = tokenizer(prompt or start, return_tensors="pt", add_special_tokens=bool(prompt)).to(model.device)
         length = inputs["input_ids"].shape[1]
         if bounded and max_new_tokens > positions - length:
             way = f"--max-new-tokens can be {positions - length} at most, found {max_new_tokens}"
@@ -92,7 +92,7 @@ def _answerer(
             raise LeanError(f"the prompt takes {length} of the model's {positions} positions: {way}")
         torch.manual_seed(seed)
         begin()
-        start = time.perf_counter()
+        started = time.perf_counter()
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
         output = decoder.generate(
             inputs["input_ids"],
@@ -101,7 +101,7 @@ def _answerer(
             **sampling,
         )
         streamer.end()
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - started
         new = output.shape[1] - length
         assert decoder.cache is not None
         held = cache_bytes(decoder.cache)
