@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,18 @@ from leanqkv.files import RECORD_FORMAT, read_json, write_json
 from leanqkv.train.environment import git_commit, hardware, versions
 
 MODEL = "gpt2-124m"
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    source, tokens = record["conversion"]["source"], record["conversion"]["calibration_tokens"]
+    size = " | ".join(str(source[f"num_{part}"]) for part in ("hidden_layers", "attention_heads"))
+    cost = f"{record['seconds'] / 60:.1f} min | {record['peak_resident_bytes'] / 1e9:.1f} GB"
+    return (
+        "| model | layers | heads | calibration tokens | threads | time | resident, at most |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        f"| `{record['model']}` | {size} | {tokens:,} | {record['threads']} | {cost} |"
+    )
 
 
 def main() -> None:
@@ -50,7 +63,7 @@ def main() -> None:
             "versions": versions(),
             "git_commit": git_commit(),
         }
-    print({key: record[key] for key in ("seconds", "peak_resident_bytes", "threads")})
+    print(table(record))
     if asked.out is not None:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(asked.out, record)

@@ -58,6 +58,7 @@ def test_the_tables_of_the_other_benchmarks_are_those_of_their_records():
     for name, function, record, document in (
         ("conversion", "tables", "conversion/stdlib.json", "conversion.md"),
         ("conversion", "tables", "conversion/torch-headers.json", "conversion.md"),
+        ("calibration_time", "table", "conversion/gpt2-small-time.json", "conversion.md"),
         ("decode", "table", "decode/transformers.json", "results.md"),
         ("decode_parts", "tables", "decode/parts.json", "results.md"),
         ("decode_variants", "tables", "decode/variants.json", "results.md"),
