@@ -31,6 +31,7 @@ from .least_squares import LentShare, System, fit_lent
 Progress = Callable[[int, int], None]
 # Columns of a Gram matrix up to which W_V is refitted: 2 GB in float64.
 LARGEST_GRAM = 16_384
+GRAM_ROWS = 512  # of a Gram matrix at a time
 # How much more an error of the first layer's counts when the values that it lends are fitted. All layers build on its
 # output; what it does not use of its values is free for the others. From 100 to 10,000 it makes little difference.
 FIRST_LAYER = 1000.0
@@ -322,8 +323,9 @@ class _Fit:
             joined, flat = torch.cat(parts, dim=-1).flatten(0, 1), target.flatten(0, 1)
             if gram is None:
                 gram = torch.zeros(joined.shape[1], joined.shape[1], dtype=torch.float64)
-            for start in range(0, len(gram), 512):  # the upper half; the lower is the same
-                gram[start : start + 512, start:] += joined[:, start : start + 512].T @ joined[:, start:]
+            for start in range(0, len(gram), GRAM_ROWS):  # the upper half; the lower is the same
+                rows = slice(start, start + GRAM_ROWS)
+                gram[rows, start:] += joined[:, rows].T @ joined[:, start:]
             cross += (joined.T @ flat).double()
             size += float(flat.double().square().sum())
         assert gram is not None
