@@ -340,6 +340,22 @@ def test_ratios(ratio: float, kept: int) -> None:
     assert new.plan.layers[1].computed_value_heads == kept
 
 
+@pytest.mark.parametrize("mechanisms", [(), ("gqa",)], ids=str)
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("weight", ["v_proj", "o_proj"])
+def test_attention_that_does_nothing(mechanisms, layers, weight) -> None:
+    """As after pruning, or a start at zero: nothing to fit, and nothing to divide by."""
+    config, tensors = source("llama", *mechanisms)
+    for layer in layers:
+        tensors[f"model.layers.{layer}.self_attn.{weight}.weight"].zero_()
+    new, converted, report = calibrated(config, tensors, tokens(16, 24, seed=5).numpy())
+    assert all(tensor.isfinite().all() for tensor in converted.values())
+    if len(layers) == 3:
+        assert all(layer["missed"] == 0 for layer in report["layers"])
+        ids = tokens(8, 24, seed=3)
+        assert_near(logits(new, converted, ids), logits(config, tensors, ids), 1e-5)  # its tensors are float32
+
+
 def test_the_first_layer_hardly_pays_for_what_it_lends(monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors = source("llama")
     missed: dict[float, list[float]] = {}

@@ -26,7 +26,7 @@ from ..model.attention import KeyValues
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from .heads import KeptHeads, ValueHeads, cut, put_back, target_config
-from .least_squares import LentShare, System, fit_lent
+from .least_squares import LentShare, System, fit_lent, ridge
 
 Progress = Callable[[int, int], None]
 # Columns of a Gram matrix up to which W_V is refitted: 2 GB in float64.
@@ -241,8 +241,7 @@ class _Fit:
         flat = heads.output.transpose(2, 3).flatten(1, 2)  # [n, columns, d]
         weight = flat @ flat.mT
         size = torch.einsum("hij,hij->h", own, weight)
-        damping = self.settings.ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-        solved = torch.linalg.solve(gram + damping[..., None, None] * torch.eye(columns, dtype=torch.float64), cross)
+        solved = ridge(gram, cross, torch.zeros_like(cross), self.settings.ridge)
         return (size[:, None] - torch.einsum("hpij,hpik,hkj->hp", cross, solved, weight)).clamp_min(0).numpy()
 
     def shares(self, layer: int, heads: ValueHeads, kept: int, order: tuple[int, ...]) -> LentShare:
@@ -260,7 +259,7 @@ class _Fit:
         energy = float(np.square(self.streams.source, dtype=np.float64).sum())
         output = self._output(layer, heads, kept, order)
         bias = self._output_bias(layer)
-        weight = (1.0 if layer else FIRST_LAYER) / energy
+        weight = (1.0 if layer else FIRST_LAYER) / (energy or 1)
         return LentShare(torch.from_numpy(stored), cross, size, output, bias, kept, weight)
 
     def attention(self, layer: int, heads: ValueHeads, lent: Tensor, order: tuple[int, ...]) -> tuple[KeptHeads, float]:

@@ -34,7 +34,7 @@ class System:
             into = self._into(value, len(start))
             gram, cross = into.gram(self.gram), into.reduce(self.cross)
             flat = ridge(gram, cross, start, self.strength)
-            found = missed_square(self.size, gram, cross, flat) / self.size
+            found = missed_square(self.size, gram, cross, flat) / (self.size or 1)
             if sweep + 1 >= sweeps or missed - found < 1e-4 * found:
                 break
             missed = found
@@ -109,9 +109,10 @@ def left_over(
 
 
 def ridge(gram: Tensor, cross: Tensor, start: Tensor, strength: float) -> Tensor:
-    """The W that minimises `|T - X W|^2 + damping |W - start|^2` from `gram = X^T X` and `cross = X^T T`; damping is
-    `strength` times the mean of the Gram matrix's diagonal."""
-    damping = strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    """The W that minimises `|T - X W|^2 + damping |W - start|^2` from `gram = X^T X` and `cross = X^T T`; any leading
+    dimensions. Damping is `strength` times the mean of the Gram matrix's diagonal; without any X, W is the start."""
+    damping = strength * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    damping = torch.where(damping > 0, damping, 1)[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype)
     return start + torch.linalg.solve(gram + damping, cross - gram @ start)
 
 
@@ -193,6 +194,9 @@ def _value(terms: list[tuple[Tensor, list[Tensor]]], right: Tensor, start: Tenso
             for r, other in enumerate(outputs):
                 factors.append((blocks[q * wide : (q + 1) * wide, r * wide : (r + 1) * wide], other @ one.T))
         scale += float(blocks.diagonal().mean() * sum(o.square().sum() / len(o) for o in outputs) / len(outputs))
+
+    if not scale:  # nothing is made of the value
+        return start
 
     def apply(value: Tensor) -> Tensor:
         total = strength * scale * value
