@@ -16,8 +16,8 @@ import torch
 
 from leanqkv import LeanForCausalLM, preset
 from leanqkv.data import prepare_data
+from leanqkv.environment import git_commit, hardware, versions
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
-from leanqkv.train.environment import git_commit, hardware, versions
 
 MODEL = "gpt2-124m"
 

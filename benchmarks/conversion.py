@@ -29,9 +29,9 @@ import torch
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.compare.statistics import paired_difference
 from leanqkv.data import prepare_data
+from leanqkv.environment import git_commit, hardware, versions
 from leanqkv.evaluate import sequence_losses
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
-from leanqkv.train.environment import git_commit, hardware, versions
 from leanqkv.train.precision import parse_precision
 
 MODEL, BATCH, LENGTH, PRECISION = "small", 16, 256, "bf16+compile+eager"

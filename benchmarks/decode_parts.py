@@ -22,10 +22,10 @@ from torch import nn
 from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM
-from leanqkv.decode import Decoder
+from leanqkv.environment import git_commit, hardware, versions
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
+from leanqkv.inference import Decoder
 from leanqkv.presets import preset
-from leanqkv.train.environment import git_commit, hardware, versions
 
 BASE, PROMPT, STEPS = "llama-130m", 128, 256
 WHOLE = "all of it"
@@ -38,12 +38,12 @@ def unpacked(model: nn.Module) -> nn.Module:
 # What is replaced while the decoder is made, and while it takes in the prompt.
 PARTS: dict[str, tuple[Callable[[], AbstractContextManager], Callable[[], AbstractContextManager]]] = {
     WHOLE: (nullcontext, nullcontext),
-    "PyTorch's attention": (lambda: patch("leanqkv.decode.decoder.NAME", "sdpa"), nullcontext),
-    "weights as they are": (lambda: patch("leanqkv.decode.decoder.packed", unpacked), nullcontext),
-    "products of one input apart": (lambda: patch("leanqkv.decode.linear.join", lambda *_: None), nullcontext),
+    "PyTorch's attention": (lambda: patch("leanqkv.inference.decoder.NAME", "sdpa"), nullcontext),
+    "weights as they are": (lambda: patch("leanqkv.inference.decoder.packed", unpacked), nullcontext),
+    "products of one input apart": (lambda: patch("leanqkv.inference.linear.join", lambda *_: None), nullcontext),
     "a cache that grows": (
         nullcontext,
-        lambda: patch("leanqkv.decode.decoder.allocate_cache", lambda config, _: DynamicCache(config=config)),
+        lambda: patch("leanqkv.inference.decoder.allocate_cache", lambda config, _: DynamicCache(config=config)),
     ),
 }
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from leanqkv import LeanForCausalLM, cache_bytes
-from leanqkv.bench.memory import PeakMemory
-from leanqkv.decode import Decoder, allocate_cache
+from leanqkv.environment import git_commit, hardware, versions
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
+from leanqkv.inference import Decoder, allocate_cache
+from leanqkv.inference.memory import PeakMemory
 from leanqkv.model.attention_latent import LatentAttention
 from leanqkv.presets import preset
-from leanqkv.train.environment import git_commit, hardware, versions
 
 BASE, POSITIONS = "llama-130m", 8192
 VARIANTS = ("skipv1", "identity-query", "nonlinear-query")

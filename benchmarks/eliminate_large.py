@@ -25,8 +25,8 @@ import torch
 from leanqkv import LeanConfig
 from leanqkv.checkpoints.tensors import LazyTensors
 from leanqkv.checkpoints.write import save_config, write_checkpoint
+from leanqkv.environment import git_commit, hardware, versions
 from leanqkv.files import read_json, write_json
-from leanqkv.train.environment import git_commit, hardware, versions
 
 
 def main() -> None:

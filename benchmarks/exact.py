@@ -24,8 +24,8 @@ from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.eliminate import parse_request, transform, weight_table
 from leanqkv.eliminate.certify import DTYPES, difference, logits, random_inputs
 from leanqkv.eliminate.layernorm_free import without_norms
+from leanqkv.environment import git_commit, hardware, versions
 from leanqkv.files import read_json, write_json
-from leanqkv.train.environment import git_commit, hardware, versions
 
 NONE = {"norm_type": "none"}
 NO_SKIPS = {"attention_skip": False, "mlp_skip": False}

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from leanqkv import LeanForCausalLM, preset
+from leanqkv.environment import default_device, git_commit, hardware, versions
 from leanqkv.files import write_json
 from leanqkv.model import fused
-from leanqkv.train.environment import default_device, git_commit, hardware, versions
 
 MODELS = ("gpt2-124m", "gpt2-124m+nonlinear-query")
 TOKENS = (1, 16, 64, 256, 1024, 4096)

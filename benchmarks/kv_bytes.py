@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from leanqkv import LeanForCausalLM, cache_bytes, kv_bytes_per_token, preset
+from leanqkv.environment import git_commit, hardware, versions
 from leanqkv.files import write_json
-from leanqkv.train.environment import git_commit, hardware, versions
 
 # LLaMA-350M: 24 layers, 16 heads of 64; grouped by two; d_c = 256, d_R = 32. The paper counts GQA in elements of 4
 # bytes and MLA in elements of 2.

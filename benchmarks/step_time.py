@@ -17,9 +17,9 @@ import torch
 
 from leanqkv import LeanForCausalLM, preset, recipe
 from leanqkv.data import TokenData, collate, make_batch_plan, prepare_data
+from leanqkv.environment import default_device, git_commit, hardware, versions
 from leanqkv.files import write_json
 from leanqkv.train import RunSpec, parse_precision, train
-from leanqkv.train.environment import default_device, git_commit, hardware, versions
 from leanqkv.train.trainer import make_optimizer, make_schedule
 
 

@@ -25,11 +25,11 @@ from leanqkv.analyze.heads import (
     value_layers,
 )
 from leanqkv.analyze.observe import layer_outputs, observe
-from leanqkv.analyze.plots import drawings
 from leanqkv.analyze.probe import phases, probe_losses, slope_interval, train_probes
-from leanqkv.analyze.report import architectures, tables
 from leanqkv.analyze.similarity import bucketed, contributions, head_similarity, off_diagonal_mean, token_similarity
 from leanqkv.analyze.weights import attention_spectra, initial_spreads, logit_spread
+from leanqkv.report.analysis import architectures, tables
+from leanqkv.report.analysis_figures import drawings
 
 # Observing
 

@@ -11,7 +11,8 @@ import torch
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
-from leanqkv.bench import PeakMemory, held_bytes, measure, weight_bytes
+from leanqkv.inference.bench import measure
+from leanqkv.inference.memory import PeakMemory, held_bytes, weight_bytes
 
 
 def build(*mechanisms: str, **fields) -> LeanForCausalLM:
@@ -71,7 +72,7 @@ def test_rows():
 def test_times_are_per_hundred_tokens_and_over_the_batch(monkeypatch):
     """By a clock that goes on one second whenever it is read: before the prompt, after it, after the last token."""
     seconds = count()
-    monkeypatch.setattr(sys.modules["leanqkv.bench.measure"], "_now", lambda device: float(next(seconds)))
+    monkeypatch.setattr(sys.modules["leanqkv.inference.bench"], "_now", lambda device: float(next(seconds)))
     (row,) = measure({"a": build()}, (20,), (3,), new_tokens=5, rounds=2)
     assert row.prefill == (5_000.0, 5_000.0)  # ms: 1 s for 20 tokens of a sequence
     assert row.decode == (15.0, 15.0)

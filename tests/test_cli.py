@@ -27,7 +27,7 @@ def _environment(place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEANQKV_CACHE", str(place / "cache"))
         patch.setenv("COLUMNS", "100")
-        patch.setattr("leanqkv.compare.run.available_cores", lambda: 1)  # one run at a time, on one thread
+        patch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)  # one run at a time, on one thread
         patch.chdir(place)
         yield
 

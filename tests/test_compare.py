@@ -10,10 +10,10 @@ import pytest
 from corpus import SHAPE
 
 from leanqkv import LeanError
-from leanqkv.compare.page import write_report
+from leanqkv.compare.comparison import Comparison, default_jobs, run_comparison, slug
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.run import Comparison, default_jobs, run_comparison, slug
 from leanqkv.compare.suite import Entry
+from leanqkv.report.comparison_page import write_report
 
 
 def models(*names):
@@ -38,7 +38,7 @@ COMPARISON = Comparison(
 def _one_core():
     """Models this small are many times slower on two threads than on one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leanqkv.compare.run.available_cores", lambda: 1)
+        patch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)
         yield
 
 
@@ -175,7 +175,7 @@ def test_divergence_everywhere_on_the_grid_is_an_error(data, tmp_path):
 
 
 def test_small_models_share_the_cores_and_large_ones_do_not(monkeypatch):
-    monkeypatch.setattr("leanqkv.compare.run.available_cores", lambda: 8)
+    monkeypatch.setattr("leanqkv.compare.comparison.available_cores", lambda: 8)
     assert default_jobs("cpu", 1_000_000) == 8
     assert default_jobs("cpu", 124_000_000) == 1
     assert default_jobs("cuda", 1_000_000) == 1

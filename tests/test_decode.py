@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
 from leanqkv import LeanForCausalLM
-from leanqkv.decode import allocate_cache
+from leanqkv.inference import allocate_cache
 
 PAST = 40
 

@@ -8,10 +8,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM, cache_bytes
-from leanqkv.decode import Decoder, allocate_cache, prepared
-from leanqkv.decode.attention import decode_attention, split_values
-from leanqkv.decode.cache import AllocatedLayer
-from leanqkv.decode.linear import PackedLinear, can_pack, packed
+from leanqkv.inference import Decoder, allocate_cache, prepared
+from leanqkv.inference.attention import decode_attention, split_values
+from leanqkv.inference.cache import AllocatedLayer
+from leanqkv.inference.linear import PackedLinear, can_pack, packed
 from leanqkv.presets import MECHANISMS
 
 PROMPT, NEW = 9, 12
@@ -280,7 +280,7 @@ def test_own_and_borrowed_values_take_one_call(monkeypatch):
 def test_without_a_compiler_attention_is_pytorchs(monkeypatch):
     from torch._inductor.codecache import CppCodeCache
 
-    from leanqkv.decode import attention
+    from leanqkv.inference import attention
 
     def failing(*args, **kwargs):
         raise RuntimeError("no compiler")

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from leanqkv import kv_bytes_per_token, preset
-from leanqkv.analyze import report as analysis
-from leanqkv.compare import inference
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.report import markdown_table
 from leanqkv.compare.suites import SUITES
 from leanqkv.model import fused, registry
 from leanqkv.presets import MECHANISMS, recipe
+from leanqkv.report import analysis
+from leanqkv.report import bench as inference
+from leanqkv.report.comparison import markdown_table
 
 ROOT = Path(__file__).parent.parent
 PAPERS = (ROOT / "docs" / "papers.md").read_text()

@@ -12,10 +12,10 @@ import matplotlib
 import pytest
 from rich.console import Console
 
-from leanqkv.compare.page import write_report
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.report import markdown_table, reading, remarks, terminal_table
 from leanqkv.errors import LeanError
+from leanqkv.report.comparison import markdown_table, reading, remarks, terminal_table
+from leanqkv.report.comparison_page import write_report
 
 STEPS = list(range(0, 601, 50))
 RATES = [1e-3, 3e-3, 1e-2]

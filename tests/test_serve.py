@@ -267,7 +267,7 @@ def application(tmp_path):
     """A model, and a function that asks the application on it directly: no second process is needed."""
     from leanqkv.checkpoints import load_model
     from leanqkv.data.tokenizer import load_tokenizer
-    from leanqkv.serve import build_app
+    from leanqkv.inference.serve import build_app
 
     save(tmp_path)
     model, tokenizer = load_model(tmp_path), load_tokenizer(tmp_path)

@@ -12,15 +12,15 @@ from test_report import record as a_record
 
 from leanqkv import LeanError, count_parameters, kv_bytes_per_token, preset
 from leanqkv.cli import main
-from leanqkv.compare.page import write_report
-from leanqkv.compare.published import METRICS, number
+from leanqkv.compare.comparison import Comparison, run_comparison
 from leanqkv.compare.records import Run, load_comparison
-from leanqkv.compare.report import markdown_table, reading, terminal_report
-from leanqkv.compare.run import Comparison, run_comparison
-from leanqkv.compare.stability import outcome
 from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry
 from leanqkv.compare.suites import SUITES, choose
 from leanqkv.presets import recipe
+from leanqkv.report.comparison import markdown_table, reading, terminal_report
+from leanqkv.report.comparison_page import write_report
+from leanqkv.report.published import METRICS, number
+from leanqkv.report.stability import outcome
 
 SETUPS = [(name, scale) for name, suite in SUITES.items() for scale in suite.scales]
 
@@ -29,7 +29,7 @@ SETUPS = [(name, scale) for name, suite in SUITES.items() for scale in suite.sca
 def _one_core():
     """Models this small are many times slower on two threads than on one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leanqkv.compare.run.available_cores", lambda: 1)
+        patch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)
         yield
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leanqkv import LeanError
 from leanqkv.checkpoints import memory
-from leanqkv.checkpoints.tensors import CHUNK, LazyTensors, count_nonfinite, finite, open_tensors, read_tied
+from leanqkv.checkpoints.tensors import CHUNK_ELEMENTS, LazyTensors, count_nonfinite, finite, open_tensors, read_tied
 
 TENSORS = {
     "a.weight": torch.arange(6.0).view(2, 3),
@@ -192,7 +192,7 @@ def test_values_that_are_not_finite_are_counted(dtype):
 
 
 def test_values_that_are_not_finite_are_looked_for_in_every_chunk():
-    tensor = torch.zeros(5, CHUNK // 2)
+    tensor = torch.zeros(5, CHUNK_ELEMENTS // 2)
     tensor[-1, -1] = torch.nan
     assert count_nonfinite(tensor) == 1
     assert count_nonfinite(tensor.view(-1)) == 1

@@ -39,11 +39,11 @@ from leanqkv import (
     recipe,
 )
 from leanqkv.checkpoints import load_model
-from leanqkv.compare.page import write_report
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.report import markdown_table
 from leanqkv.data import image_batch, make_image_plan, prepare_images, scaled_pixels
 from leanqkv.evaluate import image_outcomes
+from leanqkv.report.comparison import markdown_table
+from leanqkv.report.comparison_page import write_report
 from leanqkv.train import RunSpec, choose_precision, train
 
 TINY = {
@@ -617,7 +617,7 @@ def cli(cli, monkeypatch, cache):
     """In a folder of its own, one run at a time."""
     monkeypatch.chdir(cache)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("leanqkv.compare.run.available_cores", lambda: 1)
+    monkeypatch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)
     return cli
 
 

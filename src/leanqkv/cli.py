@@ -3,16 +3,11 @@
 import errno
 import os
 import sys
-from dataclasses import fields
-from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from .commands import analysis, checkpoints, conversions, evaluation, generation, inference, training
-from .commands.options import console
-from .theory.command import app as theory_app
+from .commands import analyze, checkpoints, compare, convert, eliminate, evaluate, inference, inspect, presets, train
 
 app = typer.Typer(
     help="Transformers with fewer attention weights and a smaller KV cache.",
@@ -24,73 +19,31 @@ app = typer.Typer(
 errors = Console(stderr=True)
 
 
-@app.command()
-def presets() -> None:
-    """List the base sizes and the mechanisms, each with its source."""
-    import torch
-
-    from .presets import BASES, MECHANISMS, preset
-
-    table = Table(title="Bases", title_justify="left")
-    for column in ("name", "parameters", "KV B/token (bf16)", "source"):
-        table.add_column(column, justify="right" if column[0] in "pK" else "left")
-    for name, base in BASES.items():
-        plan = preset(name).plan
-        parameters = f"{plan.count_parameters().total / 1e6:,.1f} M"
-        table.add_row(name, parameters, f"{plan.kv_bytes_per_token(torch.bfloat16):,}", base.source)
-    console.print(table)
-    for source, note in {base.source: base.note for base in BASES.values() if base.note}.items():
-        console.print(f"{source}: {note}", highlight=False)
-    console.print()
-    table = Table(title="Mechanisms", title_justify="left")
-    for column in ("name", "what it does", "options", "source"):
-        table.add_column(column, overflow="fold")
-    for name, mechanism in MECHANISMS.items():
-        table.add_row(name, mechanism.summary, _options(mechanism), mechanism.source)
-    console.print(table)
-    console.print("A model is BASE+MECHANISM+…, with options as in tiny+skipv1:ratio=0.25+identity-query:layers=0,3;")
-    console.print("any configuration field as in tiny+intermediate_size=576.", highlight=False)
-
-
-def _options(mechanism: Any) -> str:
-    from .model.depth_average import DEFAULTS
-    from .model.registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES
-
-    if "type" not in mechanism.spec:
-        options = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
-        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in options.items())
-    tables: dict[str, Any] = {
-        "query": QUERIES,
-        "key": KEYS,
-        "value": VALUES,
-        "output": OUTPUTS,
-        "key_value": KEY_VALUES,
-    }
-    cls = tables[mechanism.slot][mechanism.spec["type"]]
-    options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in fields(cls.Options)]
-    return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))
-
-
-app.command()(generation.generate)
-app.command()(generation.serve)
-app.command()(training.train)
-app.command()(training.compare)
-app.command()(training.report)
-app.command()(checkpoints.inspect)
-app.command()(checkpoints.eliminate)
-app.command()(checkpoints.verify)
+app.command()(train.train)
+app.command()(train.uptrain)
+app.command()(compare.compare)
+app.command()(compare.report)
+app.command()(inspect.inspect)
+app.command()(eliminate.eliminate)
+app.command()(eliminate.verify)
+app.command()(convert.convert)
 app.command("import")(checkpoints.import_checkpoint)
 app.command("export")(checkpoints.export_checkpoint)
-app.command()(conversions.convert)
-app.command()(conversions.uptrain)
+app.command()(inference.generate)
+app.command()(inference.serve)
 app.command()(inference.bench)
-app.command()(analysis.analyze)
-app.command("eval")(evaluation.evaluate)
-app.add_typer(theory_app, name="theory")
+app.command("eval")(evaluate.evaluate)
+app.command()(analyze.analyze)
+app.command()(presets.presets)
 
 
 def main() -> None:
-    """Runs the command line; what a person can mend is one line and exit code 2."""
+    """Run `leanqkv`."""
+    run(app)
+
+
+def run(app: typer.Typer) -> None:
+    """Run a command line. An error that its user can mend is printed as one line, with exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from .errors import LeanError

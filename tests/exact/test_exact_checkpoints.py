@@ -19,7 +19,7 @@ from torch import Tensor
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, count_parameters, kv_bytes_per_token
 from leanqkv.checkpoints.tensors import LazyTensors
-from leanqkv.eliminate import eliminate, eliminate_directory, parse_request, run, transform, verify
+from leanqkv.eliminate import eliminate, eliminate_directory, elimination, parse_request, transform, verify
 from leanqkv.eliminate.transform import Transformed
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
@@ -167,7 +167,7 @@ def test_a_wrong_result_is_not_written(stock: bool, tmp_path: Path, monkeypatch:
 
         return replace(result, tensors=LazyTensors(result.config.plan.parameter_shapes, compute))
 
-    monkeypatch.setattr(run, "transform", wrong)
+    monkeypatch.setattr(elimination, "transform", wrong)
     config = small(norm_type="layernorm", norm_bias=True, tie_word_embeddings=False, **BIASES)
     source = saved(tmp_path / "source", config)
     with pytest.raises(LeanError, match="not the same function"):

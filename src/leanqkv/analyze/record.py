@@ -14,10 +14,10 @@ from ..checkpoints.open import Checkpoint, causal_lm, open_causal_lm
 from ..checkpoints.tensors import weights_hash
 from ..data import BatchPlan, TokenData, collate, make_batch_plan
 from ..data.prepare import fitting_tokenizer
+from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
 from ..files import RECORD_FORMAT, read_json
 from ..model.causal_lm import LeanForCausalLM
-from ..train.environment import git_commit, hardware, versions
 from .heads import (
     copy_losses,
     induction_scores,

@@ -42,7 +42,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 # Elements looked at together for NaN and Inf: 16 MiB of float32.
-CHUNK = 2**22
+CHUNK_ELEMENTS = 2**22
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -260,7 +260,7 @@ def count_nonfinite(tensor: Tensor) -> int:
     """How many values are NaN or infinite, without a temporary of the tensor's size."""
     rows = tensor if tensor.ndim else tensor[None]
     count = 0
-    for chunk in rows.split(max(1, CHUNK * len(rows) // max(1, rows.numel()))):
+    for chunk in rows.split(max(1, CHUNK_ELEMENTS * len(rows) // max(1, rows.numel()))):
         # A sum passes over the values once; that of finite ones may still overflow.
         if not chunk.sum().isfinite():
             count += int((~chunk.isfinite()).sum())

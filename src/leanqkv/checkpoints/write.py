@@ -80,9 +80,9 @@ def write_checkpoint(
     try:
         for name, shard in zip(names, shards, strict=True):
             if not (partial / name).exists():
-                _write_shard(partial / name, shard, tensors, dtype, _told(progress, done, total))
+                _write_shard(partial / name, shard, tensors, dtype, _offset_progress(progress, done, total))
             done += size[name]
-            _told(progress, 0, total)(done)
+            _offset_progress(progress, 0, total)(done)
         if len(shards) > 1:
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -164,7 +164,7 @@ def _plain(job: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(job))
 
 
-def _told(progress: Progress | None, done: int, total: int) -> Callable[[int], None]:
+def _offset_progress(progress: Progress | None, done: int, total: int) -> Callable[[int], None]:
     """Reports bytes of a part as bytes of the whole, of which `done` came before."""
 
     def tell(part: int) -> None:

@@ -1,15 +1,179 @@
-"""`leanqkv bench`: inference of several models, side by side."""
+"""`leanqkv generate`, `serve` and `bench`."""
 
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
 
+from ..progress import progress_bar
 from .options import NAME_HELP, Device, console
 
 if TYPE_CHECKING:
     from ..model.causal_lm import LeanForCausalLM
+
+remarks = Console(stderr=True)
+
+
+def generate(
+    directory: Annotated[Path, typer.Argument(help="Directory of a trained model.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from.", show_default=False)] = None,
+    interactive: Annotated[
+        bool,
+        typer.Option(
+            "--interactive",
+            help="Read prompts from the standard input, one per line, until it ends (Ctrl-D). Each stands alone, with "
+            "the same seed; one whose line ends in a backslash goes on in the next line. Ctrl-C stops an answer.",
+        ),
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among that many likeliest tokens.")] = 50,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Device = None,
+) -> None:
+    """Continue a prompt with a trained model; the speed and the size of the KV cache go to the standard error.
+
+    leanqkv generate runs/skipv1 --prompt "def " --max-new-tokens 64
+
+    leanqkv generate runs/skipv1 --interactive
+    """
+    from ..checkpoints import load_config, load_model
+    from ..data.tokenizer import load_tokenizer
+    from ..environment import check_device, default_device
+    from ..errors import LeanError
+
+    if (prompt is None) != interactive:
+        raise LeanError("generate takes either --prompt or --interactive")
+    if (task := load_config(directory).task) != "causal_lm":
+        raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
+    model: Any = load_model(directory).to(check_device(device or default_device()))  # type: ignore[arg-type]
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    answer = _answerer(model, load_tokenizer(directory), max_new_tokens, seed, sampling)
+    if prompt is not None:
+        try:
+            answer(prompt, lambda: print(prompt, end="", flush=True))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        return
+    for line in _lines():
+        try:
+            answer(line, lambda: None)
+        except KeyboardInterrupt:
+            print(flush=True)
+            remarks.print("stopped", style="dim")
+        except (LeanError, MemoryError, RuntimeError) as error:  # torch has no memory: a RuntimeError
+            remarks.print(f"[bold red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+
+
+def _answerer(
+    model: Any, tokenizer: Any, max_new_tokens: int, seed: int, sampling: dict[str, Any]
+) -> Callable[[str, Callable[[], None]], None]:
+    """A function that prints the continuation of a prompt, and calls another just before it does."""
+    import torch
+    from transformers import TextStreamer
+
+    from ..errors import LeanError
+    from ..inference import Decoder
+    from ..model.cache import cache_bytes
+
+    decoder = Decoder(model)
+    positions = model.config.max_position_embeddings
+    bounded = model.config.position_embedding_type == "learned"
+
+    def answer(prompt: str, begin: Callable[[], None]) -> None:
+        # A tokenizer of ours adds none to a prompt, as in training; LLaMA's begins with one.
+        start = tokenizer.bos_token or tokenizer.eos_token
+        inputs = tokenizer(prompt or start, return_tensors="pt", add_special_tokens=bool(prompt)).to(model.device)
+        length = inputs["input_ids"].shape[1]
+        if bounded and max_new_tokens > positions - length:
+            way = f"--max-new-tokens can be {positions - length} at most, found {max_new_tokens}"
+            way = way if positions > length else "shorten it"
+            raise LeanError(f"the prompt takes {length} of the model's {positions} positions: {way}")
+        torch.manual_seed(seed)
+        begin()
+        started = time.perf_counter()
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        output = decoder.generate(
+            inputs["input_ids"],
+            max_new_tokens=max_new_tokens,
+            callback=lambda tokens: streamer.put(tokens.cpu()),
+            **sampling,
+        )
+        streamer.end()
+        seconds = time.perf_counter() - started
+        new = output.shape[1] - length
+        assert decoder.cache is not None
+        held = cache_bytes(decoder.cache)
+        remarks.print(
+            f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, KV cache {held:,} bytes", style="dim", highlight=False
+        )
+
+    return answer
+
+
+def _lines() -> Iterator[str]:
+    """Prompts from the standard input, until it ends or Ctrl-C comes where one is awaited."""
+    ask = "> " if sys.stdin.isatty() else ""
+    if ask:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() then has a history and can be edited
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            line = input(ask)
+            while line.endswith("\\"):
+                line = f"{line[:-1]}\n{input(ask and '. ')}"
+            yield line
+    if ask:
+        print()
+
+
+def serve(
+    directory: Annotated[Path, typer.Argument(help="Directory of a trained model.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for every one of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    device: Device = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: fp64, fp32 or bf16. Default: as stored.", show_default=False)
+    ] = None,
+) -> None:
+    """Answer requests as OpenAI's API does: /v1/completions, chat/completions, responses, models; and /health.
+
+    The model goes by the name of its directory. Requests are answered one after the other. Nobody is asked for a key:
+    whoever reaches the address can use it.
+
+    leanqkv serve runs/skipv1 --port 8000
+    """
+    from transformers.utils.import_utils import is_serve_available
+
+    from ..environment import check_device, default_device
+    from ..errors import LeanError
+    from .checkpoints import as_dtype
+
+    if not is_serve_available():
+        raise LeanError("serving needs packages that are not installed: pip install 'leanqkv[serve]'")
+    from ..inference.serve import serve as run
+
+    def started(name: str, address: str) -> None:
+        console.print(f"{name}: {address} (Ctrl-C ends it)", highlight=False, soft_wrap=True, markup=False)
+
+    where = check_device(device or default_device())
+    try:
+        run(directory, host=host, port=port, device=where, dtype=as_dtype(dtype), started=started)
+    except KeyboardInterrupt:  # while it was still loading
+        raise typer.Exit(130) from None
+
+
+def _escaped(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(str(error).split()))
 
 
 def bench(
@@ -30,11 +194,12 @@ def bench(
     """
     import torch
 
-    from ..bench import measure, weight_bytes
-    from ..compare.inference import RECORD, table, write_page
+    from ..environment import check_device, default_device, git_commit, hardware, versions
     from ..errors import LeanError
     from ..files import RECORD_FORMAT, write_json
-    from ..train.environment import check_device, default_device, git_commit, hardware, versions
+    from ..inference.bench import measure
+    from ..inference.memory import weight_bytes
+    from ..report.bench import RECORD, table, write_page
 
     if out.exists() and any(out.iterdir()):
         raise LeanError(f"{out} is not empty; nothing is ever written over, choose another --out")
@@ -48,12 +213,11 @@ def bench(
     built: dict[str, Any] = {name: _build(name, max(contexts) + new_tokens) for name in models}
     for model in built.values():
         model.to(where, dtypes[dtype]).eval()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("measuring", total=None)
+    with progress_bar("measuring") as bar:
 
         def progress(name: str, done: int, total: int) -> None:
-            bars.update(task, description=name, completed=done, total=total)
+            bar.describe(name)
+            bar(done, total)
 
         rows = measure(built, contexts, batches, new_tokens=new_tokens, rounds=rounds, progress=progress)
     record: dict[str, Any] = {

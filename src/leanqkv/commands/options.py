@@ -1,24 +1,26 @@
 """Options that several commands take, and what they do with them."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+
+from ..progress import console, progress_bar
 
 if TYPE_CHECKING:
     from ..data import ImageData, TokenData
     from ..model.config import LeanConfig
     from ..train import Precision
 
-# Of several processes the first one speaks.
-console = Console(quiet=os.environ.get("RANK", "0") != "0")
-
 NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"
 
+SOURCE = "Checkpoint directory: of leanqkv, or GPT-2, GPT-NeoX, LLaMA, Mistral, Qwen2 or Qwen3"
+Out = Annotated[
+    Path, typer.Option(help="New directory; written whole or not at all. Killed and started again it goes on.")
+]
+Dtype = Annotated[str, typer.Option(help="Of the stored weights: fp64, fp32 or bf16.")]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -78,7 +80,7 @@ def prepare(
     """Text or images, as the models read."""
     from ..data import ImageData, prepare_data, prepare_images
     from ..errors import LeanError
-    from ..train.work import reads_images
+    from ..train.tasks import reads_images
 
     images = reads_images(configs[0])
     if any(reads_images(config) != images for config in configs):
@@ -90,10 +92,10 @@ def prepare(
     ):
         if images and given:
             raise LeanError(f"{option} is about text; a model of images does not read any")
-    with console.status("reading the data") as status:
+    with progress_bar("reading the data") as bar:
 
         def progress(stage: str, done: int) -> None:
-            status.update(f"{stage}, {done:,} {'images' if images else 'documents'}" if done else stage)
+            bar.describe(f"{stage}, {done:,} {'images' if images else 'documents'}" if done else stage)
 
         data: TokenData | ImageData
         if images:
@@ -135,14 +137,14 @@ def precision_for(
         earlier = parse_precision(found["precision"])
         assert earlier is not None
         return replace(earlier, timings=found["precision_timings"])
-    with console.status("timing precisions") as status:
+    with progress_bar("timing precisions") as bar:
         chosen = parse_precision(asked) or choose_precision(
             config,
             batch_size=micro or recipe.batch_size,
             context_length=context,
             steps=recipe.steps,
             device=device,
-            progress=status.update,
+            progress=bar.describe,
         )
     console.print(f"precision: {chosen}", highlight=False)
     return chosen
@@ -155,3 +157,14 @@ def outcome(record: dict[str, Any]) -> str:
     final = record["final"]
     accuracy = f"test accuracy {final['accuracy']:.4f}, " if "accuracy" in final else ""
     return f"{accuracy}validation loss {final['validation_loss']:.4f}{rate}"
+
+
+def as_dtype(name: str | None) -> Any:
+    from ..eliminate.certify import DTYPES
+    from ..errors import LeanError
+
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise LeanError(f"--dtype is one of {', '.join(DTYPES)}, found {name!r}")
+    return DTYPES[name]

@@ -20,12 +20,12 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from ..eliminate.respell import changed
 from ..errors import LeanError
 from ..model.attention import KeyValues
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
-from .heads import KeptHeads, ValueHeads, cut, put_back, target_config
+from ..presets.edit import with_fields
+from .heads import KeptHeads, ValueHeads, assemble_tensors, split_heads, target_config
 from .least_squares import LentShare, System, fit_lent, ridge
 
 Progress = Callable[[int, int], None]
@@ -101,7 +101,7 @@ def calibrated(
     model, result = (LeanForCausalLM(c).eval() for c in (_eager(config), new))
     model.load_state_dict({n: t.float() for n, t in _with_head(config, tensors).items()})
     done: dict[str, Tensor] = {n: tensors[n].float() for n in new.plan.parameter_shapes if n in tensors}
-    heads = partial(cut, config, tensors)
+    heads = partial(split_heads, config, tensors)
     layers = range(config.num_hidden_layers)
     n, kept = config.num_key_value_heads, new.plan.layers[1].computed_value_heads
     assert n is not None and config.head_dim is not None
@@ -114,7 +114,7 @@ def calibrated(
         progress(next(passes), in_all)
 
     def put(layer: int, found: KeptHeads) -> None:
-        compute = put_back(config, tensors, {layer: found}.get)
+        compute = assemble_tensors(config, tensors, {layer: found}.get)
         for name in done:
             if name.startswith(f"model.layers.{layer}.self_attn."):
                 done[name] = compute(name).float()
@@ -381,7 +381,7 @@ def _finite(output: Tensor, layer: int) -> Tensor:
 
 def _eager(config: LeanConfig) -> LeanConfig:
     """The same model, whose attention hands out its patterns."""
-    found = changed(config)
+    found = with_fields(config)
     found._attn_implementation = "eager"
     return found
 

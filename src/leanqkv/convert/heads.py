@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.tensors import LazyTensors
-from ..eliminate.respell import changed
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..presets.edit import with_fields
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
         raise LeanError(
             f"a ratio of {ratio} replaces {floor(ratio * heads)} of {heads} value heads; some must go and some stay"
         )
-    return changed(config, key_value={"type": "first_layer_values", "ratio": ratio})
+    return with_fields(config, key_value={"type": "first_layer_values", "ratio": ratio})
 
 
-def cut(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int) -> ValueHeads:
+def split_heads(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int) -> ValueHeads:
     name = f"model.layers.{layer}.self_attn"
     value = tensors[f"{name}.v_proj.weight"].double().unflatten(0, (-1, config.head_dim))
     bias = None
@@ -95,14 +95,14 @@ def with_method(
     new = target_config(config, ratio)
 
     def converted(layer: int) -> KeptHeads:
-        return method(cut(config, tensors, layer), new.plan.layers[layer].computed_value_heads)
+        return method(split_heads(config, tensors, layer), new.plan.layers[layer].computed_value_heads)
 
     return new, LazyTensors(
-        new.plan.parameter_shapes, put_back(config, tensors, lambda layer: converted(layer) if layer else None)
+        new.plan.parameter_shapes, assemble_tensors(config, tensors, lambda layer: converted(layer) if layer else None)
     )
 
 
-def put_back(
+def assemble_tensors(
     config: LeanConfig, tensors: Mapping[str, Tensor], converted: Callable[[int], KeptHeads | None]
 ) -> Callable[[str], Tensor]:
     """The tensors of a model whose layers have the heads that `converted` gives, where it gives any."""

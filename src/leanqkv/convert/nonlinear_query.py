@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.tensors import LazyTensors
-from ..eliminate.respell import respell
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.initial import normal
+from ..presets.edit import set_mechanisms
 
 
 def with_nonlinear_query(
@@ -30,7 +30,7 @@ def with_nonlinear_query(
         if layer.query.kind != "linear":
             raise LeanError(f"the query of layer {layer.layer} is {layer.query.kind!r}; only linear ones are converted")
     spec = {"type": "nonlinear", "anchor": "linear"}
-    new = respell(config, "query", dict.fromkeys(range(config.num_hidden_layers), spec))
+    new = set_mechanisms(config, "query", dict.fromkeys(range(config.num_hidden_layers), spec))
     shapes = new.plan.parameter_shapes
 
     def compute(name: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Exact weight elimination: the same function from fewer weights, with a certificate."""
 
 from .audit import findings, spectra, weight_table
-from .run import Elimination, convert_format, eliminate, eliminate_directory, verify
+from .elimination import Elimination, convert_format, eliminate, eliminate_directory, verify
 from .transform import Request, parse_request, transform
 
 __all__ = [

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..presets.edit import set_mechanisms
 from .heads import Head, HeadBasis, HeadClasses, change_heads, free_columns
-from .respell import respell
 
 # Windows of the input that are tried for the identity block: their worst head's condition differs by orders.
 WINDOWS = 64
@@ -99,7 +99,7 @@ def make_blocks_identity(
                 specs[layer.layer] = {"type": "block_identity", "start": starts[name][0], "width": None}
                 if width < config.head_dim:  # type: ignore[operator]
                     specs[layer.layer]["width"] = width
-        new = respell(new, slot, specs)
+        new = set_mechanisms(new, slot, specs)
     if not conditions:
         reasons = {**eligible(config, "keys")[1], **eligible(config, "values")[1]}
         raise LeanError(f"no head of this model can take an identity block: {next(iter(reasons.values()))}")

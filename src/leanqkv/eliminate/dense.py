@@ -9,7 +9,7 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..model.config import LeanConfig
 from ..model.registry import Mechanism
-from .respell import changed
+from ..presets.edit import with_fields
 
 PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 DENSE = ("identity", "block_identity", "residual")
@@ -40,7 +40,7 @@ def written_out(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Lean
                 scales[f"{attention}.{projection[0]}_norm"] = getattr(mechanism.options, "scale", 1.0)
             if getattr(mechanism.options, "bias", False):
                 biased["attention_output_bias" if slot == "output" else "attention_bias"] = True
-    new = changed(config, **fields, **biased)
+    new = with_fields(config, **fields, **biased)
 
     def compute(name: str) -> Tensor:
         module, _, kind = name.rpartition(".")

@@ -26,7 +26,9 @@ from .projections import Removal, weight_name
 SIDES = {"query": "keys", "key": "keys", "value": "values", "output": "values"}
 
 
-def quiet(config: LeanConfig, tensors: Mapping[str, Tensor], removals: Iterable[Removal]) -> Mapping[str, Tensor]:
+def balance_for_rounding(
+    config: LeanConfig, tensors: Mapping[str, Tensor], removals: Iterable[Removal]
+) -> Mapping[str, Tensor]:
     """The same function, with heads in whose basis removing `removals` loses least to rounding.
 
     Under rotary positions the rotated columns stay as they are; heads that are blocked (QK-norm, a nonlinear query)

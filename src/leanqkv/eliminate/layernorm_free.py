@@ -16,9 +16,9 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..presets.edit import with_fields
 from .projections import Removal, is_solved_with
-from .respell import changed
-from .stream import Place, Stream, Touch
+from .stream import Place, Stream, StreamTensor
 
 # Above this an epsilon switches its norm off: real variances are far smaller.
 DISABLED = 1e8
@@ -40,7 +40,7 @@ def without_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
     if reason := why_not(config):
         raise LeanError(f"its norms cannot be removed exactly: {reason}")
     d, last = config.hidden_size, config.num_hidden_layers - 1
-    new = changed(
+    new = with_fields(
         config,
         norm_type="none",
         norm_eps=LeanConfig().norm_eps,
@@ -103,7 +103,7 @@ def why_not(config: LeanConfig) -> str | None:
         return "a router has no bias to take the norm's"
     if config.num_hidden_groups is not None or config.depth_average is not None or config.kv_lora_rank is not None:
         return "shared blocks, averages over depth and latents are not treated"
-    blocked = Stream(changed(config, norm_type="none", norm_bias=False)).blocked
+    blocked = Stream(with_fields(config, norm_type="none", norm_bias=False)).blocked
     return next(iter(blocked.values()), None)
 
 
@@ -125,11 +125,11 @@ def disable_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
         LeanError: the stream's mean is not zero, or biases are missing; says what.
     """
     eps = 1e12
-    new = changed(config, norm_type="layernorm", norm_eps=eps, norm_bias=True)
+    new = with_fields(config, norm_type="layernorm", norm_eps=eps, norm_bias=True)
     d, last = config.hidden_size, config.num_hidden_layers - 1
     free = f"model.layers.{last}.mlp.down_proj.bias"
 
-    def check(touch: Touch, tensor: Tensor) -> None:
+    def check(touch: StreamTensor, tensor: Tensor) -> None:
         rounding = torch.finfo(tensor.dtype).eps
         tensor = tensor.double()
         means, size = tensor.mean(touch.axis), tensor.square().mean(touch.axis).sqrt()

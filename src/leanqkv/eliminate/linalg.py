@@ -12,7 +12,7 @@ from torch import Tensor
 # Up to this size singular values are computed outright; above, the two extreme ones by Lanczos on the factorisation.
 FULL_SPECTRUM = 1024
 # Rows that are multiplied at a time: bounds the float64 copies of an embedding or a head.
-CHUNK = 8192
+CHUNK_ROWS = 8192
 
 
 class Factored:
@@ -93,6 +93,6 @@ class Basis:
 
 def _by_chunks(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     found = torch.empty(rows.shape, dtype=torch.float64)
-    for start in range(0, len(rows), CHUNK):
-        found[start : start + CHUNK] = function(rows[start : start + CHUNK].double())
+    for start in range(0, len(rows), CHUNK_ROWS):
+        found[start : start + CHUNK_ROWS] = function(rows[start : start + CHUNK_ROWS].double())
     return found

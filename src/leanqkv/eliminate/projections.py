@@ -17,9 +17,9 @@ from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.registry import make_mechanism
+from ..presets.edit import TABLES, set_mechanisms, with_fields
 from .linalg import Basis, Factored
-from .respell import TABLES, changed, respell
-from .stream import Place, Stream, Touch, after_attention
+from .stream import Place, Stream, StreamTensor, after_attention
 
 PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 
@@ -149,17 +149,17 @@ def remove_projections(
     if tied and (stream.start in bases or stream.end in bases):
         tied = _keep_tied(stream, bases)
     slots = {slot: {r.layer for r in removals if r.slot == slot} for slot in PROJECTIONS}
-    new = changed(config, tie_word_embeddings=tied) if config.task != "image_classification" else config
+    new = with_fields(config, tie_word_embeddings=tied) if config.task != "image_classification" else config
     for slot, layers in slots.items():
         spec = {"type": "identity"} | ({"scale": 1.0} if slot in ("query", "key") else {})
         biased = config.attention_output_bias if slot == "output" else config.attention_bias
-        new = respell(new, slot, dict.fromkeys(layers, spec | ({"bias": True} if biased else {})))
+        new = set_mechanisms(new, slot, dict.fromkeys(layers, spec | ({"bias": True} if biased else {})))
 
     def compute(name: str) -> Tensor:
         source = "model.embed_tokens.weight" if name == "lm_head.weight" and name not in tensors else name
         tensor, touch = tensors[source], stream.touches.get(name)
         if name == "lm_head.weight":
-            touch = Touch(name, Place(config.num_hidden_layers))
+            touch = StreamTensor(name, Place(config.num_hidden_layers))
         basis = bases.get(stream.basis_of[touch.place]) if touch else None
         if touch is None or basis is None:
             return tensor

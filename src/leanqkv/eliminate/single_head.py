@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from .respell import respell
+from ..presets.edit import set_mechanisms
 
 
 def why_not(config: LeanConfig) -> str | None:
@@ -59,7 +59,7 @@ def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tupl
     }
     new = config
     for slot, spec in gone.items():
-        new = respell(new, slot, dict.fromkeys(range(config.num_hidden_layers), spec))
+        new = set_mechanisms(new, slot, dict.fromkeys(range(config.num_hidden_layers), spec))
 
     def compute(name: str) -> Tensor:
         attention, _, tensor = name.rpartition("self_attn.")

@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Touch:
+class StreamTensor:
     """A tensor that reads the stream at a place (along its last axis) or writes it (along `axis`)."""
 
     tensor: str
@@ -90,13 +90,13 @@ def after_attention(config: LeanConfig, layer: int) -> Place:
     return Place(layer, middle=True) if config.block_type == "serial" else Place(layer + 1)
 
 
-def _touches(config: LeanConfig) -> Iterator[Touch]:
+def _touches(config: LeanConfig) -> Iterator[StreamTensor]:
     """Every tensor of a model without norms that reads or writes the stream."""
     shapes = config.plan.parameter_shapes
 
-    def touch(tensor: str, place: Place, writes: bool = False, axis: int = -1) -> Iterator[Touch]:
+    def touch(tensor: str, place: Place, writes: bool = False, axis: int = -1) -> Iterator[StreamTensor]:
         if tensor in shapes:
-            yield Touch(tensor, place, writes, axis)
+            yield StreamTensor(tensor, place, writes, axis)
 
     start, end = Place(0), Place(config.num_hidden_layers)
     for name in ("embed_tokens.weight", "embed_positions.weight", "embed_patches.class_token"):

@@ -10,7 +10,7 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.registry import suggest
 from . import block_diagonal, layernorm_free, single_head
-from .forms import keeping_the_mean, quiet
+from .forms import balance_for_rounding, keeping_the_mean
 from .projections import PROJECTIONS, Removal, check, is_solved_with, place_of, remove_projections, weight_name, why_not
 
 BLOCK_DIAGONAL, SINGLE_HEAD = "block-diagonal", "single-head"
@@ -114,7 +114,7 @@ def _projections(model: Transformed, slots: list[str], request: Request, centred
             raise LeanError(f"{removal} cannot be eliminated exactly: {reason}")
     tensors = model.tensors
     if request.balance:
-        tensors = quiet(config, tensors, removals)
+        tensors = balance_for_rounding(config, tensors, removals)
     if request.keep_mean:
         for removal in removals:
             tensors = keeping_the_mean(config, tensors, removal)

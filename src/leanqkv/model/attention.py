@@ -115,15 +115,15 @@ class LeanAttention(JoinableInputs):
             values = mix(self.mixer, values, plan, borrowed, hidden_states)
             if plan.layout.mixed_with is None:
                 new_values = values
-        keys, values = store(past_key_values, plan, keys, values)
+        keys, values = update_cache(past_key_values, plan, keys, values)
         own = KeyValues(keys, values, new_values)
         sources = {**borrowed, plan.layer: own}
 
         found = [
             self._attend(
                 queries[:, group.queries],
-                _taken(sources[group.keys.layer].keys, group.keys),
-                [_taken(sources[source.layer].values, source) for source in group.values],
+                slice_heads(sources[group.keys.layer].keys, group.keys),
+                [slice_heads(sources[source.layer].values, source) for source in group.values],
                 attention_mask,
                 plan.attention_scale(group.keys.layer),
                 **kwargs,
@@ -172,7 +172,7 @@ class LeanAttention(JoinableInputs):
         return autocast(heads)
 
 
-def _taken(tensor: Tensor | None, source: HeadSource) -> Tensor:
+def slice_heads(tensor: Tensor | None, source: HeadSource) -> Tensor:
     assert tensor is not None
     return tensor[:, source.start : source.stop]
 
@@ -196,7 +196,7 @@ def mix(mixer: nn.Module, values, plan: LayerPlan, borrowed: dict[int, KeyValues
     return autocast(mixer(values, lent, hidden_states))
 
 
-def store(past_key_values: Cache | None, plan: LayerPlan, keys: Any, values: Any) -> tuple[Any, Any]:
+def update_cache(past_key_values: Cache | None, plan: LayerPlan, keys: Any, values: Any) -> tuple[Any, Any]:
     """Appends what the plan says is cached and returns keys and values with their history."""
     if past_key_values is None or not plan.cached:
         return keys, values

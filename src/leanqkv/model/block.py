@@ -55,11 +55,11 @@ class LeanBlock(GradientCheckpointingLayer):
         attended = self.dropout(attended)
         if self.config.block_type == "serial":
             hidden_states = hidden_states + attended if self.config.attention_skip else attended
-            output, by_product = self.mlp(self.post_attention_layernorm(hidden_states))
+            output, mlp_aux = self.mlp(self.post_attention_layernorm(hidden_states))
             output = self.dropout(output)
-            return hidden_states + output if self.config.mlp_skip else output, key_values, by_product
+            return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux
         if self.config.block_type == "parallel":
             normed = self.post_attention_layernorm(hidden_states)
-        output, by_product = self.mlp(normed)
+        output, mlp_aux = self.mlp(normed)
         output = attended + self.dropout(output)
-        return hidden_states + output if self.config.mlp_skip else output, key_values, by_product
+        return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux

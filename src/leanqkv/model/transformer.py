@@ -169,7 +169,7 @@ class LeanModel(LeanPreTrainedModel):
         mlp_hidden = None
         outputs, router_logits = [hidden_states], []
         for plan in self.plan.layers:
-            hidden_states, key_values, by_product = self.layers[plan.block](
+            hidden_states, key_values, mlp_aux = self.layers[plan.block](
                 hidden_states,
                 plan,
                 attention_mask=masks[plan.window],
@@ -181,9 +181,9 @@ class LeanModel(LeanPreTrainedModel):
             )
             if plan.layer in lenders:
                 borrowed = {**borrowed, plan.layer: key_values}
-            mlp_hidden = by_product if plan.lends_mlp_hidden else None
+            mlp_hidden = mlp_aux if plan.lends_mlp_hidden else None
             if config.mlp_type == "moe":
-                router_logits.append(by_product)
+                router_logits.append(mlp_aux)
             if self.depth_averages:
                 outputs.append(hidden_states)
                 if plan.averaged:

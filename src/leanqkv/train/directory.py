@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..errors import LeanError
 from ..files import read_json, write_json
 from .spec import RunSpec
-from .work import Work
+from .tasks import TrainingTask
 
 RECORD = "record.json"
 SPEC = "run.json"
@@ -100,7 +100,9 @@ def last_checkpoint(out: Path) -> str | None:
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
 
 
-def finish(out: Path, model: PreTrainedModel, work: Work, record: dict[str, Any], keep_checkpoints: bool) -> None:
+def finish(
+    out: Path, model: PreTrainedModel, task: TrainingTask, record: dict[str, Any], keep_checkpoints: bool
+) -> None:
     """Puts the final model and, last of all, the record in place; then drops the checkpoints, or what is not the model
     from each of them."""
     if record["diverged"] is None:
@@ -108,7 +110,7 @@ def finish(out: Path, model: PreTrainedModel, work: Work, record: dict[str, Any]
         shutil.rmtree(partial, ignore_errors=True)
         model.config.use_cache = True  # the trainer turns it off
         model.save_pretrained(partial)
-        work.save(partial)
+        task.save(partial)
         for file in sorted(partial.iterdir()):
             file.replace(out / file.name)
         partial.rmdir()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from .work import build, random_batch
+from .tasks import build, random_batch
 
 ATTENTION = ("sdpa", "eager")
 TIMED_STEPS = 4

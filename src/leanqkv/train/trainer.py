@@ -18,7 +18,7 @@ from ..presets import Recipe
 from .directory import COMPLETE
 from .precision import Precision
 from .spec import RunSpec
-from .work import Work
+from .tasks import TrainingTask
 
 # What an evaluation finds, and where the trainer's log has it.
 EVALUATED = {"loss": "eval_loss", "accuracy": "eval_accuracy"}
@@ -47,7 +47,7 @@ class LeanTrainer(Trainer):
         self,
         *,
         precision: Precision,
-        work: Work,
+        task: TrainingTask,
         validate: Callable[[torch.nn.Module], dict[str, float]],
         teacher: torch.nn.Module | None = None,
         distillation: float = 0.0,
@@ -56,7 +56,7 @@ class LeanTrainer(Trainer):
         super().__init__(**kwargs)
         self.teacher, self.distillation = teacher, distillation
         self.precision = precision
-        self.work = work
+        self.task = task
         self.validate = validate
         self.interval_start: float | None = None
 
@@ -66,7 +66,7 @@ class LeanTrainer(Trainer):
         return stack
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return self.work.finish(super()._prepare_inputs(inputs))
+        return self.task.finish(super()._prepare_inputs(inputs))
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

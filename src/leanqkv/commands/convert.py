@@ -1,0 +1,97 @@
+"""`leanqkv convert`: a finished checkpoint with a smaller KV cache, or a nonlinear query."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..progress import progress_bar
+from .options import (
+    SOURCE,
+    Dtype,
+    Out,
+    as_dtype,
+    console,
+)
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help=SOURCE)],
+    to: Annotated[str, typer.Option(help="skipv1 or nonlinear-query.")],
+    out: Out,
+    method: Annotated[
+        str, typer.Option(help="For skipv1: calibrated, or mean-v, mean-vo, top-v, top-vo, svd from weights alone.")
+    ] = "calibrated",
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="Text for the calibrated method, as --data of train takes it.", show_default=False),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens.")] = 200_000,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Of the calibration sequences. Default: 512, or all positions.")
+    ] = None,
+    ratio: Annotated[float, typer.Option(help="Share of the value heads that becomes the first layer's.")] = 0.5,
+    choose: Annotated[bool, typer.Option(help="Calibrated: which heads keep a value, by what is lost without.")] = True,
+    refit_lent: Annotated[bool, typer.Option(help="Calibrated: fit the values that the first layer lends.")] = True,
+    refit_values: Annotated[bool, typer.Option(help="Calibrated: fit W_V of the kept heads, not W_O alone.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Of the new matrices of a nonlinear query.")] = 0,
+    dtype: Dtype = "fp32",
+) -> None:
+    """Convert a checkpoint to first-layer values (three quarters of the KV cache), or give it a nonlinear query.
+
+    leanqkv convert runs/baseline --to skipv1 --calibration book.txt --out runs/skipv1
+
+    leanqkv convert hf/llama --to skipv1 --method mean-v --out runs/mean
+
+    leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
+    """
+    from ..checkpoints.open import open_checkpoint
+    from ..convert.calibrated import Settings
+    from ..convert.conversion import calibration_tokens, convert_directory
+    from ..convert.methods import CALIBRATED
+    from ..data import prepare_data
+    from ..errors import LeanError
+
+    sample = None
+    settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
+    if settings != Settings(ratio=ratio) and (to != "skipv1" or method != CALIBRATED):
+        raise LeanError(
+            "--no-choose, --no-refit-lent and --no-refit-values are for --method calibrated; leave them out"
+        )
+    if calibration is not None:
+        if to != "skipv1" or method != CALIBRATED:
+            raise LeanError("--calibration is for --to skipv1 --method calibrated; leave it out")
+        config = open_checkpoint(source).config
+        with progress_bar("reading the calibration text"):
+            data = prepare_data(calibration, vocab_size=config.vocab_size, tokenizer=str(source))
+        length = sequence_length or min(512, config.max_position_embeddings)
+        sample = calibration_tokens(data, config, tokens, length)
+    with progress_bar("passes over the calibration text") as calibrating:
+        report: dict[str, Any] = convert_directory(
+            source,
+            out,
+            to=to,
+            method=method,
+            tokens=sample,
+            settings=settings,
+            seed=seed,
+            dtype=as_dtype(dtype),
+            calibrating=calibrating,
+        )
+    for what, unit in (("parameters", ""), ("kv_bytes_per_token_bf16", " bytes of KV cache per token (bf16)")):
+        before, after = report[what]
+        console.print(f"{before:,} -> {after:,}{unit or ' parameters'} ({after / before - 1:+.1%})", highlight=False)
+    if "pools" in report:
+        console.print(f"value heads pooled: {report['pools']}", highlight=False)
+    for layer in report.get("layers", ()):
+        missed = f"{layer['missed']:.2%} of attention's output missed"
+        if not layer["layer"]:
+            console.print(f"layer 0: the values it lends are fitted to all layers; {missed}", highlight=False)
+            continue
+        paired = ", ".join(f"{head}: {first}" for head, first in layer["paired"].items())
+        console.print(
+            f"layer {layer['layer']}: heads {layer['kept']} keep their values, the others take the first layer's "
+            f"({paired}); {missed}",
+            highlight=False,
+        )
+    console.print(f"{out}: conversion.json", highlight=False)

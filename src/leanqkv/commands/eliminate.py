@@ -1,0 +1,165 @@
+"""`leanqkv eliminate` and `verify`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..progress import progress_bar
+from .options import SOURCE, Dtype, Out, as_dtype, console
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# How far two checkpoints may lie apart and still be called one function, relative to the largest logit, in float64.
+TOLERANCE = 1e-3
+Text = Annotated[
+    Path | None, typer.Option(help="Text to compare on. Default: random tokens from a fixed seed.", show_default=False)
+]
+
+
+def eliminate(
+    source: Annotated[Path, typer.Argument(help=SOURCE)],
+    remove: Annotated[
+        str,
+        typer.Option(help="query, key, value, output, several of them between commas; block-diagonal; single-head."),
+    ],
+    out: Out,
+    layer: Annotated[
+        str, typer.Option(help="Of query, key, value, output: 3, or 0,2, counted from 0; or all.")
+    ] = "all",
+    stock: Annotated[
+        str, typer.Option("--format", help="strict: ours, with fewer tensors. stock: a class of transformers.")
+    ] = "strict",
+    family: Annotated[
+        str | None, typer.Option(help="Which class with --format stock: llama, gpt2, … Default: the plainest.")
+    ] = None,
+    dtype: Dtype = "fp32",
+    max_condition: Annotated[
+        float, typer.Option(min=1, help="Refuse to solve with a matrix that is worse conditioned.")
+    ] = 1e8,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="The textbook form, not the one that loses least to rounding.")
+    ] = False,
+    text: Text = None,
+) -> None:
+    """Remove weights from a checkpoint; the result computes the same, and a certificate says how exactly.
+
+    leanqkv inspect says what is possible.
+
+    leanqkv eliminate runs/a --remove query --layer 3 --out runs/b
+
+    leanqkv eliminate runs/skipless --remove query,output --out runs/c
+
+    leanqkv eliminate hf/llama --remove block-diagonal --format stock --out hf/llama-vo
+    """
+    from ..checkpoints.memory import give_back_freed_memory
+    from ..eliminate.elimination import eliminate_directory
+    from ..eliminate.transform import parse_request
+    from ..errors import LeanError
+
+    if stock not in ("strict", "stock"):
+        raise LeanError(f"--format is strict or stock, found {stock!r}")
+    if family is not None and stock != "stock":
+        raise LeanError("--family chooses a class of transformers; it needs --format stock")
+    request = parse_request(remove, layer, max_condition=max_condition, balance=not plain)
+    give_back_freed_memory()
+    with progress_bar("reading", in_bytes=True) as bar:
+        report = eliminate_directory(
+            source,
+            out,
+            request,
+            dtype=as_dtype(dtype),
+            stock=stock == "stock",
+            family=family,
+            inputs=_inputs(source, text),
+            progress=bar,
+            message=bar.describe,
+        )
+    _print_certificate(report)
+    console.print(f"{out}: certificate.json", highlight=False)
+
+
+def verify(
+    source: Annotated[Path, typer.Argument(help=SOURCE)],
+    other: Annotated[Path, typer.Argument(help="Another, of the same vocabulary.", metavar="DIR")],
+    text: Text = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Largest difference of logits in float64, relative to the largest logit.")
+    ] = TOLERANCE,
+) -> None:
+    """Compare two checkpoints on their logits, in float64, float32 and bfloat16; exit code 1 if they differ.
+
+    leanqkv verify runs/a runs/b --text book.txt
+    """
+    from ..checkpoints.memory import give_back_freed_memory
+    from ..eliminate.elimination import verify as run
+
+    give_back_freed_memory()
+    with progress_bar("reading", in_bytes=True) as bar:
+        bar.describe("comparing")
+        report = run(source, other, _inputs(source, text))
+    console.print(_difference_table(report))
+    relative = report["fp64"]["result"]["relative"]
+    if relative <= tolerance:
+        console.print(f"the same function, up to {relative:.1e}", highlight=False)
+        return
+    console.print(f"not the same function: in float64 the logits differ by {relative:.1e}", highlight=False)
+    raise typer.Exit(1)
+
+
+def _print_certificate(report: dict[str, Any]) -> None:
+    before, after = report["parameters"]["before"], report["parameters"]["after"]
+    change = f"{before:,} -> {after:,} parameters ({after / before - 1:+.1%})"
+    console.print(change, highlight=False)
+    if after > before:
+        console.print("more than before: the head was tied to the embedding and no longer can be", highlight=False)
+    if report["conditions"]:
+        name, worst = max(report["conditions"].items(), key=lambda item: item[1])
+        console.print(f"worst condition number: {worst:.3g}, {name}", highlight=False)
+    if report["exact"]:
+        console.print(
+            f"before rounding to {report['dtype']}: logits differ by {report['exact']['relative']:.1e}", highlight=False
+        )
+    if "disabled_norms" in report:
+        console.print(
+            f"the norms that the epsilon disables: {report['disabled_norms']['relative']:.1e} from the function "
+            "without norms, which is what is reproduced",
+            highlight=False,
+        )
+    console.print(_difference_table(report["dtypes"]))
+
+
+def _difference_table(report: dict[str, Any]) -> Table:
+    table = Table(title="Logits against the original's in float64", title_justify="left")
+    for column in ("computed in", "", "max |Δ|", "relative", "KL, nats", "same next token"):
+        table.add_column(column, justify="left" if column in ("computed in", "") else "right")
+    for dtype, pair in report.items():
+        for which, values in pair.items():
+            if dtype == "fp64" and which == "original":
+                continue
+            agreement = f"{values['agreement']:.1%}"
+            table.add_row(dtype, which, *(f"{values[name]:.2e}" for name in ("max_abs", "relative", "kl")), agreement)
+    return table
+
+
+def _inputs(source: Path, text: Path | None) -> "dict[str, Tensor] | None":
+    """The beginning of `text` as two sequences of up to 64 of the model's tokens, or None without a text."""
+    from ..checkpoints.open import open_checkpoint
+    from ..data.tokenizer import load_tokenizer
+    from ..errors import LeanError
+
+    if text is None:
+        return None
+    config = open_checkpoint(source).config
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LeanError(f"{text} cannot be read: {error}") from None
+    ids = load_tokenizer(source)(content, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert config.max_position_embeddings is not None
+    length = min(64, config.max_position_embeddings, ids.shape[1] // 2)
+    if length < 1:
+        raise LeanError(f"{text} is too short: it is {ids.shape[1]} tokens")
+    return {"input_ids": ids[:, : 2 * length].view(2, length)}

@@ -1,0 +1,54 @@
+"""`leanqkv presets`: sizes and mechanisms."""
+
+from dataclasses import fields
+from typing import Any
+
+from rich.table import Table
+
+from .options import console
+
+
+def presets() -> None:
+    """List the base sizes and the mechanisms, each with its source."""
+    import torch
+
+    from ..presets import BASES, MECHANISMS, preset
+
+    table = Table(title="Bases", title_justify="left")
+    for column in ("name", "parameters", "KV B/token (bf16)", "source"):
+        table.add_column(column, justify="right" if column[0] in "pK" else "left")
+    for name, base in BASES.items():
+        plan = preset(name).plan
+        parameters = f"{plan.count_parameters().total / 1e6:,.1f} M"
+        table.add_row(name, parameters, f"{plan.kv_bytes_per_token(torch.bfloat16):,}", base.source)
+    console.print(table)
+    for source, note in {base.source: base.note for base in BASES.values() if base.note}.items():
+        console.print(f"{source}: {note}", highlight=False)
+    console.print()
+    table = Table(title="Mechanisms", title_justify="left")
+    for column in ("name", "what it does", "options", "source"):
+        table.add_column(column, overflow="fold")
+    for name, mechanism in MECHANISMS.items():
+        table.add_row(name, mechanism.summary, _options(mechanism), mechanism.source)
+    console.print(table)
+    console.print("A model is BASE+MECHANISM+…, with options as in tiny+skipv1:ratio=0.25+identity-query:layers=0,3;")
+    console.print("any configuration field as in tiny+intermediate_size=576.", highlight=False)
+
+
+def _options(mechanism: Any) -> str:
+    from ..model.depth_average import DEFAULTS
+    from ..model.registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES
+
+    if "type" not in mechanism.spec:
+        options = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
+        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in options.items())
+    tables: dict[str, Any] = {
+        "query": QUERIES,
+        "key": KEYS,
+        "value": VALUES,
+        "output": OUTPUTS,
+        "key_value": KEY_VALUES,
+    }
+    cls = tables[mechanism.slot][mechanism.spec["type"]]
+    options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in fields(cls.Options)]
+    return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))

@@ -1,0 +1,72 @@
+"""What a record says about where it was made: hardware, versions, the commit of the code."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import LeanError
+
+
+def default_device() -> str:
+    """The accelerator torch finds, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def check_device(device: str) -> str:
+    """Raises:
+    LeanError: not a kind of device, or one that is not here.
+    """
+    available = {"cpu", default_device()}
+    if device not in available:
+        raise LeanError(f"there is no device {device!r} here: {' or '.join(sorted(available))}")
+    return device
+
+
+def available_cores() -> int:
+    """Cores this process may use, which in a container or under taskset are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def hardware(device: str) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "cpu": _processor(),
+        "cores": available_cores(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def versions() -> dict[str, str]:
+    packages = ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def git_commit() -> str | None:
+    """The commit this code was run from, with "+changes" if files differ from it; None for an installed package."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", __file__)  # else the repository around us is somebody else's
+        commit = git("rev-parse", "HEAD")
+        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

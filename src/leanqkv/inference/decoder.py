@@ -1,0 +1,160 @@
+"""Prefill in chunks, then one token of every sequence at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.cache_utils import Cache
+
+from ..model.causal_lm import LeanForCausalLM
+from .attention import NAME
+from .cache import allocate_cache
+from .linear import packed
+
+# Tokens of a prompt that are computed together: bounds the memory of their activations.
+PREFILL_CHUNK_TOKENS = 512
+
+
+def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
+    """A copy for inference that shares the parameters: packed linear layers (linear.py), and the attention of one query
+    (attention.py) in place of "sdpa". It is a model like any other; `generate` is transformers'."""
+    found = packed(model).eval()
+    if found.config._attn_implementation == "sdpa":
+        found.config._attn_implementation = NAME
+    return found
+
+
+class Decoder:
+    """Generates from a model, with the tokens that `model.generate` gives, and less work around each step.
+
+    The cache has exactly as many places as there will be tokens. On a CPU the linear layers are packed copies
+    (linear.py), so a Decoder holds the model's matrices a second time; make it once and use it often. Changes of the
+    model's weights after that are not seen.
+    """
+
+    def __init__(self, model: LeanForCausalLM, chunk: int = PREFILL_CHUNK_TOKENS):
+        """chunk: tokens of a prompt at a time; a prefix model's prompt is always taken whole."""
+        self.config = model.config
+        self.generation_config = model.generation_config
+        self.model = prepared(model)
+        self.chunk = chunk if model.config.mask_type != "prefix" else 2**31
+        self.cache: Cache | None = None  # of the last prompt
+        self._mask: Tensor | None = None
+        self._given: dict[str, Any] = {}
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        callback: Callable[[Tensor], Any] | None = None,
+    ) -> Tensor:
+        """Continues `input_ids` [batch, length], padded on the left where `attention_mask` [batch, length] is 0.
+
+        Sampling is among all tokens but for `top_k` and `top_p` (transformers' own default is the 50 likeliest), and
+        takes from torch's global generator what `model.generate` takes. A sequence ends with one of
+        `eos_token_id` (default: the generation config's; none, if that has none) and is filled up with `pad_token_id`.
+
+        Args:
+            callback: is given the new tokens [batch] after every step; a true answer ends the generation.
+
+        Returns:
+            [batch, length + new tokens], prompt included.
+
+        Raises:
+            ValueError: as `prefill`.
+        """
+        batch, length = input_ids.shape
+        warpers = self._warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
+        ends = self._ends(eos_token_id, input_ids.device)
+        pad = self.generation_config.pad_token_id if pad_token_id is None else pad_token_id
+        if pad is None:
+            pad = int(ends[0]) if len(ends) else 0
+        tokens = input_ids.new_full((batch, length + max_new_tokens), pad)
+        tokens[:, :length] = input_ids
+        running = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
+        logits = self.prefill(input_ids, attention_mask, room=max_new_tokens - 1)
+        for place in range(length, length + max_new_tokens):
+            scores = warpers(tokens[:, :place], logits.float())  # type: ignore[arg-type]
+            new = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
+            new = torch.where(running, new, pad)
+            tokens[:, place] = new
+            if len(ends):
+                running &= torch.isin(new, ends, invert=True)
+            stop = callback is not None and callback(new)
+            if stop or place + 1 == tokens.shape[1] or (len(ends) and not running.any()):
+                return tokens[:, : place + 1]
+            logits = self.step(new)
+        return tokens
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, room: int) -> Tensor:
+        """Takes in a prompt, as `generate` does, into a new cache with room for `room` tokens more. Returns the logits
+        of the token that follows, [batch, vocab_size].
+
+        Raises:
+            ValueError: an empty prompt, or more tokens than the model has positions.
+        """
+        length, limit = input_ids.shape[1], self.config.max_position_embeddings
+        if not length:
+            raise ValueError("the prompt is empty; give at least one token")
+        if self.config.position_embedding_type == "learned" and length + room > limit:
+            raise ValueError(f"the prompt of {length} and {room} tokens more do not fit the model's {limit} positions")
+        self.cache = allocate_cache(self.config, length + room)
+        self._mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+        self._given = {}
+        if self.config.mask_type == "prefix":
+            self._given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        for start in range(0, length, self.chunk):
+            end = min(start + self.chunk, length)
+            mask = None if self._mask is None else self._mask[:, :end]
+            logits = self._forward(input_ids[:, start:end], mask)
+        return logits
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Takes in one token more of every sequence, [batch]; returns the logits of the next, [batch, vocab_size]."""
+        if self._mask is not None:
+            self._mask = torch.cat((self._mask, self._mask.new_ones(len(tokens), 1)), dim=1)
+        return self._forward(tokens[:, None], self._mask)
+
+    def _forward(self, new: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """[batch, vocab_size], of the last position."""
+        positions = None
+        if attention_mask is not None:  # real tokens before
+            positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)[:, -new.shape[1] :]
+        return self.model(
+            input_ids=new,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **self._given,
+        ).logits[:, -1]
+
+    def _warpers(self, temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
+        found = LogitsProcessorList()
+        if temperature != 1.0:
+            found.append(TemperatureLogitsWarper(temperature))
+        if top_k:
+            found.append(TopKLogitsWarper(top_k))
+        if top_p is not None and top_p < 1.0:
+            found.append(TopPLogitsWarper(top_p))
+        return found
+
+    def _ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
+        ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+        if ends is None:
+            ends = []
+        return torch.tensor([ends] if isinstance(ends, int) else ends, dtype=torch.long, device=device)

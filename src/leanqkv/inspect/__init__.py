@@ -1,0 +1,1 @@
+"""What `leanqkv inspect` shows."""

@@ -1,0 +1,37 @@
+"""A configuration with some fields, or some layers' mechanisms, changed."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ..model.config import LeanConfig
+from ..model.registry import KEYS, OUTPUTS, QUERIES, VALUES, make_mechanism
+
+TABLES: dict[str, Any] = {"query": QUERIES, "key": KEYS, "value": VALUES, "output": OUTPUTS}
+
+
+def with_fields(config: LeanConfig, **fields: Any) -> LeanConfig:
+    return LeanConfig(**{**config.as_overrides(), **fields})
+
+
+def set_mechanisms(config: LeanConfig, slot: str, specs: Mapping[int, Mapping[str, Any]]) -> LeanConfig:
+    """`slot` ("query", "key", "value", "output") of the layers in `specs` becomes what they say; others stay.
+
+    Layers with the same mechanism are written as one entry.
+    """
+    if not specs:
+        return config
+    entries: list[dict[str, Any]] = []
+    for layer in config.plan.layers:
+        wanted = specs.get(layer.layer)
+        mechanism = getattr(layer, slot) if wanted is None else make_mechanism(TABLES[slot], slot, wanted)
+        if mechanism.kind == "linear":
+            continue
+        spec = {"type": mechanism.kind, **asdict(mechanism.options)}
+        for entry in entries:
+            if {name: value for name, value in entry.items() if name != "layers"} == spec:
+                entry["layers"].append(layer.layer)
+                break
+        else:
+            entries.append({**spec, "layers": [layer.layer]})
+    return with_fields(config, **{slot: entries})

@@ -1,0 +1,54 @@
+"""Which runs diverged, and when: by a loss that is not finite, or by one that rose and stayed up."""
+
+import math
+from collections import Counter
+
+from ..compare.records import Comparison, Result, Run
+from .text import ABSENT
+
+# Nats. Evaluations of a run that learns lie within hundredths of the lowest before them.
+RISE = 0.5
+STABILITY_HEADERS = ("model", "learning rate", "minimum", "weight\ndecay", "outcome", "lowest\nloss", "final\nloss")
+STABILITY_NOTE = (
+    f"A run counts as diverged where its loss is not finite, and where its validation loss ends {RISE} or more above "
+    "its own lowest, or above the logarithm of the vocabulary, which is the loss of one that knows nothing; the step "
+    "is that of the first evaluation so far up. A spike is such a rise that the run came back from. A run that "
+    "learned little counts as finished: see its loss."
+)
+
+
+def outcome(run: Run) -> str:
+    """`diverged at step 340`, `spike at step 200` or `finished`."""
+    if run.diverged:
+        return f"diverged at step {run.diverged[0]:,}"
+    start = math.log(run.vocab_size) if run.vocab_size else math.inf
+    lowest = start
+    for step, loss in sorted(run.evaluations.items()):
+        if loss >= lowest + RISE:
+            stayed = run.loss is not None and run.loss >= min(start, *run.evaluations.values()) + RISE
+            return f"{'diverged' if stayed else 'spike'} at step {step:,}"
+        lowest = min(lowest, loss)
+    return "finished"
+
+
+def stability_rows(comparison: Comparison) -> list[list[str]]:
+    """Per architecture: its rates, the outcome of every seed, its lowest and its final loss."""
+    return [_row(comparison, result) for result in comparison.results]
+
+
+def _row(comparison: Comparison, result: Result) -> list[str]:
+    runs = [run for seed, run in sorted(result.finals.items()) if result.state(seed) != "missing"]
+    if not runs:
+        return [result.name, *[ABSENT] * 3, "missing", ABSENT, ABSENT]
+    recipe = runs[0].recipe
+    counted = Counter(outcome(run) for run in runs)
+    missing = len(comparison.seeds) - len(runs)
+    told = [f"{said} ({count} seeds)" if count > 1 else said for said, count in counted.items()]
+    lowest = [min(run.evaluations.values()) for run in runs if run.evaluations]
+    return [
+        result.name,
+        *(f"{recipe[name]:g}" for name in ("learning_rate", "min_learning_rate", "weight_decay")),
+        "\n".join([*told, *([f"{missing} missing"] if missing else [])]),
+        f"{min(lowest):.3f}" if lowest else ABSENT,
+        f"{result.mean_loss:.3f}" if result.losses else ABSENT,
+    ]
