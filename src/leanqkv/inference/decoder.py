@@ -8,8 +8,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache
 
+from ..model.attention import LeanAttention
+from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
-from .attention import NAME
+from .attention import attend_one_query
 from .cache import allocate_cache
 from .linear import packed
 
@@ -18,12 +20,17 @@ PREFILL_CHUNK_TOKENS = 512
 
 
 def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
-    """A copy for inference that shares the parameters: packed linear layers (linear.py), and the attention of one query
-    (attention.py) in place of "sdpa". It is a model like any other; `generate` is transformers'."""
-    found = packed(model).eval()
-    if found.config._attn_implementation == "sdpa":
-        found.config._attn_implementation = NAME
-    return found
+    """A copy for inference that shares the parameters; `generate` is still transformers'.
+
+    Its linear layers are packed (linear.py), the projections of one input are one product (joined.py), and in place of
+    "sdpa" there is the kernel for attention of one query (attention.py).
+    """
+    copied = packed(model).eval()
+    if copied.config._attn_implementation == "sdpa":
+        for module in copied.modules():
+            if isinstance(module, LeanAttention | LatentAttention):
+                module.attend = attend_one_query
+    return copied
 
 
 class Decoder:

@@ -65,6 +65,18 @@ class Mechanism:
     cls: Any = field(repr=False)
     options: Any
 
+    def build(self, config, num_heads: int) -> Any:
+        """The module, for so many heads."""
+        return self.cls(config, num_heads, self.options)
+
+    def parameter_shapes(self, config, num_heads: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of its tensors, by name."""
+        return self.cls.parameter_shapes(config, num_heads, self.options)
+
+    def clash(self, config, num_heads: int) -> str | None:
+        """Why it cannot be built in this configuration, or None."""
+        return self.cls.clash(config, num_heads, self.options)
+
 
 def suggest(name: str, valid: Iterable[str]) -> str:
     """The tail of an error message about an unknown `name`: the nearest valid names, or all of them."""
