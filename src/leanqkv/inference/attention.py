@@ -58,8 +58,8 @@ def one_query_attention(
     """Attention by the kernel, [batch, positions, heads, width of the values], or None where it does not apply.
 
     query: [batch, heads, 1, head_dim]; key: [batch, heads / group size, key positions, head_dim].
-    values: of consecutive key heads, each [batch, its heads, key positions, width]: a layer's own and borrowed values lie
-    in different tensors.
+    values: of consecutive key heads, each [batch, its heads, key positions, width]: a layer's own values
+    lie in one tensor and borrowed ones in another.
     """
     tensors = (query, key, *values)
     if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
