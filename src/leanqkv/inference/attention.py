@@ -101,7 +101,7 @@ def one_query_attention(
 
 
 def _fit(query: Tensor, key: Tensor, values: Sequence[Tensor], mask: Tensor | None) -> bool:
-    """Whether the shapes are the kernel's, which reads what it is told to; PyTorch says what is wrong with others."""
+    """Whether the kernel takes these shapes. It does no bounds checks; other shapes go to PyTorch, which reports errors."""
     batch, heads, length, head_dim = key.shape
     own = [(batch, value.shape[1], length, values[0].shape[-1]) for value in values]
     return (
@@ -132,9 +132,9 @@ def _kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
         library = CppCodeCache.load(source, extra_flags=("-w", "-ffp-contract=fast"))
     except Exception:  # no compiler, or no room for what it writes: as many kinds of error
         return None
-    found = {}
+    kernels = {}
     for dtype in DTYPES:
         kernel = getattr(library, f"attend_{str(dtype).removeprefix('torch.')}")
         kernel.argtypes, kernel.restype = [ctypes.c_void_p], None
-        found[dtype] = kernel
-    return found
+        kernels[dtype] = kernel
+    return kernels

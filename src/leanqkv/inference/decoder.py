@@ -34,7 +34,7 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
 
 
 class Decoder:
-    """Generates from a model, with the tokens that `model.generate` gives, and less work around each step.
+    """Generate the tokens that `model.generate` gives, with less work around each step.
 
     The cache has exactly as many places as there will be tokens. On a CPU the linear layers are packed copies
     (linear.py), so a Decoder holds the model's matrices a second time; make it once and use it often. Changes of the
@@ -66,7 +66,7 @@ class Decoder:
         pad_token_id: int | None = None,
         callback: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
-        """Continues `input_ids` [batch, length], padded on the left where `attention_mask` [batch, length] is 0.
+        """Continue `input_ids` [batch, length], padded on the left where `attention_mask` [batch, length] is 0.
 
         Sampling is among all tokens but for `top_k` and `top_p` (transformers' own default is the 50 likeliest), and
         takes from torch's global generator what `model.generate` takes. A sequence ends with one of
@@ -106,8 +106,8 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, room: int) -> Tensor:
-        """Takes in a prompt, as `generate` does, into a new cache with room for `room` tokens more. Returns the logits
-        of the token that follows, [batch, vocab_size].
+        """Read a prompt into a new cache with room for `room` more tokens; return the next token's logits [batch,
+        vocab_size]. Arguments as `generate`.
 
         Raises:
             ValueError: an empty prompt, or more tokens than the model has positions.
@@ -130,7 +130,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
-        """Takes in one token more of every sequence, [batch]; returns the logits of the next, [batch, vocab_size]."""
+        """Read one more token of every sequence, [batch]; return the next token's logits [batch, vocab_size]."""
         if self._mask is not None:
             self._mask = torch.cat((self._mask, self._mask.new_ones(len(tokens), 1)), dim=1)
         return self._forward(tokens[:, None], self._mask)
@@ -151,14 +151,14 @@ class Decoder:
         ).logits[:, -1]
 
     def _warpers(self, temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
-        found = LogitsProcessorList()
+        warpers = LogitsProcessorList()
         if temperature != 1.0:
-            found.append(TemperatureLogitsWarper(temperature))
+            warpers.append(TemperatureLogitsWarper(temperature))
         if top_k:
-            found.append(TopKLogitsWarper(top_k))
+            warpers.append(TopKLogitsWarper(top_k))
         if top_p is not None and top_p < 1.0:
-            found.append(TopPLogitsWarper(top_p))
-        return found
+            warpers.append(TopPLogitsWarper(top_p))
+        return warpers
 
     def _ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
         ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id

@@ -1,4 +1,4 @@
-"""One transformer block: attention and MLP, one after the other or side by side, with the skips and norms asked for."""
+"""One transformer block: attention and MLP, serial or parallel, with or without skips and norms."""
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache

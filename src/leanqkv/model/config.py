@@ -159,16 +159,16 @@ class LeanConfig(PreTrainedConfig):
         if self.mask_type is None:
             self.mask_type = "causal" if self.task == "causal_lm" else "bidirectional"
         for name, choices in CHOICES.items():
-            found = getattr(self, name)
-            if found not in choices:
-                raise ConfigError(f"{name} {found!r} is not known: {suggest(str(found), choices)}")
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} {value!r} is not known: {suggest(str(value), choices)}")
         TASKS[self.task].check(self, kwargs.get("num_labels"))
         for name in SIZES:
-            found = getattr(self, name)
-            if found is None and name in OPTIONAL_SIZES:
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL_SIZES:
                 continue
-            if not isinstance(found, int) or found < 1:
-                raise ConfigError(f"{name} must be a whole number, at least 1, found {found!r}")
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number, at least 1, found {value!r}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):

@@ -107,8 +107,8 @@ class LayerPlan:
         return self.layout.num_query_heads
 
     def attention_scale(self, key_layer: int) -> float:
-        """Factor on q k^T: `1 / sqrt(head_dim)` times what the query asks for and what the keys ask for, wherever they
-        come from."""
+        """Factor on q k^T: `1 / sqrt(head_dim)` times the `scale` options of the query and of the layer that made the
+        keys."""
         width = self.head_dim + (self.latent.rope_dim if self.latent else 0)
         return width**-0.5 * getattr(self.query.options, "scale", 1.0) * dict(self.key_scales).get(key_layer, 1.0)
 
@@ -125,17 +125,17 @@ class LayerPlan:
 
     @cached_property
     def cached(self) -> tuple[CachedTensor, ...]:
-        """What the layer must keep of every token so that it and its borrowers can attend to it later."""
+        """The tensors that the layer keeps of every token, for itself and for the layers that borrow from it."""
         values = self.computed_value_heads + self.layout.derived_value_heads
         if self.latent is not None:
             width = values + self.computed_key_heads * self.latent.rope_dim
-            found = [CachedTensor("latent", 1, width)] if width else []
+            tensors = [CachedTensor("latent", 1, width)] if width else []
         else:
             if self.reuses_keys and self.layout.mixer is None:
                 values = 0  # the keys are the values
             heads = {"keys": self.computed_key_heads, "values": values}
-            found = [CachedTensor(name, number, self.head_dim) for name, number in heads.items() if number]
-        return tuple(found) if self.caches else ()
+            tensors = [CachedTensor(name, number, self.head_dim) for name, number in heads.items() if number]
+        return tuple(tensors) if self.caches else ()
 
     @property
     def weights(self) -> BlockWeights:
@@ -185,12 +185,12 @@ class Plan:
 
     @property
     def passes_more_than_hidden_states(self) -> bool:
-        """Whether the loss depends on something that a block returns beside its output."""
+        """Whether the loss depends on tensors that a block returns beside its output."""
         return bool(self.lenders) or self.routes or any(layer.lends_mlp_hidden for layer in self.layers)
 
     @property
     def lenders(self) -> set[int]:
-        """Layers from which another layer needs something."""
+        """Layers whose keys, values or new values another layer needs."""
         return set().union(*(layer.lenders for layer in self.layers))
 
     def count_parameters(self) -> ParameterCount:
@@ -338,7 +338,7 @@ def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
 
 
 def _per_layer(config, slot: str, table) -> list[Mechanism]:
-    """Which mechanism each layer uses for one slot; what no entry names is linear."""
+    """The mechanism of each layer for one slot; layers that no entry names are linear."""
     linear = make_mechanism(table, slot, {"type": "linear"})
     chosen = [linear] * config.num_hidden_layers
     claimed: dict[int, str] = {}

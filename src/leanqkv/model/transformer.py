@@ -1,4 +1,4 @@
-"""Embedding -> blocks. What sets variants apart is in the plan; nothing here asks which one it is."""
+"""Embedding, blocks, final norm. The plan says how variants differ; no code here asks which variant it runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,8 +59,8 @@ class LeanPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fills one module's own tensors with its `initial_values`, where it has some; else vectors with ones (biases
-        zeros) and matrices from N(0, initializer_range^2)."""
+        """Fill a module's own tensors: with its `initial_values` if it has any; otherwise vectors with ones, biases with
+        zeros, and matrices from N(0, initializer_range^2)."""
         if isinstance(module, RotaryEmbedding):
             frequencies, _ = module.frequencies()
             init.copy_(module.inv_freq, frequencies)
@@ -126,7 +126,7 @@ class LeanModel(LeanPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> MoeModelOutputWithPast:
-        """Runs the blocks.
+        """Final hidden states [batch, positions, hidden_size].
 
         Args:
             input_ids: [batch, positions], or `inputs_embeds` [batch, positions, hidden_size] in its place.
@@ -202,7 +202,7 @@ class LeanModel(LeanPreTrainedModel):
 
 
 def require_task(config: LeanConfig, task: str, model: type) -> None:
-    """Refuses a configuration that another class builds."""
+    """Refuse a configuration that another class builds."""
     if config.task != task:
         raise ConfigError(
             f"{model.__name__} builds models of task {task!r}, found {config.task!r} in the configuration"
