@@ -101,7 +101,7 @@ def one_query_attention(
 
 
 def _fit(query: Tensor, key: Tensor, values: Sequence[Tensor], mask: Tensor | None) -> bool:
-    """Whether the kernel takes these shapes. It does no bounds checks; other shapes go to PyTorch, which reports errors."""
+    """Whether the kernel takes these shapes. It checks no bounds; others go to PyTorch, which reports errors."""
     batch, heads, length, head_dim = key.shape
     own = [(batch, value.shape[1], length, values[0].shape[-1]) for value in values]
     return (

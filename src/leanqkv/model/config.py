@@ -293,7 +293,7 @@ class LeanConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Tells transformers' DynamicCache and StaticCache which cache layer to make; see cache.py."""
+        """The cache layer of every layer, by the names that transformers' DynamicCache and StaticCache know; see cache.py."""
         return [layer_type(layer) for layer in self.plan.layers]
 
     def validate_layer_type(self) -> None:

@@ -86,7 +86,7 @@ def suggest(name: str, valid: Iterable[str]) -> str:
 
 
 def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any]) -> Mechanism:
-    """Checks one `{"type": ..., **options}` against `table` and fills in the defaults of what it leaves out.
+    """Check one `{"type": ..., **options}` against `table` and fill in the defaults.
 
     Raises:
         ConfigError: unknown type or option (with the nearest names), or an option of the wrong type.

@@ -59,8 +59,8 @@ class LeanPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fill a module's own tensors: with its `initial_values` if it has any; otherwise vectors with ones, biases with
-        zeros, and matrices from N(0, initializer_range^2)."""
+        """Fill a module's own tensors: with its `initial_values` if it has any; otherwise vectors with ones, biases
+        with zeros, and matrices from N(0, initializer_range^2)."""
         if isinstance(module, RotaryEmbedding):
             frequencies, _ = module.frequencies()
             init.copy_(module.inv_freq, frequencies)
