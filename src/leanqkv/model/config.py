@@ -293,7 +293,7 @@ class LeanConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """The cache layer of every layer, by the names that transformers' DynamicCache and StaticCache know; see cache.py."""
+        """The name of every layer's cache layer for transformers' DynamicCache and StaticCache; see cache.py."""
         return [layer_type(layer) for layer in self.plan.layers]
 
     def validate_layer_type(self) -> None:
