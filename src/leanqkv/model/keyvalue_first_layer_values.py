@@ -26,10 +26,6 @@ class PooledHeads(nn.Module):
         shared = floor(self.ratio * values.shape[1])
         return torch.cat((values, (values[:, :shared] + values[:, -shared:]) / 2), dim=1)
 
-    @staticmethod
-    def parameter_shapes(config, options) -> dict[str, tuple[int, ...]]:
-        return {}
-
 
 class AddedHeads(PooledHeads):
     """Add the source layer's heads at the same positions to the layer's own: `V_h + V1_h`."""

@@ -32,14 +32,6 @@ class MLP(nn.Module):
         hidden = self.hidden(hidden_states)
         return self.down_proj(hidden), hidden
 
-    @staticmethod
-    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
-        d, ff = config.hidden_size, config.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {"up_proj.weight": (ff, d), "down_proj.weight": (d, ff)}
-        if config.mlp_bias:
-            shapes |= {"up_proj.bias": (ff,), "down_proj.bias": (d,)}
-        return shapes
-
 
 class GatedMLP(MLP):
     """`(act(x W_gate) * x W_up) W_down` (LLaMA's SwiGLU with `hidden_act` "silu"; Shazeer 2020, arXiv 2002.05202).
@@ -58,12 +50,6 @@ class GatedMLP(MLP):
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up projection, each [..., intermediate_size]."""
         return self.gate_proj(hidden_states), self.up_proj(hidden_states)
-
-    @staticmethod
-    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
-        d, ff = config.hidden_size, config.intermediate_size
-        shapes = MLP.parameter_shapes(config) | {"gate_proj.weight": (ff, d)}
-        return shapes | ({"gate_proj.bias": (ff,)} if config.mlp_bias else {})
 
 
 MLPS = {"mlp": MLP, "gated": GatedMLP, "moe": MixtureOfExperts}

@@ -16,10 +16,7 @@ import torch
 from .depth_average import averaged_inputs
 from .depth_average import clash as depth_average_clash
 from .layout import HeadCounts, HeadGroup, HeadLayout, HeadSource, head_groups
-from .mlp import MLPS
-from .norm import norm_shapes
 from .registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES, ConfigError, Mechanism, make_mechanism
-from .tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -171,11 +168,18 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """`layers[i]` describes layer i; `parameter_shapes` names every tensor of the checkpoint once (tied ones too)."""
+    """`layers[i]` describes layer i."""
 
     layers: tuple[LayerPlan, ...]
-    parameter_shapes: dict[str, tuple[int, ...]]
+    config: Any = field(repr=False, compare=False)
     routes: bool  # whether the blocks hand out router logits (experts)
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of a checkpoint, by name; tied tensors once."""
+        from .shapes import parameter_shapes  # which builds blocks, and these are built from plans
+
+        return parameter_shapes(self.config, self)
 
     @property
     def blocks(self) -> list[BlockWeights]:
@@ -218,7 +222,11 @@ def make_plan(config) -> Plan:
     Raises:
         ConfigError: an unknown mechanism or option, or a combination that cannot be built; names the clash.
     """
-    config = SimpleNamespace(**vars(config))  # transformers' own attribute access takes longer than all of this
+    fields = SimpleNamespace(**vars(config))  # transformers' own attribute access takes longer than all of this
+    return Plan(tuple(_make_layers(fields)), config, config.mlp_type == "moe")
+
+
+def _make_layers(config) -> list[LayerPlan]:
     num_layers = config.num_hidden_layers
     queries = _per_layer(config, "query", QUERIES)
     keys = _per_layer(config, "key", KEYS)
@@ -229,7 +237,7 @@ def make_plan(config) -> Plan:
     if latent is not None:
         counts = HeadCounts(num_layers, config.num_attention_heads, int(latent.rope_dim > 0), latent.rank)
     key_value = make_mechanism(KEY_VALUES, "key_value", config.key_value)
-    if reason := key_value.cls.clash(config, counts, key_value.options):
+    if reason := key_value.clash(config, counts):
         raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
     averaged = {}
     if config.depth_average is not None:
@@ -268,7 +276,7 @@ def make_plan(config) -> Plan:
         (_refuse_latent if latent else _refuse)(config, layer)
         layers.append(layer)
     _refuse_across(config, layers)
-    return Plan(tuple(layers), _parameter_shapes(config, layers), config.mlp_type == "moe")
+    return layers
 
 
 def _refuse(config, layer: LayerPlan) -> None:
@@ -371,65 +379,3 @@ def _check_layers(layers: Sequence[int] | None, slot: str, kind: str, num_layers
                 f"{slot} {kind!r}: layers must be whole numbers from 0 to {num_layers - 1}, found {layer!r}"
             )
     return layers
-
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def _within(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-    return {f"{name}.{tensor}": shape for tensor, shape in shapes.items()}
-
-
-def _parameter_shapes(config, layers: Sequence[LayerPlan]) -> Shapes:
-    d = config.hidden_size
-    mlp: Any = MLPS[config.mlp_type]
-    task = TASKS[config.task]
-    shapes: Shapes = _within(f"model.{task.embedding_name}", task.embedding_shapes(config))
-    if config.position_embedding_type == "learned":
-        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, d)
-    for layer in layers:
-        block = f"model.layers.{layer.block}"
-        shapes |= _within(f"{block}.input_layernorm", norm_shapes(config, d))
-        shapes |= _within(f"{block}.self_attn", _attention_shapes(config, layer))
-        if config.block_type != "parallel_shared_norm":
-            shapes |= _within(f"{block}.post_attention_layernorm", norm_shapes(config, d))
-        shapes |= _within(f"{block}.mlp", mlp.parameter_shapes(config))
-        if layer.averaged:
-            shapes[f"model.depth_averages.{layer.layer}.weight"] = (len(layer.averaged),)
-    shapes |= _within("model.norm", norm_shapes(config, d))
-    return shapes | task.head_shapes(config)
-
-
-def _attention_shapes(config, layer: LayerPlan) -> Shapes:
-    shapes: Shapes = {}
-
-    def add(name: str, mechanism: Mechanism, heads: int) -> None:
-        if heads:
-            shapes.update(_within(name, mechanism.parameter_shapes(config, heads)))
-
-    add("q_proj", layer.query, layer.num_query_heads)
-    add("o_proj", layer.output, layer.num_query_heads)
-    if layer.layout.mixer is not None:
-        shapes |= _within("mixer", layer.layout.mixer.parameter_shapes(config, layer.key_value.options))
-    if layer.latent is not None:
-        return shapes | _latent_shapes(config, layer, layer.latent)
-    add("k_proj", layer.key, layer.computed_key_heads)
-    add("v_proj", layer.value, layer.computed_value_heads)
-    if config.qk_norm:
-        shapes["q_norm.weight"] = (config.head_dim,)
-        if layer.computed_key_heads:
-            shapes["k_norm.weight"] = (config.head_dim,)
-    return shapes
-
-
-def _latent_shapes(config, layer: LayerPlan, latent: LatentShape) -> Shapes:
-    d, heads = config.hidden_size, layer.num_query_heads
-    linear = {
-        "q_rope_proj": heads * latent.rope_dim,
-        "k_rope_proj": layer.computed_key_heads * latent.rope_dim,
-        "kv_down_proj": layer.computed_value_heads,
-    }
-    shapes: Shapes = {f"{name}.weight": (width, d) for name, width in linear.items() if width}
-    if config.attention_bias:
-        shapes |= {f"{name}.bias": (width,) for name, width in linear.items() if width}
-    return shapes | {f"{name}.weight": (heads * layer.head_dim, latent.rank) for name in ("k_up_proj", "v_up_proj")}

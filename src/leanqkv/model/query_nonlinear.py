@@ -52,20 +52,6 @@ class NonlinearQuery(nn.Module):
         return (anchor + residual) / 2
 
     @staticmethod
-    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
-        d, width, rank = config.hidden_size, num_heads * config.head_dim, _rank(config, options)
-        shapes: dict[str, tuple[int, ...]] = {"down_proj.weight": (rank, d), "up_proj.weight": (width, rank)}
-        if options.norm_in:
-            shapes["norm_in.weight"] = (d,)
-        if options.norm_out:
-            shapes["norm_out.weight"] = (width,)
-        if options.anchor == "linear":
-            shapes["anchor.weight"] = (width, d)
-            if config.attention_bias:
-                shapes["anchor.bias"] = (width,)
-        return shapes
-
-    @staticmethod
     def clash(config, num_heads: int, options: Options) -> str | None:
         if options.activation not in ACTIVATIONS:
             return f"activation must be one of {', '.join(ACTIVATIONS)}, found {options.activation!r}"

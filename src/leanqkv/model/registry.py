@@ -69,13 +69,12 @@ class Mechanism:
         """The module, for so many heads."""
         return self.cls(config, num_heads, self.options)
 
-    def parameter_shapes(self, config, num_heads: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each of its tensors, by name."""
-        return self.cls.parameter_shapes(config, num_heads, self.options)
+    def clash(self, config, heads: Any) -> str | None:
+        """Why it cannot be built in this configuration, or None; a class without `clash` goes with everything.
 
-    def clash(self, config, num_heads: int) -> str | None:
-        """Why it cannot be built in this configuration, or None."""
-        return self.cls.clash(config, num_heads, self.options)
+        heads: their number; of a key/value mechanism, the HeadCounts.
+        """
+        return self.cls.clash(config, heads, self.options) if hasattr(self.cls, "clash") else None
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from .patch_embedding import PatchEmbedding
 from .registry import ConfigError
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 class Text:
     """Token ids in, a distribution over the vocabulary out."""
@@ -59,12 +57,10 @@ class Text:
         return embedding(input_ids) if inputs_embeds is None else inputs_embeds
 
     @staticmethod
-    def embedding_shapes(config) -> Shapes:
-        return {"weight": (config.vocab_size, config.hidden_size)}
-
-    @staticmethod
-    def head_shapes(config) -> Shapes:
-        return {} if config.tie_word_embeddings else {"lm_head.weight": (config.vocab_size, config.hidden_size)}
+    def make_head(config) -> dict[str, nn.Module]:
+        """By name; none where the head is tied to the embedding."""
+        tied = config.tie_word_embeddings
+        return {} if tied else {"lm_head": nn.Linear(config.hidden_size, config.vocab_size, bias=False)}
 
 
 class Images:
@@ -126,13 +122,8 @@ class Images:
         return embedding(pixel_values)
 
     @staticmethod
-    def embedding_shapes(config) -> Shapes:
-        return PatchEmbedding.parameter_shapes(config)
-
-    @staticmethod
-    def head_shapes(config) -> Shapes:
-        labels = len(config.id2label)
-        return {"classifier.weight": (labels, config.hidden_size), "classifier.bias": (labels,)}
+    def make_head(config) -> dict[str, nn.Module]:
+        return {"classifier": nn.Linear(config.hidden_size, len(config.id2label))}
 
 
 TASKS: dict[str, Any] = {"causal_lm": Text, "masked_lm": Text, "image_classification": Images}
