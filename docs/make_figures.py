@@ -396,10 +396,8 @@ def published_bytes() -> str:
 def decoding() -> str:
     """Tokens per second of the decoder and of `generate`."""
     rows = read("decode/transformers.json")["rows"]
-    names = [
-        f"{row['model'].partition('LM')[0].removesuffix('ForCausal')}, {row['dtype']}, batch {row['batch']}"
-        for row in rows
-    ]
+    models = {"GPT2LMHeadModel": "GPT-2", "LlamaForCausalLM": "LLaMA"}
+    names = [f"{models[row['model']]}, {row['dtype']}, batch {row['batch']}" for row in rows]
 
     def draw(axes: Axes) -> None:
         for place, (key, color) in enumerate((("ours", BLUE), ("theirs", GREY))):
@@ -410,7 +408,7 @@ def decoding() -> str:
             axes.text(
                 row["ours_tokens_per_second"] + 8, at - 0.2, f"× {row['ratio']['median']:.2f}", va="center", fontsize=13
             )
-        axes.set_yticks(range(len(rows)), [name.replace("Head", "") for name in names])
+        axes.set_yticks(range(len(rows)), names)
         axes.invert_yaxis()
         axes.set_xlim(0, 620)
         axes.set_xlabel("tokens per second, 2 CPU cores")
