@@ -125,8 +125,6 @@ class LeanAttention(nn.Module):
         new_values = value
         if self.mixer is not None:
             value = mix(self.mixer, value, layer, borrowed, hidden_states)
-            if layer.layout.mixed_with is None:
-                new_values = value
         key, value = update_cache(past_key_values, layer, key, value)
         own = KeyValues(key, value, new_values)
 
