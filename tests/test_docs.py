@@ -59,10 +59,12 @@ def test_the_tables_of_the_other_benchmarks_are_those_of_their_records():
         ("conversion", "tables", "conversion/stdlib.json", "conversion.md"),
         ("conversion", "tables", "conversion/torch-headers.json", "conversion.md"),
         ("calibration_time", "table", "conversion/gpt2-small-time.json", "conversion.md"),
-        ("decode", "table", "decode/transformers.json", "results.md"),
+        ("decode", "tables", "decode/transformers.json", "results.md"),
         ("decode_parts", "tables", "decode/parts.json", "results.md"),
         ("decode_variants", "tables", "decode/variants.json", "results.md"),
         ("eliminate_large", "tables", "exact/mistral-7b-shape.json", "exact.md"),
+        ("fused_projection", "tables", "fused-projection.json", "results.md"),
+        ("kv_bytes", "tables", "kv-bytes.json", "results.md"),
     ):
         make = runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))[function]
         made = make(json.loads((ROOT / "results" / record).read_text()))

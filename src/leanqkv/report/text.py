@@ -27,3 +27,10 @@ def listed(words: Sequence[str]) -> str:
 
 def seeds(count: int) -> str:
     return f"{count} seed" if count == 1 else f"{count} seeds"
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str | None = None) -> str:
+    """Return a Markdown table; `align` has a letter for each column, by default l for the first and r for the rest."""
+    align = align or "l" + "r" * (len(headers) - 1)
+    ruler = ["---" if side == "l" else "---:" for side in align]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headers, ruler, *rows))
