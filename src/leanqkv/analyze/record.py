@@ -91,15 +91,14 @@ def analyze_models(
         repeated=list(heads.repeated_tokens(size, settings.samples, length // 2, settings.seed).split(BATCH)),
         training=partial(_batches, data.train(), plan.train_starts, length),
     )
-    analyses = [_Analysis(subject, text, settings, device) for subject in subjects]
-    total, done = sum(analysis.steps for analysis in analyses) + len(weights.QUERY_KINDS), 0
+    total, done = sum(_steps(subject, settings) for subject in subjects) + len(weights.QUERY_KINDS), 0
 
     def step(part: str) -> None:
         nonlocal done
         done += 1
         progress(part, done, total)
 
-    models = {analysis.subject.label: analysis.run(step) for analysis in analyses}
+    models = {subject.label: _Analysis(subject, text, settings, device, step).run() for subject in subjects}
     tokens = text.samples[0][0]
     spreads = weights.initial_spreads(config, tokens, settings.seed, lambda: step("logits before training"))
     content = {
@@ -113,25 +112,26 @@ def analyze_models(
     return record_header("analysis", ", ".join(models), device) | _rounded(content)
 
 
+def _steps(subject: Subject, settings: Settings) -> int:
+    """How often the analysis of a model reports progress."""
+    batches, probe_steps = math.ceil(settings.samples / BATCH), settings.probe_steps
+    stages = len(weights.checkpoints(subject.opened.directory)) + subject.from_seed
+    layers = subject.opened.config.num_hidden_layers
+    return 2 * batches + layers + stages + (probe_steps + batches if probe_steps else 0)
+
+
 class _Analysis:
-    """The analysis of one model."""
+    """The analysis of one model; `step` is called with the name of the part of which a step is done."""
 
-    def __init__(self, subject: Subject, text: _Text, settings: Settings, device: str):
+    def __init__(self, subject: Subject, text: _Text, settings: Settings, device: str, step: Callable[[str], None]):
         self.subject, self.text, self.settings, self.device = subject, text, settings, device
-        self.config, self.checkpoints = subject.opened.config, weights.checkpoints(subject.opened.directory)
+        self.config = subject.opened.config
+        model: Any = causal_lm(subject.opened).requires_grad_(False)
+        self.model: LeanForCausalLM = model.to(device)
+        self.step: Callable[[str], None] = lambda part: step(f"{subject.label}: {part}")
 
-    @property
-    def steps(self) -> int:
-        """How often `run` reports progress."""
-        batches, probe_steps = len(self.text.samples), self.settings.probe_steps
-        stages = len(self.checkpoints) + self.subject.from_seed
-        return 2 * batches + self.config.num_hidden_layers + stages + (probe_steps + batches if probe_steps else 0)
-
-    def run(self, step: Callable[[str], None]) -> dict[str, Any]:
-        """Read the model and return its part of the record."""
-        self.step: Callable[[str], None] = lambda part: step(f"{self.subject.label}: {part}")
-        model: Any = causal_lm(self.subject.opened).requires_grad_(False)
-        self.model: LeanForCausalLM = model.to(self.device)
+    def run(self) -> dict[str, Any]:
+        """Return the model's part of the record."""
         tensors = self.subject.opened.tensors
         return {
             "name": self.subject.name,
@@ -200,7 +200,7 @@ class _Analysis:
                 assert self.subject.seed is not None
                 start = weights.initial_model(self.config, self.subject.seed)
                 yield 0, start, start.state_dict()
-            for number, path in self.checkpoints:
+            for number, path in weights.checkpoints(self.subject.opened.directory):
                 checkpoint = open_causal_lm(path)
                 yield number, causal_lm(checkpoint), checkpoint.tensors
 
