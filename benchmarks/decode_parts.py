@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM
 from leanqkv.inference import Decoder
+from leanqkv.model.attention import attend
 from leanqkv.presets import preset
 
 BASE, PROMPT, STEPS = "llama-130m", 128, 256
@@ -36,9 +37,12 @@ def unpacked(model: nn.Module) -> nn.Module:
 # What is replaced while the decoder is made, and while it takes in the prompt.
 PARTS: dict[str, tuple[Callable[[], AbstractContextManager], Callable[[], AbstractContextManager]]] = {
     WHOLE: (nullcontext, nullcontext),
-    "PyTorch's attention": (lambda: patch("leanqkv.inference.decoder.NAME", "sdpa"), nullcontext),
+    "PyTorch's attention": (lambda: patch("leanqkv.inference.decoder.attend_one_query", attend), nullcontext),
     "weights as they are": (lambda: patch("leanqkv.inference.decoder.packed", unpacked), nullcontext),
-    "products of one input apart": (lambda: patch("leanqkv.inference.linear.join", lambda *_: None), nullcontext),
+    "products of one input apart": (
+        lambda: patch("leanqkv.inference.linear.join_projections", lambda *_: []),
+        nullcontext,
+    ),
     "a cache that grows": (
         nullcontext,
         lambda: patch("leanqkv.inference.decoder.allocate_cache", lambda config, _: DynamicCache(config=config)),

@@ -43,7 +43,6 @@ def by_mechanism(settings: Settings) -> list[dict[str, Any]]:
         overrides = {
             "vocab_size": settings.vocab_size,
             "num_hidden_layers": settings.layers,
-            "fuse_projections": False,  # the projections are looked at one by one
         }
         mechanisms = (PRESETS[kind],) if kind in PRESETS else ()
         config = preset(settings.base, *mechanisms, **overrides)
@@ -77,7 +76,6 @@ def by_width(settings: Settings) -> list[dict[str, Any]]:
             "num_attention_heads": width // 64,
             "num_hidden_layers": 1,
             "vocab_size": settings.vocab_size,
-            "fuse_projections": False,
         }
         ratios = []
         for seed in range(settings.seeds):

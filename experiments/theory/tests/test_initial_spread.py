@@ -16,7 +16,7 @@ from leanqkv.presets import preset
 @pytest.mark.parametrize("names", [(), ("identity-query",), ("residual-query",)])
 def test_spreads_are_those_of_logits_from_the_weights(names):
     """First layer: embeddings, LayerNorm, projections and logits written out in float64."""
-    config = preset("tiny", *names, vocab_size=50, num_hidden_layers=1, fuse_projections=False)
+    config = preset("tiny", *names, vocab_size=50, num_hidden_layers=1)
     spreads, factors = initial_spread.logit_spreads(config, 3, 2, 6)
     torch.manual_seed(3)
     model = initial_spread.LeanForCausalLM(config).double().requires_grad_(False)

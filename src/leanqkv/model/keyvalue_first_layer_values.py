@@ -16,7 +16,7 @@ INJECTIONS = ("second_half", "pooling", "dynamic", "odd_even", "resformer")
 
 
 class PooledHeads(nn.Module):
-    """Appends the means that the later layers inject: of head j and head kept + j, for the s injected heads."""
+    """Append the means that later layers inject: of heads j and kept + j, for each of the s injected heads."""
 
     def __init__(self, config, options):
         super().__init__()
@@ -32,7 +32,7 @@ class PooledHeads(nn.Module):
 
 
 class AddedHeads(PooledHeads):
-    """Adds the source layer's heads at the same positions to the layer's own: `V_h + V1_h`."""
+    """Add the source layer's heads at the same positions to the layer's own: `V_h + V1_h`."""
 
     def forward(self, values: Tensor, lent: Tensor | None, hidden_states: Tensor) -> Tensor:
         assert lent is not None

@@ -5,10 +5,10 @@ Vaswani et al. 2017, https://arxiv.org/abs/1706.03762
 
 from dataclasses import dataclass
 
-from .fused import InputLinear
+from torch import nn
 
 
-class LinearProjection(InputLinear):
+class LinearProjection(nn.Linear):
     """`X W`, from `hidden_size` to `num_heads * head_dim`, with a bias where `config.attention_bias` says so."""
 
     @dataclass(frozen=True)

@@ -6,7 +6,6 @@ https://github.com/MarkoKarbevski/beyond_query_linearity
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -44,27 +43,10 @@ class NonlinearQuery(nn.Module):
         self.anchor = nn.Linear(d, width, bias=config.attention_bias) if options.anchor == "linear" else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._above(hidden_states, self.down_proj(self.norm_in(hidden_states)))
+        return self.from_bottleneck(hidden_states, self.down_proj(self.norm_in(hidden_states)))
 
-    @property
-    def input_layer(self) -> nn.Linear:
-        return self.down_proj
-
-    def input_map(self) -> tuple[Tensor, None]:
-        """W_1 with the weight of the norm before it folded in: `RMSNorm(X) W_1 = (X diag(g) W_1) / rms(X)`."""
-        if isinstance(self.norm_in, nn.RMSNorm):
-            return self.down_proj.weight * self.norm_in.weight, None
-        return self.down_proj.weight, None
-
-    def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
-        if isinstance(self.norm_in, nn.RMSNorm):
-            wide = torch.promote_types(hidden_states.dtype, torch.float32)
-            length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=wide)
-            mean_square = length.square() / hidden_states.shape[-1]
-            mapped = mapped * torch.rsqrt(mean_square + self.eps).to(mapped.dtype)
-        return self._above(hidden_states, mapped)
-
-    def _above(self, hidden_states: Tensor, bottleneck: Tensor) -> Tensor:
+    def from_bottleneck(self, hidden_states: Tensor, bottleneck: Tensor) -> Tensor:
+        """The query, from `RMSNorm(X) W_1` [..., rank]."""
         residual = self.norm_out(self.up_proj(self.activation(bottleneck)))
         anchor = hidden_states[..., : self.width] if self.anchor is None else self.anchor(hidden_states)
         return (anchor + residual) / 2
