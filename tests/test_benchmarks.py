@@ -9,6 +9,8 @@ from pathlib import Path
 import harness
 import pytest
 
+from leanqkv.environment import command_line
+
 ROOT = Path(__file__).parent.parent
 HEADER = ("record", "kind", "name", "command", "time", "git_commit", "hardware", "versions")
 # Not yet on the harness: their records open differently.
@@ -43,6 +45,15 @@ def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, tmp_path, capsys):
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: there is no") and error.count("\n") == 1
+
+
+def test_a_recorded_command_names_no_directory_of_the_machine(monkeypatch):
+    words = ["/usr/bin/python3", "benchmarks/example.py", "--out=/home/me/runs/new record/", "/data/text.txt", "runs/x"]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert command_line() == "python3 benchmarks/example.py '--out=new record' text.txt runs/x"
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "/usr/bin/leanqkv", "analyze", "runs/x"])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/leanqkv"])
+    assert command_line() == "leanqkv analyze runs/x"
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

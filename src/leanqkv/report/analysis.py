@@ -14,22 +14,9 @@ from ..analyze.record import RECORD
 from ..compare.statistics import paired_difference, standard_deviation
 from ..files import read_json, write_text
 from ..model.config import LeanConfig
+from . import analysis_measures as measures
 from .analysis_figures import drawings
-from .analysis_measures import (
-    CONTRIBUTIONS,
-    HEADS,
-    PROBE,
-    SCORES,
-    SPREAD,
-    TOKENS,
-    Architecture,
-    Measure,
-    Model,
-    Record,
-    architectures,
-    conditions,
-    layer_measures,
-)
+from .analysis_measures import SCORES, Architecture, Measure, Model, Record
 from .html import render
 from .text import ABSENT, markdown_table, signed
 
@@ -47,15 +34,15 @@ class Table:
 
 def tables(record: Record) -> dict[str, Table]:
     """Return every table under its title; differences are paired by seed, with Student's 95 % interval over seeds."""
-    groups, matrices = architectures(record), list(conditions(record).values())
+    groups, matrices = measures.architectures(record), list(measures.conditions(record).values())
     by_layer = {
         measure: (f"{measure.title}, by layer", _by_layer(groups, measure))
-        for measure in (*layer_measures(record), *matrices)
+        for measure in (*measures.layer_measures(record), *matrices)
     }
     result = {"Summary": _summary(groups)}
-    if PROBE in by_layer:
-        result |= [by_layer.pop(PROBE), ("Slope of the probe's loss, nats a layer", _slopes(record))]
-    result |= [by_layer.pop(measure) for measure in (HEADS, CONTRIBUTIONS, TOKENS)]
+    if measures.PROBE in by_layer:
+        result |= [by_layer.pop(measures.PROBE), ("Slope of the probe's loss, nats a layer", _slopes(record))]
+    result |= [by_layer.pop(measure) for measure in (measures.HEADS, measures.CONTRIBUTIONS, measures.TOKENS)]
     result["Heads by where their values come from"] = _head_groups(groups)
     if (differences := _head_differences(groups)).rows:
         result["Differences between these heads"] = differences
@@ -162,10 +149,10 @@ def _summary(groups: Sequence[Architecture]) -> Table:
     rows: dict[str, Value] = {
         "probe's slope, first phase": partial(slope, 0),
         "probe's slope, second phase": partial(slope, 1),
-        "similarity of heads before W_O, mean over layers": HEADS.mean,
-        "similarity of heads after W_O, mean over layers": CONTRIBUTIONS.mean,
-        "similarity of tokens, mean over layers": TOKENS.mean,
-        "similarity of tokens, last layer": lambda model: TOKENS.of(model)[-1],
+        "similarity of heads before W_O, mean over layers": measures.HEADS.mean,
+        "similarity of heads after W_O, mean over layers": measures.CONTRIBUTIONS.mean,
+        "similarity of tokens, mean over layers": measures.TOKENS.mean,
+        "similarity of tokens, last layer": lambda model: measures.TOKENS.of(model)[-1],
         "highest previous-token score": partial(highest, "previous_token"),
         "highest induction score": partial(highest, "induction"),
         "highest matching score on the text": partial(highest, "matching"),
@@ -190,9 +177,10 @@ def _over_training(groups: Sequence[Architecture], matrices: Sequence[Measure]) 
         by_step = {None: model} | {stage["step"]: stage for stage in model["training"]}
         return measure.mean(by_step[step]) if step in by_step else None
 
+    titles = {"spread of the logits": measures.SPREAD} | {matrix.title: matrix for matrix in matrices}
     rows = [
         (f"{title}, {stage}", partial(at, step, measure), measure.digits)
-        for title, measure in (("spread of the logits", SPREAD), *((matrix.title, matrix) for matrix in matrices))
+        for title, measure in titles.items()
         for stage, step in stages.items()
     ]
     return _compared("mean over layers", groups, rows)

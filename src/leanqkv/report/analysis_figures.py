@@ -6,17 +6,8 @@ from typing import Any
 import numpy as np
 
 from ..compare.statistics import average
-from .analysis_measures import (
-    SCORES,
-    SPREAD,
-    Architecture,
-    Measure,
-    Model,
-    Record,
-    architectures,
-    conditions,
-    layer_measures,
-)
+from . import analysis_measures as measures
+from .analysis_measures import SCORES, Architecture, Measure, Model, Record
 from .figures import Drawing, Series, heat_map, measured_lines
 
 Figure = tuple[str, Drawing]  # with its caption
@@ -25,10 +16,10 @@ Curve = dict[int, float | None]
 
 def drawings(record: Record) -> list[Figure]:
     """Return every figure with its caption."""
-    groups, matrices = architectures(record), conditions(record)
-    figures = [_by_layer(groups, measure) for measure in layer_measures(record)]
+    groups, matrices = measures.architectures(record), measures.conditions(record)
+    figures = [_by_layer(groups, measure) for measure in measures.layer_measures(record)]
     if any(len(model["training"]) > 1 for model in record["models"].values()):
-        figures += [_over_training(groups, measure) for measure in (SPREAD, *matrices.values())]
+        figures += [_over_training(groups, measure) for measure in (measures.SPREAD, *matrices.values())]
     figures += [_spectrum(groups, matrix) for matrix in matrices]
     figures += [_head_map(record, score, title) for score, title in SCORES.items()]
     return figures + [figure for place, group in enumerate(groups) for figure in _similarity_maps(group, place)]
