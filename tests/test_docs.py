@@ -40,6 +40,8 @@ BENCHMARKS = (
     ("decode_variants", "decode/variants.json", "reference-inference.md"),
     ("eliminate_large", "exact/mistral-7b-shape.json", "reference-exact.md"),
     ("exact", "exact/gpt2-small.json", "reference-exact.md"),
+    ("fused_projection", "fused-projection.json", "reference-inference.md"),
+    ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
 )
 
 

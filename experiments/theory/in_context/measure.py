@@ -1,29 +1,25 @@
-"""The whole check of the in-context regression: one record with everything.
+"""What is measured of the in-context regression.
 
 Wu et al. 2025, section 4 and appendix A. https://github.com/Zhoutong-Wu/SkipV1Former
 """
 
-import platform
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
 
-from . import in_context_regression as regression
-from .check import RECORD
-from .in_context_regression import Task
-from .in_context_training import Recipe, errors, train
+from ..check import Parts, Progress
+from ..report import Record
+from . import statement as regression
+from .statement import Task
+from .training import Recipe, errors, train
 
-KIND = "theory/in-context"
-
-Progress = Callable[[str, int, int], None]
 Case = tuple[int, int, float]  # d, n, sigma
+Report = Callable[[int, int], None]  # how much of a part is done, and how much there is
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class Settings:
 
     @classmethod
     def quick(cls) -> "Settings":
-        """Seconds instead of minutes, for trying the command out; its trained losses mean nothing."""
+        """Return settings of seconds instead of minutes, to try the command; their trained losses mean nothing."""
         case = (2, 4, 0.5)
         return cls(
             starts=2,
@@ -100,89 +96,57 @@ class Settings:
         )
 
 
-Part = Callable[[Settings, Callable[[int, int], None]], Any]
+def measured(record: Record) -> Mapping[str, Any]:
+    """Return what the parts measured; records older than the common header have them at the top."""
+    return record.get("measured", record)
 
 
-def run(settings: Settings | None = None, progress: Progress | None = None) -> dict[str, Any]:
-    """Computes everything in `settings` (the full ones by default) and returns the record, made of JSON's types.
-
-    `progress(part, done, total)` is called as parts advance.
-    """
-    settings = settings or Settings()
-    parts: dict[str, Part] = {
-        "by_rows": _by_rows,
-        "grid": _grid,
-        "approach": _approach,
-        "curves": _curves,
-        "priors": _priors,
-        "reversed": _reversed,
-        "last_step": _last_step,
-        "any_copy": _any_copy,
-        "training": _training,
+def parts(settings: Settings, progress: Progress) -> Parts:
+    functions = {
+        "by_rows": by_rows,
+        "grid": grid,
+        "approach": approach,
+        "curves": curves,
+        "priors": priors,
+        "reversed": reversed_gaps,
+        "last_step": last_step,
+        "any_copy": any_copy,
+        "training": training,
     }
-    record: dict[str, Any] = {
-        "record": RECORD,
-        "kind": KIND,
-        "source": "Wu et al. 2025, section 4 and appendix A, Theorems 1 and 2, Assumption 1",
-        "settings": _plain(asdict(settings)),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("leanqkv", "torch", "numpy", "scipy", "matplotlib")},
-        },
-        "dtype": "float64",
-        "seconds": {},
+    return {
+        name: partial(_one_thread, function, settings, partial(progress, name.replace("_", " ")))
+        for name, function in functions.items()
     }
+
+
+def _one_thread(function: Callable[[Settings, Report], Any], settings: Settings, report: Report) -> Any:
+    """Tensors this small only lose by more threads."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors this small only lose by more
+    torch.set_num_threads(1)
     try:
-        _run_parts(parts, settings, record, progress)
+        return function(settings, report)
     finally:
         torch.set_num_threads(threads)
-    return _plain(record)
-
-
-def _run_parts(
-    parts: dict[str, Part],
-    settings: Settings,
-    record: dict[str, Any],
-    progress: Progress | None,
-) -> None:
-    for name, part in parts.items():
-
-        def report(done: int, total: int, name: str = name) -> None:
-            if progress is not None:
-                progress(name.replace("_", " "), done, total)
-
-        begin = time.perf_counter()
-        record[name] = part(settings, report)
-        record["seconds"][name] = round(time.perf_counter() - begin, 1)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return float(f"{value:.10g}") if isinstance(value, float) else value
 
 
 def _name(task: Task) -> dict[str, Any]:
     return {"d": task.d, "n": task.n, "sigma": task.sigma}
 
 
-def _optimised(found: regression.Optimum) -> dict[str, Any]:
+def _optimised(optimum: regression.Optimum) -> dict[str, Any]:
     """`agree`: how many starts ended within a thousandth of the best."""
     return {
-        "loss": found.loss,
-        "starts": len(found.losses),
-        "agree": sum(loss < found.loss + 1e-3 for loss in found.losses),
-        "largest_entry": found.size,
+        "loss": optimum.loss,
+        "starts": len(optimum.losses),
+        "agree": sum(loss < optimum.loss + 1e-3 for loss in optimum.losses),
+        "largest_entry": optimum.size,
     }
 
 
-def _by_rows(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def by_rows(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return the closed form and the optimizer's loss at W_0 = 0, by the number of rows of A."""
     jobs = [(Task(*case), rows) for case in settings.by_rows for rows in range(case[0] + 1)]
-    found = []
+    entries = []
     for done, (task, rows) in enumerate(jobs):
         report(done, len(jobs))
         entry = _name(task) | {"rows": rows}
@@ -191,12 +155,13 @@ def _by_rows(settings: Settings, report: Callable[[int, int], None]) -> list[dic
                 task, rows, skip, starts=settings.starts, seed=settings.seed, steps=settings.optimiser_steps
             )
             entry[key] = {"theory": regression.closed_form_loss(task, rows, skip), **_optimised(best)}
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
-def _grid(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    found = []
+def grid(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return the gap at W_0 = 0 over shapes and noise: exact, sampled, and the proof's constant."""
+    entries = []
     for done, case in enumerate(settings.grid):
         report(done, len(settings.grid))
         task = Task(*case)
@@ -208,7 +173,7 @@ def _grid(settings: Settings, report: Callable[[int, int], None]) -> list[dict[s
         )
         gaps = losses[0] - losses[1]
         constant = regression.proof_constant(task, task.d - 1, settings.samples, settings.seed + 1)
-        found.append(
+        entries.append(
             _name(task)
             | {
                 "attention_rows": half,
@@ -223,24 +188,26 @@ def _grid(settings: Settings, report: Callable[[int, int], None]) -> list[dict[s
                 "proof_half_width": regression.half_width(constant),
             }
         )
-    return found
+    return entries
 
 
-def _approach(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def approach(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return how attention's loss tends to its infimum as A and B grow."""
     task = Task(*settings.approach)
     half = task.d // 2
     infimum = regression.closed_form_loss(task, half, False)
-    found = []
+    entries = []
     for scale in settings.scales:
         weights = regression.attention_near_optimum(task, half, scale)
-        found.append(
+        entries.append(
             _name(task)
             | {"rows": half, "scale": scale, "excess": regression.exact_loss(task, weights, False) - infimum}
         )
-    return found
+    return entries
 
 
-def _curves(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def curves(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return the exact gap against the number of examples."""
     return [
         {
             "d": d,
@@ -252,9 +219,10 @@ def _curves(settings: Settings, report: Callable[[int, int], None]) -> list[dict
     ]
 
 
-def _priors(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def priors(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return the optimized losses for W_0 = w I, each model with its best number of rows."""
     jobs = [Task(*case, prior) for case, priors in settings.priors for prior in priors]
-    found = []
+    entries = []
     for done, task in enumerate(jobs):
         report(done, len(jobs))
         entry = _name(task) | {"prior": task.prior, "in_hypothesis": task.in_hypothesis}
@@ -271,14 +239,15 @@ def _priors(settings: Settings, report: Callable[[int, int], None]) -> list[dict
         # The proof has attention at a = d never below the loss of predicting zero; a head on X X^T alone is.
         entry["proof_bound_at_full_rows"] = task.zero_loss
         entry["attention_at_full_rows"] = task.zero_loss - task.d * task.prior**2 * task.n / (task.n + task.d + 1)
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
-def _reversed(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def reversed_gaps(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return the gap at A = -I / w, where the first value does worse: bounds and optimized losses."""
     jobs = [(Task(*case, prior), True) for case, priors in settings.reversed_optimised for prior in priors]
     jobs += [(Task(*case, 4 * case[0] ** 0.5), False) for case in settings.reversed_bounds]
-    found = []
+    entries = []
     for done, (task, optimised) in enumerate(jobs):
         report(done, len(jobs))
         entry = _name(task) | {
@@ -305,24 +274,26 @@ def _reversed(settings: Settings, report: Callable[[int, int], None]) -> list[di
                     )
                 )
             entry["gap"] = entry["attention"]["loss"] - entry["first_value_exact"]
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
-def _last_step(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    found = []
+def last_step(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return the mean of the term that the proof's last step needs to be positive."""
+    entries = []
     for d, sigma in settings.last_step:
         task = Task(d, d, sigma, 1.05 * Task(d, d, sigma).smallest_prior)
         values = regression.last_step(task, settings.last_step_samples, settings.seed)
-        found.append(
+        entries.append(
             _name(task)
             | {"prior": task.prior, "mean": float(values.mean()), "half_width": regression.half_width(values)}
         )
-    return found
+    return entries
 
 
-def _any_copy(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    found = []
+def any_copy(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return the optimized losses without Assumption 1."""
+    entries = []
     for done, case in enumerate(settings.any_copy):
         report(done, len(settings.any_copy))
         task = Task(*case)
@@ -337,12 +308,13 @@ def _any_copy(settings: Settings, report: Callable[[int, int], None]) -> list[di
                 )
             )
         entry["gap"] = entry["attention"]["loss"] - entry["first_value"]["loss"]
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
-def _training(settings: Settings, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    recipe, found = settings.recipe, []
+def training(settings: Settings, report: Report) -> list[dict[str, Any]]:
+    """Return the losses of both models trained freely, by seed, and their gaps."""
+    recipe, entries = settings.recipe, []
     total = 2 * recipe.steps * len(settings.training)
     for index, (case, prior, reads_positions) in enumerate(settings.training):
         task = Task(*case, prior)
@@ -355,7 +327,7 @@ def _training(settings: Settings, report: Callable[[int, int], None]) -> list[di
             reported.append(errors(task, parameters, skip, recipe.evaluation_sequences, seed=20_000 + settings.seed))
         by_seed = (reported[0] - reported[1]).mean(1)
         best = reported[0][chosen[0]] - reported[1][chosen[1]]
-        found.append(
+        entries.append(
             _name(task)
             | {
                 "prior": prior,
@@ -377,10 +349,10 @@ def _training(settings: Settings, report: Callable[[int, int], None]) -> list[di
                 "gap_of_best_half_width": regression.half_width(best),
             }
         )
-    return found
+    return entries
 
 
-def _advance(report: Callable[[int, int], None], before: int, total: int, step: int) -> None:
+def _advance(report: Report, before: int, total: int, step: int) -> None:
     report(before + step, total)
 
 

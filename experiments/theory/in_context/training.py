@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .in_context_regression import FLOAT, Task, sample
+from .statement import FLOAT, Task, sample
 
 Parameters = dict[str, Tensor]
 
@@ -36,7 +36,7 @@ class Recipe:
 
 
 def initial(task: Task, reads_positions: bool, recipe: Recipe) -> Parameters:
-    """Per name [seeds, 2 heads, ...]; the same for both architectures, which have the same tensors."""
+    """Return weights by name, [seeds, 2 heads, ...]; the same for both architectures, which have the same tensors."""
     d, length = task.d, 2 * task.n + 1
 
     def draw(seed: int) -> Parameters:
@@ -55,7 +55,7 @@ def initial(task: Task, reads_positions: bool, recipe: Recipe) -> Parameters:
 
 
 def forward(parameters: Parameters, tokens: Tensor, first_layer_value: bool) -> Tensor:
-    """Tokens [seeds or 1, N, d, 2n + 1] -> predictions [seeds, N, d].
+    """Return predictions [seeds, N, d] for tokens [seeds or 1, N, d, 2n + 1].
 
     The product of keys and queries is one matrix `score`; H is part of the values. Scores are divided by 2n + 1, a
     factor the weights absorb.
@@ -89,7 +89,7 @@ def train(
     recipe: Recipe,
     progress: Callable[[int], None] | None = None,
 ) -> Parameters:
-    """All seeds side by side; a seed sees the same sequences and starts from the same point in both architectures."""
+    """Train all seeds side by side; a seed has the same sequences and the same start in both architectures."""
     parameters = {name: tensor.requires_grad_() for name, tensor in initial(task, reads_positions, recipe).items()}
     optimizer = torch.optim.Adam(parameters.values(), lr=recipe.learning_rate, betas=recipe.betas)
     generators = [torch.Generator().manual_seed(1000 + seed) for seed in range(recipe.seeds)]
@@ -115,7 +115,7 @@ def train(
 def errors(
     task: Task, parameters: Parameters, first_layer_value: bool, count: int, seed: int, chunk: int = 2000
 ) -> Tensor:
-    """Squared errors [seeds, count] on sequences drawn from `seed`, the same for whatever is evaluated."""
+    """Return squared errors [seeds, count] on sequences drawn from `seed`, the same for all models."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for begin in range(0, count, chunk):

@@ -22,13 +22,13 @@ CHUNK = 1 << 14
 
 
 def mlp(w1: Array, w2: Array, x: Array, skip: Array | None = None) -> Array:
-    """`W_2 ReLU(W_1 x) + Z x` for the columns of x [h, n] -> [h, n]; no skip where Z [h, h] is None."""
+    """Return `W_2 ReLU(W_1 x) + Z x` for the columns of x [h, n] -> [h, n]; no skip where Z [h, h] is None."""
     output = w2 @ np.maximum(w1 @ x, 0)
     return output if skip is None else output + skip @ x
 
 
 def absorb(w1: Array, w2: Array, chosen: Array) -> tuple[Array, Array]:
-    """V_1 and V_2 for the index set `chosen`, booleans [m]: the rows of W_1 in it negated, W_2 as it is.
+    """Return V_1 and V_2 for the index set `chosen`, booleans [m]: the rows of W_1 in it negated, W_2 as it is.
 
     `V_2 ReLU(V_1 x) = W_2 ReLU(W_1 x) - W_2[:, J] W_1[J, :] x` for whatever J.
     """
@@ -36,7 +36,7 @@ def absorb(w1: Array, w2: Array, chosen: Array) -> tuple[Array, Array]:
 
 
 def absorbable_weights(h: int, m: int, size: int, rng: np.random.Generator) -> tuple[Array, Array, Array]:
-    """Random float64 weights with `W_2[:, J] W_1[J, :] = -I` for one J of `size` >= h indices: W_1, W_2, J as booleans.
+    """Return random float64 W_1, W_2, and one J of `size` >= h indices, as booleans, with `W_2[:, J] W_1[J, :] = -I`.
 
     The columns of W_2 in J are `-W_1[J, :]^+` plus something random that W_1[J, :] does not see; the rest is random.
     """
@@ -50,8 +50,11 @@ def absorbable_weights(h: int, m: int, size: int, rng: np.random.Generator) -> t
 
 
 def absorbable_integers(h: int, m: int, rng: np.random.Generator) -> tuple[Array, Array, Array]:
-    """The same in int64 with |J| = h: the rows of W_1 in J are a random product of elementary matrices, whose inverse
-    is of integers too. The rows outside J are drawn until no two of W_1 are collinear."""
+    """Return the same in int64 with |J| = h.
+
+    The rows of W_1 in J are a random product of elementary matrices, whose inverse is of integers too. The rows outside
+    J are drawn until no two of W_1 are collinear.
+    """
     while True:
         rows, inverse = np.eye(h, dtype=np.int64), np.eye(h, dtype=np.int64)
         for _ in range(2 * h):
@@ -68,7 +71,7 @@ def absorbable_integers(h: int, m: int, rng: np.random.Generator) -> tuple[Array
 
 
 def unmet_hypothesis(w1: Array, w2: Array) -> str | None:
-    """What of the theorem's hypotheses the weights do not meet, or None."""
+    """Return which of the theorem's hypotheses the weights do not meet, or None."""
     h = w1.shape[1]
     if h < 2:
         return f"the width is {h}, at least 2 is needed"
@@ -85,8 +88,9 @@ def unmet_hypothesis(w1: Array, w2: Array) -> str | None:
 
 
 def nearest_index_set(w1: Array, w2: Array, target: Array) -> tuple[Array, float]:
-    """Decides by trying every J: the one whose `W_2[:, J] W_1[J, :]` is nearest to `target` [h, h], as booleans [m],
-    and the distance (Frobenius). Zero, up to rounding, if and only if there is such a J.
+    """Return the J, as booleans [m], whose `W_2[:, J] W_1[J, :]` is nearest to `target` [h, h], and the distance.
+
+    Every J is tried. The Frobenius distance is zero, up to rounding, if and only if a J reaches the target.
 
     Raises:
         LeanError: the hypotheses of the theorem are not met, or m is more than can be tried.
@@ -109,6 +113,9 @@ def nearest_index_set(w1: Array, w2: Array, target: Array) -> tuple[Array, float
 
 
 def moved_skip(w1: Array, w2: Array, skip: Array, chosen: Array) -> tuple[Array, Array]:
-    """The counterexample to Corollary E.2 as it is quantified: `Z' = Z + W_2[:, J] W_1[J, :]` and `W_1'` with the rows
-    in J negated give the same function as (W_1, W_2, Z), whatever these are. Returns Z' and W_1'."""
+    """Return Z' and W_1' of the counterexample to Corollary E.2 as it is quantified.
+
+    `Z' = Z + W_2[:, J] W_1[J, :]` and `W_1'` with the rows in J negated give the same function as (W_1, W_2, Z),
+    whatever these are.
+    """
     return skip + w2[:, chosen] @ w1[chosen], absorb(w1, w2, chosen)[0]

@@ -18,22 +18,22 @@ from torch import Tensor
 
 
 def multiply_blocks(f: Tensor, g: Tensor, heads: int) -> Tensor:
-    """`F box^t G`: f [n, h d_k], g [h d_k, n] -> [n, h n]."""
+    """Return `F box^t G`: f [n, h d_k], g [h d_k, n] -> [n, h n]."""
     return torch.cat([left @ right for left, right in zip(f.chunk(heads, 1), g.chunk(heads, 0), strict=True)], 1)
 
 
 def apply_blocks(a: Tensor, f: Tensor, heads: int) -> Tensor:
-    """`A box F`: a [n, h n], f [n, h d_k] -> [n, h d_k]."""
+    """Return `A box F`: a [n, h n], f [n, h d_k] -> [n, h d_k]."""
     return torch.cat([left @ right for left, right in zip(a.chunk(heads, 1), f.chunk(heads, 1), strict=True)], 1)
 
 
 def softmax_blocks(a: Tensor, mask: Tensor, heads: int) -> Tensor:
-    """Row by row within each block: a [n, h n], mask [n, n] of 0 and -inf, at least one 0 in a row -> [n, h n]."""
+    """Return row-wise softmax within each block: a [n, h n], mask [n, n] of 0 and -inf, a 0 in each row -> [n, h n]."""
     return torch.cat([torch.softmax(block + mask, -1) for block in a.chunk(heads, 1)], 1)
 
 
 def repeat_blocks(f: Tensor, groups: int, heads: int) -> Tensor:
-    """Grouped queries: [n, groups d_k] -> [n, heads d_k], each block heads / groups times in a row.
+    """Return keys or values of grouped queries, [n, groups d_k] -> [n, heads d_k]: each block heads / groups times.
 
     The paper says that grouped queries are covered (section 6); this is the map that `X W_K` and `X W_V` go through.
     """
@@ -43,7 +43,7 @@ def repeat_blocks(f: Tensor, groups: int, heads: int) -> Tensor:
 def block_attention(
     x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, mask: Tensor, heads: int, groups: int | None = None
 ) -> Tensor:
-    """Equation 2: x [n, d], wq [d, heads d_k], wk and wv [d, groups d_k], mask [n, n] -> [n, heads d_k]."""
+    """Return equation 2: x [n, d], wq [d, heads d_k], wk and wv [d, groups d_k], mask [n, n] -> [n, heads d_k]."""
     groups = heads if groups is None else groups
     query, key, value = x @ wq, repeat_blocks(x @ wk, groups, heads), repeat_blocks(x @ wv, groups, heads)
     scale = 1 / math.sqrt(query.shape[1] // heads)
@@ -54,7 +54,7 @@ def block_attention(
 def attention_by_heads(
     x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, mask: Tensor, heads: int, groups: int | None = None
 ) -> Tensor:
-    """Section 3: head i from its own columns `W^i` of each matrix, then side by side; as `block_attention`."""
+    """Return the same after section 3: head i from its own columns `W^i` of each matrix, then side by side."""
     groups = heads if groups is None else groups
     width = wq.shape[1] // heads
     outputs = []
@@ -68,6 +68,6 @@ def attention_by_heads(
 
 
 def block_diagonal_change(wq: Tensor, wk: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Proposition 3.2: `(W_Q D, W_K D^-T)` for D of blocks [h, d_k, d_k], all invertible."""
+    """Return `(W_Q D, W_K D^-T)` of Proposition 3.2 for D of blocks [h, d_k, d_k], all invertible."""
     d = torch.block_diag(*blocks)
     return wq @ d, torch.linalg.solve(d, wk.T).T

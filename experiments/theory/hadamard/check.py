@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import hadamard
-from .check import Check, Finding, Progress, measured
-from .report import Record, power, table
+from ..check import Check, Finding, Parts, Progress
+from ..report import Record, power, table
+from . import statement as hadamard
 
 MASKS = ("none", "causal", "window", "random")
 ROUNDING = 1e-12  # sums of at most a few hundred products of order one, in float64
@@ -33,7 +33,7 @@ class Settings:
 
 
 def make_mask(kind: str, length: int, generator: torch.Generator) -> Tensor:
-    """[length, length] of 0 and -inf; every token sees itself."""
+    """Return [length, length] of 0 and -inf; every token sees itself."""
     distance = torch.arange(length)[:, None] - torch.arange(length)
     if kind == "causal":
         seen = distance >= 0
@@ -47,8 +47,8 @@ def make_mask(kind: str, length: int, generator: torch.Generator) -> Tensor:
 
 
 def compare_cases(settings: Settings) -> list[dict[str, Any]]:
-    """Per kind of heads and mask: cases and the largest difference of equation 2 from the same attention head by head,
-    from torch's, from itself under a block-diagonal change (Proposition 3.2), and under one that is not."""
+    """Compare equation 2 with the same attention head by head, with torch's, and with itself under a block-diagonal
+    change (Proposition 3.2). Return per kind of heads and mask the cases and the largest differences."""
     generator = torch.Generator().manual_seed(settings.seed)
 
     def whole(last: int) -> int:
@@ -57,7 +57,7 @@ def compare_cases(settings: Settings) -> list[dict[str, Any]]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    entries: dict[tuple[str, str], dict[str, Any]] = {}
     for _ in range(settings.cases):
         groups, size = whole(settings.largest_groups), whole(settings.largest_group_size)
         heads, width, length = groups * size, whole(settings.largest_head_width), whole(settings.largest_length)
@@ -72,7 +72,7 @@ def compare_cases(settings: Settings) -> list[dict[str, Any]]:
             "by_heads": _difference(blocks, hadamard.attention_by_heads(x, wq, wk, wv, mask, heads, groups), blocks),
             "torch": _difference(blocks, _torch_attention(x, wq, wk, wv, mask, heads, groups), blocks),
         }
-        entry = found.setdefault((kind, mask_kind), {"heads": kind, "mask": mask_kind, "cases": 0, "invariance": 0.0})
+        entry = entries.setdefault((kind, mask_kind), {"heads": kind, "mask": mask_kind, "cases": 0, "invariance": 0.0})
         if groups == heads:
             # Well-conditioned blocks: an orthogonal one times a scale.
             q = torch.linalg.qr(normal(heads, width, width)).Q * (0.5 + torch.rand(heads, 1, 1, generator=generator))
@@ -83,11 +83,11 @@ def compare_cases(settings: Settings) -> list[dict[str, Any]]:
         entry["cases"] += 1
         for name, value in differences.items():
             entry[name] = max(entry.get(name, 0.0), value)
-    return [found[key] for key in sorted(found)]
+    return [entries[key] for key in sorted(entries)]
 
 
 def mixing_heads(settings: Settings) -> dict[str, float]:
-    """The same change with a D that mixes the heads: as large a difference as the output, not rounding."""
+    """Return the difference under a D that mixes the heads: as large as the output, not rounding."""
     generator = torch.Generator().manual_seed(settings.seed + 1)
     heads, width, length = 4, 4, 8
     d = heads * width
@@ -99,8 +99,8 @@ def mixing_heads(settings: Settings) -> dict[str, float]:
     return {"difference": _difference(before, after, before)}
 
 
-def _difference(found: Tensor, expected: Tensor, scale: Tensor) -> float:
-    return float((found - expected).abs().max() / scale.abs().max())
+def _difference(first: Tensor, second: Tensor, scale: Tensor) -> float:
+    return float((first - second).abs().max() / scale.abs().max())
 
 
 def _torch_attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, mask: Tensor, heads: int, groups: int) -> Tensor:
@@ -113,9 +113,8 @@ def _torch_attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, mask: Tensor
     return attended[0].transpose(0, 1).flatten(1)
 
 
-def run(settings: Settings, progress: Progress) -> dict[str, Any]:
-    parts = {"cases": lambda: compare_cases(settings), "mixing_heads": lambda: mixing_heads(settings)}
-    return measured(CHECK, settings, parts, progress)
+def parts(settings: Settings, progress: Progress) -> Parts:
+    return {"cases": lambda: compare_cases(settings), "mixing_heads": lambda: mixing_heads(settings)}
 
 
 def findings(record: Record) -> list[Finding]:
@@ -160,7 +159,7 @@ CHECK = Check(
     statement="attention written with block Hadamard products is attention, and sees X only through its projections",
     source="Karbevski & Mijoski 2025, equation 2, Propositions 3.2 and A.2",
     settings=Settings,
-    run=run,
+    parts=parts,
     findings=findings,
     tables=tables,
     draw=None,

@@ -28,7 +28,7 @@ class NormInput(NamedTuple):
 
 
 def norm_inputs(directory: Path, tokens: int, context: int) -> tuple[str, float, list[NormInput]]:
-    """The kind of norm, its epsilon, and per layer what `NormInput` holds, on the standard library's source.
+    """Return the kind of norm, its epsilon and per layer the `NormInput`, on the standard library's source.
 
     Raises:
         LeanError: no such checkpoint, no tokenizer; a model without a linear, square W_Q in every layer, or whose norm
@@ -40,8 +40,8 @@ def norm_inputs(directory: Path, tokens: int, context: int) -> tuple[str, float,
     if config.norm_type not in ("layernorm", "rmsnorm"):
         raise LeanError(f"{directory} has the norm {config.norm_type!r}; layernorm or rmsnorm is needed")
     for layer in range(config.num_hidden_layers):
-        found = shapes.get(f"model.layers.{layer}.self_attn.q_proj.weight")
-        if found is None or tuple(found) != (d, d):
+        shape = shapes.get(f"model.layers.{layer}.self_attn.q_proj.weight")
+        if shape is None or tuple(shape) != (d, d):
             raise LeanError(f"layer {layer} of {directory} has no square W_Q, the change of basis that is checked")
     tokenizer = fitting_tokenizer(directory, config.vocab_size)
     ids: list[int] = []

@@ -21,7 +21,7 @@ from leanqkv.model.config import LeanConfig
 
 
 def identity_ratio(width: int, sigma: float) -> float:
-    """Of the identity query's spread to the linear one's, at the same attention scale."""
+    """Return the identity query's spread over the linear one's, at the same attention scale."""
     return 1 / (sigma * math.sqrt(width))
 
 
@@ -38,7 +38,7 @@ PREDICTED: dict[str, Callable[[float], float]] = {
 
 @torch.no_grad()
 def logit_spreads(config: LeanConfig, seed: int, batch: int, length: int) -> tuple[list[float], list[float]]:
-    """Standard deviation of every layer's attention logits over all pairs of tokens, in a model as it starts.
+    """Return the standard deviation of every layer's attention logits over all pairs of tokens, in an untrained model.
 
     Random tokens [batch, length], float32. Returns the spreads over `1 / sqrt(d_k)`, whatever the mechanism asks for,
     and the factors on `1 / sqrt(d_k)` that it asks for.

@@ -3,22 +3,24 @@
 Wu et al. 2025, section 4 and appendix A. https://github.com/Zhoutong-Wu/SkipV1Former
 """
 
-from .check import Check, Finding
-from .in_context_record import Settings, run
-from .in_context_report import draw, markdown_tables
-from .report import Record, number
+from ..check import Check, Finding
+from ..report import Record, number
+from .figure import draw
+from .measure import Settings, measured, parts
+from .tables import markdown_tables
 
 
 def findings(record: Record) -> list[Finding]:
-    """Of the exact parts; what training finds, and at which sizes, is for the tables."""
+    """Return the findings of the exact parts; those of training, which depend on sizes, are in the tables."""
+    entries = measured(record)
     optimised = [
         abs(entry[key]["loss"] - entry[key]["theory"])
-        for entry in record["by_rows"]
+        for entry in entries["by_rows"]
         for key in ("attention", "first_value")
     ]
-    noise = [abs(entry["sampled_gap"] - entry["gap"]) / entry["sampled_half_width"] for entry in record["grid"]]
-    gaps = [entry["gap"] for entry in record["grid"]]
-    reversed_gaps = [entry["gap_at_most"] for entry in record["reversed"] if entry["in_hypothesis"]]
+    noise = [abs(entry["sampled_gap"] - entry["gap"]) / entry["sampled_half_width"] for entry in entries["grid"]]
+    gaps = [entry["gap"] for entry in entries["grid"]]
+    reversed_gaps = [entry["gap_at_most"] for entry in entries["reversed"] if entry["in_hypothesis"]]
     return [
         Finding(
             "with A and B chosen best and W_0 = 0 an optimiser finds the closed form",
@@ -43,8 +45,9 @@ CHECK = Check(
     statement="two layers of linear attention learn regression in context better with the first layer's value",
     source="Wu et al. 2025, Theorem 2",
     settings=Settings,
-    run=run,
+    parts=parts,
     findings=findings,
     tables=markdown_tables,
     draw=draw,
+    digits=10,
 )

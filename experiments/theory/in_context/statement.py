@@ -73,7 +73,7 @@ class Weights:
 
 
 def second_moments(task: Task) -> tuple[Tensor, Tensor, float]:
-    """`E[C_ij C_kl]` [2d, 2d, 2d, 2d], `E[C_ij W_pq]` [2d, 2d, d, d] and `E |W|^2`, exactly.
+    """Return `E[C_ij C_kl]` [2d, 2d, 2d, 2d], `E[C_ij W_pq]` [2d, 2d, d, d] and `E |W|^2`, exactly.
 
     Given W the columns `(x_i; y_i)` are normal with covariance `Sigma = K K^T + diag(0, sigma^2 I)`, `K = (I; W)`, so C
     is Wishart; the columns of K are independent normal vectors, so `K K^T` is a non-central Wishart matrix.
@@ -100,7 +100,7 @@ def second_moments(task: Task) -> tuple[Tensor, Tensor, float]:
 
 @lru_cache(maxsize=64)
 def nodes(task: Task) -> tuple[Tensor, Tensor, float]:
-    """Matrices C [r, 2d, 2d] and W [r, d, d] that have the exact moments, and `E |W|^2`.
+    """Return matrices C [r, 2d, 2d] and W [r, d, d] that have the exact moments, and `E |W|^2`.
 
     `sum_s C_s x C_s = E[C x C]` and `sum_s C_s x W_s = E[C x W]`, so a sum over these few matrices is the expectation
     over all tasks, for the square of anything linear in C and W (up to `E |W|^2`).
@@ -116,7 +116,7 @@ def nodes(task: Task) -> tuple[Tensor, Tensor, float]:
 
 
 def loss_of(task: Task, prediction: Callable[[Tensor], Tensor]) -> float:
-    """The exact loss of a prediction `T x_{n+1}`, given T [r, d, d] as a linear function of C [r, 2d, 2d]."""
+    """Return the exact loss of a prediction `T x_{n+1}`, given T [r, d, d] as a linear function of C [r, 2d, 2d]."""
     c, w, target = nodes(task)
     t = prediction(c)
     return float(task.d * task.sigma**2 + target - 2 * (t * w).sum() + (t * t).sum())
@@ -126,31 +126,31 @@ def loss_of(task: Task, prediction: Callable[[Tensor], Tensor]) -> float:
 
 
 def copying(copy_x: Tensor, copy_y: Tensor) -> Tensor:
-    """`F = diag(A, B)` of shape [d, 2d]; A or B may have no rows."""
+    """Return `F = diag(A, B)` of shape [d, 2d]; A or B may have no rows."""
     right, left = torch.zeros_like(copy_x), torch.zeros_like(copy_y)
     return torch.cat([torch.cat([copy_x, right], 1), torch.cat([left, copy_y], 1)])
 
 
 def attended(c: Tensor, copy: Tensor, first_layer_value: bool) -> tuple[Tensor, Tensor]:
-    """`G^1`, `G^2` [r, d, d] from C [r, 2d, 2d] and F [d, 2d]: equations 5 and 6."""
+    """Return `G^1`, `G^2` [r, d, d] from C [r, 2d, 2d] and F [d, 2d]: equations 5 and 6."""
     d = len(copy)
     g = c[:, :d, :d] + copy @ c @ copy.T
     return (g, c[:, :d, :d] + c[:, d:] @ copy.T) if first_layer_value else (g, g)
 
 
 def predict(weights: Weights, c: Tensor, first_layer_value: bool) -> Tensor:
-    """T [r, d, d] from C [r, 2d, 2d]."""
+    """Return T [r, d, d] from C [r, 2d, 2d]."""
     g = attended(c, copying(weights.copy_x, weights.copy_y), first_layer_value)
     return sum(weights.values[h] @ g[h] @ weights.scores[h] @ weights.copy_x for h in range(2))  # type: ignore[return-value]
 
 
 def exact_loss(task: Task, weights: Weights, first_layer_value: bool) -> float:
-    """The loss of given weights, without sampling."""
+    """Return the loss of given weights, without sampling."""
     return loss_of(task, lambda c: predict(weights, c, first_layer_value))
 
 
 def forward(weights: Weights, tokens: Tensor, first_layer_value: bool) -> Tensor:
-    """Equations 2 and 3 token by token: tokens [N, d, 2n + 1] -> predictions [N, d]; checks the short form above."""
+    """Return predictions [N, d] for tokens [N, d, 2n + 1], by equations 2 and 3 token by token."""
     a, d = weights.copy_x.shape
     x, y = tokens[..., 0::2], tokens[..., 1::2]
     copied = torch.cat([weights.copy_x @ x[..., :-1], weights.copy_y @ y], 1)
@@ -171,7 +171,7 @@ def forward(weights: Weights, tokens: Tensor, first_layer_value: bool) -> Tensor
 
 
 def closed_form_loss(task: Task, rows: int, first_layer_value: bool) -> float:
-    """The least loss with `rows` = a rows in A, over A, B, second layer, at `W_0 = 0`; an infimum for attention.
+    """Return the least loss with `rows` = a rows in A, over A, B, second layer, at `W_0 = 0`; an infimum for attention.
 
     Entries of `G = Y X^T` are uncorrelated with equal variance, terms even in Y are orthogonal to W, and what is odd in
     Y is a linear map of G: for attention through `B G A^T`, so of rank a (d - a); with the first value into the row
@@ -184,7 +184,7 @@ def closed_form_loss(task: Task, rows: int, first_layer_value: bool) -> float:
 
 
 def closed_form_gap(task: Task) -> float:
-    """Best attention minus best with the first value, A and B free, at `W_0 = 0`:
+    """Return best attention minus best with the first value, A and B free, at `W_0 = 0`:
 
     `c = (d^2 - floor(d/2) ceil(d/2)) n / (n + d + 1 + sigma^2)`.
     """
@@ -193,7 +193,9 @@ def closed_form_gap(task: Task) -> float:
 
 
 def first_value_optimum(task: Task, rows: int) -> Weights:
-    """Reaches `closed_form_loss(task, rows, True)`: head 1 removes `X X^T`, head 2 leaves `Y X^T` times the step size.
+    """Return weights that reach `closed_form_loss(task, rows, True)`.
+
+    Head 1 removes `X X^T`, head 2 leaves `Y X^T` times the step size.
 
     With rows = d it is the construction of the paper's proof, one step of gradient descent.
     """
@@ -207,7 +209,7 @@ def first_value_optimum(task: Task, rows: int) -> Weights:
 
 
 def attention_near_optimum(task: Task, rows: int, scale: float) -> Weights:
-    """Tends to `closed_form_loss(task, rows, False)` as `scale`, the size of A and B, outgrows `X X^T`."""
+    """Return weights that tend to `closed_form_loss(task, rows, False)` as `scale`, of A and B, outgrows `X X^T`."""
     d = task.d
     identity = torch.eye(d, dtype=FLOAT)
     scores, values = torch.zeros(2, d, rows, dtype=FLOAT), torch.zeros(2, d, d, dtype=FLOAT)
@@ -217,7 +219,7 @@ def attention_near_optimum(task: Task, rows: int, scale: float) -> Weights:
 
 
 def reversing_copy(task: Task) -> Tensor:
-    """`A = -I / w` for `W_0 = w I`, which takes W_0 out of the first value's head:
+    """Return `A = -I / w` for `W_0 = w I`, which takes W_0 out of the first value's head:
 
     `X X^T + Y X^T A^T = ((W_0 - W) X X^T - eps X^T) / w`.
     """
@@ -225,7 +227,7 @@ def reversing_copy(task: Task) -> Tensor:
 
 
 def reversed_first_value_loss(task: Task) -> float:
-    """The least loss with the first value at A = `reversing_copy`, over the second layer, exactly.
+    """Return the least loss with the first value at A = `reversing_copy`, over the second layer, exactly.
 
     One head is left for W_0, of which the share `(d + 1) / (n + d + 1)` remains; the other explains W - W_0. They are
     uncorrelated.
@@ -236,7 +238,7 @@ def reversed_first_value_loss(task: Task) -> float:
 
 
 def split_attention(task: Task, copy_x: Tensor) -> Weights:
-    """Attention with A a multiple of the identity that predicts `W_0 x`: each head does one half of the entries."""
+    """Return attention with A a multiple of the identity that predicts `W_0 x`, each head one half of the entries."""
     d, n = task.d, task.n
     identity = torch.eye(d, dtype=FLOAT)
     scale = float(copy_x[0, 0])
@@ -248,19 +250,19 @@ def split_attention(task: Task, copy_x: Tensor) -> Weights:
 
 
 def split_attention_loss(task: Task) -> float:
-    """The loss of `split_attention`: `d_h (d_h + 1) / (n + d_h + 1)` of w^2 remains for a half of d_h entries."""
+    """Return the loss of `split_attention`: `d_h (d_h + 1) / (n + d_h + 1)` of w^2 remains for half of d_h entries."""
     halves = (task.d // 2, task.d - task.d // 2)
     left = sum(half * (half + 1) / (task.n + half + 1) for half in halves)
     return task.d * task.sigma**2 + task.d**2 + task.prior**2 * left
 
 
 def reversal_bound(task: Task) -> float:
-    """What the gap at A = `reversing_copy` is at most, both models over their second layer; negative for large w."""
+    """Return an upper bound of the gap at A = `reversing_copy`, over the second layers; negative for large w."""
     return split_attention_loss(task) - reversed_first_value_loss(task)
 
 
 def reversal_prior(task: Task) -> float:
-    """The w above which `reversal_bound` is negative."""
+    """Return the w above which `reversal_bound` is negative."""
     unit, none = (Task(task.d, task.n, task.sigma, w) for w in (1.0, 0.0))
     at_zero = reversal_bound(none)
     return (at_zero / (at_zero - reversal_bound(unit))) ** 0.5
@@ -298,13 +300,13 @@ def _descend(
         return value.item(), torch.autograd.grad(value, point)[0].numpy()
 
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    results = []
     for _ in range(starts):
         start = torch.randn(size, generator=generator, dtype=FLOAT).numpy()
         options = {"maxiter": steps, "ftol": 1e-14, "gtol": 1e-9}
-        found.append(minimize(with_gradient, start, jac=True, method="L-BFGS-B", options=options))
-    best = min(found, key=lambda result: result.fun)
-    return torch.tensor(best.x, dtype=FLOAT), sorted(float(result.fun) for result in found)
+        results.append(minimize(with_gradient, start, jac=True, method="L-BFGS-B", options=options))
+    best = min(results, key=lambda result: result.fun)
+    return torch.tensor(best.x, dtype=FLOAT), sorted(float(result.fun) for result in results)
 
 
 def optimise(
@@ -317,7 +319,7 @@ def optimise(
     seed: int = 0,
     steps: int = 600,
 ) -> Optimum:
-    """Minimises the exact loss under Assumption 1 over A, B (unless `copy` fixes them) and the second layer.
+    """Minimize the exact loss under Assumption 1 over A, B (unless `copy` fixes them) and the second layer.
 
     L-BFGS from `starts` random points over A [rows, d], B [d - rows, d] and R; the values W are solved for every time.
     """
@@ -346,7 +348,7 @@ def optimise(
 def optimise_any_copy(
     task: Task, first_layer_value: bool, *, starts: int = 12, seed: int = 0, steps: int = 600
 ) -> Optimum:
-    """The same without Assumption 1's form: the tokens of pair i become `F_1 (x_i; y_i)` and `F_2 (x_i; y_i)`.
+    """Minimize without Assumption 1's form: the tokens of pair i become `F_1 (x_i; y_i)` and `F_2 (x_i; y_i)`.
 
     Any F of shape [d, 2d]: also sums of x and y in the same entries, which Assumption 1 leaves out. The last token
     becomes a linear map of `x_{n+1}`.
@@ -368,7 +370,7 @@ def optimise_any_copy(
 
 
 def sample(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`count` sequences: tokens [count, d, 2n + 1] and the answers `y_{n+1}` [count, d]."""
+    """Return `count` sequences: tokens [count, d, 2n + 1] and the answers `y_{n+1}` [count, d]."""
     d, n = task.d, task.n
 
     def normal(*shape: int) -> Tensor:
@@ -381,12 +383,12 @@ def sample(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def half_width(values: Tensor) -> float:
-    """Of the 95 % interval of the mean of many independent values."""
+    """Return half the 95 % interval of the mean of many independent values."""
     return 1.959964 * float(values.std()) / len(values) ** 0.5
 
 
 def sampled_losses(task: Task, models: list[tuple[Weights, bool]], count: int, seed: int, chunk: int = 5000) -> Tensor:
-    """Squared errors [len(models), count] of the token-by-token `forward`, all models on the same sequences."""
+    """Return squared errors [len(models), count] of `forward`, all models on the same sequences."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for begin in range(0, count, chunk):
@@ -397,7 +399,7 @@ def sampled_losses(task: Task, models: list[tuple[Weights, bool]], count: int, s
 
 
 def proof_constant(task: Task, rows: int, count: int, seed: int) -> Tensor:
-    """Samples [count] whose mean is the proof's constant, `|L Y X^T - (its best approximation of rank a)|^2`.
+    """Return samples [count] whose mean is the proof's constant, `|L Y X^T - (its best approximation of rank a)|^2`.
 
     At `W_0 = 0`. L is the diagonal of the proof, all entries `1 / (n + d + 1 + sigma^2)`.
     """
@@ -409,7 +411,7 @@ def proof_constant(task: Task, rows: int, count: int, seed: int) -> Tensor:
 
 
 def last_step(task: Task, count: int, seed: int) -> Tensor:
-    """Samples [count] of `sigma_d(W X X^T) - |eps X^T|_2`, whose mean the proof's last step needs to be positive."""
+    """Return samples [count] of `sigma_d(W X X^T) - |eps X^T|_2`, whose mean the proof needs to be positive."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -82,8 +82,10 @@ def make_target(d: int, reading: Reading, seed: int) -> Target:
 
 
 def streaming_ridge(target: Target, samples: int, ridge: float, generator: torch.Generator) -> Tensor:
-    """The linear map G [d, d] of least squared error over `samples` fresh X, with `ridge * samples * ||G||^2` added:
-    `(sum Y^T X) (sum X^T X + ridge samples I)^-1`, summed batch by batch in float64."""
+    """Return the linear map G [d, d] of least squared error over `samples` fresh X plus `ridge * samples * ||G||^2`.
+
+    It is `(sum Y^T X) (sum X^T X + ridge samples I)^-1`, summed batch by batch in float64.
+    """
     d = len(target.linear)
     squares = ridge * samples * torch.eye(d, dtype=torch.float64, device=target.w1.device)
     products = torch.zeros_like(squares)
@@ -95,15 +97,18 @@ def streaming_ridge(target: Target, samples: int, ridge: float, generator: torch
 
 
 def best_linear(target: Target) -> Tensor:
-    """The limit of `streaming_ridge` without ridge, [d, d] in float64, in closed form (Stein's lemma):
+    """Return the limit of `streaming_ridge` without ridge, [d, d] in float64, in closed form (Stein's lemma):
     `W_2 diag(E GELU'(w x)) W_1` plus the linear part, and E GELU' = 1/2 for a centred normal, as
     GELU'(z) + GELU'(-z) = 1."""
     return (target.w2 @ target.w1 / 2 + target.linear).double()
 
 
 def large_width_error(reading: Reading) -> float:
-    """The best linear map's relative error for d to infinity: hidden units are normal with variance s^2 = `w1`, and the
-    target's parts uncorrelated. `E r^2` of what a line through zero leaves of GELU, over the mean square of all."""
+    """Return the best linear map's relative error for d to infinity.
+
+    Hidden units are normal with variance s^2 = `w1`, and the target's parts uncorrelated: `E r^2` of what a line
+    through zero leaves of GELU, over the mean square of all.
+    """
     points, weights = (torch.from_numpy(part) for part in _gauss_hermite(80))
     hidden = reading.w1**0.5 * points
     left = float((weights * (F.gelu(hidden) - hidden / 2) ** 2).sum())
@@ -119,14 +124,14 @@ def _gauss_hermite(count: int) -> tuple:
     return points, weights / weights.sum()
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """`||found - expected|| / ||expected||`, over everything."""
-    return float((found - expected).norm() / expected.norm())
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """Return `||output - expected|| / ||expected||`, over everything."""
+    return float((output - expected).norm() / expected.norm())
 
 
-def cosine_distance(found: Tensor, expected: Tensor) -> float:
-    """One minus the mean cosine of rows."""
-    return float(1 - F.cosine_similarity(found, expected, dim=1).mean())
+def cosine_distance(output: Tensor, expected: Tensor) -> float:
+    """Return one minus the mean cosine of rows."""
+    return float(1 - F.cosine_similarity(output, expected, dim=1).mean())
 
 
 class Student(torch.nn.Module):
@@ -142,7 +147,7 @@ class Student(torch.nn.Module):
 
 
 def train(target: Target, recipe: Recipe, seed: int, progress: Callable[[int], None] | None = None) -> Student:
-    """Trains on the target's device and returns the model."""
+    """Train on the target's device and return the model."""
     device, d = target.w1.device, len(target.linear)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

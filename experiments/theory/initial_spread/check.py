@@ -8,9 +8,9 @@ from typing import Any
 
 from leanqkv.presets import MECHANISMS, preset
 
-from . import initial_spread as spreads
-from .check import Check, Finding, Progress, measured
-from .report import Record, number, plain_axes, table
+from ..check import Check, Finding, Parts, Progress
+from ..report import Record, number, plain_axes, table
+from . import statement as spreads
 
 # Every query mechanism that is registered, under the name of its preset; a linear query is no preset.
 PRESETS = {mechanism.spec["type"]: name for name, mechanism in MECHANISMS.items() if mechanism.slot == "query"}
@@ -33,15 +33,16 @@ class Settings:
 
 
 def by_mechanism(settings: Settings) -> list[dict[str, Any]]:
-    """Per mechanism and layer the spread over that of the linear query, mean over seeds; models of one seed share what
-    both have."""
+    """Return the spread over that of the linear query by mechanism and layer, mean over seeds.
+
+    Models of one seed share their common tensors.
+    """
     linear: list[list[float]] = []
-    found = []
+    entries = []
     for kind in ("linear", *PRESETS):
         overrides = {
             "vocab_size": settings.vocab_size,
             "num_hidden_layers": settings.layers,
-            "fuse_projections": False,  # the projections are looked at one by one
         }
         mechanisms = (PRESETS[kind],) if kind in PRESETS else ()
         config = preset(settings.base, *mechanisms, **overrides)
@@ -53,7 +54,7 @@ def by_mechanism(settings: Settings) -> list[dict[str, Any]]:
             for run, other in zip(runs, linear, strict=True)
         ]
         ratio = spreads.identity_ratio(config.hidden_size, config.initializer_range)
-        found.append(
+        entries.append(
             {
                 "query": kind,
                 "predicted": spreads.PREDICTED[kind](ratio),
@@ -62,12 +63,12 @@ def by_mechanism(settings: Settings) -> list[dict[str, Any]]:
                 "scale": runs[0][1],
             }
         )
-    return found
+    return entries
 
 
 def by_width(settings: Settings) -> list[dict[str, Any]]:
-    """One layer, heads of 64: the identity query's ratio against the width."""
-    found = []
+    """Return the identity query's ratio by width, for one layer with heads of 64."""
+    entries = []
     for width in settings.widths:
         shape = {
             "hidden_size": width,
@@ -75,7 +76,6 @@ def by_width(settings: Settings) -> list[dict[str, Any]]:
             "num_attention_heads": width // 64,
             "num_hidden_layers": 1,
             "vocab_size": settings.vocab_size,
-            "fuse_projections": False,
         }
         ratios = []
         for seed in range(settings.seeds):
@@ -86,21 +86,20 @@ def by_width(settings: Settings) -> list[dict[str, Any]]:
             ratios.append(own[0] / base[0])
         config = preset(settings.base, **shape)
         predicted = spreads.identity_ratio(width, config.initializer_range)
-        found.append({"width": width, "predicted": predicted, "ratio": sum(ratios) / len(ratios)})
-    return found
+        entries.append({"width": width, "predicted": predicted, "ratio": sum(ratios) / len(ratios)})
+    return entries
 
 
-def run(settings: Settings, progress: Progress) -> dict[str, Any]:
-    parts = {"by_mechanism": lambda: by_mechanism(settings), "by_width": lambda: by_width(settings)}
-    return measured(CHECK, settings, parts, progress)
+def parts(settings: Settings, progress: Progress) -> Parts:
+    return {"by_mechanism": lambda: by_mechanism(settings), "by_width": lambda: by_width(settings)}
 
 
 def findings(record: Record) -> list[Finding]:
-    found = {entry["query"]: entry for entry in record["measured"]["by_mechanism"]}
-    identity = found["identity"]
+    mechanisms = {entry["query"]: entry for entry in record["measured"]["by_mechanism"]}
+    identity = mechanisms["identity"]
     deeper = identity["ratio"][1:]
     scaled = identity["ratio"][0] * identity["scale"][0]
-    off = max(abs(entry["ratio"][0] / entry["predicted"] - 1) for entry in found.values())
+    off = max(abs(entry["ratio"][0] / entry["predicted"] - 1) for entry in mechanisms.values())
     widths = max(abs(entry["ratio"] / entry["predicted"] - 1) for entry in record["measured"]["by_width"])
     return [
         Finding(
@@ -112,7 +111,7 @@ def findings(record: Record) -> list[Finding]:
         Finding("with half the scale about 0.9", f"first layer {number(scaled, 2)}", abs(scaled - 0.9) < 0.08),
         Finding(
             "the first layer of every mechanism is as predicted",
-            f"{len(found)} mechanisms, at most {100 * off:.0f} % off",
+            f"{len(mechanisms)} mechanisms, at most {100 * off:.0f} % off",
             off < 0.15,
         ),
         Finding(
@@ -150,7 +149,7 @@ def tables(record: Record) -> str:
 
 
 def draw(record: Record, figure: Any) -> None:
-    """Every layer's ratio by mechanism, and the identity's ratio by width."""
+    """Draw every layer's ratio by mechanism, and the identity's ratio by width."""
     left, right = plain_axes(figure, 1, 2)[0]
     for entry in record["measured"]["by_mechanism"]:
         layers = range(1, len(entry["ratio"]) + 1)
@@ -173,7 +172,7 @@ CHECK = Check(
     statement="at the start an identity query's attention logits spread about 1.8 times as wide as a linear one's",
     source="Karbevski & Mijoski 2025, appendix B",
     settings=Settings,
-    run=run,
+    parts=parts,
     findings=findings,
     tables=tables,
     draw=draw,

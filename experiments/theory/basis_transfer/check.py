@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from . import basis_transfer as transfer
-from .basis_transfer import READINGS, Recipe
-from .check import Check, Finding, Progress, measured
-from .report import Record, number, percent, plain_axes, table
+from ..check import Check, Finding, Parts, Progress
+from ..report import Record, number, percent, plain_axes, table
+from . import statement as transfer
+from .statement import READINGS, Recipe
 
 PUBLISHED = {"linear": (0.11, 0.14), "mlp": (0.04, 0.06)}  # relative error over d = 256, 512, 768
 COLORS = ("#1b5e8c", "#a8480f")
@@ -46,9 +46,9 @@ class Settings:
 
 
 def transfers(settings: Settings, progress: Progress) -> list[dict[str, Any]]:
-    """Per reading and width the relative error and cosine distance of the best linear map and of the trained MLP."""
+    """Return relative error and cosine distance of the best linear map and the trained MLP, by reading and width."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    recipe, found = settings.recipe, []
+    recipe, entries = settings.recipe, []
     jobs = [(reading, d) for reading in settings.readings for d in settings.widths]
     for done, (reading, d) in enumerate(jobs):
 
@@ -66,23 +66,22 @@ def transfers(settings: Settings, progress: Progress) -> list[dict[str, Any]]:
             x = torch.randn(recipe.evaluation, d, generator=draws, device=device)
             expected = target(x)
             outputs = {"linear": x @ linear.T, "limit": x @ transfer.best_linear(target).float().T, "mlp": student(x)}
-            found.append(
+            entries.append(
                 {"reading": reading, "d": d, "device": device}
                 | {f"{name}_error": transfer.relative_error(output, expected) for name, output in outputs.items()}
                 | {f"{name}_cosine": transfer.cosine_distance(output, expected) for name, output in outputs.items()}
                 | {"seconds": round(time.perf_counter() - begin, 1)}
             )
-    return found
+    return entries
 
 
-def run(settings: Settings, progress: Progress) -> dict[str, Any]:
-    parts = {
+def parts(settings: Settings, progress: Progress) -> Parts:
+    return {
         "readings": lambda: [
             {"reading": name, "linear_error": transfer.large_width_error(reading)} for name, reading in READINGS.items()
         ],
         "transfers": lambda: transfers(settings, progress),
     }
-    return measured(CHECK, settings, parts, progress)
 
 
 def findings(record: Record) -> list[Finding]:
@@ -113,12 +112,12 @@ def findings(record: Record) -> list[Finding]:
 
 
 def tables(record: Record) -> str:
-    found = record["measured"]
+    measured = record["measured"]
     return "\n".join(
         (
             table(
                 ("how W₁ and W₂ are normalised", "best linear map, d → ∞"),
-                [(entry["reading"], percent(entry["linear_error"])) for entry in found["readings"]],
+                [(entry["reading"], percent(entry["linear_error"])) for entry in measured["readings"]],
             ),
             table(
                 (
@@ -133,7 +132,7 @@ def tables(record: Record) -> str:
                         number(entry["linear_error"] / entry["mlp_error"], 1),
                         *(number(entry[key], 4) for key in ("linear_cosine", "mlp_cosine")),
                     )
-                    for entry in found["transfers"]
+                    for entry in measured["transfers"]
                 ],
             ),
         )
@@ -141,7 +140,7 @@ def tables(record: Record) -> str:
 
 
 def draw(record: Record, figure: Any) -> None:
-    """Relative error and cosine distance against d, with the published ranges."""
+    """Draw relative error and cosine distance against d, with the published ranges."""
     left, right = plain_axes(figure, 1, 2)[0]
     entries = record["measured"]["transfers"]
     for name, label in (("linear", "published, linear"), ("mlp", "published, MLP")):
@@ -170,7 +169,7 @@ CHECK = Check(
     statement="a GELU MLP with a skip learns another in a changed basis, to 4 to 6 %; no linear map comes near",
     source="Karbevski & Mijoski 2025, equation 3, appendix D",
     settings=Settings,
-    run=run,
+    parts=parts,
     findings=findings,
     tables=tables,
     draw=draw,

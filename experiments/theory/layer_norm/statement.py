@@ -30,18 +30,18 @@ class Conjugacy(NamedTuple):
 
 
 def layer_norm(x: Tensor, eps: float) -> Tensor:
-    """LayerNorm without weight and bias: [..., d] -> H, norm below sqrt(d)."""
+    """Return LayerNorm without weight and bias: [..., d] -> H, norm below sqrt(d)."""
     centred = x - x.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """RMSNorm without weight: [..., d] -> [..., d], norm below sqrt(d)."""
+    """Return RMSNorm without weight: [..., d] -> [..., d], norm below sqrt(d)."""
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def radial_inverse(z: Tensor, eps: float) -> Tensor:
-    """The c with norm(c) = z, of mean zero under LayerNorm: `sqrt(d eps / (d - ||z||^2)) z` for `||z||^2 < d`.
+    """Return the c with norm(c) = z, of mean zero under LayerNorm: `sqrt(d eps / (d - ||z||^2)) z` for `||z||^2 < d`.
 
     Raises:
         ValueError: a z outside the ball, which no c is mapped to.
@@ -54,7 +54,7 @@ def radial_inverse(z: Tensor, eps: float) -> Tensor:
 
 
 def conjugacy(a: Tensor, norm: str) -> Conjugacy:
-    """D and M_0 for an invertible A [d, d] and norm "layernorm", "rmsnorm" or "dyt"."""
+    """Return D and M_0 for an invertible A [d, d] and norm "layernorm", "rmsnorm" or "dyt"."""
     if norm == "layernorm":
         ones = torch.ones(len(a), dtype=a.dtype)
         diagonal = torch.linalg.solve(a.T, ones)
@@ -70,7 +70,7 @@ def conjugacy(a: Tensor, norm: str) -> Conjugacy:
 
 
 def carried(x: Tensor, matrix: Tensor, norm: str, eps: float) -> Tensor:
-    """f(x) [..., d] with h = 0, for the M_0 of `conjugacy`. DyT is `tanh(x)` here; see `normalised`.
+    """Return f(x) [..., d] with h = 0, for the M_0 of `conjugacy`. DyT is `tanh(x)` here; see `normalised`.
 
     Raises:
         ValueError: a matrix that takes L(x) out of what L maps to.
@@ -82,21 +82,21 @@ def carried(x: Tensor, matrix: Tensor, norm: str, eps: float) -> Tensor:
 
 
 def normalised(x: Tensor, norm: str, eps: float) -> Tensor:
-    """L(x). DyT with alpha = gamma = 1 and beta = 0: alpha and gamma are scalings that A and D absorb, beta is not."""
+    """Return L(x). DyT has alpha = gamma = 1, beta = 0: A and D absorb the scalings alpha and gamma, but not beta."""
     if norm == "dyt":
         return torch.tanh(x)
     return layer_norm(x, eps) if norm == "layernorm" else rms_norm(x, eps)
 
 
 def defect(x: Tensor, matrix: Tensor, norm: str, eps: float) -> Tensor:
-    """`||L(f(x)) - M_0 L(x)|| / ||M_0 L(x)||` [...]: zero if the identity holds."""
+    """Return `||L(f(x)) - M_0 L(x)|| / ||M_0 L(x)||` [...]: zero if the identity holds."""
     expected = normalised(x, norm, eps) @ matrix.T
-    found = normalised(carried(x, matrix, norm, eps), norm, eps)
-    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    reached = normalised(carried(x, matrix, norm, eps), norm, eps)
+    return (reached - expected).norm(dim=-1) / expected.norm(dim=-1)
 
 
 def contraction(x: Tensor, matrix: Tensor, norm: str, eps: float) -> Tensor:
-    """alpha(x) [...] with `f(x) = alpha(x) M_0 (x - mean)`: `(1 + (||y||^2 - ||M_0 y||^2) / (d eps))^-1/2`.
+    """Return alpha(x) [...] of `f(x) = alpha(x) M_0 (x - mean)`: `(1 + (||y||^2 - ||M_0 y||^2) / (d eps))^-1/2`.
 
     LayerNorm and RMSNorm (there y = x, not centred) alone; f is near to M_0 where alpha is near to one. NaN where the
     bracket is negative: M y is so long that no f exists.
@@ -117,7 +117,7 @@ class Defects(NamedTuple):
 
 
 def random_defects(d: int, matrices: int, vectors: int, seed: int) -> Defects:
-    """For matrices of N(0, 1/d) entries; Sigma their singular values."""
+    """Return the defects of matrices of N(0, 1/d) entries, with Sigma their singular values."""
     generator = torch.Generator().manual_seed(seed)
     plain, clamped, largest = [], [], []
     for _ in range(matrices):
@@ -131,8 +131,8 @@ def random_defects(d: int, matrices: int, vectors: int, seed: int) -> Defects:
 
 
 def clamped_defect_limit() -> float:
-    """`1 - E min(s, 1)^2` for the quarter-circle law `sqrt(4 - s^2) / pi` on [0, 2], which the singular values of a
-    square matrix of N(0, 1/d) entries tend to: the clamped mean defect for large d."""
+    """Return the clamped mean defect for large d: `1 - E min(s, 1)^2`, where s follows the quarter-circle law
+    `sqrt(4 - s^2) / pi` on [0, 2], which the singular values of a square matrix of N(0, 1/d) entries tend to."""
     from scipy.integrate import quad
 
     below, _ = quad(lambda s: s**2 * (4 - s**2) ** 0.5 / torch.pi, 0, 1)
@@ -141,25 +141,32 @@ def clamped_defect_limit() -> float:
 
 
 def alpha_deviation(defects: Tensor, ratio: float, d: int) -> tuple[float, float]:
-    """At `||y||^2 = ratio d^{3/2} eps`, where Remark 5 has `|1 - alpha| = O(ratio)`: the median of |1 - alpha| over the
-    y for which f exists (a mean square need not be finite, the bracket comes near zero), and the share of those for
-    which it does not; `defects` as in `Defects`."""
+    """Return the median of |1 - alpha| over the y for which f exists, and the share of those for which it does not.
+
+    At `||y||^2 = ratio d^{3/2} eps`, where Remark 5 has `|1 - alpha| = O(ratio)`; `defects` as in `Defects`. A mean
+    square need not be finite, since the bracket comes near zero.
+    """
     bracket = 1 + ratio * d**0.5 * defects
     alpha = bracket[bracket > 0] ** -0.5
     return float((1 - alpha).abs().median()), float((bracket <= 0).to(FLOAT).mean())
 
 
 def shifted_box_escape(matrix: Tensor, low: float, high: float) -> bool:
-    """Whether `D A` leaves the cube (low, high)^d for every diagonal D: some row of A takes the value zero on the cube,
-    which no factor moves, and zero is not in it. So DyT with a bias beta of `|beta| >= |gamma|` has no f for such A."""
+    """Return whether `D A` leaves the cube (low, high)^d for every diagonal D.
+
+    It does if some row of A takes the value zero on the cube, which no factor moves, and zero is not in it. So DyT with
+    a bias beta of `|beta| >= |gamma|` has no f for such A.
+    """
     least = matrix.clamp(min=0).sum(1) * low + matrix.clamp(max=0).sum(1) * high
     most = matrix.clamp(min=0).sum(1) * high + matrix.clamp(max=0).sum(1) * low
     return bool((low >= 0 or high <= 0) and ((least < 0) & (most > 0)).any())
 
 
 def linear_error(x: Tensor, y: Tensor) -> float:
-    """`||y - G x - g|| / ||y - mean||` on the second half of the rows for the affine map fitted to the first half: one
-    for what no affine map sees, zero for an affine y. x and y [n, d]."""
+    """Return `||y - G x - g|| / ||y - mean||` on the second half of the rows for the affine map fitted to the first.
+
+    One where no affine map predicts anything, zero for an affine y. x and y [n, d].
+    """
     half = len(x) // 2
     features = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
     fitted = torch.linalg.lstsq(features[:half], y[:half], driver="gelsd").solution

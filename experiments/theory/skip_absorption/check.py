@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from . import skip_absorption as skips
-from .check import Check, Finding, Progress, measured
-from .report import Record, plain_axes, power, table
+from ..check import Check, Finding, Parts, Progress
+from ..report import Record, plain_axes, power, table
+from . import statement as skips
 
 POINTS = 1000
 ROUNDING = 1e-9  # of float64, where an inverse of a random matrix may be ill-conditioned
@@ -30,9 +30,9 @@ class Settings:
 
 
 def constructed(settings: Settings) -> list[dict[str, Any]]:
-    """Weights made to be absorbable: the largest relative difference of both sides at random points, whether the
-    decision procedure finds the J, and the largest difference of integer weights, which has to be zero."""
-    rng, found = np.random.default_rng(settings.seed), []
+    """Return of absorbable weights the largest relative difference of both sides at random points, how often the
+    decision procedure finds the J, and the largest difference of integer weights, which must be zero."""
+    rng, entries = np.random.default_rng(settings.seed), []
     for h, m in settings.widths:
         different, least, same, exact = 0.0, 0.0, 0, 0
         for draw in range(settings.draws):
@@ -45,7 +45,7 @@ def constructed(settings: Settings) -> list[dict[str, Any]]:
             least = max(least, distance)
             same += bool((decided == chosen).all())
             exact = max(exact, integer_difference(h, m, rng))
-        found.append(
+        entries.append(
             {
                 "h": h,
                 "m": m,
@@ -56,11 +56,11 @@ def constructed(settings: Settings) -> list[dict[str, Any]]:
                 "integer_difference": exact,
             }
         )
-    return found
+    return entries
 
 
 def integer_difference(h: int, m: int, rng: np.random.Generator) -> int:
-    """Both sides for integer weights at integer points, in int64: the largest difference."""
+    """Return the largest difference of both sides for integer weights at integer points, in int64."""
     w1, w2, chosen = skips.absorbable_integers(h, m, rng)
     x = rng.integers(-1000, 1001, (h, POINTS))
     absorbed = skips.mlp(*skips.absorb(w1, w2, chosen), x)
@@ -68,9 +68,9 @@ def integer_difference(h: int, m: int, rng: np.random.Generator) -> int:
 
 
 def random_weights(settings: Settings) -> list[dict[str, Any]]:
-    """Random weights: how near the best J comes to -I (Theorem E.1), and to Z' - Z for a Z' drawn on its own
-    (Corollary E.2 with Z' fixed). And what the best J gives: how far V_2 ReLU(V_1 x) is from the function."""
-    rng, found = np.random.default_rng(settings.seed + 1), []
+    """Return for random weights how near the best J comes to -I (Theorem E.1), and to Z' - Z for a Z' drawn on its own
+    (Corollary E.2 with Z' fixed); and how far V_2 ReLU(V_1 x) of the best J is from the function."""
+    rng, entries = np.random.default_rng(settings.seed + 1), []
     for h, m in settings.widths:
         distances, fixed, differences = [], [], []
         for _ in range(settings.draws):
@@ -82,7 +82,7 @@ def random_weights(settings: Settings) -> list[dict[str, Any]]:
             differences.append(_relative(skips.mlp(*skips.absorb(w1, w2, chosen), x), expected))
             z, other = rng.standard_normal((2, h, h))
             fixed.append(skips.nearest_index_set(w1, w2, other - z)[1])
-        found.append(
+        entries.append(
             {
                 "h": h,
                 "m": m,
@@ -92,12 +92,13 @@ def random_weights(settings: Settings) -> list[dict[str, Any]]:
                 "least_difference": min(differences),
             }
         )
-    return found
+    return entries
 
 
 def counterexamples(settings: Settings) -> list[dict[str, Any]]:
-    """Corollary E.2 as quantified, over all Z': random (W_1, W_2, Z) and a random J of at least h indices."""
-    rng, found = np.random.default_rng(settings.seed + 2), []
+    """Return how exactly Corollary E.2 fails as quantified, over all Z': for random (W_1, W_2, Z) and a random J of at
+    least h indices."""
+    rng, entries = np.random.default_rng(settings.seed + 2), []
     for h, m in settings.widths:
         different, singular = 0.0, np.inf
         for draw in range(settings.draws):
@@ -108,21 +109,20 @@ def counterexamples(settings: Settings) -> list[dict[str, Any]]:
             x = rng.standard_normal((h, POINTS))
             different = max(different, _relative(skips.mlp(moved, w2, x, other), skips.mlp(w1, w2, x, z)))
             singular = min(singular, float(np.linalg.svd(other - z, compute_uv=False)[-1]))
-        found.append({"h": h, "m": m, "difference": different, "least_singular_value": singular})
-    return found
+        entries.append({"h": h, "m": m, "difference": different, "least_singular_value": singular})
+    return entries
 
 
-def _relative(found: skips.Array, expected: skips.Array) -> float:
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def _relative(output: skips.Array, expected: skips.Array) -> float:
+    return float(np.abs(output - expected).max() / np.abs(expected).max())
 
 
-def run(settings: Settings, progress: Progress) -> dict[str, Any]:
-    parts = {
+def parts(settings: Settings, progress: Progress) -> Parts:
+    return {
         "constructed": lambda: constructed(settings),
         "random": lambda: random_weights(settings),
         "counterexamples": lambda: counterexamples(settings),
     }
-    return measured(CHECK, settings, parts, progress)
 
 
 def findings(record: Record) -> list[Finding]:
@@ -221,7 +221,7 @@ def tables(record: Record) -> str:
 
 
 def draw(record: Record, figure: Any) -> None:
-    """Distances of the best J, per width: random weights against constructed ones."""
+    """Draw the distances of the best J by width: random weights against constructed ones."""
     made, drawn = record["measured"]["constructed"], record["measured"]["random"]
     figure.set_size_inches(8, 4)
     axes = plain_axes(figure, 1, 1)[0, 0]
@@ -247,7 +247,7 @@ CHECK = Check(
     statement="a ReLU MLP's skip can be absorbed at the same width if and only if W_2[:, J] W_1[J, :] = -I for some J",
     source="Karbevski & Mijoski 2025, Theorem E.1, Corollary E.2",
     settings=Settings,
-    run=run,
+    parts=parts,
     findings=findings,
     tables=tables,
     draw=draw,
