@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from ..compare.records import Measure
+from ..compare.measure import Measure
 from ..compare.statistics import Band
 
 COLORS = 8  # `--series-0` .. `--series-7` in report.css; 0 is the baseline

@@ -1,8 +1,19 @@
-"""How numbers and lists are written in tables and sentences."""
+"""How numbers, lists and tables are written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with a heading, and with a note below it; the first column holds names."""
+
+    heading: str
+    note: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 def signed(value: float, digits: int = 4) -> str:
@@ -27,3 +38,10 @@ def listed(words: Sequence[str]) -> str:
 
 def seeds(count: int) -> str:
     return f"{count} seed" if count == 1 else f"{count} seeds"
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table for GitHub, the first column to the left, the others to the right; cells are Markdown already."""
+    # Not padded, as tabulate has it: one longer cell would change every line of a committed table.
+    lines = [headers, ["---"] + ["---:"] * (len(headers) - 1), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
