@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from corpus import SHAPE
@@ -24,6 +25,7 @@ from leanqkv.report.comparison_page import write_report
 from leanqkv.report.published import METRICS, number
 from leanqkv.report.stability import outcome
 
+RESULTS = Path(__file__).parent.parent / "results"
 AT_EVERY_SCALE = [(name, scale) for name, suite in SUITES.items() for scale in suite.scales]
 P3 = [name for name, suite in SUITES.items() if suite.source.startswith("P3") and name != "vision"]
 
@@ -110,6 +112,20 @@ def test_a_misspelled_field_of_a_suite_is_not_ignored(tmp_path):
     file.write_text(good.replace("add:", "model:"))
     with pytest.raises(TypeError):
         load_suite(file)
+
+
+@pytest.mark.parametrize("plan", sorted(RESULTS.glob("*/compare.json")), ids=lambda path: path.parent.name)
+def test_committed_comparisons_are_what_their_suites_still_ask_for(plan):
+    """Otherwise their directories would be refused as another comparison's."""
+    content = json.loads(plan.read_text())
+    if content["suite"] is None:
+        return
+    suite = SUITES[content["suite"]].scales[content.get("scale", TINY)]
+    assert content["architectures"] == [*suite.entries]
+    assert content["notes"] == [*suite.notes]
+    for label, written in content.get("entries", {}).items():
+        one = suite.entries[label]
+        assert written == {"model": one.model, "recipe": one.recipe, "row": one.row}
 
 
 # --- what is printed agrees with itself and with what is built --------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Runs a comparison: every architecture on every seed, on the same batches, several runs at a time on a CPU."""
+"""Running a comparison: every architecture on every seed, on the same batches, several runs at a time on a CPU."""
 
 import multiprocessing
 import os
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,13 +243,12 @@ def _run_jobs(
             records[update.job.out] = update.record
         on_update(update)
 
+    def progress(job: Job, step: int, steps: int, loss: float | None, rate: float | None) -> None:
+        note(Update(job, step, loss, rate))
+
     if workers == 1:
         for job in jobs:
-
-            def progress(step: int, steps: int, loss: float | None, rate: float | None, job: Job = job) -> None:
-                note(Update(job, step, loss, rate))
-
-            record = train(job.spec, data, job.out, progress=progress, **settings)
+            record = train(job.spec, data, job.out, progress=partial(progress, job), **settings)
             note(Update(job, job.spec.recipe.steps, record=record))
         return records
     context = multiprocessing.get_context("spawn")
@@ -286,7 +286,7 @@ def _start_worker(threads: int, steps: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker ends when the process that started it is killed: it must not write where the next one will."""
+    """End this worker when the process that started it is killed: it must not write where the next one will."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -34,13 +34,6 @@ class ModelName:
     mechanisms: tuple[tuple[str, Options], ...]
     overrides: Options
 
-    def __str__(self) -> str:
-        parts = [self.base]
-        for mechanism, options in self.mechanisms:
-            listed = ",".join(f"{name}={_as_text(value)}" for name, value in options)
-            parts.append(f"{mechanism}:{listed}" if listed else mechanism)
-        return "+".join([*parts, *(f"{name}={_as_text(value)}" for name, value in self.overrides)])
-
 
 def parse_name(name: str) -> ModelName:
     """Read `BASE+MECHANISM+...`; each part after the base is a mechanism or a configuration field, `field=value`.
@@ -71,13 +64,13 @@ def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
     Raises:
         LeanError: unknown names. ConfigError: a combination that cannot be built.
     """
-    parsed = parse_name("+".join((base, *mechanisms)))
+    model = "+".join((base, *mechanisms))
+    parsed = parse_name(model)
     given = {**dict(parsed.overrides), **overrides}
     config: dict[str, Any] = {**BASES[parsed.base].config, **given}
     filled: dict[str, str] = {}
     for name, options in parsed.mechanisms:
-        mechanism, spec = MECHANISMS[name], {**MECHANISMS[name].spec, **dict(options)}
-        slot = mechanism.slot
+        slot, spec = MECHANISMS[name].slot, {**MECHANISMS[name].spec, **dict(options)}
         if slot in _LAYER_SLOTS:
             config[slot] = [*config.get(slot, ()), spec]
             continue
@@ -86,22 +79,17 @@ def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
         for first, second in clashes:
             raise LeanError(f"{first} and {second} clash: both decide {decides}; use one of them")
         filled[slot] = name
-        if slot in ("heads", "latent"):
-            if unknown := spec.keys() - mechanism.spec.keys():
-                valid = f": valid: {', '.join(mechanism.spec)}" if mechanism.spec else ""
-                raise LeanError(f"{name} has no option {min(unknown)!r}{valid}")
-            config |= (_grouped if slot == "heads" else _latent)(name, spec, config)
-        else:
-            config[slot] = spec
+        config |= _FIELDS_OF[slot](name, spec, config) if slot in _FIELDS_OF else {slot: spec}
     floats = {field.name for field in fields(LeanConfig) if field.type is float}
     config = {key: float(value) if key in floats and type(value) is int else value for key, value in config.items()}
     try:
         return LeanConfig(**config)
     except StrictDataclassError as error:  # a value of the wrong type
-        raise LeanError(f"{parsed}: {str(error).splitlines()[-1].strip()}") from None
+        raise LeanError(f"{model}: {str(error).splitlines()[-1].strip()}") from None
 
 
 def _grouped(name: str, options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_options(name, options)
     heads = config["num_attention_heads"]
     group = options.get("group_size", heads)
     if not isinstance(group, int) or group < 1 or heads % group:
@@ -111,14 +99,24 @@ def _grouped(name: str, options: Mapping[str, Any], config: Mapping[str, Any]) -
 
 def _latent(name: str, options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSeek-V2's proportions, which are those of P3 too: a latent of 4 heads, a rotary key of half a head."""
+    _check_options(name, options)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rank, rope_dim = options["rank"], options["rope_dim"]
-    rope = config.get("position_embedding_type") == "rope"
-    default_rope_dim = head_dim // 2 if rope else 0
+    rope_dim = head_dim // 2 if config.get("position_embedding_type") == "rope" else 0
     return {
-        "kv_lora_rank": 4 * head_dim if rank is None else rank,
-        "qk_rope_head_dim": default_rope_dim if rope_dim is None else rope_dim,
+        "kv_lora_rank": 4 * head_dim if options["rank"] is None else options["rank"],
+        "qk_rope_head_dim": rope_dim if options["rope_dim"] is None else options["rope_dim"],
     }
+
+
+# Slots whose options are translated into configuration fields.
+_FIELDS_OF = {"heads": _grouped, "latent": _latent}
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    valid = MECHANISMS[name].spec
+    if unknown := options.keys() - valid.keys():
+        choices = f": valid: {', '.join(valid)}" if valid else ""
+        raise LeanError(f"{name} has no option {min(unknown)!r}{choices}")
 
 
 def _parse_options(text: str, name: str) -> list[tuple[str, Any]]:
@@ -149,10 +147,3 @@ def _scalar(text: str) -> Any:
         except ValueError:
             return value
     return value
-
-
-def _as_text(value: Any) -> str:
-    """An option's value as a name has it."""
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

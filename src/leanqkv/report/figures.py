@@ -1,4 +1,4 @@
-"""The report's figures as inline SVG: text and axes in the page's own colour, lines in the page's `--series-N`.
+"""The report's figures as inline SVG: text and axes in the page's own color, lines in the page's `--series-N`.
 
 Every figure is drawn twice, wide and narrow, so that its text stays legible on a phone; the page shows one of them.
 """
@@ -25,7 +25,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (7, 1.5, 1.5
 MARKERS = "osD^vP*Xh"
 ROUND = [1, 2, 2.5, 5, 10]  # what distances between ticks may be, times a power of ten
 
-# Colours Matplotlib can write and nothing else in a figure has; they become CSS in `_inline`.
+# Colors Matplotlib can write and nothing else in a figure has; they become CSS in `_inline`.
 _INK = "#fedc00"
 _SERIES = tuple(f"#fedc{index + 1:02x}" for index in range(COLORS))
 _PAGE = "#fedcff"
@@ -76,7 +76,7 @@ class GridSeries:
 
 @dataclass(frozen=True)
 class CachePoint:
-    """An architecture in the plane of cache size and loss; `low` and `high` are the best and the worst seed."""
+    """An architecture in the plane of cache size and loss; `low` and `high` are the lowest and the highest seed."""
 
     label: str
     style: int
@@ -109,7 +109,7 @@ class _Canvas:
         return {"linestyle": DASHES[style % len(DASHES)], "linewidth": 2.4 if style == 0 else 1.8}
 
     def crosses(self, at: Sequence[tuple[float, float]], style: int) -> None:
-        """Diverged runs: a cross in the architecture's colour, on the upper edge where the loss lies above it."""
+        """Diverged runs: a cross in the architecture's color, on the upper edge where the loss lies above it."""
         if at:
             top = self.axes.get_ylim()[1]
             xs, ys = [x for x, _ in at], [min(y, top) if np.isfinite(y) else top for _, y in at]
@@ -119,7 +119,7 @@ class _Canvas:
 
 
 def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> Drawing:
-    """What is measured over training; the first steps run off the edge so that the end can be told apart."""
+    """Draw the measure over training; the first steps run off the edge so that the end can be told apart."""
 
     def plot(canvas: _Canvas) -> None:
         _lines(canvas, series)
@@ -147,7 +147,7 @@ def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | No
 
 
 def improvement_curves(series: Sequence[Series]) -> Drawing:
-    """Relative improvement over the baseline in percent; limits leave the noise of the first steps out."""
+    """Draw relative improvement over the baseline in percent; limits leave the noise of the first steps out."""
 
     def plot(canvas: _Canvas) -> None:
         canvas.axes.axhline(0, color=_INK, linewidth=1.4, zorder=1.5)
@@ -168,7 +168,7 @@ def improvement_curves(series: Sequence[Series]) -> Drawing:
 
 
 def learning_rate_grid(series: Sequence[GridSeries]) -> Drawing:
-    """Loss against learning rate: a ring on each architecture's best, a cross on the upper edge where it diverged."""
+    """Draw loss against learning rate: a ring on each architecture's best, a cross on the edge where it diverged."""
 
     def plot(canvas: _Canvas) -> None:
         axes = canvas.axes
@@ -203,8 +203,7 @@ def learning_rate_grid(series: Sequence[GridSeries]) -> Drawing:
 
 
 def cache_scatter(points: Sequence[CachePoint]) -> Drawing:
-    """What a smaller cache costs: down and to the left is better."""
-
+    """Draw loss against cache size: down and to the left is better."""
     right = 1.12 * max((point.kv_bytes for point in points), default=1)
     shared: dict[int, list[CachePoint]] = {}
     for point in points:
@@ -237,7 +236,7 @@ def cache_scatter(points: Sequence[CachePoint]) -> Drawing:
 def measured_lines(
     name: str, series: Sequence[Series], across: str, up: str, description: str, from_zero: bool = True
 ) -> Drawing:
-    """A quantity against another, from zero unless that would hide it; a point's `step` is where it lies across."""
+    """Draw a quantity against another, from zero unless that would hide it; a point's `step` is its place across."""
 
     def plot(canvas: _Canvas) -> None:
         _lines(canvas, series)
@@ -256,7 +255,7 @@ def measured_lines(
 
 
 def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, description: str) -> Drawing:
-    """One bar for every label, of parts that add up; `along` names the quantity."""
+    """Draw one bar for every label, of parts that add up; `along` names the quantity."""
 
     def plot(canvas: _Canvas) -> None:
         names = [label.replace("+", "\n+") if canvas.narrow else label for label in bars]
@@ -274,7 +273,7 @@ def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, descr
 
 
 def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, measure: str, description: str) -> Drawing:
-    """Matrices of equal height side by side on one scale of colours, each over its name; row 0 is at the bottom.
+    """Draw matrices side by side on one scale of colors, each over its name; row 0 is at the bottom.
 
     blocks: [rows, columns] each; `across` and `up` name columns and rows, `measure` the quantity.
     """
