@@ -45,8 +45,8 @@ def _options(mechanism: "MechanismPreset") -> str:
     from ..presets.edit import TABLES
 
     if "type" not in mechanism.spec:
-        options = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
-        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in options.items())
+        defaults = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
+        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in defaults.items())
     cls = (TABLES | {"key_value": KEY_VALUES})[mechanism.slot][mechanism.spec["type"]]
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in fields(cls.Options)]
     return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))

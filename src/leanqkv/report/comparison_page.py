@@ -139,19 +139,17 @@ def _learning_rate_search(comparison: ComparisonRecord) -> Iterable[Captioned]:
 
 
 def _loss_and_cache(comparison: ComparisonRecord) -> Iterable[Captioned]:
-    points = [
-        figures.CachePoint(
-            result.name, result.style, result.kv_bytes, result.mean_loss, min(losses.values()), max(losses.values())
-        )
+    series = [
+        figures.Series(result.name, result.style, average({seed: {size: x} for seed, x in result.losses.items()}))
         for result in comparison.results
-        if (losses := result.losses) and result.kv_bytes is not None
+        if result.losses and (size := result.kv_bytes) is not None
     ]
-    if len({point.kv_bytes for point in points}) > 1:
+    if len({one.points[0].step for one in series}) > 1:
         yield (
             "Validation loss and KV cache",
             "Down and to the left is better. Marks are means over seeds, bars reach from the lowest to the highest "
             "seed; equal caches stand side by side; the dashed line is the loss of the baseline.",
-            figures.cache_scatter(points),
+            figures.cache_scatter(series),
         )
 
 

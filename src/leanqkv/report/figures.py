@@ -75,18 +75,6 @@ class GridSeries:
 
 
 @dataclass(frozen=True)
-class CachePoint:
-    """An architecture in the plane of cache size and loss; `low` and `high` are the lowest and the highest seed."""
-
-    label: str
-    style: int
-    kv_bytes: int
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Drawing:
     """One figure in its two versions."""
 
@@ -202,27 +190,26 @@ def learning_rate_grid(series: Sequence[GridSeries]) -> Drawing:
     return _draw("grid", plot, "Line chart: validation loss against peak learning rate, one line per architecture.")
 
 
-def cache_scatter(points: Sequence[CachePoint]) -> Drawing:
-    """Draw loss against cache size: down and to the left is better."""
-    right = 1.12 * max((point.kv_bytes for point in points), default=1)
-    shared: dict[int, list[CachePoint]] = {}
-    for point in points:
-        shared.setdefault(point.kv_bytes, []).append(point)
+def cache_scatter(series: Sequence[Series]) -> Drawing:
+    """Draw loss against cache size, down and to the left is better; a line's one point has KV bytes as its `step`."""
+    sizes = [one.points[0].step for one in series]
+    right = 1.12 * max(sizes, default=1)
 
     def plot(canvas: _Canvas) -> None:
         axes = canvas.axes
-        for point in points:
-            if point.style == 0:
+        for place, one in enumerate(series):
+            point = one.points[0]
+            if one.style == 0:
                 axes.axhline(point.mean, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
             # Equal caches stand side by side, so that no mark hides another.
-            neighbours = shared[point.kv_bytes]
-            shift = neighbours.index(point) - (len(neighbours) - 1) / 2
-            gap = min(0.035 if canvas.narrow else 0.016, 0.2 / len(neighbours))  # many of them stay within the axes
-            at = point.kv_bytes + shift * right * gap
+            equal = sizes.count(point.step)
+            shift = sizes[:place].count(point.step) - (equal - 1) / 2
+            gap = min(0.035 if canvas.narrow else 0.016, 0.2 / equal)  # many of them stay within the axes
+            at = point.step + shift * right * gap
             reach = [[point.mean - point.low], [point.high - point.mean]]
-            look = canvas.look(point.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
+            look = canvas.look(one.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
             drawn = axes.errorbar([at], [point.mean], reach, linestyle="none", capsize=4, **look)
-            canvas.legend[point.label] = drawn.lines[0]
+            canvas.legend[one.label] = drawn.lines[0]
         axes.set_xlim(0, right)
         axes.margins(y=0.12)
         axes.xaxis.set_major_locator(MaxNLocator(4 if canvas.narrow else 7, steps=ROUND, integer=True))
