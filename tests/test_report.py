@@ -171,7 +171,7 @@ class Page(HTMLParser):
         self.text.append(data)
 
     def count(self, tag: str) -> int:
-        return sum(found == tag for found, _ in self.tags)
+        return sum(name == tag for name, _ in self.tags)
 
 
 @pytest.fixture(scope="module")
@@ -365,28 +365,28 @@ def test_the_same_records_give_the_same_bytes(finished: Path, page: str, tmp_pat
 
 
 def test_page_is_well_formed_and_stands_alone(page: str) -> None:
-    found = Page(page)
+    parsed = Page(page)
     assert page.startswith("<!DOCTYPE html>")
-    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in found.tags
-    assert not {"link", "script", "img", "iframe", "object", "image"} & {tag for tag, _ in found.tags}
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parsed.tags
+    assert not {"link", "script", "img", "iframe", "object", "image"} & {tag for tag, _ in parsed.tags}
     assert not re.search(r"https?://|@import|url\((?!#)", page)
-    ids = [attributes["id"] for _, attributes in found.tags if "id" in attributes]
+    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', page)) <= set(ids)
-    assert {attributes["aria-labelledby"] for _, attributes in found.tags if "aria-labelledby" in attributes} <= set(
+    assert {attributes["aria-labelledby"] for _, attributes in parsed.tags if "aria-labelledby" in attributes} <= set(
         ids
     )
 
 
 def test_page_has_every_figure_twice_with_a_caption_and_a_label(page: str) -> None:
-    found = Page(page)
-    assert found.count("figure") == found.count("figcaption") == 4
-    drawings = [attributes for tag, attributes in found.tags if tag == "svg"]
+    parsed = Page(page)
+    assert parsed.count("figure") == parsed.count("figcaption") == 4
+    drawings = [attributes for tag, attributes in parsed.tags if tag == "svg"]
     assert len(drawings) == 8
     assert all(drawing["role"] == "img" and drawing["aria-label"] for drawing in drawings)
     widths = [float(drawing["viewbox"].split()[2]) for drawing in drawings]
     assert widths == [900, 360] * 4
-    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in found.tags if tag == "th")
+    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in parsed.tags if tag == "th")
 
 
 def test_page_without_a_search_has_three_figures(tmp_path: Path) -> None:

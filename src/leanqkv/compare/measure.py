@@ -1,4 +1,4 @@
-"""What models are judged by: those of text by their loss, those of images by their accuracy."""
+"""The measure that models are judged by: the loss of text, the accuracy of images."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ def _image_counts(data: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Measure:
-    """What models of one kind of data are judged by, and how a report speaks of that data.
+    """The measure for one kind of data, and the words of a report about that data.
 
     Attributes:
-        name: of what they are judged by; `better` is "lower" or "higher", `unit` a sentence.
+        name: as in tables; `better` is "lower" or "higher", `unit` a sentence.
         final, evaluation: its key in a record's `final`, and in each of its `evaluations`.
         beside: the outcome that is listed beside the loss of every run: its key in `final`, name and format.
-        data_fields: what a report needs of a record's `data`.
-        data_size: a term, and its text from these fields.
-        inputs: what a batch holds.
+        data_fields: the fields of a record's `data` that a report needs.
+        data_size: a term, and a function from these fields to its text.
+        inputs: the name of a batch's parts.
     """
 
     name: str

@@ -15,7 +15,7 @@ from ..files import RECORD_FORMAT, read_json
 from .measure import LOSS, Measure, measure_of
 from .statistics import Curve, PairedDifference, paired_difference
 
-RECIPE_FIELDS = {"steps": int, "batch_size": int, "learning_rate": float}  # what the report counts with
+RECIPE_FIELDS = {"steps": int, "batch_size": int, "learning_rate": float}  # the report counts with these
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Run:
 
     @property
     def score(self) -> float | None:
-        """The final value of what it is judged by."""
+        """The measure at the end."""
         return self.final.get(self.measure.final)
 
     @property
     def scores(self) -> Curve:
-        """What it is judged by, during training."""
+        """The measure during training, by step."""
         return self.curves[self.measure.evaluation]
 
     @property
@@ -135,7 +135,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of one architecture; `finals` holds its runs by seed, those that did not finish included."""
+    """The runs of one architecture; `finals` holds them by seed, those that did not finish included."""
 
     name: str
     style: int
@@ -155,7 +155,7 @@ class Result:
 
     @property
     def scores(self) -> dict[int, float]:
-        """The final value of what it is judged by, by seed."""
+        """The measure at the end, by seed."""
         return {seed: run.score for seed, run in self.finals.items() if run.score is not None}
 
     @property
@@ -182,7 +182,7 @@ class Result:
         return self.finals[seed].state if seed in self.finals else "missing"
 
     def curves(self) -> dict[int, Curve]:
-        """What it is judged by during training, by seed, of the runs that did not diverge."""
+        """Return the measure during training, by seed, of the runs that did not diverge."""
         return {seed: run.scores for seed, run in self.finals.items() if run.diverged is None}
 
 
@@ -192,8 +192,8 @@ class ComparisonRecord:
 
     Attributes:
         groups: architectures, in each group the baseline of the others first.
-        rows: which line of the papers' tables an architecture stands for, where it does.
-        recipe: what was asked for in place of the architectures' own recipes.
+        rows: by architecture, the line of the papers' tables that it stands for.
+        recipe: recipe fields that replaced every architecture's own.
     """
 
     title: str

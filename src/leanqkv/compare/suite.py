@@ -1,4 +1,4 @@
-"""What is compared: entries in groups, how long and on what they are trained, and the suites, comparisons by name."""
+"""Comparisons to run: entries in groups, their recipes and data; and the suites, which are comparisons by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ class Comparison(RunSettings):
         recipe: recipe fields for every entry, in place of its own.
         learning_rates: the grid to search for each entry by itself, on a seed of its own; None: the recipes' rates.
         suite, scale: of a suite, its name and scale.
-        notes: what of it is ours, for the report.
+        notes: for the report, the choices that are ours.
         data, tokenizer: names of a data set and its tokenizer; None: the default corpus, a tokenizer trained on it.
         command: the command line that it was asked for with.
 
@@ -105,13 +105,13 @@ class Comparison(RunSettings):
 
 @dataclass(frozen=True)
 class Published:
-    """What one table or figure prints, row by row.
+    """The numbers of a paper's table or figure, row by row.
 
     Attributes:
         source: paper and table or figure.
         setting: size, data and length of training that it was measured at.
         metric: a name in `report.published.METRICS`.
-        groups: row -> what is printed; the first row of a group is the baseline of the others. Where a figure has no
+        groups: row -> printed text; the first row of a group is the baseline of the others. Where a figure has no
             numbers, words say what its text says.
     """
 
@@ -122,7 +122,7 @@ class Published:
 
     @property
     def printed(self) -> dict[str, str]:
-        """What is printed, by row."""
+        """The printed text, by row."""
         return {row: text for group in self.groups for row, text in group.items()}
 
     @property
@@ -137,7 +137,7 @@ class Suite:
 
     Attributes:
         source: the tables and figures it is about.
-        claims: what the papers say of it in words alone, each with its place.
+        claims: statements of the papers that have no number in a table, each with its place.
         stability: whether the question is which runs diverge; the report then lists every run's outcome.
     """
 

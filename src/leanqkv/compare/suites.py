@@ -1,4 +1,4 @@
-"""The suites, comparisons by name: what is compared, on which size, for how long, and what the papers print for it.
+"""The suites, which are comparisons by name with the numbers that papers print for them.
 
 Each is one file, suites/NAME.yaml. It holds `title`, `source`, `claims` and `stability` as `Suite` has them, and
 
@@ -8,8 +8,8 @@ Each is one file, suites/NAME.yaml. It holds `title`, `source`, `claims` and `st
         evaluation_sequences: 256  # this and other fields of `Comparison`
         groups:
         - base: tiny               # how the models of the group begin
-          name: short              # what labels say in place of the base
-          suffix: ", scaled"       # what labels end in
+          name: short              # stands for the base in labels
+          suffix: ", scaled"       # the end of the labels
           recipe: {steps: 800}     # for all entries
           entries:                 # the first is the baseline; `suffix` and `recipe` may be an entry's own
           - {row: baseline}

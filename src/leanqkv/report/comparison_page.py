@@ -200,7 +200,7 @@ def _learning_rates(comparison: ComparisonRecord) -> str:
 
 
 def _recipes(comparison: ComparisonRecord) -> dict[str, Any]:
-    """What each architecture was trained with: columns for what may differ, one line for what all share."""
+    """Each architecture's recipe: columns for fields that may differ, one line for those that all share."""
     recipes = {result.name: next(iter(result.finals.values())).recipe for result in comparison.results if result.finals}
     names = list(dict.fromkeys(name for recipe in recipes.values() for name in recipe))
     shown = ["learning_rate", "min_learning_rate", "weight_decay"]

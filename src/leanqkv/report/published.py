@@ -68,7 +68,7 @@ def here(comparison: ComparisonRecord) -> str:
 
 
 def _caveat(comparison: ComparisonRecord) -> str:
-    """What can be read from columns beside each other."""
+    """How far the columns can be compared with each other."""
     if comparison.scale != PAPER:
         return (
             "Published and here are of different size, data and length of training: compare signs and proportions, "
@@ -94,7 +94,7 @@ def _difference(published: Published, row: str) -> tuple[Decimal, Decimal] | Non
 
 
 def _printed(published: Published, row: str) -> list[str]:
-    """What is printed, and its difference to the baseline."""
+    """The printed text, and its difference to the baseline."""
     text = published.printed[row]
     value, compared = number(text), _difference(published, row)
     shown = text if value is None else f"{value:,}"

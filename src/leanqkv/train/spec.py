@@ -1,4 +1,4 @@
-"""What decides the numbers of a run."""
+"""The specification of a run: everything that decides its numbers."""
 
 import json
 import math
@@ -16,7 +16,7 @@ _FIRST_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What every run of a comparison has in common.
+    """Settings that all runs of a comparison share.
 
     Attributes:
         context_length: tokens per sequence; of images, how many tokens the model makes of one. None: all positions.
