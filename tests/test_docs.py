@@ -22,7 +22,7 @@ from leanqkv.model import registry
 from leanqkv.presets import MECHANISMS, recipe
 from leanqkv.report import analysis
 from leanqkv.report import bench as inference
-from leanqkv.report.comparison import markdown_table
+from leanqkv.report.comparison import markdown
 
 ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs", ROOT / "results"
@@ -55,7 +55,7 @@ def benchmark_tables(name: str, record: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("directory", COMPARISONS, ids=lambda directory: directory.name)
 def test_committed_tables_are_those_of_the_committed_records(directory):
-    table = markdown_table(load_comparison(directory))
+    table = markdown(load_comparison(directory))
     assert (directory / "table.md").read_text() == table
     assert table.split("\n\n")[0] in (DOCS / "results.md").read_text(), "the table in the documentation is another one"
 
@@ -63,7 +63,7 @@ def test_committed_tables_are_those_of_the_committed_records(directory):
 def test_the_readme_leads_with_three_seeds():
     comparison = load_comparison(RESULTS / "kv-sharing")
     assert len(comparison.seeds) == 3
-    assert markdown_table(comparison).split("\n\n")[0] in (ROOT / "README.md").read_text()
+    assert markdown(comparison).split("\n\n")[0] in (ROOT / "README.md").read_text()
 
 
 def joined_rows() -> list[str]:
