@@ -150,13 +150,13 @@ def serve(
 
     leanqkv serve runs/skipv1 --port 8000
     """
-    from transformers.utils.import_utils import is_serve_available
+    from importlib.util import find_spec
 
     from ..environment import check_device, default_device
     from ..errors import LeanError
     from .checkpoints import as_dtype
 
-    if not is_serve_available():
+    if not (find_spec("fastapi") and find_spec("uvicorn")):
         raise LeanError("serving needs packages that are not installed: pip install 'leanqkv[serve]'")
     from ..inference.serve import serve as run
 
