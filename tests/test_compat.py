@@ -119,15 +119,13 @@ def test_decoding_where_the_attention_cannot_be_told(model, expected, monkeypatc
     assert compat.attention_implementation(decoder.model) == "sdpa"
 
 
-def test_hooks():
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks(kind):
     linear = nn.Linear(2, 2)
-    assert not compat.has_forward_hooks(linear)
-    handle = linear.register_forward_pre_hook(lambda *_: None)
-    assert compat.has_forward_hooks(linear)
-    handle.remove()
-    linear.register_forward_hook(lambda *_: None)
-    assert compat.has_forward_hooks(linear)
-    assert compat.has_forward_hooks(SimpleNamespace()), "what cannot be told is taken for hooked"
+    assert not compat.has_hooks(linear)
+    getattr(linear, f"register_{kind}_hook")(lambda *_: None)
+    assert compat.has_hooks(linear)
+    assert compat.has_hooks(SimpleNamespace()), "what cannot be told is taken for hooked"
 
 
 def test_one_device(tmp_path):

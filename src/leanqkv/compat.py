@@ -76,9 +76,10 @@ def packing_works(dtype: torch.dtype) -> bool:
     return works
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether something is registered to run at `module`'s forward; True where that cannot be told."""
-    return any(getattr(module, name, True) for name in ("_forward_hooks", "_forward_pre_hooks"))
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is registered to run when `module` does; True where that cannot be told."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind, True) for kind in kinds)
 
 
 def attention_implementation(model: nn.Module) -> str | None:

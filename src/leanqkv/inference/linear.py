@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import has_forward_hooks, pack_linear, packing_works
+from ..compat import has_hooks, pack_linear, packing_works
 from .joined import join_projections
 
 # Rows that the layout is chosen for; others are computed as well.
@@ -54,6 +54,6 @@ def packed(model: nn.Module) -> Any:
         for name, child in module.named_children():
             if not isinstance(child, nn.Linear) or type(child).forward is not nn.Linear.forward:
                 continue
-            if id(child) not in joined_ids and can_pack(child.weight) and not has_forward_hooks(child):
+            if id(child) not in joined_ids and can_pack(child.weight) and not has_hooks(child):
                 setattr(module, name, PackedLinear(child))
     return packed_model
