@@ -12,6 +12,8 @@ from typing import Any
 from fastapi import HTTPException
 from torch import Tensor
 
+from ..data.tokenizer import encode_prompt
+
 COMMON_FIELDS = {"model", "temperature", "top_p", "seed", "stream"}
 LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 FIELDS_WITHOUT_EFFECT = {
@@ -94,9 +96,7 @@ class Completion(Answer):
     @staticmethod
     def encode(body: dict[str, Any], tokenizer: Any) -> Tensor:
         """Return the token ids of the prompt in a request, [1, length]."""
-        prompt = body.get("prompt")  # None is the beginning of a text, as in `leanqkv generate`.
-        start = tokenizer.bos_token or tokenizer.eos_token
-        return tokenizer(prompt or start, return_tensors="pt", add_special_tokens=bool(prompt))["input_ids"]
+        return encode_prompt(tokenizer, body.get("prompt"))
 
     def whole(self, text: str) -> dict[str, Any]:
         """Return the answer in one piece."""
