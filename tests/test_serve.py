@@ -210,12 +210,12 @@ def test_refusals(server, path, body, status, message):
     assert error["type"] == "invalid_request_error"
 
 
-def test_a_body_that_other_sites_can_send_is_refused(server):
+@pytest.mark.parametrize("kind", ["text/plain", "text/plain; application/json", "application/x-www-form-urlencoded"])
+def test_a_body_that_any_other_site_can_send_is_refused(server, kind):
     with pytest.raises(HTTPError) as caught:
-        urlopen(
-            Request(server.address + "/completions", b'{"prompt": "a"}', {"Content-Type": "text/plain"}), timeout=60
-        )
+        urlopen(Request(server.address + "/completions", b'{"prompt": "a"}', {"Content-Type": kind}), timeout=60)
     assert caught.value.code == 400
+    assert "Content-Type is not application/json" in json.loads(caught.value.read())["error"]["message"]
 
 
 def test_the_client_knows_the_refusals(server):

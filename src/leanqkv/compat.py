@@ -41,7 +41,8 @@ def compile_cpp(source: str, *flags: str) -> Any | None:
 
         return CppCodeCache.load(source, extra_flags=flags)
     except Exception as error:  # No compiler, no space, a changed interface: each raises another type.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        reason = next((line for line in lines if "error:" in line), lines[0])
         warnings.warn(
             f"the kernel for decoding cannot be compiled: {reason}; PyTorch's attention is used", RuntimeWarning, 2
         )

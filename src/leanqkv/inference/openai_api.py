@@ -39,7 +39,7 @@ class ApiError(HTTPException):
 
 def check_fields(body: dict[str, Any], supported: set[str], model: str) -> None:
     """Raise ApiError for another model, a field that is not supported, or a value out of its range."""
-    if body.get("model") not in (None, model):
+    if body.get("model", model) != model:
         raise ApiError(404, f"there is no model {body['model']!r} here, only {model!r}", "model_not_found")
     for name, value in body.items():
         known = name in supported | COMMON_FIELDS | FIELDS_WITHOUT_EFFECT
@@ -62,7 +62,7 @@ def check_fields(body: dict[str, Any], supported: set[str], model: str) -> None:
         "prompt": ("a string", lambda value: isinstance(value, str)),
     }
     for name, (description, allowed) in rules.items():
-        if body.get(name) is not None and not allowed(body[name]):
+        if name in body and not allowed(body[name]):
             raise ApiError(400, f"{name} is {description}, found {body[name]!r:.100}")
 
 
@@ -82,7 +82,7 @@ class Answer:
     @property
     def stops(self) -> list[str]:
         """Strings before which the text ends."""
-        stop = self.body.get("stop") or []
+        stop = self.body.get("stop", [])
         return [stop] if isinstance(stop, str) else stop
 
 

@@ -143,7 +143,7 @@ class Generator:
 
 
 async def _read_object(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body; raise ApiError for anything else there."""
+    """Return the JSON object in the body, without fields that are null; raise ApiError for anything else there."""
     content = bytearray()
     try:
         async for chunk in request.stream():
@@ -153,10 +153,11 @@ async def _read_object(request: Request) -> dict[str, Any]:
         body = json.loads(content)
     except (ValueError, RecursionError, ClientDisconnect) as error:
         raise ApiError(400, f"the body is not a JSON object: {error}") from None
-    # A web page of another site may send other types without asking.
-    if "json" not in request.headers.get("content-type", "") or not isinstance(body, dict):
+    # Browsers let a page of any other site send the other types.
+    content_type = request.headers.get("content-type", "").partition(";")[0]
+    if not isinstance(body, dict) or content_type.strip().lower() != "application/json":
         raise ApiError(400, "the body is not a JSON object, or its Content-Type is not application/json")
-    return body
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _decoder_options(body: dict[str, Any], prompt_tokens: int, model: Any) -> dict[str, Any]:
@@ -167,18 +168,20 @@ def _decoder_options(body: dict[str, Any], prompt_tokens: int, model: Any) -> di
     """
     positions, defaults = model.config.max_position_embeddings, model.generation_config
     room = positions - prompt_tokens
-    new = next((body[name] for name in LENGTH_FIELDS if body.get(name)), min(max(room, 1), DEFAULT_NEW_TOKENS))
+    new = next((body[name] for name in LENGTH_FIELDS if name in body), min(max(room, 1), DEFAULT_NEW_TOKENS))
     if new > room:
         lengths = f"a prompt of {prompt_tokens} tokens and {new} new ones"
         message = f"the model has {positions} positions, found {lengths}; ask for less"
         raise ApiError(400, message, "context_length_exceeded")
-    temperature, top_p = (
-        getattr(defaults, name) if body.get(name) is None else body[name] for name in ("temperature", "top_p")
-    )
+    temperature = body.get("temperature", 1.0 if defaults.temperature is None else defaults.temperature)
     if temperature == 0:
         return {"max_new_tokens": new}
-    sampling = {"temperature": 1.0 if temperature is None else float(temperature), "top_p": top_p}
-    return {"max_new_tokens": new, "do_sample": True, "top_k": defaults.top_k, **sampling}
+    sampling = {"temperature": float(temperature), "top_p": body.get("top_p", defaults.top_p), "top_k": defaults.top_k}
+    return {"max_new_tokens": new, "do_sample": True, **sampling}
+
+
+def _request_id(request: Request) -> str:
+    return request.headers.get("x-request-id") or str(uuid4())
 
 
 def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator]:
@@ -201,7 +204,7 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise ApiError(400, f"the request cannot be read: {type(error).__name__}: {error}") from error
         options = _decoder_options(body, prompt.shape[1], model)
-        answer = endpoint(request.headers.get("x-request-id") or str(uuid4()), name, prompt, body)
+        answer = endpoint(_request_id(request), name, prompt, body)
         texts, headers = generator.texts(request, answer, options), {"x-request-id": answer.id}
         if body.get("stream"):
             return StreamingResponse(answer.events(texts), headers=headers, media_type="text/event-stream")
@@ -218,12 +221,12 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    async def error_answer(_: Request, error: Exception) -> JSONResponse:
+    async def error_answer(request: Request, error: Exception) -> JSONResponse:
         status = getattr(error, "status_code", 500)
         kind = "invalid_request_error" if status < 500 else "server_error"
         message = getattr(error, "detail", f"{type(error).__name__}: {error}")
         content = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
-        return JSONResponse({"error": content}, status)
+        return JSONResponse({"error": content}, status, {"x-request-id": _request_id(request)})
 
     for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, error_answer)
