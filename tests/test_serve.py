@@ -55,10 +55,10 @@ def server(tmp_path_factory):
         )
         try:
             line = process.stdout.readline()
-            found = re.fullmatch(r"random: (http://127\.0\.0\.1:\d+/v1) \(Ctrl-C ends it\)\n", line)
-            assert found, line + (directory / "errors").read_text()
-            client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=60)
-            yield SimpleNamespace(directory=directory, address=found[1], process=process, client=client)
+            started = re.fullmatch(r"random: (http://127\.0\.0\.1:\d+/v1) \(Ctrl-C ends it\)\n", line)
+            assert started, line + (directory / "errors").read_text()
+            client = openai.OpenAI(base_url=started[1], api_key="none", max_retries=0, timeout=60)
+            yield SimpleNamespace(directory=directory, address=started[1], process=process, client=client)
             long = {"model": "random", "prompt": "a", "max_tokens": POSITIONS - 9}
             stream = iter(client.completions.create(**long, stream=True))
             next(stream)
@@ -91,8 +91,8 @@ def generated(server):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         sampling = {"do_sample": False} if seed is None else {"do_sample": True, "top_k": 0}
         torch.manual_seed(seed or 0)
-        found = model.generate(ids, max_new_tokens=new, **sampling)
-        return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+        output = model.generate(ids, max_new_tokens=new, **sampling)
+        return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     return text
 
@@ -149,8 +149,8 @@ def test_chat_and_responses(server, generated):
     assert server.client.chat.completions.create(**options).choices[0].message.content == expected
     pieces = server.client.chat.completions.create(**options, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
-    found = server.client.chat.completions.create(**options, stop=expected[4:6]).choices[0]
-    assert (found.message.content, found.finish_reason) == (expected[: expected.index(expected[4:6])], "stop")
+    choice = server.client.chat.completions.create(**options, stop=expected[4:6]).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (expected[: expected.index(expected[4:6])], "stop")
     options = {"model": "random", "input": "def ", "temperature": 0, "max_output_tokens": 16}
     assert server.client.responses.create(**options).output_text == expected
     events = list(server.client.responses.create(**options, stream=True))

@@ -86,9 +86,9 @@ def _print_answer(
 
     inputs = encode_prompt(tokenizer, prompt).to(decoder.model.device)
     length, positions = inputs.shape[1], decoder.config.max_position_embeddings
-    room, asked = positions - length, options["max_new_tokens"]
-    if decoder.config.position_embedding_type == "learned" and asked > room:
-        advice = f"--max-new-tokens can be {room} at most, found {asked}" if room > 0 else "shorten it"
+    room, new = positions - length, options["max_new_tokens"]
+    if decoder.config.position_embedding_type == "learned" and new > room:
+        advice = f"--max-new-tokens can be {room} at most, found {new}" if room > 0 else "shorten it"
         raise LeanError(f"the prompt takes {length} of the model's {positions} positions: {advice}")
     if echo:
         print(prompt, end="", flush=True)

@@ -69,7 +69,7 @@ def bench_record(
     device: str,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return the record of a benchmark: the models, every measurement, and where it was made.
+    """Return the record of a benchmark: models, measurements, hardware and versions.
 
     Args:
         names: directories, or configurations by name, whose weights are random.
