@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from ..compat import dataset_fingerprint
 from ..errors import LeanError
 from .cache import cache_directory, made_once
 
@@ -171,7 +172,7 @@ def _dataset(source: str, progress: Progress) -> ImageData:
 
     description = (path.name if local else name) + (f":{config}" if config else "")
     return _cached(
-        "\0".join(["datasets", source, label, train._fingerprint, test._fingerprint]),
+        "\0".join(["datasets", source, label, dataset_fingerprint(train), dataset_fingerprint(test)]),
         description if label == "label" else f"{description}, {label}",
         classes,
         (len(train), pairs(train)),

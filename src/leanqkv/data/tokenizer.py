@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..errors import LeanError
@@ -46,6 +47,13 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise LeanError(f"the tokenizer {name} cannot be used: it needs a fast version and an end-of-text token")
     return tokenizer  # type: ignore[return-value]
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None) -> Tensor:
+    """Return the token ids of a prompt, [1, length]; an empty one is the token that texts begin with."""
+    # A tokenizer of ours adds no token to a prompt, as in training; LLaMA's puts one before it.
+    text = prompt or tokenizer.bos_token or tokenizer.eos_token
+    return tokenizer(text, return_tensors="pt", add_special_tokens=bool(prompt))["input_ids"]
 
 
 def _leading(documents: Iterator[str], characters: int) -> Iterator[str]:

@@ -104,7 +104,7 @@ def _time(
     """Seconds until the first step is done, and seconds of the fastest step after that, the one least disturbed."""
     state = torch.get_rng_state()
     try:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         model = build(config)
         model.to(device)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

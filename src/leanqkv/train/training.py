@@ -13,11 +13,11 @@ from transformers.trainer_callback import PrinterCallback
 from ..checkpoints.load import load_weights
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import weights_hash
+from ..compat import quiet_transformers, use_one_device
 from ..environment import check_device, default_device, git_commit, hardware, versions
 from ..errors import LeanError
 from ..files import RECORD_FORMAT
 from ..model.config import LeanConfig
-from ..quiet import quiet_transformers
 from .directory import claim, disk_full_is_an_error, finish, last_checkpoint, only_here
 from .precision import Precision, parse_precision
 from .spec import RunSpec
@@ -194,5 +194,5 @@ def _arguments(spec: RunSpec, out: Path, device: str, keep_checkpoints: bool) ->
         report_to="none",
         disable_tqdm=True,
     )
-    arguments._n_gpu = min(arguments._n_gpu, 1)  # several devices are torchrun's business, never DataParallel's
+    use_one_device(arguments)
     return arguments
