@@ -104,7 +104,7 @@ def test_one_document_gives_up_its_tail(tmp_path):
 def test_second_preparation_is_read_from_the_cache(tmp_path, monkeypatch):
     source = str(write_text(tmp_path / "a.txt"))
     first = prepare_data(source, vocab_size=400)
-    monkeypatch.setattr(prepare_module, "_write_tokens", lambda *_: pytest.fail("tokenized twice"))
+    monkeypatch.setattr(prepare_module, "write_tokens", lambda *_: pytest.fail("tokenized twice"))
     assert prepare_data(source, vocab_size=400) == first
     monkeypatch.undo()
     monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
@@ -117,7 +117,7 @@ def test_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepare_module, "_write_tokens", full)
+    monkeypatch.setattr(prepare_module, "write_tokens", full)
     with pytest.raises(OSError, match="No space"):
         prepare_data(source, vocab_size=400)
     assert list((tmp_path / "cache" / "data").iterdir()) == []

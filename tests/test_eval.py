@@ -352,7 +352,7 @@ def refused(cli, *arguments) -> str:
 
 
 @pytest.mark.parametrize(
-    "content, said", [("", "the data is empty"), ("a", "too short: 1 in tokens"), (b"\xff\xfe", "not UTF-8")]
+    "content, said", [("", "the data is empty"), ("a", "too short: 1 token found"), (b"\xff\xfe", "not UTF-8")]
 )
 def test_texts_that_cannot_be_scored(checkpoints, cli, tmp_path, content, said):
     (tmp_path / "text.txt").write_bytes(content if isinstance(content, bytes) else content.encode())

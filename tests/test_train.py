@@ -296,7 +296,7 @@ def test_the_fastest_precision_is_chosen_and_the_random_state_kept(monkeypatch):
             raise RuntimeError("no compiler")
         return seconds.get(str(precision), (0, 9.0))
 
-    monkeypatch.setattr("leanqkv.train.precision._time", timed)
+    monkeypatch.setattr("leanqkv.train.precision.time_steps", timed)
     arguments = {"batch_size": 2, "context_length": 16, "device": "cpu"}
     config = preset(f"tiny{SHAPE}")
     assert str(choose_precision(config, steps=10, **arguments)) == "bf16+sdpa", "compiling does not pay for 10 steps"

@@ -66,7 +66,7 @@ def analyze(
             tokenizer=None if tokens_given else str(shared_tokenizer(subjects)),
             text_field=text_field,
             max_documents=max_documents,
-            progress=lambda stage, done: bar.describe(f"{stage}, {done:,} documents" if done else stage),
+            progress=bar.describe,
         )
     console.print(f"data: {text.description}; {text.validation_tokens:,} tokens held out", highlight=False)
     with progress_bar("analysing") as progress:

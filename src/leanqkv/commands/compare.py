@@ -14,6 +14,7 @@ from .options import (
     BatchSize,
     ContextLength,
     Data,
+    DataOptions,
     Device,
     LearningRate,
     MaxDocuments,
@@ -25,7 +26,6 @@ from .options import (
     WarmupSteps,
     WeightDecay,
     console,
-    evaluation_size,
     outcome,
     prepare,
     recipe_overrides,
@@ -129,9 +129,9 @@ def compare(
     if data is None:
         data, tokenizer = setup.data, tokenizer or setup.tokenizer
     configs = [preset(entry.model) for entry in setup.entries]
-    prepared = prepare(data, configs, tokenizer, text_field, max_documents)
+    prepared = prepare(DataOptions(data, text_field, max_documents, tokenizer), configs)
     if evaluation_sequences is None:
-        evaluated = evaluation_size(prepared, setup.evaluation_sequences)
+        evaluated = prepared.evaluation_size(setup.evaluation_sequences)
         comparison = replace(comparison, evaluation_sequences=evaluated)
 
     def label(job: Job) -> str:
