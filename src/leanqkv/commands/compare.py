@@ -29,6 +29,7 @@ from .options import (
     outcome,
     prepare,
     recipe_overrides,
+    resumable,
 )
 
 
@@ -138,7 +139,7 @@ def compare(
         role = f" lr {job.spec.recipe.learning_rate:g}" if job.spec.role == "grid" else ""
         return f"{job.spec.name}{role} seed {job.spec.seed}"
 
-    with training_display() as display:
+    with resumable(), training_display() as display:
 
         def on_jobs(todo: Any) -> None:
             display.start(sum(job.spec.recipe.steps for job in todo))

@@ -157,11 +157,11 @@ def prepare(options: DataOptions, configs: "Sequence[LeanConfig]") -> "PreparedD
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """On Ctrl-C, say that the same command goes on; Typer then exits with code 130."""
+    """On Ctrl-C, say that the work can be continued; Typer then exits with code 130."""
     try:
         yield
     except KeyboardInterrupt:
-        terminal.print("stopped; the same command goes on from the last checkpoint", highlight=False)
+        terminal.print("stopped; run the same command again to continue", highlight=False)
         raise
 
 

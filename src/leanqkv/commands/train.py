@@ -26,7 +26,8 @@ from .options import (
 if TYPE_CHECKING:
     from ..model.config import LeanConfig
     from ..presets import Recipe
-    from ..train import Precision
+    from ..train import Precision, RunSpec
+    from ..train.tasks import Data as PreparedData
 
 
 @option_groups
@@ -77,11 +78,16 @@ def uptrain(
     from ..errors import LeanError
     from ..model.config import LeanConfig
     from ..presets import Recipe
+    from ..train.tasks import task_of
 
     overrides = open_checkpoint(source).config.as_overrides()
     config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
-    if teacher is not None and (tokens := open_checkpoint(teacher).config.vocab_size) != config.vocab_size:
-        raise LeanError(f"the teacher has {tokens:,} tokens, the model {config.vocab_size:,}; they must be the same")
+    has_tokenizer = task_of(config, source.name).has_tokenizer
+    if teacher is not None:
+        if not has_tokenizer:
+            raise LeanError(f"--teacher is for models of text, and {source} is not one; leave it out")
+        if (tokens := open_checkpoint(teacher).config.vocab_size) != config.vocab_size:
+            raise LeanError(f"the teacher has {tokens:,} tokens, the model {config.vocab_size:,}; they must agree")
     recipe = Recipe(
         steps,
         batch_size or 16,
@@ -90,7 +96,7 @@ def uptrain(
         weight_decay,
         steps // 10 if warmup_steps is None else warmup_steps,
     )
-    data = DataOptions(**vars(text), tokenizer=str(source))
+    data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
     record = train_model(source.name, config, recipe, data, run, source, teacher, distillation)
     console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}", highlight=False)
 
@@ -108,11 +114,11 @@ def train_model(
     """Read the data, choose the precision, train, and return the record.
 
     Raises:
-        LeanError: options that do not fit together, before anything is read or written where that is possible.
+        LeanError: options that do not fit together, before anything is read or written if possible.
     """
     from ..checkpoints.tensors import weights_hash
     from ..environment import check_device
-    from ..train import RunSpec, parse_precision, train
+    from ..train import RunSpec, parse_precision
     from ..train.directory import check_out
     from ..train.tasks import check_fit, task_of
 
@@ -146,19 +152,28 @@ def train_model(
         gradient_checkpointing=run.gradient_checkpointing,
         **start,
     )
+    return _train(spec, prepared, run, initial, teacher)
+
+
+def _train(
+    spec: "RunSpec", data: "PreparedData", run: RunOptions, initial: Path | None, teacher: Path | None
+) -> dict[str, Any]:
+    """Train, showing the progress and the outcome."""
+    from ..train import train
+
     with resumable(), training_display() as display:
-        display.start(recipe.steps)
+        display.start(spec.recipe.steps)
         record = train(
             spec,
-            prepared,
+            data,
             run.out,
             device=run.device,
             initial=initial,
             teacher=teacher,
             keep_checkpoints=run.keep_checkpoints,
-            progress=partial(display.update, name),
+            progress=partial(display.update, spec.name),
         )
-        display.finish(name, recipe.steps, outcome(record))
+        display.finish(spec.name, spec.recipe.steps, outcome(record))
     files = [file for file in ("model.safetensors", "tokenizer.json", "record.json") if (run.out / file).exists()]
     console.print(f"{run.out}: {', '.join(files)}", highlight=False)
     return record

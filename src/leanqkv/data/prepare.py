@@ -154,13 +154,27 @@ def tokenized(
     """Yield each document, its tokens with an end-of-text token after them, and whether it is held out."""
     done = characters = 0
     progress("tokenizing")
-    while batch := list(islice(documents, 256)):
+    for batch in _batches(documents):
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         for document, encoding in zip(batch, encodings, strict=True):
             yield document, [*encoding.ids, tokenizer.eos_token_id], done % VALIDATION_SHARE == VALIDATION_SHARE - 1
             done += 1
         characters += sum(map(len, batch))
         progress(f"tokenizing, {done:,} documents, {characters / 1e6:,.1f} million characters")
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Yield lists of 256 documents, or of fewer with 8 Mi characters, between which progress is reported."""
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == 256 or characters >= 2**23:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def write_tokens(

@@ -41,6 +41,7 @@ class TextTask:
     """Next-token prediction. An instance belongs to one run, static methods to all of them."""
 
     reads = "text"
+    has_tokenizer = True
     model_class = LeanForCausalLM
 
     def __init__(self, spec: RunSpec, data: TokenData, batches: Path):
@@ -111,6 +112,7 @@ class ImageTask:
     """Classification of images: the methods of TextTask, for images."""
 
     reads = "images"
+    has_tokenizer = False
     model_class = LeanForImageClassification
 
     def __init__(self, spec: RunSpec, data: ImageData, batches: Path):
