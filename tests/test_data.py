@@ -9,6 +9,7 @@ import torch
 from leanqkv import LeanError
 from leanqkv.data import batch_plan, collate, make_batch_plan, open_corpus, prepare_data
 from leanqkv.data import prepare as prepare_module
+from leanqkv.data.tokenizer import train_tokenizer
 
 TEXT = [f"line {i}: the quick brown fox number {i * i} jumps over the lazy dog\n" for i in range(400)]
 SIZES = {
@@ -92,6 +93,17 @@ def test_tokens_decode_to_the_documents_and_one_in_twenty_is_held_out(tmp_path):
     assert validation == TEXT[19::20]
     assert train == [line for i, line in enumerate(TEXT) if i % 20 != 19]
     assert data.bytes_per_token == sum(map(len, TEXT)) / (data.train_tokens + data.validation_tokens)
+
+
+def test_preparation_says_how_much_is_done(tmp_path):
+    source, lines = write_jsonl(tmp_path / "a.jsonl"), []
+    prepare_data(str(source), vocab_size=400, progress=lines.append)
+    size = f"{sum(map(len, TEXT)) / 1e6:.1f} million characters"
+    assert lines[:3] == ["reading the data", "training the tokenizer", "tokenizing"]
+    assert lines[3].startswith("tokenizing, 256 documents") and lines[4:] == [f"tokenizing, 400 documents, {size}"]
+    lines.clear()
+    train_tokenizer(iter(["abc " * 2**18] * 3), 300, lines.append)
+    assert lines == [f"training the tokenizer, {count} million characters read" for count in (1, 2, 3)]
 
 
 def test_one_document_gives_up_its_tail(tmp_path):
