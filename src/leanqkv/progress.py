@@ -129,10 +129,14 @@ class TrainingDisplay:
 
 @contextmanager
 def training_display() -> Iterator[TrainingDisplay]:
-    """Show the progress of training runs while the body runs."""
+    """Show the progress of training runs while the body runs; on Ctrl-C, say that they can be continued."""
     display = TrainingDisplay()
-    with display.bars, _log_lines(display.lines):
-        yield display
+    try:
+        with display.bars, _log_lines(display.lines):
+            yield display
+    except KeyboardInterrupt:
+        terminal.print("stopped; run the same command again to continue", highlight=False)
+        raise  # Typer exits with code 130
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from .options import (
     BatchSize,
     ContextLength,
     Data,
-    DataOptions,
     Device,
     LearningRate,
     MaxDocuments,
@@ -26,10 +25,10 @@ from .options import (
     WarmupSteps,
     WeightDecay,
     console,
+    evaluation_size,
     outcome,
     prepare,
     recipe_overrides,
-    resumable,
 )
 
 
@@ -130,16 +129,16 @@ def compare(
     if data is None:
         data, tokenizer = setup.data, tokenizer or setup.tokenizer
     configs = [preset(entry.model) for entry in setup.entries]
-    prepared = prepare(DataOptions(data, text_field, max_documents, tokenizer), configs)
+    prepared = prepare(data, configs, tokenizer, text_field, max_documents)
     if evaluation_sequences is None:
-        evaluated = prepared.evaluation_size(setup.evaluation_sequences)
+        evaluated = evaluation_size(prepared, setup.evaluation_sequences)
         comparison = replace(comparison, evaluation_sequences=evaluated)
 
     def label(job: Job) -> str:
         role = f" lr {job.spec.recipe.learning_rate:g}" if job.spec.role == "grid" else ""
         return f"{job.spec.name}{role} seed {job.spec.seed}"
 
-    with resumable(), training_display() as display:
+    with training_display() as display:
 
         def on_jobs(todo: Any) -> None:
             display.start(sum(job.spec.recipe.steps for job in todo))

@@ -1,8 +1,7 @@
 """Options that several commands take, and the work on them that these commands share."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..progress import console, progress_bar, terminal
+from ..progress import console, progress_bar
 
 if TYPE_CHECKING:
     from ..model.config import LeanConfig
@@ -144,25 +143,26 @@ def recipe_overrides(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def prepare(options: DataOptions, configs: "Sequence[LeanConfig]") -> "PreparedData":
+def prepare(
+    source: str | None,
+    configs: "Sequence[LeanConfig]",
+    tokenizer: str | None,
+    text_field: str,
+    max_documents: int | None,
+) -> "PreparedData":
     """Return the data that all these models can be trained on, and print what it is."""
     from ..train.tasks import prepare
 
+    text = {"tokenizer": tokenizer, "text_field": text_field, "max_documents": max_documents}
     with progress_bar("reading the data") as bar:
-        text = {"text_field": options.text_field, "max_documents": options.max_documents}
-        data = prepare(configs, options.data, bar.describe, tokenizer=options.tokenizer, **text)
+        data = prepare(configs, source, bar.describe, **text)
     console.print(f"data: {data.description}; {data.sizes()}", highlight=False)
     return data
 
 
-@contextmanager
-def resumable() -> Iterator[None]:
-    """On Ctrl-C, say that the work can be continued; Typer then exits with code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        terminal.print("stopped; run the same command again to continue", highlight=False)
-        raise
+def evaluation_size(data: "PreparedData", sequences: int) -> int:
+    """Return how many sequences or images an evaluation takes unless the user says otherwise."""
+    return data.evaluation_size(sequences)
 
 
 def outcome(record: dict[str, Any]) -> str:

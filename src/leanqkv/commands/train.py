@@ -16,11 +16,11 @@ from .options import (
     RecipeOptions,
     RunOptions,
     TextOptions,
+    evaluation_size,
     option_groups,
     outcome,
     prepare,
     recipe_overrides,
-    resumable,
 )
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def train_model(
     parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
     assert context is not None
-    prepared = prepare(data, [config])
+    prepared = prepare(data.data, [config], data.tokenizer, data.text_field, data.max_documents)
     check_fit(name, config, prepared, context)
     precision = _precision(run, config, recipe, context)
     start: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def train_model(
         precision_timings=precision.timings,
         data_sha256=prepared.sha256,
         micro_batch_size=run.micro_batch_size,
-        evaluation_sequences=run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences),
+        evaluation_sequences=run.evaluation_sequences or evaluation_size(prepared, RunSpec.evaluation_sequences),
         evaluate_every=run.evaluate_every,
         gradient_checkpointing=run.gradient_checkpointing,
         **start,
@@ -161,7 +161,7 @@ def _train(
     """Train, showing the progress and the outcome."""
     from ..train import train
 
-    with resumable(), training_display() as display:
+    with training_display() as display:
         display.start(spec.recipe.steps)
         record = train(
             spec,
