@@ -25,6 +25,7 @@ from leanqkv import LeanForCausalLM
 from leanqkv.environment import git_commit, hardware, versions
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
 from leanqkv.inference import Decoder
+from leanqkv.model.attention import attend
 from leanqkv.presets import preset
 
 BASE, PROMPT, STEPS = "llama-130m", 128, 256
@@ -38,9 +39,12 @@ def unpacked(model: nn.Module) -> nn.Module:
 # What is replaced while the decoder is made, and while it takes in the prompt.
 PARTS: dict[str, tuple[Callable[[], AbstractContextManager], Callable[[], AbstractContextManager]]] = {
     WHOLE: (nullcontext, nullcontext),
-    "PyTorch's attention": (lambda: patch("leanqkv.inference.decoder.NAME", "sdpa"), nullcontext),
+    "PyTorch's attention": (lambda: patch("leanqkv.inference.decoder.attend_one_query", attend), nullcontext),
     "weights as they are": (lambda: patch("leanqkv.inference.decoder.packed", unpacked), nullcontext),
-    "products of one input apart": (lambda: patch("leanqkv.inference.linear.join", lambda *_: None), nullcontext),
+    "products of one input apart": (
+        lambda: patch("leanqkv.inference.linear.join_projections", lambda *_: []),
+        nullcontext,
+    ),
     "a cache that grows": (
         nullcontext,
         lambda: patch("leanqkv.inference.decoder.allocate_cache", lambda config, _: DynamicCache(config=config)),

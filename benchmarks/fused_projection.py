@@ -8,6 +8,7 @@ layer alone, which is where the whole difference arises.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from leanqkv import LeanForCausalLM, preset
 from leanqkv.environment import default_device, git_commit, hardware, versions
 from leanqkv.files import write_json
-from leanqkv.model import fused
+from leanqkv.inference.joined import join_projections
 
 MODELS = ("gpt2-124m", "gpt2-124m+nonlinear-query")
 TOKENS = (1, 16, 64, 256, 1024, 4096)
@@ -39,15 +40,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     dtype = getattr(torch, asked.dtype)
-    least, fused.MIN_TOKENS = fused.MIN_TOKENS, 1  # both are timed everywhere; the threshold is read off the result
     rows: list[dict[str, Any]] = []
     for name in asked.models:
         config = preset(name, num_hidden_layers=max(asked.layers, 2), vocab_size=1024)
         torch.manual_seed(0)
-        model = LeanForCausalLM(config).to(asked.device, dtype)
+        separate = LeanForCausalLM(config).to(asked.device, dtype)
+        joined = copy.deepcopy(separate, {id(parameter): parameter for parameter in separate.parameters()})
+        join_projections(joined)
+        models = {True: joined, False: separate}
         for tokens in asked.tokens:
-            for what, once in cases(model, tokens, asked.device).items():
-                row = {"model": name, "what": what, "tokens": tokens, **compare(model, once, asked)}
+            for what, once in cases(config, tokens, asked.device, dtype).items():
+                row = {"model": name, "what": what, "tokens": tokens, **compare(models, once, asked)}
                 rows.append(row)
                 print(
                     f"{name:34} {what:16} {tokens:6} tokens  fused/unfused {row['ratio']['median']:.3f} "
@@ -58,7 +61,6 @@ def main() -> None:
         record = {
             "record": 1,
             "command": f"python benchmarks/fused_projection.py --layers {asked.layers} --dtype {asked.dtype}",
-            "min_tokens": least,
             "dtype": asked.dtype,
             "layers": asked.layers,
             "rows": rows,
@@ -69,34 +71,34 @@ def main() -> None:
         write_json(asked.out, record)
 
 
-def cases(model: LeanForCausalLM, tokens: int, device: str) -> dict[str, Callable[[], Any]]:
+def cases(config: Any, tokens: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[LeanForCausalLM], Any]]:
     """What is timed: the projections of one layer, a prefill and a training step of the whole model."""
     ids = torch.randint(0, 1024, (max(1, tokens // 1024), min(tokens, 1024)), device=device)
-    attention = model.model.layers[1].self_attn
-    hidden = torch.randn(*ids.shape, model.config.hidden_size, device=device, dtype=model.dtype)
+    hidden = torch.randn(*ids.shape, config.hidden_size, device=device, dtype=dtype)
 
-    def projections() -> None:
+    def projections(model: LeanForCausalLM) -> None:
         with torch.no_grad():
-            attention.project_inputs(hidden, None)
+            model.model.layers[1].self_attn.project(hidden, None)
 
-    def prefill() -> None:
+    def prefill(model: LeanForCausalLM) -> None:
         with torch.no_grad():
             model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
-    def step() -> None:
+    def step(model: LeanForCausalLM) -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         model.zero_grad()
 
     return {"attention.input": projections, "prefill": prefill} | ({"training step": step} if tokens >= 256 else {})
 
 
-def compare(model: LeanForCausalLM, once: Callable[[], Any], asked: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    models: dict[bool, LeanForCausalLM], once: Callable[[LeanForCausalLM], Any], asked: argparse.Namespace
+) -> dict[str, Any]:
     def seconds(fuse: bool, repetitions: int) -> float:
-        model.config.fuse_projections = fuse
         synchronize(asked.device)
         start = time.perf_counter()
         for _ in range(repetitions):
-            once()
+            once(models[fuse])
         synchronize(asked.device)
         return (time.perf_counter() - start) / repetitions
 

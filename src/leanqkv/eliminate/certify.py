@@ -14,7 +14,6 @@ from transformers.initialization import no_init_weights
 from ..checkpoints.load import MODELS
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from ..presets.edit import with_fields
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 # Modules that use their submodules' weights without calling them.
@@ -45,7 +44,7 @@ def logits(
 ) -> Tensor:
     """[tokens or images, outputs], float64, of a model computed in `dtype`; weights are read as they are needed."""
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model: Any = MODELS[config.task](with_fields(config, fuse_projections=False))
+        model: Any = MODELS[config.task](config)
     for module in model.modules():  # but no buffer: rotary frequencies stay in float32, as when a checkpoint is loaded
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, torch.nn.Parameter(parameter.to(dtype), requires_grad=False))

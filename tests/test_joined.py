@@ -1,4 +1,4 @@
-"""One product for all projections of the same input: the same numbers, and nothing passed over."""
+"""One product for all projections of the same input: the same numbers, the same names, and nothing passed over."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +8,9 @@ import torch
 from shapes import assert_near, randomize, tiny, tokens
 from torch import nn
 
-from leanqkv import LeanForCausalLM
-from leanqkv.model import fused
+from leanqkv import LeanConfig, LeanForCausalLM
+from leanqkv.inference import joined
+from leanqkv.inference.joined import join_projections
 
 CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("gpt", (), {}),
@@ -28,51 +29,62 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fuses from the first token on, and notes the rows of every joined weight."""
-    monkeypatch.setattr(fused, "MIN_TOKENS", 1)
+    """The rows of every joined weight that is multiplied with."""
     seen: list[int] = []
 
     def noted(x, weight, bias=None):
         seen.append(len(weight))
         return nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(fused, "F", SimpleNamespace(linear=noted))
+    monkeypatch.setattr(joined, "F", SimpleNamespace(linear=noted))
     return seen
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "+".join((case[0], *case[1], *case[2])))
-def test_fused_is_unfused(case, products) -> None:
+def test_joined_is_separate(case, products) -> None:
+    """Logits and gradients, by name."""
     shape, names, overrides = case
     model = randomize(LeanForCausalLM(tiny(shape, *names, **overrides))).double()
     ids = tokens(2, 9)
-    results = {}
-    for fuse in (True, False):
-        model.config.fuse_projections = fuse
+    results = []
+    for join in (False, True):
+        if join:
+            join_projections(model)
         model.zero_grad()
         output = model(input_ids=ids, labels=ids)
         output.loss.backward()
-        results[fuse] = output.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-        if not fuse:
-            continue
-        assert len(products) >= model.config.num_hidden_layers // 2, "nothing was fused"
-    assert_near(results[True][0], results[False][0], 1e-11)
+        results.append((output.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        assert bool(products) == join
+    assert len(products) >= model.config.num_hidden_layers // 2, "nothing was joined"
+    (separate, gradients), (together, others) = results
+    assert_near(together, separate, 1e-11)
+    assert gradients.keys() == others.keys()
     # A key bias without rotary positions shifts all scores alike: its gradient is zero up to rounding.
-    floor = 1e-4 * max(gradient.abs().max().item() for gradient in results[False][1].values())
-    for name, gradient in results[False][1].items():
-        assert_near(results[True][1][name], gradient, 1e-11, name, floor)
+    floor = 1e-4 * max(gradient.abs().max().item() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        assert_near(others[name], gradient, 1e-11, name, floor)
 
 
-def test_the_nonlinear_query_is_fused_to_two_and_a_half_widths(products) -> None:
+def test_the_nonlinear_query_is_joined_to_two_and_a_half_widths(products) -> None:
     """K, V and W_1: d + d + d / 2 (P2, section 4), where a linear query takes 3 d."""
     for names, rows in (((), 3 * 32), (("nonlinear-query",), 5 * 32 // 2)):
         products.clear()
-        LeanForCausalLM(tiny("gpt", *names))(input_ids=tokens(1, 4))
+        model = LeanForCausalLM(tiny("gpt", *names))
+        join_projections(model)
+        model(input_ids=tokens(1, 4))
         assert set(products) == {rows}
 
 
-def test_names_and_configuration_do_not_depend_on_it() -> None:
-    on, off = (LeanForCausalLM(tiny("gpt", "nonlinear-query", fuse_projections=fuse)) for fuse in (True, False))
-    assert on.state_dict().keys() == off.state_dict().keys()
+def test_names_do_not_depend_on_it() -> None:
+    model = LeanForCausalLM(tiny("llama", "nonlinear-query"))
+    names = list(model.state_dict())
+    assert len(join_projections(model)) == 5 * model.config.num_hidden_layers  # W_1, K, V; gate, up
+    assert list(model.state_dict()) == names
+
+
+def test_a_configuration_from_before_still_loads() -> None:
+    """It held whether projections were to be joined, which never changed the function."""
+    assert LeanConfig(fuse_projections=False).to_dict() == LeanConfig().to_dict()
 
 
 @pytest.mark.parametrize("where", ["q_proj", "q_proj.down_proj", "k_proj"])
@@ -80,6 +92,7 @@ def test_a_hook_is_not_passed_over(where: str, products) -> None:
     model = LeanForCausalLM(tiny("gpt", "nonlinear-query"))
     calls: list[str] = []
     model.get_submodule(f"model.layers.0.self_attn.{where}").register_forward_hook(lambda *_: calls.append(where))
+    join_projections(model)
     model(input_ids=tokens(1, 4))
     assert calls == [where]
 
@@ -102,22 +115,26 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["q_proj", "q_proj.down_proj", "v_proj"])
-def test_an_adapter_is_not_passed_over(where: str, products, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_is_not_passed_over(where: str, products) -> None:
     model = randomize(LeanForCausalLM(tiny("gpt", "nonlinear-query"))).eval()
     layer = f"model.layers.0.self_attn.{where}"
     parent, _, name = layer.rpartition(".")
     setattr(model.get_submodule(parent), name, Adapted(model.get_submodule(layer)))
     ids = tokens(2, 6)
     with torch.no_grad():
-        found = model(input_ids=ids).logits
-        model.config.fuse_projections = False
-        assert_near(found, model(input_ids=ids).logits, 1e-5)
+        separate = model(input_ids=ids).logits
+        join_projections(model)
+        assert_near(model(input_ids=ids).logits, separate, 1e-5)
+    assert products, "the others are joined"
 
 
-def test_a_decoding_step_joins_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_made_once_joins_no_weights_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_args):
         raise AssertionError("weights were joined for a single token")
 
     model = LeanForCausalLM(tiny("gpt")).eval()
-    monkeypatch.setattr(fused.torch, "cat", never)
-    model(input_ids=tokens(1, 1), use_cache=False)
+    ids = tokens(1, 1)
+    expected = model(input_ids=ids, use_cache=False).logits
+    join_projections(model, lambda weight, bias: lambda x: nn.functional.linear(x, weight, bias))
+    monkeypatch.setattr(joined.torch, "cat", never)
+    assert_near(model(input_ids=ids, use_cache=False).logits, expected, 1e-5)
