@@ -597,7 +597,7 @@ def test_data_of_the_wrong_kind_or_shape_is_refused(digits, tmp_path):
     ):
         with pytest.raises(LeanError, match=message):
             train(spec(digits, f"vit-digits+{field}"), digits, tmp_path / "run", device="cpu")
-    with pytest.raises(LeanError, match="cuts an image into 17 tokens, 8 are asked for"):
+    with pytest.raises(LeanError, match="cuts an image into 17 tokens, not 8"):
         train(spec(digits, context_length=8), digits, tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 

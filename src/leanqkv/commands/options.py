@@ -39,7 +39,9 @@ TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datase
 MaxDocuments = Annotated[int | None, typer.Option(min=1, help="Read no more documents than that.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps; the warm-up scales along.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences or images per step, over all processes.")]
-MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="So many at a time; the rest is accumulated.")]
+MicroBatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Sequences or images at a time; the rest of a batch is accumulated.")
+]
 ContextLength = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence. Default: all positions.")]
 LearningRate = Annotated[float | None, typer.Option(help="Peak; the minimum scales along.")]
 WeightDecay = Annotated[float | None, typer.Option(min=0, help="On matrices only.")]
@@ -47,7 +49,7 @@ WarmupSteps = Annotated[int | None, typer.Option(min=0)]
 PrecisionOption = Annotated[
     str, typer.Option(help="auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.")
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps. Default: what there is.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps. Default: an accelerator if there is one.")]
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def prepare(
     text_field: str,
     max_documents: int | None,
 ) -> "PreparedData":
-    """Return the data that all these models can be trained on, and print what it is."""
+    """Return the data that all these models can be trained on, and print its sizes."""
     from ..train.tasks import prepare
 
     text = {"tokenizer": tokenizer, "text_field": text_field, "max_documents": max_documents}

@@ -68,7 +68,7 @@ def evaluation_text(
         source: as `prepare_data` takes it.
         tokenizer: a directory or hub name; not read where `source` holds tokens.
         split: "whole", or "validation" for the part of the same source that `prepare_data` holds out.
-        progress: called with a description of the work at hand, and how much of it is done.
+        progress: called with the current phase and how much of it is done.
 
     Raises:
         LeanError: source or tokenizer missing, unreadable or of more tokens than the model; fewer than two tokens.

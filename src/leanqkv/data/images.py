@@ -78,7 +78,7 @@ def prepare_images(source: str | None = None, *, progress: Progress = lambda doi
         source: None or "digits" for scikit-learn's 1,797 handwritten digits of 8x8 pixels; a folder in a format that
             `datasets` reads; "cifar10", "cifar100" or another Hugging Face dataset, `OWNER/NAME` or `NAME:CONFIG`. Of
             several class labels the one with the most classes is taken.
-        progress: called with a description of the work at hand, and how much of it is done.
+        progress: called with the current phase and how much of it is done.
 
     Raises:
         LeanError: nothing there, or no images of one size, each with its class.
@@ -105,7 +105,7 @@ def scaled_pixels(pixels: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def processor_settings(channels: int, size: int) -> dict[str, Any]:
-    """Return the settings with which transformers' AutoImageProcessor does what `scaled_pixels` does."""
+    """Return settings with which transformers' AutoImageProcessor equals `scaled_pixels`."""
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,

@@ -107,7 +107,7 @@ def prepare_data(
         vocab_size: the model's vocabulary, which every token must fit into.
         tokenizer: a directory or hub name; None trains a byte-level BPE of `vocab_size` on the corpus.
         max_documents: read no more than that many.
-        progress: called with a description of the work at hand, and how much of it is done.
+        progress: called with the current phase and how much of it is done.
 
     Raises:
         LeanError: data or tokenizer missing, unreadable, empty, or with more tokens than the model has.
@@ -180,7 +180,7 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 def write_tokens(
     directory: Path, documents: Iterator[str], tokenizer: PreTrainedTokenizerFast, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Write every document and an end-of-text token to train.bin or validation.bin, and return what describes them."""
+    """Write every document and an end-of-text token to train.bin or validation.bin, and return their description."""
     dtype = np.dtype("uint16" if len(tokenizer) <= 2**16 else "uint32")
     size = 0
     counts = {"train": 0, "validation": 0}

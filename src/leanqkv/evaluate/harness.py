@@ -84,7 +84,7 @@ def task_figures(
 
     Args:
         tasks: of `load_tasks`.
-        limit: only so many examples of each.
+        limit: examples of each task to score; None for all.
         autocast_dtype: of the arithmetic; None for that of the weights.
         progress: called with the number of sequences that the model has read.
 

@@ -76,7 +76,7 @@ def choose_precision(
     Times a few training steps of the real model in each precision, plain and compiled.
 
     Args:
-        progress: called with a description of the work at hand.
+        progress: called with the precision that is timed next.
 
     Raises:
         LeanError: several processes, or a model that cannot be trained on this device.

@@ -82,7 +82,7 @@ class TextTask:
         return {"input_ids": tokens, "shift_labels": tokens, "use_cache": False}
 
     def configure(self, model: PreTrainedModel) -> None:
-        """Set what the model should know about the data."""
+        """Give the model the facts of the data that it saves."""
         if self.tokenizer is not None:
             assert model.generation_config is not None
             model.generation_config.eos_token_id = self.tokenizer.eos_token_id
@@ -140,7 +140,7 @@ class ImageTask:
     def check_data(name: str, config: LeanConfig, data: ImageData, context_length: int) -> None:
         if context_length != config.max_position_embeddings:
             raise LeanError(
-                f"{name} cuts an image into {config.max_position_embeddings} tokens, {context_length} are asked for; "
+                f"{name} cuts an image into {config.max_position_embeddings} tokens, not {context_length}; "
                 "leave out --context-length, and compare models of one image_size and patch_size"
             )
         for noun, count, field in (
