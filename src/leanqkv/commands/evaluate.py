@@ -48,9 +48,7 @@ class TaskScoring:
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025.")
     ] = None
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="With --tasks: examples of each task to score. Default: all.")
-    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: score so many examples of each.")] = None
     include_path: Annotated[
         Path | None, typer.Option(help="With --tasks: folder of YAML files with tasks of your own.")
     ] = None
