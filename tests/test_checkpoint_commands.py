@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from shapes import randomize, tiny, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from leanqkv import LeanError, LeanForCausalLM
+from leanqkv import LeanError, LeanForCausalLM, progress
 from leanqkv.checkpoints import write
 from leanqkv.checkpoints.tensors import LazyTensors
 
@@ -187,15 +187,106 @@ def test_norms_that_an_epsilon_disables(place, unwrapped):
 def test_inspect_says_what_applies_and_why_not(place, unwrapped):
     save("free", "gpt", **FREE)
     save_llama("llama")
-    code, out, _ = unwrapped("inspect", "free")
-    assert code == 0
-    assert "one of 0,1,2" in out
+    code, out, err = unwrapped("inspect", "free")
+    assert (code, err) == (0, "")
+    assert "--remove query | key | value | output of one layer (any of 0-2)" in out
     assert "skip connections carry the stream past them" in out
-    assert "model.layers.2.self_attn.o_proj.weight │ 32×32 │ 32" in out
+    assert "worst condition number" in out
     code, out, _ = unwrapped("inspect", "llama", "--no-spectra")
     assert code == 0
     assert "RMSNorm" in out
-    assert "smallest singular value" not in out
+    assert "condition number" not in out
+
+
+def test_inspect_sums_a_checkpoint_up_in_about_ten_lines(place, cli):
+    """30 layers: which model, how large, what can go and what cannot, the worst condition; rows only on demand."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**HF | {"num_hidden_layers": 30}, num_key_value_heads=2, max_position_embeddings=64)
+    model = LlamaForCausalLM(config).bfloat16()
+    weight = model.model.layers[16].self_attn.o_proj.weight
+    with torch.no_grad():
+        weight[5] *= 1e-5
+    model.save_pretrained("llama")
+    code, out, _ = cli("inspect", "llama")
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) <= 12
+    size = 2 * sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    shape = "LlamaForCausalLM, 30 layers, width 32, 4 heads of 8 (2 for keys and values), vocabulary 97"
+    assert lines[0] == f"llama: {shape}, {size:.1f} MB in bfloat16"
+    text = " ".join(out.split())
+    assert f"parameters: {model.num_parameters():,} (" in text
+    assert f"KV cache, bfloat16: {30 * 2 * 2 * 8 * 2:,} bytes per token, 50.0% of MHA" in text
+    saved = 30 * 2 * 8 * 8
+    assert f"--remove block-diagonal saves {saved:,} weights ({saved / model.num_parameters():.2%})" in text
+    assert text.count("RMSNorm") == 1
+    condition = torch.linalg.cond(weight.double()).item()
+    assert f"worst condition number: {condition:.3g}, layer 16 o_proj (of 120 projections)" in text
+
+
+def test_inspect_says_plainly_that_norms_leave_less_than_a_hundredth(place, unwrapped):
+    for name, plain in (("gpt2-124m", True), ("gpt2-124m+norm_type=none", False), ("tiny", False)):
+        _, out, _ = unwrapped("inspect", name)
+        assert ("less than 1% of the weights can be removed exactly" in out) is plain, name
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_inspects_rows_can_be_told_apart(place, cli, monkeypatch, columns):
+    monkeypatch.setattr(progress.console, "width", columns)
+    save("source", "llama", num_hidden_layers=12)
+    code, out, _ = cli("inspect", "source", "--layers")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= columns
+    rows = [line.split("│")[1:-1] for line in out.splitlines() if line.startswith("│ layer ")]
+    names = [row[0].strip() for row in rows]
+    assert names == [f"layer {i} {slot}_proj" for i in range(12) for slot in "qkvo"]
+    weight = load_file("source/model.safetensors")["model.layers.11.self_attn.k_proj.weight"].double()
+    values = torch.linalg.svdvals(weight)
+    row = [cell.strip() for cell in rows[names.index("layer 11 k_proj")]]
+    shape, rank = "×".join(map(str, weight.shape)), str(torch.linalg.matrix_rank(weight).item())
+    assert row[1:] == [shape, rank, f"{values[0] / values[-1]:.3g}", f"{values[-1]:.3g}"]
+    assert "│  0-11 │" in out
+    assert "block-diagonal │ yes" in out and "P1 Prop. 3.2" in out
+
+
+def test_a_model_by_name_has_a_summary_and_its_layers(place, cli):
+    code, out, _ = cli("inspect", "gpt2-124m+skipv1")
+    assert code == 0
+    assert out.startswith("gpt2-124m+skipv1: LeanForCausalLM, 12 layers, width 768, 12 heads of 64")
+    assert "│  1-11 │" in out and "6-11 of layer 0" in out
+    assert "condition" not in out
+
+
+def test_long_work_names_its_phases_in_a_log(place, cli, monkeypatch):
+    """What a log may show: what is being done, and how much of it is done."""
+    lines: list[str] = []
+
+    class RecordedBar(progress.Bar):
+        def __call__(self, done: int, total: int) -> None:
+            super().__call__(done, total)
+            lines.append(self.line())
+
+        def start(self, description: str) -> None:
+            super().start(description)
+            lines.append(self.line())
+
+    monkeypatch.setattr(progress, "Bar", RecordedBar)
+    save("source", "gpt", **SKIPLESS)
+    save_llama("llama")
+    for command, phases in {
+        "eliminate source --remove query,output --out less": (
+            *("solving: bases in which rounding loses little", "solving: the query weight of layer 0, 1 of 3 matrices"),
+            *("writing: 0 of 0 MB, about", "certifying: the original in fp64, ", "comparing: the result in bf16, "),
+        ),
+        "verify source less": ("comparing: the original in fp64, ", "comparing: the result in bf16, "),
+        "inspect source": ("singular values: 0 of 12", "singular values: 11 of 12, about 0:00 left"),
+        "import llama --out ours": ("writing: 0 of 0 MB, about",),
+        "export ours --out back": ("writing: 0 of 0 MB, about",),
+    }.items():
+        lines.clear()
+        assert cli(*command.split())[0] == 0
+        for phase in phases:
+            assert any(line.startswith(phase) for line in lines), (phase, lines)
 
 
 # --- bad input: one line, exit code 2, the source untouched, nothing left behind --------------------------------------

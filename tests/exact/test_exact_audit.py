@@ -29,13 +29,13 @@ def test_what_applies(seed: int) -> None:
         assert finding.parameters == total - finding.saves
         assert finding.speedup == pytest.approx(total / finding.parameters)
         at_once = weights_fewer(config, finding.remove, None)
-        if finding.layer is None:
+        if finding.layers is None:
             assert finding.applies == (at_once is not None), finding
             assert finding.saves == (at_once or 0), finding
         single = [weights_fewer(config, finding.remove, (layer,)) for layer in range(config.num_hidden_layers)]
-        if finding.layer is not None:
+        if finding.layers is not None:
             assert finding.applies and at_once is None, finding
-            assert list(finding.layer) == [layer for layer, count in enumerate(single) if count is not None], finding
+            assert list(finding.layers) == [layer for layer, count in enumerate(single) if count is not None], finding
             assert finding.saves in single, finding
         elif not finding.applies and finding.remove in ("query", "key", "value", "output"):
             assert not any(count is not None for count in single), finding
@@ -75,7 +75,7 @@ def test_parallel_blocks_lose_query_or_output_but_not_both() -> None:
     """Graef's Fig. 3 draws blocks without both: Q of a layer and P of the one below need one basis each."""
     found = by_name(small(**SKIPLESS, block_type="parallel"))
     assert found["query"].applies and found["output"].applies
-    assert found["query"].layer is None and found["output"].layer is None
+    assert found["query"].layers is None and found["output"].layers is None
     assert not found["query,output"].applies
 
 
@@ -111,7 +111,7 @@ def test_disabled_norms(fields: dict) -> None:
     tensors = weights(config)
     tensors = {name: tensor * 1e6 if "norm.weight" in name else tensor for name, tensor in tensors.items()}
     for finding in findings(config):
-        layer = None if finding.layer is None else ",".join(map(str, finding.layer[:1]))
+        layer = None if finding.layers is None else ",".join(map(str, finding.layers[:1]))
         request = parse_request(finding.remove, layer)
         if not finding.applies:
             with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from leanqkv import LeanConfig, LeanError
+from leanqkv.checkpoints.dense import written_out
+from leanqkv.checkpoints.formats import as_stock
 from leanqkv.eliminate import parse_request, transform
-from leanqkv.eliminate.dense import written_out
-from leanqkv.eliminate.elimination import as_stock
 from leanqkv.eliminate.transform import Transformed
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}

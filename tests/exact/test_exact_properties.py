@@ -9,8 +9,8 @@ from exact_models import IDS, build, elements, logits, random_config, relative, 
 from expected_eliminations import removed, weights_fewer
 
 from leanqkv import ConfigError, LeanConfig, LeanError, LeanForImageClassification
+from leanqkv.checkpoints.dense import written_out
 from leanqkv.eliminate import parse_request, transform
-from leanqkv.eliminate.dense import written_out
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 
