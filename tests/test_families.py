@@ -636,7 +636,7 @@ def test_import_tensors_of_a_configuration_made_by_hand(tmp_path):
     reference = stock_model("gpt2-inverse")
     reference.save_pretrained(tmp_path)
     family, hf = FAMILIES["gpt2"], json.loads((tmp_path / "config.json").read_text())
-    config = LeanConfig(**family.to_lean(hf))
+    config = family.lean_config(hf)
     tensors = import_tensors(family, config, open_tensors(tmp_path), hf)
     query = reference.transformer.h[2].attn.c_attn.weight.detach().T[:32]
     assert torch.equal(tensors["model.layers.2.self_attn.q_proj.weight"], query / 3)

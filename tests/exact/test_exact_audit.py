@@ -8,6 +8,7 @@ from exact_models import elements, logits, random_config, relative, small, toler
 from expected_eliminations import weights_fewer
 
 from leanqkv import LeanConfig, LeanError, count_parameters
+from leanqkv.checkpoints.families import FAMILIES
 from leanqkv.eliminate import findings, parse_request, spectra, transform, weight_table
 
 SKIPLESS = {"attention_skip": False, "mlp_skip": False}
@@ -40,6 +41,23 @@ def test_what_applies(seed: int) -> None:
         elif not finding.applies and finding.remove in ("query", "key", "value", "output"):
             assert not any(count is not None for count in single), finding
         assert finding.applies or len((finding.why_not or "").split()) >= 3, finding
+
+
+@pytest.mark.parametrize(
+    "family, shape, share",
+    [
+        ("mistral", {"num_key_value_heads": 8, "intermediate_size": 14336}, "0.06%"),
+        ("llama", {"num_key_value_heads": 32, "intermediate_size": 11008}, "0.25%"),
+        ("gpt2", {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}, "0.95%"),
+    ],
+    ids=["Mistral-7B", "Llama-2-7B", "GPT-2 124M"],
+)
+def test_models_with_norms_are_less_than_a_hundredth_redundant(family: str, shape: dict, share: str) -> None:
+    """Identity blocks of W_V, and of W_K where no rotary positions act, are all that can go exactly."""
+    large = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+    found = by_name(FAMILIES[family].lean_config(shape if family == "gpt2" else large | shape))
+    assert {remove for remove, finding in found.items() if finding.applies} == {"block-diagonal"}
+    assert f"{found['block-diagonal'].share:.2%}" == share
 
 
 @pytest.mark.parametrize("heads, groups, width", [(4, 2, 6), (3, 1, 12), (6, 3, 4)])

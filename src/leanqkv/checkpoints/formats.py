@@ -27,8 +27,7 @@ def as_stock(
 
     A model without norms becomes a GPT-2 whose norms an epsilon disables, if its stream has mean zero.
 
-    Args:
-        family: the class's model_type; None for the plainest that can hold the model.
+    family: the class's model_type; None for the plainest that can hold the model.
 
     Raises:
         LeanError: no class can hold the model; says why.

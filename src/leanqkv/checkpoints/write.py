@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,15 @@ def write_checkpoint(
     _check_room(out, sum(size for file, (_, size) in shards.items() if not (partial / file).exists()))
     partial.mkdir(parents=True, exist_ok=True)
     write_json(partial / JOB, stored_job)
+    report = progress or (lambda done, total: None)
     done, total = 0, sum(sizes.values())
     try:
         for file, (names, size) in shards.items():
             if not (partial / file).exists():
-                _write_shard(partial / file, names, tensors, dtype, _offset_progress(progress, done, total))
+                for part in _write_shard(partial / file, names, tensors, dtype):
+                    report(done + part, total)
             done += size
-            _offset_progress(progress, 0, total)(done)
+            report(done, total)
         if split.is_sharded:
             index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
             write_json(partial / "model.safetensors.index.json", index)
@@ -115,19 +117,16 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def _write_shard(
-    file: Path, names: list[str], tensors: Mapping[str, Tensor], dtype: torch.dtype, progress: Callable[[int], None]
-) -> None:
+def _write_shard(file: Path, names: list[str], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[int]:
+    """Collect the tensors of a shard and write it; yield the bytes collected after each tensor."""
     shard: dict[str, Tensor] = {}
-    done = 0
     for name in names:
         tensor = tensors[name]
         # A copy of its own: a view of a mapped file, or of another tensor, cannot be written.
         shard[name] = tensor.to(dtype, copy=True).contiguous() if tensor.is_floating_point() else tensor.clone()
         if not shard[name].isfinite().all():
             raise LeanError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold")
-        done += shard[name].nbytes
-        progress(done)
+        yield sum(tensor.nbytes for tensor in shard.values())
     temporary = partial_name(file)
     try:
         save_file(shard, temporary, metadata={"format": "pt"})
@@ -144,13 +143,3 @@ def _check_room(out: Path, needed: int) -> None:
     existing = next(parent for parent in out.absolute().parents if parent.exists())
     if needed > (free := shutil.disk_usage(existing).free):
         raise LeanError(f"the disk has {free / 1e6:,.1f} MB free at {existing}, {needed / 1e6:,.1f} MB are needed")
-
-
-def _offset_progress(progress: Progress | None, before: int, total: int) -> Callable[[int], None]:
-    """Return a callback that reports bytes of a part as bytes of the whole, of which `before` came before."""
-
-    def report(part: int) -> None:
-        if progress is not None:
-            progress(before + part, total)
-
-    return report

@@ -6,7 +6,7 @@ stored. Holds for any norm and any skips. https://arxiv.org/abs/2510.23912
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,6 @@ from .heads import Head, HeadBasis, HeadClasses, change_heads, free_columns
 # Windows of the input that are tried for the identity block: their worst head's condition differs by orders.
 WINDOWS = 64
 SLOTS = {"keys": ("key", "k_proj"), "values": ("value", "v_proj")}
-
-
-class Window(NamedTuple):
-    """Columns of the input, [start, start + width), in which every head of a projection has the identity."""
-
-    start: int
-    width: int
 
 
 def eligible(config: LeanConfig, side: str) -> tuple[dict[int, list[Head]], dict[int, str]]:
@@ -86,7 +79,7 @@ def make_blocks_identity(
         LeanError: not a single projection is eligible; says why.
     """
     conditions: dict[str, float] = {}
-    windows: dict[str, Window] = {}
+    windows: dict[str, tuple[int, int]] = {}  # start and width
     new, changed = config, tensors
     for side, (slot, projection) in SLOTS.items():
         width = free_columns(config, side)
@@ -97,7 +90,7 @@ def make_blocks_identity(
             message(f"solving: the identity blocks of {name}")
             weight = tensors[name].double().unflatten(0, (-1, config.head_dim))[:, -width:]  # [heads, width, d]
             start, conditions[name] = _best_start(weight, search)
-            windows[name] = Window(start, width)
+            windows[name] = start, width
             for head_class, columns in zip(classes, weight[..., start : start + width], strict=True):
                 # Columns of the stored weight are rows of W: its block is the transpose.
                 bases[head_class] = HeadBasis(columns.T.clone())

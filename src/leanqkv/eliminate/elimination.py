@@ -47,11 +47,8 @@ def eliminate(
     Args:
         model: a model of ours, which is left as it is, or a directory of one of ours or of a supported class of
             transformers.
-        remove: "query", "key", "value", "output" or several of them between commas; "block-diagonal"; "single-head".
-        layer: of the projections, from 0; "0,3"; "all" or None for every layer.
-        max_condition: refuse to solve with a matrix that is worse conditioned.
+        remove, layer, max_condition, balance: as in `parse_request`.
         dtype: of the result's weights.
-        balance: take the equal form that loses least to rounding; else the plain one.
         inputs: of the certificate; by default random token ids from a fixed seed.
 
     Raises:
@@ -94,12 +91,9 @@ def eliminate_directory(
     """Eliminate from the checkpoint in `source` into `out`, tensor by tensor, and return the certificate.
 
     Args:
-        dtype: of the stored weights.
-        stock: write a class of transformers, with what was eliminated written out as identities; else one of ours, with
-            fewer tensors.
-        family: which class; None for the plainest that can hold the model.
-        inputs: as in `eliminate`.
-        progress: called with bytes written and bytes in all.
+        dtype, inputs: as in `eliminate`.
+        stock, family, progress: as in `convert_format`; in a stock class, what was eliminated is written out as
+            identities.
         message: called with the name of each phase: solving, writing, certifying.
 
     Raises:
