@@ -26,11 +26,7 @@ MODELS: dict[str, Any] = {
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a checkpoint, ours or another.
-
-    Raises:
-        LeanError: no checkpoint there.
-    """
+    """Return the config.json of a checkpoint, ours or another; raise a LeanError if there is none."""
     if not (directory / "config.json").is_file():
         raise LeanError(f"{directory} is not a checkpoint: it has no config.json")
     return read_json(directory / "config.json")

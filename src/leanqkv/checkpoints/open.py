@@ -64,11 +64,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def open_causal_lm(directory: Path) -> Checkpoint:
-    """Open a checkpoint of a model that predicts the next token.
-
-    Raises:
-        LeanError: as `open_checkpoint`, and for a model of another task.
-    """
+    """Open a checkpoint as `open_checkpoint` does; raise a LeanError if it does not predict the next token."""
     opened = open_checkpoint(directory)
     if (task := opened.config.task) != "causal_lm":
         raise LeanError(f"{directory} holds a model for {task}, which does not predict the next token")

@@ -139,7 +139,7 @@ def _blocked(config: LeanConfig) -> Iterator[tuple[StreamPoint, str]]:
         i = layer.layer
         for slot in ("query", "key", "value", "output"):
             kind = getattr(layer, slot).kind
-            if kind == "linear" or (slot == "value" and kind == "keys") or not _computes(layer, slot):
+            if kind == "linear" or (slot == "value" and kind == "keys") or not computes(layer, slot):
                 continue
             yield (
                 after_attention(config, i) if slot == "output" else StreamPoint(i),
@@ -148,5 +148,6 @@ def _blocked(config: LeanConfig) -> Iterator[tuple[StreamPoint, str]]:
             )
 
 
-def _computes(layer: LayerPlan, slot: str) -> bool:
+def computes(layer: LayerPlan, slot: str) -> bool:
+    """Return whether the layer has a query, key, value or output of its own."""
     return {"key": layer.computed_key_heads, "value": layer.computed_value_heads}.get(slot, 1) > 0

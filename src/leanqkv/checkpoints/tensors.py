@@ -156,11 +156,7 @@ def open_tensors(directory: Path) -> StoredTensors:
 
 
 def check_stored(stored: StoredTensors, expected: Mapping[str, Shape], ignorable: Callable[[str], bool]) -> None:
-    """Check that `stored` holds the expected tensors, floating, and besides them only ignorable ones.
-
-    Raises:
-        LeanError: naming the tensors and what is wrong with them.
-    """
+    """Raise a LeanError unless `stored` holds the expected tensors, floating, and besides them only ignorable ones."""
     misfit = f"the weights in {stored.directory} do not fit its config.json"
     for what, names in (
         ("lack", [name for name in expected if name not in stored]),
@@ -181,11 +177,7 @@ def check_stored(stored: StoredTensors, expected: Mapping[str, Shape], ignorable
 
 
 def read_tied(stored: StoredTensors, embedding: str, head: str) -> Tensor:
-    """Return the embedding that a model with tied weights also uses as its head; a file may hold the head once more.
-
-    Raises:
-        LeanError: the file's head is another matrix.
-    """
+    """Return the embedding of a model with a tied head; raise a LeanError if the file holds another head."""
     tensor = stored[embedding]
     if head in stored and not torch.equal(tensor, stored[head]):
         raise LeanError(

@@ -30,11 +30,7 @@ Progress = Callable[[int, int], None]
 
 
 def check_free(out: Path) -> None:
-    """Check that nothing would be written over.
-
-    Raises:
-        LeanError: `out` exists and is not an empty directory.
-    """
+    """Raise a LeanError if `out` exists and is not an empty directory: nothing is ever written over."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another --out")
 

@@ -125,11 +125,7 @@ def compare(
 def verify(
     one: Path, other: Path, inputs: Mapping[str, Tensor] | None = None, message: Message = no_message
 ) -> dict[str, Any]:
-    """Return how far the logits of the checkpoint `other` lie from those of `one`, in three dtypes.
-
-    Raises:
-        LeanError: they cannot be opened or compared.
-    """
+    """Return how far the logits of the checkpoint `other` lie from those of `one`, as `compare`."""
     first, second = open_checkpoint(one), open_checkpoint(other)
     before, after = (first.config, finite(first.tensors)), (second.config, finite(second.tensors))
     inputs = inputs or random_inputs(first.config)

@@ -65,31 +65,28 @@ class Basis:
     floating dtype and return float64.
     """
 
-    def __init__(self, factor: Callable[[], Factored], inverse: bool = False, contragredient: bool = False):
-        """Theta is A; its inverse with `inverse`; then with `contragredient` that to the power -T. `factor` is called
-        whenever A is needed, so that a large one need not stay in memory."""
-        self.factor, self.inverse, self.contragredient = factor, inverse, contragredient
+    def __init__(self, factor: Callable[[], Factored], inverse: bool = False, transposed: bool = False):
+        """Theta is A, its inverse, its transpose, or the transpose of its inverse. `factor` is called whenever A is
+        needed, so that a large one need not stay in memory."""
+        self.factor, self.inverse, self.transposed = factor, inverse, transposed
 
     def write(self, rows: Tensor) -> Tensor:
         """Return `rows Theta`."""
-        return self._apply(rows, self.contragredient)
-
-    def read(self, rows: Tensor) -> Tensor:
-        """Return `rows Theta^-T`: the rows of a weight [out, in] that is to read `x Theta` as it read `x`."""
-        return self._apply(rows, not self.contragredient)
-
-    def transposed_inverse(self) -> "Basis":
-        """Return Theta^-T: reads what this one writes, and the other way round."""
-        return Basis(self.factor, self.inverse, not self.contragredient)
-
-    def _apply(self, rows: Tensor, reading: bool) -> Tensor:
         factor = self.factor()
         result = torch.empty(rows.shape, dtype=torch.float64)
         for start in range(0, len(rows), CHUNK_ROWS):
             part = rows[start : start + CHUNK_ROWS].double()
-            if reading == self.inverse:  # a product, no solve
-                changed = part @ (factor.matrix.T if self.inverse else factor.matrix)
+            if self.inverse:
+                changed = factor.solve(part.T, transposed=not self.transposed).T
             else:
-                changed = factor.solve(part.T, transposed=self.inverse).T
+                changed = part @ (factor.matrix.T if self.transposed else factor.matrix)
             result[start : start + CHUNK_ROWS] = changed
         return result
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Return `rows Theta^-T`: the rows of a weight [out, in] that is to read `x Theta` as it read `x`."""
+        return self.transposed_inverse().write(rows)
+
+    def transposed_inverse(self) -> "Basis":
+        """Return Theta^-T: reads what this one writes, and the other way round."""
+        return Basis(self.factor, not self.inverse, not self.transposed)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..checkpoints.stream import PROJECTIONS, Stream, StreamPoint, StreamTensor, after_attention
+from ..checkpoints.stream import PROJECTIONS, Stream, StreamPoint, StreamTensor, after_attention, computes
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
@@ -60,7 +60,7 @@ def why_not(config: LeanConfig, removal: Removal, stream: Stream, centered: bool
         return "it is gone already"
     if kind != "linear":
         return f"it is {kind!r}, not a plain matrix"
-    if {"key": layer.computed_key_heads, "value": layer.computed_value_heads}.get(removal.slot) == 0:
+    if not computes(layer, removal.slot):
         return f"the layer has none of its own, its {removal.slot}s come from another layer"
     if layer.latent is not None and removal.slot in ("key", "value"):
         return "keys and values are made from a latent (MLA), which is narrower than the stream"
@@ -128,8 +128,7 @@ def remove_projections(
         the configuration without the weights (a tied head is untied only where nothing else keeps it exact); its
         tensors, float64 where they changed; and, by name, a function giving the factored weight that was removed.
 
-    Raises:
-        LeanError: as `assign_bases`.
+    Raises a LeanError as `assign_bases` does.
     """
     stream = Stream(config)
     removals = _with_shared_blocks(config, removals)

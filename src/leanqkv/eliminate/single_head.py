@@ -42,10 +42,7 @@ def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tupl
     Without biases the query and the output are identities, as in the paper. With them the key is the identity, not the
     query: what the query's bias adds to the scores is then still a bias, `b_Q W_K^T`, and nothing need be solved for.
     The key's bias adds the same to all of a query's scores and goes. `b_V W_O + b_O` is the value's bias: attention
-    weights sum to one.
-
-    Raises:
-        LeanError: `why_not`.
+    weights sum to one. Raises a LeanError with the reason where `why_not` has one.
     """
     if reason := why_not(config):
         raise LeanError(f"four matrices cannot become two: {reason}")
