@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.inference import Decoder, allocate_cache, prepared
-from leanqkv.inference.attention import decode_attention, split_values
+from leanqkv.inference.attention import attend_one_query, one_query_attention
 from leanqkv.inference.cache import AllocatedLayer
 from leanqkv.inference.linear import PackedLinear, can_pack, packed
 from leanqkv.presets import MECHANISMS
@@ -166,12 +166,13 @@ def test_a_packed_model_shares_the_parameters_and_leaves_the_model():
         pytest.skip("this build of PyTorch cannot")
     for layer in found.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        assert attention.joined.widths == (16, 32, 32) and mlp.joined.widths == (model.config.intermediate_size,) * 2
+        assert attention.project.layers == [attention.q_proj.down_proj, attention.k_proj, attention.v_proj]
+        assert mlp.project.layers == [mlp.gate_proj, mlp.up_proj]
         alone = [attention.q_proj.up_proj, attention.o_proj, mlp.down_proj]
         assert all(isinstance(linear, PackedLinear) for linear in alone)
         # What is part of a joined product is not packed a second time.
         assert not any(isinstance(linear, PackedLinear) for linear in (attention.k_proj, attention.q_proj.down_proj))
-    assert all(layer.self_attn.joined is None and layer.mlp.joined is None for layer in model.model.layers)
+    assert not any("project" in vars(module) for layer in model.model.layers for module in (layer.self_attn, layer.mlp))
 
 
 def test_a_prepared_model_generates_as_the_model_does():
@@ -221,9 +222,9 @@ def test_attention_of_one_query(dtype, group, head_dim, value_dim, mask):
             "additive": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).to(dtype),
         }[mask]
         with torch.no_grad():
-            found, _ = decode_attention(nn.Module(), query, key_view, value_view, given, scaling=0.3)
+            found, _ = attend_one_query(nn.Module(), query, key_view, [value_view], given, 0.3)
             # The second head's values lie somewhere else.
-            split = split_values(query, key_view, [value_view[:, :1], value[:, 1:].clone()], given, 0.3)
+            split = one_query_attention(query, key_view, [value_view[:, :1], value[:, 1:].clone()], given, 0.3)
         spread = key.double().repeat_interleave(group, dim=1), value.double().repeat_interleave(group, dim=1)
         scores = query.double() @ spread[0].mT * 0.3
         if given is not None:
@@ -231,7 +232,7 @@ def test_attention_of_one_query(dtype, group, head_dim, value_dim, mask):
         expected = (scores.softmax(-1) @ spread[1]).transpose(1, 2)
         assert split is not None
         nothing = torch.zeros(1, 1, 1, length, dtype=torch.bool)
-        assert not split_values(query, key_view, [value_view], nothing, 0.3).any()
+        assert not one_query_attention(query, key_view, [value_view], nothing, 0.3).any()
         # One rounding of the result; float32, in which the sums are, rounds them as well.
         eps = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
         for output in (found, split):
@@ -241,7 +242,7 @@ def test_attention_of_one_query(dtype, group, head_dim, value_dim, mask):
 
 def test_the_kernel_leaves_to_pytorch_what_it_is_not_made_for():
     query, key, value = (torch.randn(2, 2, n, 8) for n in (1, 5, 5))
-    assert split_values(query, key, [value], None, 1.0) is not None
+    assert one_query_attention(query, key, [value], None, 1.0) is not None
     others = {
         "several queries": (key, key, [value], None),
         "another dtype": (query.double(), key.double(), [value.double()], None),
@@ -255,8 +256,8 @@ def test_the_kernel_leaves_to_pytorch_what_it_is_not_made_for():
         "strided heads": (query, key, [torch.randn(2, 2, 8, 5).mT], None),
     }
     for what, given in others.items():
-        assert split_values(*given, 1.0) is None, what
-    compiled = torch.compile(lambda *of: split_values(*of, [value], None, 1.0), backend="eager", fullgraph=True)
+        assert one_query_attention(*given, 1.0) is None, what
+    compiled = torch.compile(lambda *of: one_query_attention(*of, [value], None, 1.0), backend="eager", fullgraph=True)
     assert compiled(query, key) is None
 
 
@@ -265,16 +266,16 @@ def test_own_and_borrowed_values_take_one_call(monkeypatch):
     decoder = Decoder(model)
     expected = decoder.prefill(ids, room=1)
 
-    def split(query, key, values, mask, scaling):
+    def kernel(query, key, values, mask, scaling):
         calls.append([value.shape[1] for value in values])
         return scaled_dot_product_attention(
             query, key, torch.cat(values, dim=1), attn_mask=mask, is_causal=mask is None, scale=scaling
         ).transpose(1, 2)
 
-    monkeypatch.setattr(decode_attention, "split_values", split)
+    monkeypatch.setattr("leanqkv.inference.attention.one_query_attention", kernel)
     assert torch.allclose(decoder.prefill(ids, room=1), expected, atol=1e-5)
     heads = model.config.num_attention_heads
-    assert calls == [[heads // 2, heads // 2]] * (model.config.num_hidden_layers - 1)
+    assert calls == [[heads]] + [[heads // 2, heads // 2]] * (model.config.num_hidden_layers - 1)
 
 
 def test_without_a_compiler_attention_is_pytorchs(monkeypatch):

@@ -2,7 +2,11 @@
 
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import torch
 
 from .errors import LeanError
+from .files import RECORD_FORMAT
 
 
 def default_device() -> str:
@@ -46,6 +51,32 @@ def versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python and of `packages`, by default of those that a training run depends on."""
     packages = packages or ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def record_header(kind: str, name: str, device: str = "cpu") -> dict[str, Any]:
+    """Return the fields that every record opens with: what it holds and how, when and where it was made.
+
+    Args:
+        kind: what made the record, such as "benchmark" or "theory".
+        name: which one of that kind.
+        device: "cpu", "cuda" or "mps".
+    """
+    return {
+        "record": RECORD_FORMAT,
+        "kind": kind,
+        "name": name,
+        "command": command_line(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_commit": git_commit(),
+        "hardware": hardware(device),
+        "versions": versions(),
+    }
+
+
+def command_line() -> str:
+    """Return this process's command, with absolute paths cut to their last part: a record must not name a machine."""
+    words = sys.orig_argv[1:] if Path(sys.argv[0]).name == "leanqkv" else sys.orig_argv
+    return shlex.join(re.sub(r"(^|=)/.*?([^/]+)/?$", r"\1\2", word) for word in words)
 
 
 def git_commit() -> str | None:

@@ -20,7 +20,6 @@ from ..checkpoints.tensors import LazyTensors, finite
 from ..environment import versions
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from ..presets.edit import with_fields
 from .transform import Message, Request, Transformed, no_message
 
 CERTIFICATE_FORMAT = 1
@@ -44,7 +43,7 @@ def logits(
     Weights are read as they are needed.
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model: Any = MODELS[config.task](with_fields(config, fuse_projections=False))
+        model: Any = MODELS[config.task](config)
     for module in model.modules():  # but no buffer: rotary frequencies stay in float32, as when a checkpoint is loaded
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, torch.nn.Parameter(parameter.to(dtype), requires_grad=False))

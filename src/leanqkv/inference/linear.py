@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.fused import join
+from .joined import join_projections
 
 # Rows that the layout is chosen for; others are computed as well.
 ROWS = 8
@@ -54,22 +54,16 @@ def packed(model: nn.Module) -> Any:
     hooks, adapters or a way of their own to multiply stay as they are.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    found = copy.deepcopy(model, shared)
-    modules: list[Any] = list(found.modules())
-    in_joined: set[int] = set()
-    for module in modules:
-        if not hasattr(module, "joinable_inputs") or not all(can_pack(weight) for weight in module.parameters()):
-            continue
-        projections = module.joinable_inputs()
-        module.joined = join(projections, _packed_product)
-        if module.joined is not None:
-            in_joined |= {id(projections[i].input_layer) for i in module.joined.members}
-    for module in modules:
+    packed_model = copy.deepcopy(model, shared)
+    joined: list[nn.Linear] = []
+    if all(can_pack(weight) for weight in model.parameters()):
+        joined = join_projections(packed_model, _packed_product)
+    joined_ids = {id(layer) for layer in joined}
+    for module in list(packed_model.modules()):
         for name, child in module.named_children():
             if not isinstance(child, nn.Linear) or type(child).forward is not nn.Linear.forward:
                 continue
-            if id(child) in in_joined:
-                continue
-            if can_pack(child.weight) and not (child._forward_hooks or child._forward_pre_hooks):
+            hooked = child._forward_hooks or child._forward_pre_hooks
+            if id(child) not in joined_ids and can_pack(child.weight) and not hooked:
                 setattr(module, name, PackedLinear(child))
-    return found
+    return packed_model
