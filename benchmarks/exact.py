@@ -21,10 +21,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from leanqkv import LeanConfig, LeanForCausalLM, preset
+from leanqkv.checkpoints.disabled_norms import without_norms
 from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.eliminate import parse_request, transform, weight_table
 from leanqkv.eliminate.certify import DTYPES, difference, logits, random_inputs
-from leanqkv.eliminate.layernorm_free import without_norms
 
 NONE = {"norm_type": "none"}
 NO_SKIPS = {"attention_skip": False, "mlp_skip": False}

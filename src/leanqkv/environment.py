@@ -51,9 +51,9 @@ def hardware(device: str) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide the numbers."""
-    packages = ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python and of `packages`, by default of those that a training run depends on."""
+    packages = packages or ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
