@@ -150,12 +150,12 @@ def test_progress_is_reported() -> None:
     passes: list[tuple[int, int]] = []
     sample = tokens(8, 16).numpy()
     calibrated(config, tensors, sample, progress=lambda *at: passes.append(at), message=messages.append)
-    phases = ["embedding the text", *(f"choosing heads, layer {i} of 3" for i in (1, 2, 3))]
-    phases += [f"fitting shared values, layer {i} of 3" for i in (1, 2, 3)]
-    assert messages[:7] == phases and messages[-3:] == [f"refitting, layer {i} of 3" for i in (1, 2, 3)]
+    phases = ["embedding the text", *(f"choosing heads of layer {i} of 3" for i in (1, 2, 3))]
+    phases += [f"fitting shared values to layer {i} of 3" for i in (1, 2, 3)]
+    assert messages[:7] == phases and messages[-3:] == [f"refitting layer {i} of 3" for i in (1, 2, 3)]
     assert messages[7:-3] == [f"fitting shared values: iteration {i + 1}" for i in range(len(messages) - 10)]
     done, (total,) = [at for at, _ in passes], {of for _, of in passes}
-    assert done == sorted(set(done)) and done[-1] == total
+    assert done[0] == 0 and done == sorted(set(done)) and done[-1] == total
 
 
 def test_more_freedom_loses_less() -> None:
@@ -215,6 +215,20 @@ def test_every_layer_is_fitted_to_the_stream_of_the_source(shape, mechanisms, fi
         least = (target - heads @ torch.linalg.lstsq(heads, target).solution).square().sum()
         rounding = torch.finfo(torch.float32).eps * target.square().sum()  # Gram matrices add up float32 products
         assert (target - heads @ weight).square().sum() <= least * (1 + 1e-4) + rounding
+
+
+def test_a_strong_pull_leaves_the_weights_of_the_source() -> None:
+    """W_O of the heads that take a first-layer value is pulled to zero, everything else to the source's weights."""
+    config, tensors = source("gpt")
+    _, converted, report = calibrated(config, tensors, tokens(8, 16).numpy(), Settings(ridge=1e8))
+    for layer in range(config.num_hidden_layers):
+        value, output = (f"model.layers.{layer}.self_attn.{module}.weight" for module in ("v_proj", "o_proj"))
+        kept = report["layers"][layer]["kept"] if layer else range(config.num_key_value_heads)
+        for place, head in enumerate(kept):
+            own, before = slice(8 * place, 8 * place + 8), slice(8 * head, 8 * head + 8)
+            assert_near(converted[value][own], tensors[value][before].float(), 1e-5)
+            assert_near(converted[output][:, own], tensors[output][:, before].float(), 1e-5)
+        assert not layer or converted[output][:, 8 * len(kept) :].abs().max() < 1e-5
 
 
 def test_heads_that_do_nothing_are_the_ones_that_go() -> None:

@@ -219,6 +219,7 @@ def test_convert(place, unwrapped):
         ((), {}, "--to skipv1 --method svd --calibration corpus.txt", "--calibration is for"),
         ((), {}, "--to skipv1 --method svd --no-choose", "are for --method calibrated"),
         ((), {}, "--to skipv1 --calibration corpus.txt --tokens 10000000", "calibration tokens are asked for"),
+        ((), {}, "--to skipv1 --calibration corpus.txt --sequence-length 65", "65 is beyond the model's 64 positions"),
         (("nonlinear-query",), {}, "--to nonlinear-query", "the query of layer 0 is 'nonlinear'"),
         ((), {"vocab_size": 200}, "--to skipv1 --calibration corpus.txt", "200"),
     ],

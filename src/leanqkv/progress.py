@@ -44,6 +44,12 @@ class Bar:
         self.description = description
         self._bars.update(self._task, description=description)
 
+    def start(self, description: str) -> None:
+        """Begin another phase, with a count and a clock of its own."""
+        self._bars.remove_task(self._task)
+        self._task = self._bars.add_task(description, total=None)
+        self.description, self.started, self.done, self.total = description, time.monotonic(), 0, 0
+
     def line(self) -> str:
         """The same for a log."""
         elapsed = time.monotonic() - self.started

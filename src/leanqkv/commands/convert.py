@@ -51,6 +51,12 @@ def convert(
     check_request(to, method, settings, calibration is not None)
     sample = None if calibration is None else _read_tokens(source, calibration, tokens, sequence_length)
     with progress_bar("reading") as bar:
+
+        def show_written(done: int, total: int) -> None:
+            if bar.description == "writing":
+                bar.start("writing, MB")
+            bar(done // 10**6, total // 10**6)
+
         report = convert_directory(
             source,
             out,
@@ -62,6 +68,7 @@ def convert(
             dtype=as_dtype(dtype),
             calibrating=bar,
             message=bar.describe,
+            progress=show_written,
         )
     _print_report(report)
     console.print(f"{out}: conversion.json", highlight=False)
@@ -74,8 +81,12 @@ def _read_tokens(source: Path, text: str, tokens: int, sequence_length: int | No
     from ..data import prepare_data
 
     config = open_checkpoint(source).config
-    with progress_bar("reading the calibration text"):
-        data = prepare_data(text, vocab_size=config.vocab_size, tokenizer=str(source))
+    with progress_bar("reading the calibration text") as bar:
+
+        def show_read(stage: str, documents: int) -> None:
+            bar.describe(f"{stage}, {documents:,} documents" if documents else stage)
+
+        data = prepare_data(text, vocab_size=config.vocab_size, tokenizer=str(source), progress=show_read)
     assert config.max_position_embeddings is not None
     return calibration_tokens(data, config, tokens, sequence_length or min(512, config.max_position_embeddings))
 

@@ -2,8 +2,7 @@
 
 Ours. Three fits from Gram matrices of activations on calibration tokens, all pulled towards the source's weights:
 
-1. Choose which heads of a layer keep a value, and the first-layer head for each of the others: one assignment problem a
-   layer. Heads can be permuted within a layer exactly.
+1. Choose which heads of a layer keep a value, and the first-layer head for each of the others: one assignment problem.
 2. Fit the values that the first layer shares to all layers at once.
 3. Layer by layer, on the stream of the model as converted so far, fit W_O of all heads and W_V of the layer's own heads
    in turns. The target is the source's residual stream.
@@ -95,9 +94,7 @@ def calibrated(
         calibration = Calibration(config, tensors, tokens, settings, Path(directory), progress, message)
         orders = calibration.choose_orders()
         shared = calibration.fit_shared_values(orders, first_layer_weight)
-        converted, layers = calibration.refit_layers(orders, shared)
-    assemble = assemble_tensors(config, tensors, converted.get)
-    result = LazyTensors(calibration.target.plan.parameter_shapes, lambda name: assemble(name).float())
+        result, layers = calibration.refit_layers(orders, shared)
     return calibration.target, result, {"lent_values": calibration.fits_shared, "layers": layers}
 
 
@@ -141,6 +138,7 @@ class Calibration:
         self.fits_own = settings.refit_values and own_columns < LARGEST_GRAM
         self._passes, self._passes_done = config.num_hidden_layers * (2 * settings.choose + 2 * self.fits_shared + 3), 0
         self._message("embedding the text")
+        self._progress(0, self._passes)
         self.activations = Activations(config, self.target, tensors, tokens, settings.batch_size, directory)
         self.first_layer_values = value_matrices(self._heads(0))[self.num_own :]
 
@@ -148,7 +146,7 @@ class Calibration:
         """Return the order of every layer's heads; the first layer keeps its own."""
         orders = [tuple(range(self.num_heads))] * self.config.num_hidden_layers
         if self.settings.choose:
-            for layer in self._layers("choosing heads", 2):
+            for layer in self._layers("choosing heads of", 2):
                 if layer:
                     orders[layer] = choose(self.costs(layer))
                 self.activations.advance_source(layer)
@@ -188,7 +186,7 @@ class Calibration:
         if not self.fits_shared:
             return self.first_layer_values
         terms = []
-        for layer in self._layers("fitting shared values", 2):
+        for layer in self._layers("fitting shared values to", 2):
             term = self._term(layer, orders[layer], self._own_values(layer, orders[layer]), None)
             self.activations.advance_source(layer)
             energy = float(np.square(self.activations.source, dtype=np.float64).sum())
@@ -206,26 +204,21 @@ class Calibration:
         self.activations.rewind_source()
         return shared
 
-    def refit_layers(
-        self, orders: list[tuple[int, ...]], shared: Tensor
-    ) -> tuple[dict[int, ConvertedHeads], list[dict[str, Any]]]:
-        """Return the converted heads by layer, and a report on each of these layers."""
+    def refit_layers(self, orders: list[tuple[int, ...]], shared: Tensor) -> tuple[LazyTensors, list[dict[str, Any]]]:
+        """Return the converted model's tensors in float32, and a report on each layer that was refitted."""
         converted: dict[int, ConvertedHeads] = {}
-        weights = LazyTensors(
-            self.target.plan.parameter_shapes, assemble_tensors(self.config, self.tensors, converted.get)
-        )
-        report: list[dict[str, Any]] = []
+        assemble, report = assemble_tensors(self.config, self.tensors, converted.get), []
+        result = LazyTensors(self.target.plan.parameter_shapes, lambda name: assemble(name).float())
         for layer in self._layers("refitting", 3):
             if layer or self.fits_shared:
-                order = orders[layer]
+                order, choice = orders[layer], {}
                 converted[layer], error = self.refit(layer, order, shared)
-                report.append({"layer": layer})
                 if layer:
                     paired = {order[place]: place for place in range(self.num_own, self.num_heads)}
-                    report[-1] |= {"kept": sorted(order[: self.num_own]), "paired": paired}
-                report[-1]["missed"] = error
-            self.activations.advance(layer, weights)
-        return converted, report
+                    choice = {"kept": sorted(order[: self.num_own]), "paired": paired}
+                report.append({"layer": layer, **choice, "missed": error})
+            self.activations.advance(layer, result)
+        return result, report
 
     def refit(self, layer: int, order: tuple[int, ...], shared: Tensor) -> tuple[ConvertedHeads, float]:
         """Return the heads of `layer` with W_O and the own values fitted, and the share of the target that is missed.
@@ -236,7 +229,7 @@ class Calibration:
         values, sweeps = self._own_values(layer, order), self.settings.sweeps
         # Own values that stay are part of the features: W_O alone is left to fit.
         term = self._term(layer, order, None if self.fits_own else values, shared)
-        start, updates = (values, sweeps - 1) if self.fits_own else (values[:0], 0)
+        start, updates = (values, max(sweeps - 1, 0)) if self.fits_own else (values[:0], 0)
         fitted, (output,), error = fit_values([term], start, self.settings.ridge, updates, LAYER_TOLERANCE)
         if self.fits_own:
             values = fitted
@@ -255,11 +248,11 @@ class Calibration:
     def _term(
         self, layer: int, order: tuple[int, ...], own_values: Tensor | None, shared_values: Tensor | None
     ) -> LayerTerm:
-        """The least-squares term of a layer's attention. None stands for the values that are to be fitted: the shared
-        ones on the source's stream, the layer's own on the converted one.
+        """The least-squares term of a layer's attention.
 
-        The features of a head are its pattern times its values, or times the inputs of values that are to be fitted. A
-        constant follows where the output has a bias.
+        None stands for the values that are to be fitted: the shared ones on the source's stream, the layer's own on the
+        converted one. The features of a head are its pattern times its values, or times the inputs of values that are
+        to be fitted. A constant follows where the output has a bias.
         """
         gram: Tensor | None = None
         cross: Any = 0
@@ -310,7 +303,7 @@ class Calibration:
     def _layers(self, phase: str, passes: int) -> Iterator[int]:
         """Yield every layer, and report the passes over the tokens that each takes."""
         for layer in range(self.config.num_hidden_layers):
-            self._message(f"{phase}, layer {layer + 1} of {self.config.num_hidden_layers}")
+            self._message(f"{phase} layer {layer + 1} of {self.config.num_hidden_layers}")
             yield layer
             self._passes_done += passes
             self._progress(self._passes_done, self._passes)
@@ -323,5 +316,5 @@ def value_matrices(heads: ValueHeads) -> Tensor:
 
 
 def make_values(inputs: Tensor, matrices: Tensor) -> Tensor:
-    """Return [heads, batch, length, head_dim] from inputs [batch, length, inputs], matrices [heads, inputs, head_dim]."""
+    """Return values [heads, batch, length, head_dim] from inputs [batch, length, inputs] and value matrices."""
     return torch.einsum("btd,hdk->hbtk", inputs, matrices.float())

@@ -29,11 +29,7 @@ CALIBRATED = "calibrated"
 
 
 def check_request(to: str, method: str, settings: Settings, has_text: bool) -> None:
-    """Check a request for a conversion.
-
-    Raises:
-        LeanError: an unknown target or method, calibration text missing, or an option that the method does not take.
-    """
+    """Refuse an unknown target or method, missing calibration text, and options that the method does not take."""
     if to not in TARGETS:
         raise LeanError(f"there is no conversion to {to!r}: {suggest(to, TARGETS)}")
     calibrates = to == SKIPV1 and method == CALIBRATED
@@ -53,8 +49,11 @@ def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length:
     """Return [sequences, length] tokens of the training split, evenly spread over it.
 
     Raises:
-        LeanError: the data has tokens beyond the model's vocabulary, or too little text.
+        LeanError: the data has tokens beyond the model's vocabulary, or too little text; or sequences are too long.
     """
+    positions = config.max_position_embeddings
+    if positions is not None and length > positions:
+        raise LeanError(f"a --sequence-length of {length:,} is beyond the model's {positions:,} positions. Choose less")
     if data.vocab_size > config.vocab_size:
         raise LeanError(
             f"the data has {data.vocab_size:,} tokens, the model a vocabulary of {config.vocab_size:,}: they do not "
@@ -92,9 +91,8 @@ def convert_directory(
         method: for skipv1, one of METHODS or "calibrated", which needs `tokens` [sequences, length].
         settings: for the calibrated method; its ratio is every method's.
         seed: for the new matrices of a nonlinear query.
-        calibrating: called with passes over the tokens done and in all.
-        message: called with what is done next.
-        progress: called with bytes written and in all.
+        message: called with what is done next; `calibrating` with passes over the tokens done and in all, `progress`
+            with bytes written and in all.
 
     Raises:
         LeanError: a bad request, a source that cannot be converted, or `out` is not empty.
@@ -118,14 +116,9 @@ def convert_directory(
         report |= {"method": method, "ratio": settings.ratio}
         if method.startswith("mean"):
             report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)  # type: ignore[arg-type]
-    plans = config.plan, target.plan
-    report["parameters"] = [plan.count_parameters().total for plan in plans]
-    report["kv_bytes_per_token_bf16"] = [plan.kv_bytes_per_token(torch.bfloat16) for plan in plans]
-    job = {
-        "source": str(source.resolve()),
-        "report": dict(report),
-        "tokens": 0 if tokens is None else int(tokens.sum()),
-    }
+    report |= _sizes(config, target)
+    token_sum = None if tokens is None else int(tokens.sum())
+    job = {"source": str(source.resolve()), "report": dict(report), "tokens": token_sum}
     report["seconds"] = round(time.perf_counter() - started, 2)
 
     def finish(directory: Path) -> None:
@@ -136,3 +129,12 @@ def convert_directory(
     message("writing")
     write_checkpoint(out, target.plan.parameter_shapes, tensors, dtype, job=job, finish=finish, progress=progress)
     return report
+
+
+def _sizes(config: LeanConfig, target: LeanConfig) -> dict[str, list[int]]:
+    """Parameters and KV bytes, before and after."""
+    plans = config.plan, target.plan
+    return {
+        "parameters": [plan.count_parameters().total for plan in plans],
+        "kv_bytes_per_token_bf16": [plan.kv_bytes_per_token(torch.bfloat16) for plan in plans],
+    }

@@ -65,8 +65,8 @@ def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
     assert heads is not None
     if not 0 < ratio <= 1 or floor(ratio * heads) in (0, heads):
         raise LeanError(
-            f"a ratio of {ratio} replaces {floor(ratio * heads)} of {heads} value heads. At least one must be replaced "
-            "and one must stay: choose another --ratio"
+            f"a ratio of {ratio} replaces {floor(ratio * heads)} of {heads} value heads. At least one must go and "
+            "one must stay: choose another --ratio, or a model with more value heads"
         )
     return with_fields(config, key_value={"type": "first_layer_values", "ratio": ratio})
 

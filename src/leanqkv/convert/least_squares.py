@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import LeanError
 
 GRAM_ROWS = 512
-CG_TOLERANCE, CG_ITERATIONS = 1e-8, 500
+CG_TOLERANCE, CG_ITERATIONS = 1e-7, 500
 
 
 def add_gram(gram: Tensor, features: Tensor, rows: int = GRAM_ROWS) -> None:
@@ -110,9 +110,6 @@ def fit_values(
         updates: of the values, at most.
         tolerance: stop where a turn lowers the error by a smaller share.
         on_iteration: called with the number of each turn, from 1.
-
-    Raises:
-        LeanError: conjugate gradients did not converge.
     """
     values, error = start, torch.inf
     outputs: list[Tensor] = []
@@ -146,9 +143,6 @@ def solve_value(equations: Sequence[tuple[Tensor, Tensor, Tensor]], guess: Tenso
 
     One equation of one query head is solved in closed form by two damped ridge regressions, others by conjugate
     gradients from `guess`.
-
-    Raises:
-        LeanError: conjugate gradients did not converge.
     """
     right = torch.stack([layer_right for _, _, layer_right in equations]).sum(0)
     factors = [(gram, product) for gram, product, _ in equations]
@@ -161,7 +155,7 @@ def solve_value(equations: Sequence[tuple[Tensor, Tensor, Tensor]], guess: Tenso
     def apply(value: Tensor) -> Tensor:
         total = damping * value
         for gram, product in factors:
-            total = total + torch.einsum("qirj,jk,rkql->il", gram, value, product)
+            total = total + (gram.flatten(2) @ torch.einsum("jk,rkql->qrjl", value, product).flatten(1, 2)).sum(0)
         return total
 
     return conjugate_gradients(apply, right, guess, kronecker_inverse(factors, damping)) if damping else guess

@@ -1,7 +1,7 @@
 """Conversions to first-layer values from the weights alone: the five methods of Wu et al. 2025 (P3).
 
-Section 5.1 and appendix B.1, https://github.com/Zhoutong-Wu/SkipV1Former. A method takes the heads of a layer beyond the
-first and how many of them keep a value of their own: the first ones. The others take the first layer's values.
+Section 5.1 and appendix B.1, https://github.com/Zhoutong-Wu/SkipV1Former. A method takes the heads of a layer beyond
+the first and how many of them keep a value of their own: the first ones. The others take the first layer's values.
 The paper leaves open what happens to queries, keys and columns of W_O; each docstring states our reading.
 """
 
