@@ -81,12 +81,8 @@ def _read_tokens(source: Path, text: str, tokens: int, sequence_length: int | No
     from ..data import prepare_data
 
     config = open_checkpoint(source).config
-    with progress_bar("reading the calibration text") as bar:
-
-        def show_read(stage: str, documents: int) -> None:
-            bar.describe(f"{stage}, {documents:,} documents" if documents else stage)
-
-        data = prepare_data(text, vocab_size=config.vocab_size, tokenizer=str(source), progress=show_read)
+    with progress_bar("reading the calibration text"):
+        data = prepare_data(text, vocab_size=config.vocab_size, tokenizer=str(source))
     assert config.max_position_embeddings is not None
     return calibration_tokens(data, config, tokens, sequence_length or min(512, config.max_position_embeddings))
 

@@ -83,9 +83,8 @@ class Activations:
     def attend(self, layer: int, batch: slice, converted: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the patterns and the target of the source's attention in `layer`, and the inputs of values.
 
-        Args:
-            converted: attend on the converted stream, and aim at what brings that back to the source's. Else attend on
-                the source's stream, and aim at the attention's output.
+        On the source's stream the target is the attention's output; on the converted one, what brings that stream back
+        to the source's.
 
         Returns:
             attention weights [batch, query heads, length, length], the target [batch, length, hidden_size], and the

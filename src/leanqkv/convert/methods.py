@@ -37,8 +37,8 @@ def mean_vo(heads: ValueHeads, num_own: int) -> ConvertedHeads:
 def top_v(heads: ValueHeads, num_own: int) -> ConvertedHeads:
     """Keep the W_V heads of largest norm, everything else stays.
 
-    "Select the H' rows with the largest norm of head projections W_V to be the new head projections". W_V alone
-    changes: the j-th of the selected heads moves to place j, with that place's queries, key and columns of W_O.
+    "Select the H' rows with the largest norm of head projections W_V to be the new head projections". The j-th of them
+    moves to place j, with that place's queries, key and columns of W_O.
     """
     largest = _largest(heads.value.flatten(1).norm(dim=1), num_own)
     bias = None if heads.value_bias is None else heads.value_bias[largest]
@@ -48,9 +48,8 @@ def top_v(heads: ValueHeads, num_own: int) -> ConvertedHeads:
 def top_vo(heads: ValueHeads, num_own: int) -> ConvertedHeads:
     """Keep the heads whose W_V and W_O are largest, with their columns of W_O; the other columns are zero.
 
-    "Select the H' head projections in W_V and the H' output columns in W_O with the highest norms". In the reading that
-    is kindest to the method, both belong to one head, ranked by the product of its norms. The head keeps its queries
-    and key, so its contribution does not change.
+    "Select the H' head projections in W_V and the H' output columns in W_O with the highest norms". In the reading
+    kindest to the method, both belong to one head, ranked by the product of its norms, with its own queries and key.
     """
     norms = heads.value.flatten(1).norm(dim=1) * heads.output.flatten(1).norm(dim=1)
     largest = _largest(norms, num_own)
