@@ -478,6 +478,13 @@ def test_an_interrupted_write_goes_on_after_the_last_whole_shard(folder):
         assert torch.equal(load_file(out / shard)[name], value(name))
 
 
+def test_progress_counts_the_bytes_of_all_shards(folder):
+    calls = []
+    written(folder / "out", value, progress=lambda done, total: calls.append((done, total)))
+    assert {total for _, total in calls} == {6 * BYTES}
+    assert list(dict.fromkeys(done for done, _ in calls)) == [number * BYTES for number in range(1, 7)]
+
+
 def test_what_was_begun_for_something_else_is_not_gone_on_with(folder):
     out, calls = folder / "out", []
     with pytest.raises(KeyboardInterrupt):
