@@ -22,8 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from leanqkv import LeanForCausalLM
 from leanqkv.checkpoints.load import load_weights
 from leanqkv.checkpoints.open import open_checkpoint
+from leanqkv.compat import quiet_transformers
 from leanqkv.inference import Decoder
-from leanqkv.quiet import quiet_transformers
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "GPT2LMHeadModel": lambda: GPT2LMHeadModel(GPT2Config()),

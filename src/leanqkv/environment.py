@@ -1,4 +1,4 @@
-"""What a record says about where it was made: hardware, versions, the commit of the code."""
+"""Where a record was made: hardware, versions, the commit of the code."""
 
 import os
 import platform
@@ -18,27 +18,31 @@ from .files import RECORD_FORMAT
 
 
 def default_device() -> str:
-    """The accelerator torch finds, else the CPU."""
+    """Return the accelerator that torch finds, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def check_device(device: str) -> str:
-    """Raises:
-    LeanError: not a kind of device, or one that is not here.
+def check_device(device: str | None) -> str:
+    """Return `device` if this machine has it; of None the default one.
+
+    Raises:
+        LeanError: not a kind of device, or not on this machine.
     """
+    device = device or default_device()
     available = {"cpu", default_device()}
     if device not in available:
-        raise LeanError(f"there is no device {device!r} here: {' or '.join(sorted(available))}")
+        raise LeanError(f"there is no device {device!r} here; --device can be {' or '.join(sorted(available))}")
     return device
 
 
 def available_cores() -> int:
-    """Cores this process may use, which in a container or under taskset are fewer than the machine has."""
+    """Return the number of cores that this process may use; under taskset fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def hardware(device: str) -> dict[str, Any]:
+    """Return a record's entry on the machine."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "cpu": _processor(),
@@ -80,14 +84,14 @@ def command_line() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit this code was run from, with "+changes" if files differ from it; None for an installed package."""
+    """Return the commit of this code, with "+changes" if files differ from it; None for an installed package."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", __file__)  # else the repository around us is somebody else's
+        git("ls-files", "--error-unmatch", __file__)  # fails if the repository around this file is another project's
         commit = git("rev-parse", "HEAD")
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import attention_implementation
 from ..model.causal_lm import LeanForCausalLM
 
 
@@ -56,7 +57,7 @@ def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
             block.self_attn.o_proj.register_forward_pre_hook(attended),
         ]
 
-    chosen = model.config._attn_implementation
+    chosen = attention_implementation(model) or "sdpa"
     model.set_attn_implementation("eager")
     try:
         with _hooks(model, register):

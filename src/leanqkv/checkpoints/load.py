@@ -10,13 +10,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..compat import quiet_transformers
 from ..errors import LeanError
 from ..files import read_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.image_classification import LeanForImageClassification
 from ..model.masked_lm import LeanForMaskedLM
-from ..quiet import quiet_transformers
 
 MODELS: dict[str, Any] = {
     "causal_lm": LeanForCausalLM,

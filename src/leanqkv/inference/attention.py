@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import compile_cpp
 from ..model.attention import attend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,12 +126,8 @@ def _additive(mask: Tensor) -> Tensor:
 @functools.cache
 def _kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
     """attention.cpp by dtype, or None where nothing can be compiled."""
-    source = Path(__file__).with_suffix(".cpp").read_text()
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        library = CppCodeCache.load(source, extra_flags=("-w", "-ffp-contract=fast"))
-    except Exception:  # no compiler, or no room for what it writes: as many kinds of error
+    library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
+    if library is None:
         return None
     kernels = {}
     for dtype in DTYPES:

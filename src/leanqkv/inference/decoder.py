@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache
 
+from ..compat import attention_implementation
 from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
@@ -26,7 +27,7 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
     "sdpa" there is the kernel for attention of one query (attention.py).
     """
     copied = packed(model).eval()
-    if copied.config._attn_implementation == "sdpa":
+    if attention_implementation(copied) == "sdpa":
         for module in copied.modules():
             if isinstance(module, LeanAttention | LatentAttention):
                 module.attend = attend_one_query

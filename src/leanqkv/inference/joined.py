@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..compat import has_hooks
 from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.mlp import GatedMLP
@@ -100,7 +101,7 @@ def linear_part(projection: nn.Module | None) -> LinearPart | None:
     if projection is None:
         return None
     modules = list(projection.modules())
-    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules):
+    if any(has_hooks(module) for module in modules):
         return None
     if not all(parameter.is_floating_point() for parameter in projection.parameters()):
         return None

@@ -7,9 +7,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ..compat import has_hooks, pack_linear, packing_works
 from .joined import join_projections
 
 # Rows that the layout is chosen for; others are computed as well.
@@ -30,21 +30,12 @@ class PackedLinear(nn.Module):
 
 
 def _packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-    return lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
+    return pack_linear(weight, bias, ROWS)
 
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this build of PyTorch can, for such a weight."""
-    return (
-        weight.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and (
-            weight.dtype == torch.float32
-            or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        )
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+    return weight.device.type == "cpu" and packing_works(weight.dtype)
 
 
 def packed(model: nn.Module) -> Any:
@@ -63,7 +54,6 @@ def packed(model: nn.Module) -> Any:
         for name, child in module.named_children():
             if not isinstance(child, nn.Linear) or type(child).forward is not nn.Linear.forward:
                 continue
-            hooked = child._forward_hooks or child._forward_pre_hooks
-            if id(child) not in joined_ids and can_pack(child.weight) and not hooked:
+            if id(child) not in joined_ids and can_pack(child.weight) and not has_hooks(child):
                 setattr(module, name, PackedLinear(child))
     return packed_model

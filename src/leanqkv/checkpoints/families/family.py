@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from ...compat import quiet_transformers
 from ...errors import LeanError
 from ...model.config import LeanConfig
 from ...model.registry import suggest
-from ...quiet import quiet_transformers
 from ..tensors import LazyTensors, Shape, StoredTensors, check_stored, read_tied
 
 # Settings of every family that have the same name here and there.
