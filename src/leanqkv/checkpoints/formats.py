@@ -14,8 +14,7 @@ from ..presets.edit import with_fields
 from .dense import written_out
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors
-from .load import MODELS
-from .open import Checkpoint, open_checkpoint
+from .open import MODELS, Checkpoint, open_checkpoint
 from .tensors import LazyTensors, finite
 from .write import Progress, check_free, copy_tokenizer, save_config, write_checkpoint
 

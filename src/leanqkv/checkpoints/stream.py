@@ -39,13 +39,14 @@ class Stream:
     """The stream of `config`, a model without norms.
 
     Attributes:
+        centered: whether the mean that disabled norms subtract has been folded into the tensors that write the stream.
         tensors: every tensor that reads or writes the stream, by name.
         basis_of: point -> a point that stands for all points with the same basis.
         blocked: such a representative -> why the basis must stay as it is.
     """
 
-    def __init__(self, config: LeanConfig):
-        self.config = config
+    def __init__(self, config: LeanConfig, centered: bool = False):
+        self.config, self.centered = config, centered
         shapes = config.plan.parameter_shapes
         self.tensors = {tensor.name: tensor for tensor in _possible_tensors(config) if tensor.name in shapes}
         points = [StreamPoint(i, middle) for i in range(config.num_hidden_layers) for middle in (False, True)]
@@ -137,7 +138,7 @@ def _blocked(config: LeanConfig) -> Iterator[tuple[StreamPoint, str]]:
     """Points where the stream must stay in its basis, and why."""
     for layer in config.plan.layers:
         i = layer.layer
-        for slot in ("query", "key", "value", "output"):
+        for slot in PROJECTIONS:
             kind = getattr(layer, slot).kind
             if kind == "linear" or (slot == "value" and kind == "keys") or not computes(layer, slot):
                 continue

@@ -1,6 +1,5 @@
 """Tensors of a checkpoint, each read or computed only when it is asked for."""
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import LeanError
-from ..files import read_json
+from ..files import hash_files, read_json
 
 Shape = tuple[int, ...]
 
@@ -214,9 +213,4 @@ def count_nonfinite(tensor: Tensor) -> int:
 
 def weights_hash(directory: Path) -> str:
     """Return the SHA-256 of the files of weights, in the order of their names."""
-    digest = hashlib.sha256()
-    for file in sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")):
-        with file.open("rb") as opened:
-            while block := opened.read(2**24):
-                digest.update(block)
-    return digest.hexdigest()
+    return hash_files(*sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")))

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import LeanError
 from ..files import partial_name, read_json, write_json
 from ..model.config import LeanConfig
-from .load import MODELS
+from .open import MODELS
 
 SHARD_BYTES = 2**30
 # Of the files beside the weights, those that are about the text and not about the tensors.

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from transformers.initialization import no_init_weights
 
 from ..checkpoints.disabled_norms import norms_disabled, without_norms
-from ..checkpoints.load import MODELS
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import MODELS, open_checkpoint
 from ..checkpoints.tensors import LazyTensors, finite
 from ..environment import versions
 from ..errors import LeanError

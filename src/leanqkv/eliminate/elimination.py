@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.disabled_norms import norms_disabled
 from ..checkpoints.formats import write_model
-from ..checkpoints.load import MODELS
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import MODELS, open_checkpoint
 from ..checkpoints.tensors import finite, weights_hash
 from ..checkpoints.write import Progress, check_free
 from ..errors import LeanError

@@ -6,13 +6,15 @@ the norm and the skips. https://arxiv.org/abs/2510.23912
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..presets.edit import set_mechanisms
+
+# Which projection's weight each of the others is multiplied by.
+FACTORS = {"q_proj": "k_proj", "k_proj": "q_proj", "v_proj": "o_proj"}
 
 
 def why_not(config: LeanConfig) -> str | None:
@@ -56,27 +58,15 @@ def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tupl
         new = set_mechanisms(new, slot, dict.fromkeys(range(config.num_hidden_layers), spec))
 
     def compute(name: str) -> Tensor:
-        attention, _, tensor = name.rpartition("self_attn.")
-        if not attention:
+        module, _, kind = name.rpartition(".")
+        attention, _, projection = module.rpartition(".")
+        if projection not in FACTORS:
             return tensors[name]
-
-        def of(name: str) -> Tensor:
-            return tensors[f"{attention}self_attn.{name}"].double()
-
         # Stored weights are the transposes of the papers' matrices.
-        match tensor:
-            case "k_proj.weight":
-                return of("q_proj.weight").T @ of("k_proj.weight")
-            case "q_proj.weight":
-                return of("k_proj.weight").T @ of("q_proj.weight")
-            case "q_proj.bias":
-                return of("k_proj.weight").T @ of("q_proj.bias")
-            case "v_proj.weight":
-                return of("o_proj.weight") @ of("v_proj.weight")
-            case "v_proj.bias":
-                added = of("o_proj.bias") if config.attention_output_bias else torch.zeros(config.hidden_size)
-                return of("o_proj.weight") @ of("v_proj.bias") + added
-            case _:
-                return tensors[name]
+        factor = tensors[f"{attention}.{FACTORS[projection]}.weight"].double()
+        product = (factor if projection == "v_proj" else factor.T) @ tensors[name].double()
+        if projection == "v_proj" and kind == "bias" and config.attention_output_bias:
+            product = product + tensors[f"{attention}.o_proj.bias"].double()
+        return product
 
     return new, LazyTensors(new.plan.parameter_shapes, compute)

@@ -57,15 +57,12 @@ class Transformed:
 def parse_request(
     remove: str, layer: str | int | None = None, *, max_condition: float = MAX_CONDITION, balance: bool = True
 ) -> Request:
-    """Return the request that the command line's words stand for.
+    """Return the request that the command line's words stand for; raise a LeanError that lists the known words.
 
     Args:
         remove: "query", "key", "value", "output" or several of them between commas; "block-diagonal"; "single-head".
         layer: of the projections, from 0; "0,3"; "all" or None for every layer.
         max_condition, balance: as in `Request`.
-
-    Raises:
-        LeanError: other words; says which ones are known.
     """
     parts = tuple(part.strip() for part in remove.split(","))
     for part in parts:
@@ -89,11 +86,8 @@ def transform(
 ) -> Transformed:
     """Eliminate what `request` asks for; neither `config` nor `tensors` is changed.
 
-    Norms that their epsilon disables are removed first. All conditions are known when this returns; of the tensors only
-    those that are removed have been read.
-
-    Args:
-        message: is called with the name of each step.
+    Norms that their epsilon disables are removed first. Only the tensors that are removed are read, and all conditions
+    are known when this returns. `message` is called with the name of each step.
 
     Raises:
         LeanError: it is not possible exactly, or a matrix is worse conditioned than allowed; says why and which.
@@ -128,19 +122,19 @@ def _remove_projections(
             raise LeanError(f"there is no layer {layer}: layers count from 0 to {count - 1}")
     layers = range(count) if request.layers is None else request.layers
     removals = [Removal(slot, layer) for slot in slots for layer in layers]
-    stream = Stream(config)
+    stream = Stream(config, centered)
     try:
-        assign_bases(config, removals, stream, centered)
+        assign_bases(removals, stream)
     except LeanError as error:
-        raise LeanError(f"{error}; {_alternative(config, removals, stream, centered)}") from None
+        raise LeanError(f"{error}; {_alternative(removals, stream)}") from None
     if request.balance:
         message("solving: bases in which rounding loses little")
         tensors = balance_for_rounding(config, tensors, removals)
     if request.keep_mean:
         for removal in removals:
             tensors = keep_mean_zero(config, tensors, removal)
-    new, changed, factors = remove_projections(config, tensors, removals)
-    solved = {weight_name(config, removal): removal for removal in removals if is_solved_with(config, removal, stream)}
+    new, changed, factors = remove_projections(stream, tensors, removals)
+    solved = {weight_name(config, removal): removal for removal in removals if is_solved_with(removal, stream)}
     conditions = {}
     for number, name in enumerate(name for name in solved if name in factors):
         message(f"solving: {solved[name]}, {number + 1} of {len(solved)} matrices")
@@ -150,12 +144,12 @@ def _remove_projections(
     return Transformed(new, changed, {**model.conditions, **conditions}, (*model.steps, *steps))
 
 
-def _alternative(config: LeanConfig, removals: list[Removal], stream: Stream, centered: bool) -> str:
+def _alternative(removals: list[Removal], stream: Stream) -> str:
     """Say what can be removed instead of `removals`."""
-    if possible := [str(removal) for removal in removals if why_not(config, removal, stream, centered) is None]:
+    if possible := [str(removal) for removal in removals if why_not(removal, stream) is None]:
         return f"what does go is any one of them alone, {possible[0]} for example"
-    numbers = block_diagonal.saved(config)
-    share = numbers / config.plan.count_parameters().total
+    numbers = block_diagonal.saved(stream.config)
+    share = numbers / stream.config.plan.count_parameters().total
     return f"what does apply here: {BLOCK_DIAGONAL}, {share:.2%} of the weights" if numbers else "nothing else applies"
 
 

@@ -6,8 +6,7 @@ from math import prod
 import torch
 
 from ..checkpoints.disabled_norms import norms_disabled
-from ..checkpoints.load import MODELS
-from ..checkpoints.open import Checkpoint
+from ..checkpoints.open import MODELS, Checkpoint
 from ..eliminate.audit import WAYS, Finding, Spectrum, weight_table
 from ..model.config import LeanConfig
 from .tables import ranges, short_name

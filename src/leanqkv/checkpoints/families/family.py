@@ -54,10 +54,9 @@ INVALID = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, Str
 
 @dataclass(frozen=True)
 class Packed:
-    """One tensor of a family's checkpoint, made of one or more of ours, all of shape `part_shape`.
+    """One tensor of a family's checkpoint, made of one or more of ours, all of shape `part_shape`, stacked as rows.
 
-    They lie one below the other as rows; with `heads`, they take turns head by head, [heads, parts, head_dim] rows.
-    `transposed`: theirs is [in, out].
+    With `heads` they take turns head by head, [heads, parts, head_dim] rows. `transposed`: theirs is [in, out].
     """
 
     name: str
@@ -96,7 +95,7 @@ class Family:
     fixed: Mapping[str, Any]
     # Settings, ours -> theirs, whose value is the same.
     settings: Mapping[str, str]
-    # Which biases a model has: always (true), never (false), or as that setting of theirs says.
+    # Which biases a model can have: always (True), or as that setting of theirs says.
     biases: Mapping[str, bool | str]
     # The prefix of the base model's tensors; a checkpoint of the base model alone does without.
     prefix: str
@@ -125,12 +124,9 @@ class Family:
     divisors: Callable[[LeanConfig, Mapping[str, Any]], dict[str, int]] = lambda config, hf: {}
 
     def lean_config(self, hf: Mapping[str, Any]) -> LeanConfig:
-        """Return the configuration that is the same function as the config.json `hf`.
+        """Return the configuration that is the same function as the config.json `hf`; the class's defaults fill gaps.
 
-        The class's own defaults fill the gaps of `hf`.
-
-        Raises:
-            LeanError: a value that is not valid, or that no LeanConfig can express; names key and value.
+        Raises a LeanError for a value that is not valid, or that no LeanConfig can express; names key and value.
         """
         for key, expected in {**ORDINARY, **self.ordinary}.items():
             if hf.get(key, expected) != expected:
@@ -143,23 +139,16 @@ class Family:
             raise LeanError(_one_line(error)) from None
 
     def to_stock(self, config: LeanConfig) -> PreTrainedConfig:
-        """Return the configuration of the class that is the same function.
+        """Return the configuration of the class that is the same function; raise a LeanError that says why none is.
 
         Dropout that the class has no place for is left out: it acts in training alone.
-
-        Raises:
-            LeanError: the class cannot hold such a model; says why.
         """
         if reasons := self.reasons(config):
             raise LeanError(f"{self.architecture} cannot hold this model: {'; '.join(reasons)}")
         return self._write(config)
 
     def reasons(self, config: LeanConfig) -> list[str]:
-        """Return why the class cannot hold the model; nothing where it can.
-
-        Whatever does not come back from the class's own configuration as it was is a reason, so that no setting can be
-        forgotten here.
-        """
+        """Return why the class cannot hold the model: every setting that its own configuration does not give back."""
         if config.task != "causal_lm":
             return [f"task is {config.task!r}, it is a causal_lm"]
         try:
@@ -177,10 +166,7 @@ class Family:
         ]
 
     def tensor_map(self, config: LeanConfig) -> list[Packed]:
-        """Return every tensor of the class's checkpoint with those of ours that make it up.
-
-        Those of ours that `config.plan.parameter_shapes` lacks are biases of zeros.
-        """
+        """Return every tensor of the class's checkpoint with ours that make it up, which may be biases of zeros."""
         shapes = config.plan.parameter_shapes
         modules = [(self.prefix + theirs, [f"model.{ours}"], False) for theirs, ours in self.modules.items()]
         for layer in range(config.num_hidden_layers):
@@ -221,8 +207,8 @@ class Family:
             yield Packed(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours), shape[:1], heads)
 
     def _has_bias(self, config: LeanConfig, bias: str) -> bool:
-        """Whether the class's model has it; one setting of theirs may stand for several of ours."""
-        setting = self.biases[bias]
+        """One setting of theirs may stand for several of ours."""
+        setting = self.biases.get(bias, False)
         if isinstance(setting, bool):
             return setting
         return any(getattr(config, ours) for ours, theirs in self.biases.items() if theirs == setting)
@@ -259,11 +245,8 @@ class Family:
 def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf: Mapping[str, Any]) -> LazyTensors:
     """Return the tensors of a family's checkpoint under our names: exactly `config.plan.parameter_shapes`.
 
-    `hf` is the checkpoint's config.json, `config` the configuration that `family.lean_config` makes of it.
-
-    Raises:
-        LeanError: tensors missing, left over, of another shape or dtype; when the embedding is read, a head in the file
-            that is not tied to it though the configuration says so.
+    `hf` is the checkpoint's config.json, `config` what `family.lean_config` makes of it. Raises a LeanError for tensors
+    that are missing, left over, or of another shape or dtype, and for a head that is not tied as config.json says.
     """
     tensor_map = family.tensor_map(config)
     names = family.stored_names(stored.keys())
@@ -289,10 +272,7 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf
 def export_tensors(family: Family, config: LeanConfig, tensors: Mapping[str, Tensor]) -> LazyTensors:
     """Return our tensors, as `config.plan.parameter_shapes` names them, under the family's names.
 
-    Biases that the class has and the model has not are zeros.
-
-    Raises:
-        LeanError: the class cannot hold such a model; says why.
+    Biases that the class has and the model has not are zeros. Raises a LeanError if the class cannot hold the model.
     """
     family.to_stock(config)
     shapes = config.plan.parameter_shapes
@@ -308,7 +288,6 @@ def export_tensors(family: Family, config: LeanConfig, tensors: Mapping[str, Ten
 
 
 def _read_rope(stock: PreTrainedConfig, partial: bool) -> dict[str, Any]:
-    """Our `rope_parameters`; `partial`: whether the class can rotate a part of each head."""
     parameters: Any = stock.rope_parameters
     kind, kinds = parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
     if kind not in kinds:  # also where there are parameters for each kind of layer

@@ -22,11 +22,8 @@ GPT_NEOX = Family(
         "scaled_residual_init": False,
     },
     settings={
-        "intermediate_size": "intermediate_size",
+        **{name: name for name in ("intermediate_size", "hidden_act", "attention_dropout", "hidden_dropout")},
         "norm_eps": "layer_norm_eps",
-        "hidden_act": "hidden_act",
-        "attention_dropout": "attention_dropout",
-        "hidden_dropout": "hidden_dropout",
     },
     biases={
         "norm_bias": True,
