@@ -40,8 +40,8 @@ def export_checkpoint(
 
 
 def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family: str | None = None) -> None:
-    from ..checkpoints.formats import convert_format
     from ..checkpoints.memory import give_back_freed_memory
+    from ..checkpoints.write import convert_format
 
     give_back_freed_memory()
     with progress_bar("writing", in_bytes=True) as bar:

@@ -24,25 +24,15 @@ WAYS = (("query", "output"), ("key", "output"), ("value", "output"), ("query",),
 
 @dataclass(frozen=True)
 class Finding:
-    """One way to eliminate: whether it is exact for the model.
+    """One way to eliminate: whether it is exact for the model."""
 
-    Attributes:
-        remove: as for `leanqkv eliminate`.
-        layers: any one of them; None: all at once.
-        source: the statement it rests on.
-        applies: whether it is exact here.
-        why_not: why it is not, or where it is not if it is elsewhere.
-        saves: numbers fewer to store, for the best of the layers; negative where untying a head costs more.
-        parameters: of the model after it.
-    """
-
-    remove: str
-    layers: tuple[int, ...] | None
-    source: str
+    remove: str  # as for `leanqkv eliminate`
+    layers: tuple[int, ...] | None  # any one of them; None: all at once
+    source: str  # the statement it rests on
     applies: bool
-    why_not: str | None
-    saves: int
-    parameters: int
+    why_not: str | None  # where it does not apply, or does not in some layers
+    saves: int  # numbers fewer to store, for the best of the layers; negative where untying a head costs more
+    parameters: int  # of the model after it
 
     @property
     def share(self) -> float:
@@ -116,11 +106,10 @@ def weight_table(config: LeanConfig) -> dict[str, float]:
     arithmetic: whether Q and P can go exactly is another question (`findings`).
     """
     d, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    assert groups is not None
     matrices = {"gated": 3, "mlp": 2, "moe": 3 * (config.num_local_experts or 1)}[config.mlp_type]
     per_layer = {
         "Q+P weights per layer": 2 * d * d,
-        "K+V weights per layer": 2 * d * d // heads * groups,
+        "K+V weights per layer": 2 * d * d // heads * groups,  # type: ignore[operator]
         "FFN weights per layer": matrices * d * config.intermediate_size,
     }
     embeddings = 2 * d * (config.vocab_size or 0)  # a model of images has no vocabulary
@@ -144,7 +133,8 @@ def _finding(
     layers: tuple[int, ...] | None = None,
 ) -> Finding:
     """saves: None where it is not exact."""
-    return Finding(remove, layers, source, saves is not None, reason or None, saves or 0, _count(config) - (saves or 0))
+    after = _count(config) - (saves or 0)
+    return Finding(remove, layers, source, saves is not None, reason or None, saves or 0, after)
 
 
 def _count(config: LeanConfig) -> int:

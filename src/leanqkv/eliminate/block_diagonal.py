@@ -27,8 +27,7 @@ WINDOWS = 64
 def eligible(config: LeanConfig, side: str) -> tuple[dict[int, list[Head]], dict[int, str]]:
     """Return the blocks whose projection of `side`, "keys" or "values", can hold the identity, and why others cannot.
 
-    A block can if none of its heads is blocked and no head shares a basis with one that has taken it already. Each
-    comes with the classes of its heads.
+    Each comes with the classes of its heads, which are not blocked and share no basis with heads that took it before.
     """
     classes = HeadClasses(config, side)
     taken: set[Head] = set()
@@ -66,19 +65,15 @@ def make_blocks_identity(
     search: bool = True,
     message: Callable[[str], None] = lambda text: None,
 ) -> tuple[LeanConfig, LazyTensors, dict[str, float]]:
-    """Return the same function with identity blocks wherever `eligible`.
+    """Return the same function with identity blocks wherever `eligible`; raise a LeanError if that is nowhere.
+
+    Returns the configuration (`block_identity` keys and values); its tensors, lazy, float64 where they changed; and the
+    condition number of the worst head's block by tensor name.
 
     Args:
         search: take for every projection the window of the input whose worst head is best conditioned, among up to 64;
             otherwise the first columns.
         message: is called with the name of each step.
-
-    Returns:
-        the configuration (`block_identity` keys and values); its tensors, lazy, float64 where they changed; and the
-        condition number of the worst head's block by tensor name.
-
-    Raises:
-        LeanError: not a single projection is eligible; says why.
     """
     conditions: dict[str, float] = {}
     windows: dict[str, tuple[int, int]] = {}  # start and width

@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoints.disabled_norms import norms_disabled
-from ..checkpoints.formats import write_model
 from ..checkpoints.open import MODELS, open_checkpoint
 from ..checkpoints.tensors import finite, weights_hash
-from ..checkpoints.write import Progress, check_free
+from ..checkpoints.write import Progress, check_free, write_model
 from ..errors import LeanError
 from ..files import write_json
 from ..model.config import LeanConfig
@@ -43,15 +42,13 @@ def eliminate(
 ) -> Elimination:
     """Return the same function with fewer weights, solved in float64 and certified on its logits.
 
+    Raises a LeanError where that is not possible exactly, too badly conditioned, or a weight is not finite.
+
     Args:
-        model: a model of ours, which is left as it is, or a directory of one of ours or of a supported class of
-            transformers.
+        model: a model of ours, which is left as it is, or the directory of a checkpoint that can be opened.
         remove, layer, max_condition, balance: as in `parse_request`.
         dtype: of the result's weights.
         inputs: of the certificate; by default random token ids from a fixed seed.
-
-    Raises:
-        LeanError: not possible exactly, too badly conditioned, or weights that are not finite; says why.
     """
     tensors: Mapping[str, Tensor]
     if isinstance(model, PreTrainedModel):
@@ -89,14 +86,12 @@ def eliminate_directory(
 ) -> dict[str, Any]:
     """Eliminate from the checkpoint in `source` into `out`, tensor by tensor, and return the certificate.
 
+    Raises a LeanError as `eliminate`, where `out` is not empty, and where no class can hold the result.
+
     Args:
         dtype, inputs: as in `eliminate`.
-        stock, family, progress: as in `convert_format`; in a stock class, what was eliminated is written out as
-            identities.
+        stock, family, progress: as in `convert_format`; a stock class has identities for the eliminated weights.
         message: called with the name of each phase: solving, writing, certifying.
-
-    Raises:
-        LeanError: as `eliminate`; `out` is not empty; no class can hold the result; it is not the same function.
     """
     check_free(out)
     opened = open_checkpoint(source)
@@ -108,10 +103,8 @@ def eliminate_directory(
 
     def certify(directory: Path) -> None:
         stored = open_checkpoint(directory)
-        after = stored.config, stored.tensors
-        report.update(
-            certificate(before, result, after, request, dtype, inputs or random_inputs(opened.config), message)
-        )
+        after, sample = (stored.config, stored.tensors), inputs or random_inputs(opened.config)
+        report.update(certificate(before, result, after, request, dtype, sample, message))
         report.update(weights_sha256=weights_hash(directory), source_sha256=weights_hash(source))
         write_json(directory / CERTIFICATE, report)
 

@@ -10,6 +10,7 @@ and `(sum sigma)^2 / d_k` remains.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -75,9 +76,7 @@ def keep_mean_zero(config: LeanConfig, tensors: Mapping[str, Tensor], removal: R
 
     `x Theta` has mean zero for every x of mean zero if and only if `Theta 1` is a multiple of 1. With Theta = W D and
     D_h a multiple of the reflection that takes 1 to v_h, where `W v = 1`, it is; the heads' columns stay orthogonal.
-
-    Raises:
-        LeanError: no such basis: the weight is an output projection, singular, or its heads are not free.
+    Raises a LeanError for an output projection, a singular weight, and heads that are not free.
     """
     side, d = SIDE_OF[removal.slot], config.hidden_size
     width = free_columns(config, side)
@@ -127,8 +126,8 @@ def _free_heads(config: LeanConfig, removal: Removal) -> dict[Head, list[int]]:
         return {}
     classes = HeadClasses(config, SIDE_OF[removal.slot])
     class_of = classes.consumed if removal.slot in ("query", "output") else classes.made
-    free: dict[Head, list[int]] = {}
+    free = defaultdict(list)
     for (block, head), head_class in class_of.items():
         if block == config.plan.layers[removal.layer].block and head_class not in classes.blocked:
-            free.setdefault(head_class, []).append(head)
+            free[head_class].append(head)
     return free

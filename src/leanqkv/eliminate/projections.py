@@ -95,8 +95,7 @@ def is_solved_with(removal: Removal, stream: Stream) -> bool:
 def assign_bases(removals: Iterable[Removal], stream: Stream) -> dict[StreamPoint, Removal]:
     """Return which removal each basis of the stream serves.
 
-    Raises:
-        LeanError: a removal that is impossible, or two that would need different bases of one stream; says why.
+    Raises a LeanError for a removal that is impossible, and for two that would need different bases of one stream.
     """
     serves: dict[StreamPoint, Removal] = {}
     for removal in removals:

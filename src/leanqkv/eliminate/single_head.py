@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..checkpoints.stream import PROJECTIONS
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
@@ -32,7 +33,7 @@ def why_not(config: LeanConfig) -> str | None:
     if config.key_value["type"] != "projected":  # type: ignore[index]
         return "its layers share keys or values, which their different W_Q and W_O read"
     for layer in config.plan.layers:
-        for slot in ("query", "key", "value", "output"):
+        for slot in PROJECTIONS:
             if (kind := getattr(layer, slot).kind) != "linear":
                 return f"the {slot} of layer {layer.layer} is {kind!r}, not a plain matrix"
     return None

@@ -27,19 +27,14 @@ def no_message(text: str) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What to remove.
-
-    Attributes:
-        remove: of "query", "key", "value", "output"; "block-diagonal"; "single-head".
-        layers: which layers' projections, counted from 0; None: of all layers.
-        max_condition: refuse where a matrix to be solved with is worse conditioned.
-        balance: take bases inside the heads in which rounding loses little (forms.py); else the plain form.
-        keep_mean: take bases in which the stream's mean stays zero (forms.keep_mean_zero).
-    """
+    """What to remove: of "query", "key", "value", "output", "block-diagonal"; or "single-head"."""
 
     remove: tuple[str, ...]
+    # Which layers' projections, counted from 0; None: of all layers.
     layers: tuple[int, ...] | None = None
+    # Refuse where a matrix to be solved with is worse conditioned.
     max_condition: float = MAX_CONDITION
+    # Take bases inside the heads in which rounding loses little (forms.py), and those in which the mean stays zero.
     balance: bool = True
     keep_mean: bool = False
 
@@ -92,17 +87,13 @@ def transform(
     Raises:
         LeanError: it is not possible exactly, or a matrix is worse conditioned than allowed; says why and which.
     """
-    model = Transformed(config, tensors)
-    slots = [part for part in request.remove if part in PROJECTIONS]
     if SINGLE_HEAD in request.remove:
         if len(request.remove) > 1:
             raise LeanError("single-head turns all four matrices into two; there is nothing to remove beside it")
         return Transformed(*single_head.merge_single_head(config, tensors), steps=("W_K W_Q^T and W_V W_O",))
-    if slots:
-        if centered := norms_disabled(config):
-            step = "norms that their epsilon disables, folded into their neighbours"
-            model = Transformed(*without_norms(config, tensors), steps=(step,))
-        model = _remove_projections(model, slots, request, centered, message)
+    model = Transformed(config, tensors)
+    if set(request.remove) & set(PROJECTIONS):
+        model = _remove_projections(config, tensors, request, message)
     if BLOCK_DIAGONAL in request.remove:
         new, changed, conditions = block_diagonal.make_blocks_identity(
             model.config, model.tensors, search=request.balance, message=message
@@ -114,14 +105,18 @@ def transform(
 
 
 def _remove_projections(
-    model: Transformed, slots: list[str], request: Request, centered: bool, message: Message
+    config: LeanConfig, tensors: Mapping[str, Tensor], request: Request, message: Message
 ) -> Transformed:
-    config, tensors, count = model.config, model.tensors, model.config.num_hidden_layers
+    steps = []
+    if centered := norms_disabled(config):
+        config, tensors = without_norms(config, tensors)
+        steps.append("norms that their epsilon disables, folded into their neighbours")
+    count = config.num_hidden_layers
     for layer in request.layers or ():
         if not 0 <= layer < count:
             raise LeanError(f"there is no layer {layer}: layers count from 0 to {count - 1}")
     layers = range(count) if request.layers is None else request.layers
-    removals = [Removal(slot, layer) for slot in slots for layer in layers]
+    removals = [Removal(slot, layer) for slot in request.remove if slot in PROJECTIONS for layer in layers]
     stream = Stream(config, centered)
     try:
         assign_bases(removals, stream)
@@ -136,12 +131,12 @@ def _remove_projections(
     new, changed, factors = remove_projections(stream, tensors, removals)
     solved = {weight_name(config, removal): removal for removal in removals if is_solved_with(removal, stream)}
     conditions = {}
-    for number, name in enumerate(name for name in solved if name in factors):
-        message(f"solving: {solved[name]}, {number + 1} of {len(solved)} matrices")
+    for number, (name, removal) in enumerate(solved.items(), 1):
+        message(f"solving: {removal}, {number} of {len(solved)} matrices")
         conditions[name] = factors[name]().condition
     _check_conditions(conditions, request)
-    steps = tuple(f"{removal} by a change of basis {point_of(config, removal)}" for removal in removals)
-    return Transformed(new, changed, {**model.conditions, **conditions}, (*model.steps, *steps))
+    steps += [f"{removal} by a change of basis {point_of(config, removal)}" for removal in removals]
+    return Transformed(new, changed, conditions, tuple(steps))
 
 
 def _alternative(removals: list[Removal], stream: Stream) -> str:
