@@ -32,19 +32,13 @@ MODELS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose weights are read when they are asked for.
-
-    Attributes:
-        tensors: exactly those of `config.plan.parameter_shapes`.
-        stored: the tensors of its files, under the names that they have there.
-        family: the model_type of the class of transformers that wrote it; None for one of ours.
-    """
+    """A checkpoint whose weights are read when they are asked for."""
 
     directory: Path
     config: LeanConfig
-    tensors: LazyTensors
-    stored: StoredTensors
-    family: str | None
+    tensors: LazyTensors  # exactly those of `config.plan.parameter_shapes`
+    stored: StoredTensors  # the tensors of its files, under the names that they have there
+    family: str | None  # the model_type of the class of transformers that wrote it; None for one of ours
 
     @property
     def architecture(self) -> str:
@@ -55,9 +49,8 @@ class Checkpoint:
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Open a directory of ours, or one of a family of transformers. No weights are read yet.
 
-    Raises:
-        LeanError: no checkpoint, or one of a class that is not supported; a configuration that cannot be expressed
-            here; weights that are missing, damaged, or not the configuration's.
+    Raises a LeanError for a class that is not supported, a configuration that cannot be expressed here, and weights
+    that are missing, damaged, or not the configuration's.
     """
     hf = _read_config(directory)
     kind = hf.get("model_type")
@@ -116,8 +109,7 @@ def load_config(directory: Path) -> LeanConfig:
 def load_model(directory: Path) -> PreTrainedModel:
     """Return the model of a checkpoint of ours, on the CPU, in evaluation mode.
 
-    Raises:
-        LeanError: as `load_config`, and for weights that are missing, damaged, or not the configuration's.
+    Raises a LeanError as `load_config`, and for weights that are missing, damaged, or not the configuration's.
     """
     config = load_config(directory)
     try:

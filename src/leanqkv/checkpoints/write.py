@@ -24,8 +24,8 @@ from ..presets.edit import with_fields
 from .dense import written_out
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors
-from .open import MODELS, Checkpoint, open_checkpoint
-from .tensors import LazyTensors, finite
+from .open import MODELS, Checkpoint
+from .tensors import LazyTensors
 
 SHARD_BYTES = 2**30
 # Of the files beside the weights, those that are about the text and not about the tensors.
@@ -58,33 +58,6 @@ def as_stock(
     return chosen.to_stock(config), export_tensors(chosen, config, tensors)
 
 
-def convert_format(
-    source: Path,
-    out: Path,
-    *,
-    stock: bool,
-    family: str | None = None,
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
-) -> tuple[LeanConfig, str]:
-    """Write the checkpoint in `source` as one of ours, or with `stock` of a class of transformers.
-
-    Returns our configuration of it, and the name of the class that was written. Raises a LeanError if it cannot be
-    opened, if no class can hold it, or if `out` is not empty.
-
-    Args:
-        family: as in `as_stock`.
-        dtype: of the stored weights; None: that of the first tensor in `source`.
-        progress: called with bytes written and bytes in all.
-    """
-    check_free(out)
-    opened = open_checkpoint(source)
-    tensors = finite(opened.tensors)
-    dtype = dtype or next(iter(tensors.values())).dtype
-    written = write_model(opened, out, opened.config, tensors, dtype, stock=stock, family=family, progress=progress)
-    return opened.config, written
-
-
 def write_model(
     source: Checkpoint,
     out: Path,
@@ -101,8 +74,11 @@ def write_model(
     """Write a model that was made from `source`, with its tokenizer, and return the name of the class written.
 
     Args:
+        dtype: of the stored weights.
+        stock: write it as a class of transformers, that of `family` as in `as_stock`.
         settings: what decides the content beside the source's files, for going on after an interruption.
         finish: writes more files into the directory, whose weights and configuration are complete.
+        progress: called with bytes written and bytes in all.
     """
     stock_config: Any = None
     shapes: Mapping[str, tuple[int, ...]] = config.plan.parameter_shapes

@@ -54,8 +54,7 @@ def eliminate(
     if isinstance(model, PreTrainedModel):
         if not isinstance(model.config, LeanConfig):
             raise LeanError(f"a {type(model).__name__} is not a model of leanqkv; save it and give its directory")
-        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        config = model.config
+        config, state = model.config, model.state_dict()
         tensors = {name: state[name] for name in config.plan.parameter_shapes}
     else:
         opened = open_checkpoint(Path(model))
@@ -90,7 +89,7 @@ def eliminate_directory(
 
     Args:
         dtype, inputs: as in `eliminate`.
-        stock, family, progress: as in `convert_format`; a stock class has identities for the eliminated weights.
+        stock, family, progress: as in `write_model`; a stock class has identities for the eliminated weights.
         message: called with the name of each phase: solving, writing, certifying.
     """
     check_free(out)

@@ -36,6 +36,8 @@ BIASES = {
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp_bias"),
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), "norm_bias"),
 }
+# For a class with one setting of that name for both.
+ATTENTION_BIASES = dict.fromkeys(("attention_bias", "attention_output_bias"), "attention_bias")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Settings that a checkpoint's function does not depend on: what a class has no place for is left out.
 IN_TRAINING = {
@@ -88,38 +90,25 @@ class Packed:
 class Family:
     """A class of transformers that a LeanConfig can describe."""
 
-    # Its names in transformers.
     model_type: str
     architecture: str
-    # Settings of ours that are the same in every model of the class.
-    fixed: Mapping[str, Any]
-    # Settings, ours -> theirs, whose value is the same.
-    settings: Mapping[str, str]
-    # Which biases a model can have: always (True), or as that setting of theirs says.
-    biases: Mapping[str, bool | str]
-    # The prefix of the base model's tensors; a checkpoint of the base model alone does without.
-    prefix: str
-    # Their modules outside of the layers -> ours.
-    modules: Mapping[str, str]
-    # Their name of layer `{}`, and their modules in it -> ours, those side by side in one of theirs.
-    layer: str
-    layer_modules: Mapping[str, tuple[str, ...]]
-    # Their name of our `lm_head`, and another that files use.
-    head: str
-    head_too: str | None = None
-    # Ends of the names of stored tensors that hold no weights.
-    ignorable: tuple[str, ...] = ()
-    # Values that its config.json must have where it has any, beside ORDINARY.
-    ordinary: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any]  # settings of ours that are the same in every model of the class
+    settings: Mapping[str, str]  # settings, ours -> theirs, whose value is the same
+    biases: Mapping[str, bool | str]  # those a model can have: always (True), or as that setting of theirs says
+    prefix: str  # of the base model's tensors; a checkpoint of the base model alone does without
+    modules: Mapping[str, str]  # their modules outside of the layers -> ours
+    layer: str  # their name of layer `{}`
+    layer_modules: Mapping[str, tuple[str, ...]]  # their modules in a layer -> ours, side by side in one of theirs
+    head: str  # their name of our `lm_head`
+    head_too: str | None = None  # another that files use
+    ignorable: tuple[str, ...] = ()  # ends of the names of stored tensors that hold no weights
+    ordinary: Mapping[str, Any] = field(default_factory=dict)  # values that its config.json must have, if any
     # Settings that need more than another name, from theirs to ours and back.
     read: Callable[[PreTrainedConfig], dict[str, Any]] = lambda stock: {}
     write: Callable[[LeanConfig], dict[str, Any]] = lambda config: {}
-    # Rotary positions: None for a class without, else whether it can rotate a part of each head.
-    partial_rope: bool | None = None
-    # Modules side by side take turns head by head.
-    interleaved: bool = False
-    # The layers' matrices are [in, out].
-    transposed: bool = False
+    partial_rope: bool | None = None  # None: no rotary positions; else whether it can rotate a part of each head
+    interleaved: bool = False  # modules side by side take turns head by head
+    transposed: bool = False  # the layers' matrices are [in, out]
     # From their config.json: our tensors that hold theirs divided by a number.
     divisors: Callable[[LeanConfig, Mapping[str, Any]], dict[str, int]] = lambda config, hf: {}
 
@@ -168,15 +157,14 @@ class Family:
     def tensor_map(self, config: LeanConfig) -> list[Packed]:
         """Return every tensor of the class's checkpoint with ours that make it up, which may be biases of zeros."""
         shapes = config.plan.parameter_shapes
-        modules = [(self.prefix + theirs, [f"model.{ours}"], False) for theirs, ours in self.modules.items()]
+        modules = {self.prefix + theirs: [f"model.{ours}"] for theirs, ours in self.modules.items()}
         for layer in range(config.num_hidden_layers):
             block = self.prefix + self.layer.format(layer)
             for theirs, parts in self.layer_modules.items():
-                names = [f"model.layers.{layer}.{part}" for part in parts]
-                modules.append((f"{block}.{theirs}", names, self.transposed))
+                modules[f"{block}.{theirs}"] = [f"model.layers.{layer}.{part}" for part in parts]
         if HEAD in shapes:
-            modules.append((self.head, [HEAD.removesuffix(".weight")], False))
-        tensor_map = [packed for module in modules for packed in self._pack(config, *module)]
+            modules[self.head] = ["lm_head"]
+        tensor_map = [packed for theirs, ours in modules.items() for packed in self._pack(config, theirs, ours)]
         named = {part for packed in tensor_map for part in packed.parts}
         assert set(shapes) <= named, set(shapes) - named
         return tensor_map
@@ -188,20 +176,16 @@ class Family:
 
     def stored_names(self, stored: Collection[str]) -> dict[str, str]:
         """Return their name -> the name in the file, where prefix and head may be written in another way."""
-        prefixed = any(name.startswith(self.prefix) for name in stored)
-        names = {}
-        for name in stored:
-            if name.removesuffix(".weight") in (self.head, self.head_too):
-                names[f"{self.head}.weight"] = name
-            else:
-                names[name if prefixed else self.prefix + name] = name
-        return names
+        missing = "" if any(name.startswith(self.prefix) for name in stored) else self.prefix
+        head, heads = f"{self.head}.weight", {f"{name}.weight" for name in (self.head, self.head_too)}
+        return {head if name in heads else missing + name: name for name in stored}
 
-    def _pack(self, config: LeanConfig, theirs: str, ours: Sequence[str], transposed: bool) -> Iterator[Packed]:
+    def _pack(self, config: LeanConfig, theirs: str, ours: Sequence[str]) -> Iterator[Packed]:
         weights = tuple(f"{name}.weight" for name in ours)
         shape = config.plan.parameter_shapes[weights[0]]
         heads = config.num_attention_heads if self.interleaved and len(ours) > 1 else 1
-        yield Packed(f"{theirs}.weight", weights, shape, heads, transposed and len(shape) == 2)
+        transposed = self.transposed and ours[0].startswith("model.layers.") and len(shape) == 2
+        yield Packed(f"{theirs}.weight", weights, shape, heads, transposed)
         bias = BIASES.get(ours[0].rpartition(".")[2])
         if bias and self._has_bias(config, bias):
             yield Packed(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours), shape[:1], heads)
@@ -330,6 +314,4 @@ def _function(config: LeanConfig) -> dict[str, Any]:
 
 def _show(value: Any) -> str:
     """Mechanisms as their names, once each."""
-    if isinstance(value, list):
-        return " and ".join(dict.fromkeys(repr(used.kind) for used in value))
-    return repr(value)
+    return " and ".join(dict.fromkeys(repr(used.kind) for used in value)) if isinstance(value, list) else repr(value)

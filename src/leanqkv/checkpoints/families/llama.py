@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import LeanError
 from ...model.config import LeanConfig
-from .family import Family
+from .family import ATTENTION_BIASES, Family
 
 _MODULES = {
     name: (name,)
@@ -16,7 +16,6 @@ _MODULES = {
         *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     )
 }
-_ATTENTION_BIASES = dict.fromkeys(("attention_bias", "attention_output_bias"), "attention_bias")
 
 
 def _qwen_window(stock: PreTrainedConfig) -> dict[str, Any]:
@@ -57,7 +56,7 @@ LLAMA = Family(
         "attention_dropout": "attention_dropout",
         "norm_eps": "rms_norm_eps",
     },
-    biases={**_ATTENTION_BIASES, "mlp_bias": "mlp_bias"},
+    biases={**ATTENTION_BIASES, "mlp_bias": "mlp_bias"},
     partial_rope=False,
     prefix="model.",
     modules={"embed_tokens": "embed_tokens", "norm": "norm"},
@@ -88,7 +87,7 @@ QWEN3 = replace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     fixed={**LLAMA.fixed, "qk_norm": True},
-    biases=_ATTENTION_BIASES,
+    biases=ATTENTION_BIASES,
     layer_modules={**_MODULES, "self_attn.q_norm": ("self_attn.q_norm",), "self_attn.k_norm": ("self_attn.k_norm",)},
     read=_qwen_window,
     write=_write_qwen_window,
