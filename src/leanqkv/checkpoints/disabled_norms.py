@@ -2,9 +2,8 @@
 
 Heimersheim 2024 (arXiv 2409.13710) and Baroni et al. 2025 (arXiv 2507.02559) publish them with `eps = 1e12` and weights
 of `1e6 gamma`: `(x - mean) / sqrt(var + eps) * weight + bias` is `C x gamma + bias` up to var / (2 eps), with
-`C = I - 11^T / d`. Karbevski & Mijoski 2025, Remark 2, apply their Theorem 4.2 to such models. The centring C is
-singular, so it cannot stand in front of a weight that is to be inverted. It is folded into the tensors that write the
-stream; gamma and bias are folded into those that read it.
+`C = I - 11^T / d`. Karbevski & Mijoski 2025, Remark 2, apply their Theorem 4.2 to such models. The singular C is folded
+into the tensors that write the stream, where nothing is inverted; gamma and bias into those that read it.
 """
 
 import math
@@ -21,8 +20,7 @@ from .tensors import LazyTensors
 
 # Above this an epsilon switches its norm off: real variances are far smaller.
 DISABLED = 1e8
-# The epsilon that published checkpoints have.
-EPSILON = 1e12
+EPSILON = 1e12  # of published checkpoints
 
 
 def norms_disabled(config: LeanConfig) -> bool:

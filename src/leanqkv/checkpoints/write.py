@@ -1,5 +1,4 @@
-"""Write a model as a checkpoint of ours or of a class of transformers, tensor by tensor: sharded, resumable, whole or
-absent."""
+"""Write a model as a checkpoint of ours or of a class of transformers: sharded, resumable, whole or absent."""
 
 import errno
 import json
@@ -74,11 +73,9 @@ def write_model(
     """Write a model that was made from `source`, with its tokenizer, and return the name of the class written.
 
     Args:
-        dtype: of the stored weights.
-        stock: write it as a class of transformers, that of `family` as in `as_stock`.
+        stock, family: write it as a class of transformers, as `as_stock` chooses it.
         settings: what decides the content beside the source's files, for going on after an interruption.
         finish: writes more files into the directory, whose weights and configuration are complete.
-        progress: called with bytes written and bytes in all.
     """
     stock_config: Any = None
     shapes: Mapping[str, tuple[int, ...]] = config.plan.parameter_shapes

@@ -59,21 +59,13 @@ def saved(config: LeanConfig) -> int:
 
 
 def make_blocks_identity(
-    config: LeanConfig,
-    tensors: Mapping[str, Tensor],
-    *,
-    search: bool = True,
-    message: Callable[[str], None] = lambda text: None,
+    config: LeanConfig, tensors: Mapping[str, Tensor], search: bool, message: Callable[[str], None]
 ) -> tuple[LeanConfig, LazyTensors, dict[str, float]]:
     """Return the same function with identity blocks wherever `eligible`; raise a LeanError if that is nowhere.
 
     Returns the configuration (`block_identity` keys and values); its tensors, lazy, float64 where they changed; and the
-    condition number of the worst head's block by tensor name.
-
-    Args:
-        search: take for every projection the window of the input whose worst head is best conditioned, among up to 64;
-            otherwise the first columns.
-        message: is called with the name of each step.
+    condition number of the worst head's block by tensor name. With `search` every projection gets the window of the
+    input whose worst head is best conditioned, among up to 64; otherwise the first columns.
     """
     conditions: dict[str, float] = {}
     windows: dict[str, tuple[int, int]] = {}  # start and width

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from scipy.cluster.hierarchy import DisjointSet
 from torch import Tensor
 
-from ..checkpoints.stream import PROJECTIONS
+from ..checkpoints.stream import PROJECTIONS, computed_heads
 from ..checkpoints.tensors import LazyTensors
 from ..model.config import LeanConfig
 from ..model.plan import LayerPlan
@@ -32,7 +32,7 @@ class HeadClasses:
     def __init__(self, config: LeanConfig, side: str):
         layers = config.plan.layers
         slot, consumer = SIDES[side]
-        classes = DisjointSet((layer.layer, head) for layer in layers for head in range(_held_heads(layer, side)))
+        classes = DisjointSet((layer.layer, head) for layer in layers for head in range(_held_heads(layer, slot)))
         made: dict[Head, Head] = {}
         consumed: dict[Head, Head] = {}
         blocked: dict[Head, str] = {}
@@ -41,7 +41,7 @@ class HeadClasses:
         for layer in layers:
             for head, other in _added_heads(layer, side):
                 classes.merge((layer.layer, head), other)
-            for head in range(_computed_heads(layer, side)):
+            for head in range(computed_heads(layer, slot)):
                 classes.merge(made.setdefault((layer.block, head), (layer.layer, head)), (layer.layer, head))
                 if reason := nowhere or _why_blocked(layer, slot):
                     blocked.setdefault((layer.layer, head), reason)
@@ -100,13 +100,9 @@ def change_heads(
     return LazyTensors(config.plan.parameter_shapes, compute)
 
 
-def _computed_heads(layer: LayerPlan, side: str) -> int:
-    return layer.computed_key_heads if side == "keys" else layer.computed_value_heads
-
-
-def _held_heads(layer: LayerPlan, side: str) -> int:
+def _held_heads(layer: LayerPlan, slot: str) -> int:
     """How many heads other layers can attend with: the computed ones, and means of them."""
-    return _computed_heads(layer, side) + (layer.layout.derived_value_heads if side == "values" else 0)
+    return computed_heads(layer, slot) + (layer.layout.derived_value_heads if slot == "value" else 0)
 
 
 def _added_heads(layer: LayerPlan, side: str) -> Iterator[tuple[int, Head]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..checkpoints.stream import PROJECTIONS, Stream, StreamPoint, StreamTensor, after_attention, computes
+from ..checkpoints.stream import PROJECTIONS, Stream, StreamPoint, StreamTensor, after_attention, computed_heads
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
@@ -58,7 +58,7 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
         return "it is gone already"
     if kind != "linear":
         return f"it is {kind!r}, not a plain matrix"
-    if not computes(layer, removal.slot):
+    if not computed_heads(layer, removal.slot):
         return f"the layer has none of its own, its {removal.slot}s come from another layer"
     if layer.latent is not None and removal.slot in ("key", "value"):
         return "keys and values are made from a latent (MLA), which is narrower than the stream"
@@ -81,8 +81,8 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
 def is_solved_with(removal: Removal, stream: Stream) -> bool:
     """Return whether any tensor is divided by the weight.
 
-    A query, key or value divides all else that reads its stream. An output projection divides all else that writes its
-    stream; its readers are multiplied by it. Keeping a head tied divides what the other end of the stream takes.
+    A query, key or value divides all else that reads its stream, an output projection all else that writes its stream.
+    Keeping a head tied divides what the other end of the stream takes.
     """
     basis = _basis_of(removal, stream)
     if stream.config.tie_word_embeddings and basis in (stream.start, stream.end):

@@ -40,12 +40,11 @@ def why_not(config: LeanConfig) -> str | None:
 
 
 def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
-    """Return the same function with two attention matrices a layer instead of four; no matrix is inverted.
+    """Return the same function with two attention matrices a layer instead of four; raise a LeanError if `why_not`.
 
-    Without biases the query and the output are identities, as in the paper. With them the key is the identity, not the
-    query: what the query's bias adds to the scores is then still a bias, `b_Q W_K^T`, and nothing need be solved for.
-    The key's bias adds the same to all of a query's scores and goes. `b_V W_O + b_O` is the value's bias: attention
-    weights sum to one. Raises a LeanError with the reason where `why_not` has one.
+    Without biases the query and the output are identities, as in the paper. With them the key is the identity, so that
+    the query's bias stays a bias, `b_Q W_K^T`. The key's bias adds the same to all of a query's scores and goes.
+    `b_V W_O + b_O` is the value's bias: attention weights sum to one.
     """
     if reason := why_not(config):
         raise LeanError(f"four matrices cannot become two: {reason}")

@@ -55,7 +55,7 @@ def parse_request(
     """Return the request that the command line's words stand for; raise a LeanError that lists the known words.
 
     Args:
-        remove: "query", "key", "value", "output" or several of them between commas; "block-diagonal"; "single-head".
+        remove: one of REMOVABLE, or several between commas.
         layer: of the projections, from 0; "0,3"; "all" or None for every layer.
         max_condition, balance: as in `Request`.
     """
@@ -96,7 +96,7 @@ def transform(
         model = _remove_projections(config, tensors, request, message)
     if BLOCK_DIAGONAL in request.remove:
         new, changed, conditions = block_diagonal.make_blocks_identity(
-            model.config, model.tensors, search=request.balance, message=message
+            model.config, model.tensors, request.balance, message
         )
         step = "identity blocks in the heads of " + ", ".join(sorted(conditions))
         model = Transformed(new, changed, {**model.conditions, **conditions}, (*model.steps, step))

@@ -3,7 +3,7 @@
 The tables of the families are in gpt2.py, gpt_neox.py and llama.py.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -164,7 +164,17 @@ class Family:
                 modules[f"{block}.{theirs}"] = [f"model.layers.{layer}.{part}" for part in parts]
         if HEAD in shapes:
             modules[self.head] = ["lm_head"]
-        tensor_map = [packed for theirs, ours in modules.items() for packed in self._pack(config, theirs, ours)]
+        tensor_map = []
+        for theirs, ours in modules.items():
+            weights = tuple(f"{name}.weight" for name in ours)
+            shape = shapes[weights[0]]
+            heads = config.num_attention_heads if self.interleaved and len(ours) > 1 else 1
+            transposed = self.transposed and ours[0].startswith("model.layers.") and len(shape) == 2
+            tensor_map.append(Packed(f"{theirs}.weight", weights, shape, heads, transposed))
+            bias = BIASES.get(ours[0].rpartition(".")[2])
+            if bias and self._has_bias(config, bias):
+                biases = tuple(f"{name}.bias" for name in ours)
+                tensor_map.append(Packed(f"{theirs}.bias", biases, shape[:1], heads))
         named = {part for packed in tensor_map for part in packed.parts}
         assert set(shapes) <= named, set(shapes) - named
         return tensor_map
@@ -179,16 +189,6 @@ class Family:
         missing = "" if any(name.startswith(self.prefix) for name in stored) else self.prefix
         head, heads = f"{self.head}.weight", {f"{name}.weight" for name in (self.head, self.head_too)}
         return {head if name in heads else missing + name: name for name in stored}
-
-    def _pack(self, config: LeanConfig, theirs: str, ours: Sequence[str]) -> Iterator[Packed]:
-        weights = tuple(f"{name}.weight" for name in ours)
-        shape = config.plan.parameter_shapes[weights[0]]
-        heads = config.num_attention_heads if self.interleaved and len(ours) > 1 else 1
-        transposed = self.transposed and ours[0].startswith("model.layers.") and len(shape) == 2
-        yield Packed(f"{theirs}.weight", weights, shape, heads, transposed)
-        bias = BIASES.get(ours[0].rpartition(".")[2])
-        if bias and self._has_bias(config, bias):
-            yield Packed(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours), shape[:1], heads)
 
     def _has_bias(self, config: LeanConfig, bias: str) -> bool:
         """One setting of theirs may stand for several of ours."""
