@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.load import load_weights
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import load_weights, open_checkpoint
 from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
 from ..files import RECORD_FORMAT

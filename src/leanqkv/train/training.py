@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
-from ..checkpoints.load import load_weights
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import load_weights, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..compat import quiet_transformers, use_one_device
 from ..environment import check_device, git_commit, hardware, versions
