@@ -30,7 +30,7 @@ class Finding:
     layers: tuple[int, ...] | None  # any one of them; None: all at once
     source: str  # the statement it rests on
     applies: bool
-    why_not: str | None  # where it does not apply, or does not in some layers
+    why_not: str | None  # why it does not apply, or not in all layers
     saves: int  # numbers fewer to store, for the best of the layers; negative where untying a head costs more
     parameters: int  # of the model after it
 

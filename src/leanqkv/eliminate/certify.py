@@ -127,16 +127,16 @@ def certificate(
     stored: Model,
     request: Request,
     dtype: torch.dtype,
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor] | None = None,
     message: Message = no_message,
 ) -> dict[str, Any]:
-    """Return what was removed, how well conditioned it was, and how far the logits moved.
+    """Return what was removed, how well conditioned it was, and how far the logits moved on `inputs` or random ones.
 
     `exact` compares the result before its weights are rounded to `dtype`, in float64; `dtypes` compares the stored
     result. Where an epsilon disabled the norms, both are against the function without norms, and `disabled_norms` says
     how far that is from the original's. Raises a LeanError if the unrounded result is not the original function.
     """
-    config = before[0]
+    config, inputs = before[0], inputs or random_inputs(before[0])
     centered = norms_disabled(config) and not norms_disabled(result.config)
     original = without_norms(*before) if centered else before
     plans = {"before": config.plan, "after": result.config.plan}

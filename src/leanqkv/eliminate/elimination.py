@@ -16,7 +16,7 @@ from ..checkpoints.write import Progress, check_free, write_model
 from ..errors import LeanError
 from ..files import write_json
 from ..model.config import LeanConfig
-from .certify import certificate, random_inputs
+from .certify import certificate
 from .transform import MAX_CONDITION, Message, Request, no_message, parse_request, transform
 
 CERTIFICATE = "certificate.json"
@@ -67,7 +67,7 @@ def eliminate(
     tied = bool(config.tie_word_embeddings and result.config.tie_word_embeddings)
     eliminated.load_state_dict(stored, strict=not tied)
     after = result.config, stored
-    report = certificate(before, result, after, request, dtype, inputs or random_inputs(config))
+    report = certificate(before, result, after, request, dtype, inputs)
     return Elimination(eliminated.eval(), report)
 
 
@@ -102,8 +102,8 @@ def eliminate_directory(
 
     def certify(directory: Path) -> None:
         stored = open_checkpoint(directory)
-        after, sample = (stored.config, stored.tensors), inputs or random_inputs(opened.config)
-        report.update(certificate(before, result, after, request, dtype, sample, message))
+        after = stored.config, stored.tensors
+        report.update(certificate(before, result, after, request, dtype, inputs, message))
         report.update(weights_sha256=weights_hash(directory), source_sha256=weights_hash(source))
         write_json(directory / CERTIFICATE, report)
 

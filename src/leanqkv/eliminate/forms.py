@@ -1,12 +1,11 @@
 """Choose among the equal forms of an elimination: bases inside the heads in which rounding loses little.
 
 W_Q can be replaced by W_Q D with any block-diagonal D that W_K absorbs (heads.py), and so can W_K, W_V and W_O. A
-stream in the basis Theta = W_Q D is rounded coordinate by coordinate, to a share of each coordinate's size, and what
-reads it multiplies that by Theta^-1: for inputs without a preferred direction, the noise of coordinate c is its column
-of Theta times its row of Theta^-1, in norm. Per head, with the Gram matrices A of the columns and B of the rows, the
-sum of their squares is `sum_c A_cc B_cc`. D first balances them, A = B = diag(sigma) (Moore 1981, "Principal component
-analysis in linear systems", for another purpose); then a rotation with entries of equal size spreads the sigma evenly,
-and `(sum sigma)^2 / d_k` remains.
+stream in the basis Theta = W_Q D is rounded coordinate by coordinate, and its readers multiply that by Theta^-1: for
+inputs without a preferred direction, the noise of coordinate c is its column of Theta times its row of Theta^-1, in
+norm. Per head, with the Gram matrices A of the columns and B of the rows, the sum of their squares is
+`sum_c A_cc B_cc`. D first balances them, A = B = diag(sigma) (Moore 1981, "Principal component analysis in linear
+systems"); then a rotation with entries of equal size spreads the sigma evenly, and `(sum sigma)^2 / d_k` remains.
 """
 
 import math

@@ -37,13 +37,12 @@ class HeadClasses:
         consumed: dict[Head, Head] = {}
         blocked: dict[Head, str] = {}
         group = config.num_attention_heads // config.num_key_value_heads  # type: ignore[operator]
-        nowhere = _blocked_everywhere(config, side)
         for layer in layers:
             for head, other in _added_heads(layer, side):
                 classes.merge((layer.layer, head), other)
             for head in range(computed_heads(layer, slot)):
                 classes.merge(made.setdefault((layer.block, head), (layer.layer, head)), (layer.layer, head))
-                if reason := nowhere or _why_blocked(layer, slot):
+                if reason := _why_blocked(config, layer, side):
                     blocked.setdefault((layer.layer, head), reason)
             sources = layer.layout.keys if side == "keys" else layer.layout.values
             attended = [(source.layer, head) for source in sources for head in range(source.start, source.stop)]
@@ -70,7 +69,7 @@ def change_heads(
 ) -> LazyTensors:
     """Return the lazy tensors of the same function with other bases in the free columns of the classes in `bases`.
 
-    With the basis D of a class its W_Q becomes W_Q D, its W_K becomes W_K D^-T; so W_O^T and W_V.
+    With the basis D of a class, W_Q becomes W_Q D and W_K becomes W_K D^-T; likewise W_O^T and W_V.
     """
     classes, width = HeadClasses(config, side), free_columns(config, side)
     maker, consumer = (PROJECTIONS[slot] for slot in SIDES[side])
@@ -119,7 +118,9 @@ def _added_heads(layer: LayerPlan, side: str) -> Iterator[tuple[int, Head]]:
         yield computed + head, (layer.layer, computed - means + head)
 
 
-def _blocked_everywhere(config: LeanConfig, side: str) -> str | None:
+def _why_blocked(config: LeanConfig, layer: LayerPlan, side: str) -> str | None:
+    slot = SIDES[side][0]
+    kind = getattr(layer, slot).kind
     if config.kv_lora_rank is not None:
         return "keys and values are made from a latent (MLA), whose heads this does not treat"
     if side == "keys" and config.qk_norm:
@@ -129,11 +130,6 @@ def _blocked_everywhere(config: LeanConfig, side: str) -> str | None:
             "rotary positions turn every column of the heads; what commutes with them is a scaled rotation of each "
             f"pair, {config.head_dim} numbers a head, which are left in place"
         )
-    return None
-
-
-def _why_blocked(layer: LayerPlan, slot: str) -> str | None:
-    kind = getattr(layer, slot).kind
     if layer.reuses_keys:
         return f"the keys of layer {layer.layer} are its values"
     return None if kind == "linear" else f"the {slot} of layer {layer.layer} is {kind!r}"

@@ -1,10 +1,9 @@
 """Remove one of W_Q, W_K, W_V or W_O by a change of basis of the stream it reads or writes.
 
-`x -> x Theta` with Theta = W_Q makes the query's weight the identity. Everything else that reads the stream absorbs
-Theta^-1, everything that writes it Theta (Karbevski & Mijoski 2025, Lemma 3.1 and Theorems 4.2-4.4). Theta = W_O^-1
-does the same for the output projection, and its readers absorb W_O itself (Graef 2024, Table 1 and Fig. 2). One rule
-covers all of these results: every basis of the stream (checkpoints/stream.py) can take one weight.
-https://arxiv.org/abs/2510.23912, https://arxiv.org/abs/2404.12362
+`x -> x Theta` with Theta = W_Q makes the query's weight the identity. All other readers of the stream absorb Theta^-1,
+its writers Theta (Karbevski & Mijoski 2025, Lemma 3.1, Theorems 4.2-4.4, https://arxiv.org/abs/2510.23912). With
+Theta = W_O^-1 the output projection goes, and its readers absorb W_O (Graef 2024, Table 1 and Fig. 2,
+https://arxiv.org/abs/2404.12362). One rule covers all: each basis of the stream (stream.py) can take one weight.
 """
 
 from collections.abc import Callable, Iterable, Mapping

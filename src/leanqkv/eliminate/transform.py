@@ -82,10 +82,8 @@ def transform(
     """Eliminate what `request` asks for; neither `config` nor `tensors` is changed.
 
     Norms that their epsilon disables are removed first. Only the tensors that are removed are read, and all conditions
-    are known when this returns. `message` is called with the name of each step.
-
-    Raises:
-        LeanError: it is not possible exactly, or a matrix is worse conditioned than allowed; says why and which.
+    are known when this returns. `message` is called with the name of each step. Raises a LeanError if it is not
+    possible exactly, or a matrix is worse conditioned than allowed.
     """
     if SINGLE_HEAD in request.remove:
         if len(request.remove) > 1:
