@@ -73,7 +73,7 @@ def one_query_attention(
         return None
     if attention_mask is not None:
         attention_mask = _additive(attention_mask)
-    kernels = _kernels()
+    kernels = compiled_kernels()
     if kernels is None:
         return None
     batch, num_heads, _, head_dim = query.shape
@@ -124,8 +124,8 @@ def _additive(mask: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
-    """attention.cpp by dtype, or None where nothing can be compiled."""
+def compiled_kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
+    """Return the functions of attention.cpp by dtype, or None where nothing can be compiled."""
     library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
     if library is None:
         return None
