@@ -41,6 +41,10 @@ class Bar:
         """Say what is being done now."""
         self._bars.update(self._task, description=description)
 
+    def show(self, description: str, done: int, total: int) -> None:
+        """Say what is being done now, and how much of it is done."""
+        self._bars.update(self._task, description=description, completed=done, total=total)
+
     def start(self, description: str) -> None:
         """Begin another phase, with a count and a clock of its own."""
         earlier, self._task = self._task, self._bars.add_task(description, total=None)

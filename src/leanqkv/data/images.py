@@ -88,6 +88,8 @@ def prepare_images(source: str | None = None, *, progress: Progress = lambda doi
     description, splits = _digits() if source == DIGITS else _dataset(source)
     train, test = _train_and_test(source, splits)
     image, label = _columns(source, train.features)
+    if not len(train) or not len(test):
+        raise LeanError(f"{source} has too few images: {len(train)} to train on, {len(test)} to test on")
     key = "\0".join(["datasets", source, label, dataset_fingerprint(train), dataset_fingerprint(test)])
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -174,8 +176,6 @@ def _train_and_test(source: str, splits: Any) -> tuple[Any, Any]:
     else:
         order, size = np.random.default_rng(0).permutation(len(train)), len(train) // TEST_SHARE
         train, test = (train.select(np.sort(chosen)) for chosen in (order[size:], order[:size]))
-    if not len(train) or not len(test):
-        raise LeanError(f"{source} has too few images: {len(train)} to train on, {len(test)} to test on")
     return train, test
 
 

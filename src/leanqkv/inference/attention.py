@@ -19,20 +19,17 @@ from ..compat import compile_cpp
 from ..model.attention import attend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_POINTERS = ("query", "keys", "values", "mask", "output")
-_SIZES = ("batch", "heads", "group", "length", "head_dim", "value_dim", "threads")
-_STRIDES = (
-    *("query_batch", "query_head", "key_batch", "key_head", "key_row"),
-    *("value_batch", "value_head", "value_row", "mask_batch", "output_batch", "output_head"),
-)
 
 
 class _Call(ctypes.Structure):
     """The same, in the same order, as `Call` in attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in (*_SIZES, *_STRIDES)),
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "mask", "output")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "length", "head_dim", "value_dim", "threads")),
+        *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "key_batch", "key_head", "key_row")),
+        *((name, ctypes.c_int64) for name in ("value_batch", "value_head", "value_row")),
+        *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head")),
         ("scaling", ctypes.c_float),
     ]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.load import load_weights
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import causal_lm, open_checkpoint
 from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
 from ..files import RECORD_FORMAT
@@ -84,10 +83,7 @@ def build_model(name: str, tokens: int) -> LeanForCausalLM:
     limit = config.max_position_embeddings
     if config.position_embedding_type == "learned" and tokens > limit:
         raise LeanError(f"{name} has {limit} positions; the longest --context and --new-tokens are {tokens}")
-    model = LeanForCausalLM(config)
-    if checkpoint is not None:
-        load_weights(model, checkpoint.tensors)
-    return model
+    return LeanForCausalLM(config) if checkpoint is None else causal_lm(checkpoint)
 
 
 def measure(
@@ -184,5 +180,5 @@ def _time(decoder: Decoder, prompt: torch.Tensor, new_tokens: int) -> tuple[floa
 
 def _now(device: torch.device) -> float:
     if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+        torch.accelerator.synchronize()
     return time.perf_counter()

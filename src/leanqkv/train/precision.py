@@ -114,8 +114,7 @@ def time_steps(
 
     The fastest step is the one that other processes disturbed least. The random state is left as it was.
     """
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         torch.compiler.reset()
         task = task_of(config)
         model: Any = task.model_class(config)
@@ -134,5 +133,3 @@ def time_steps(
             loss.item()  # waits for an accelerator
             seconds.append(time.perf_counter() - start)
         return seconds[0], min(seconds[1:])
-    finally:
-        torch.set_rng_state(state)
