@@ -1,6 +1,5 @@
 """`leanqkv train` and `uptrain`."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -188,9 +187,9 @@ def _precision(run: RunOptions, config: "LeanConfig", recipe: "Recipe", context_
     precision = parse_precision(run.precision)
     if precision is None and (run.out / SPEC).exists():
         spec = read_json(run.out / SPEC)
-        precision = parse_precision(spec["precision"])
+        precision = parse_precision(spec["precision"], spec["precision_timings"])
         assert precision is not None
-        return replace(precision, timings=spec["precision_timings"])
+        return precision
     if precision is None:
         with progress_bar("timing precisions") as bar:
             precision = choose_precision(
