@@ -12,7 +12,7 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
 from leanqkv.inference.bench import measure
-from leanqkv.inference.memory import PeakMemory, held_bytes, weight_bytes
+from leanqkv.inference.memory import PeakMemory
 
 
 def build(*mechanisms: str, **fields) -> LeanForCausalLM:
@@ -20,12 +20,18 @@ def build(*mechanisms: str, **fields) -> LeanForCausalLM:
 
 
 def test_storages_are_counted_once_and_whole():
-    base = torch.zeros(10, 100)
-    other = torch.zeros(7, dtype=torch.bfloat16)
-    assert held_bytes([base, base[3:], base.T, other]) == 4000 + 14
-    model = build()
+    with PeakMemory() as memory:
+        base = torch.zeros(10, 100)
+        other = torch.zeros(7, dtype=torch.bfloat16)
+        views = base[3:], base.T
+        assert memory.now == memory.peak == 4000 + 14
+    assert len(views) == 2 and len(other) == 7
+
+
+def weight_bytes(model: LeanForCausalLM) -> int:
+    """Parameters in float32, tied ones once, and buffers."""
     tied = sum(parameter.numel() for parameter in model.parameters()) * 4
-    assert weight_bytes(model) == tied + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return tied + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
 
 
 def test_the_peak_is_the_most_that_is_held_at_one_time():

@@ -17,7 +17,7 @@ from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
 from ..presets import preset
 from . import Decoder
-from .memory import PeakMemory, weight_bytes
+from .memory import PeakMemory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Called before every measurement with the model's name, how many are done and how many there are.
@@ -54,7 +54,7 @@ def bench_record(
             name: {
                 "parameters": model.config.plan.count_parameters().total,
                 "kv_bytes_per_token": model.config.plan.kv_bytes_per_token(DTYPES[dtype]),
-                "weights": weight_bytes(model),
+                "weights": model.get_memory_footprint(),
                 "config": model.config.as_overrides(),
             }
             for name, model in models.items()
@@ -135,7 +135,7 @@ def measure(
                     "batch": batch,
                     "cache": cache,
                     "cache_formula": batch * model.config.plan.kv_bytes(context, next(model.parameters()).dtype),
-                    "weights": weight_bytes(model),
+                    "weights": model.get_memory_footprint(),
                     "activations": activations,
                     "prefill": _spread([1e5 * seconds / context for seconds in prefill]),
                     "decode": _spread([batch * new_tokens / seconds for seconds in decode]),
