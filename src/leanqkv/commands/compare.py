@@ -26,7 +26,6 @@ from .options import (
     WarmupSteps,
     WeightDecay,
     console,
-    evaluation_size,
     outcome,
     prepare,
     recipe_overrides,
@@ -123,7 +122,7 @@ def compare(
         data, tokenizer = chosen.data, tokenizer or chosen.tokenizer
     configs = [preset(entry.model) for entry in chosen.entries.values()]
     prepared = prepare(data, configs, tokenizer, text_field, max_documents)
-    evaluated = evaluation_sequences or evaluation_size(prepared, chosen.evaluation_sequences)
+    evaluated = evaluation_sequences or prepared.evaluation_size(chosen.evaluation_sequences)
     comparison = replace(comparison, evaluation_sequences=evaluated)
     train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs)
     _show_report(out)
