@@ -12,21 +12,15 @@ import typer
 
 from .options import (
     NAME_HELP,
-    BatchSize,
     ContextLength,
-    Data,
+    DataOptions,
     Device,
-    LearningRate,
-    MaxDocuments,
     MicroBatchSize,
     PrecisionOption,
-    Steps,
-    TextField,
-    Tokenizer,
-    WarmupSteps,
-    WeightDecay,
+    RecipeOptions,
     console,
     evaluation_size,
+    option_groups,
     outcome,
     prepare,
     recipe_overrides,
@@ -34,6 +28,12 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..compare.suite import Comparison
+
+
+LearningRateGrid = Annotated[
+    str | None,
+    typer.Option(help="1e-3,2e-3,3e-3: search every model's learning rate on a seed of its own, report its best."),
+]
 
 
 def _list_suites(asked: bool) -> None:
@@ -49,8 +49,11 @@ def _list_suites(asked: bool) -> None:
     raise typer.Exit
 
 
+@option_groups
 def compare(
     out: Annotated[Path, typer.Option(help="Directory of the comparison; goes on where an earlier start left off.")],
+    data: DataOptions,
+    recipe: RecipeOptions,
     names: Annotated[
         list[str] | None,
         typer.Argument(help=f"A suite, or models, the baseline first: {NAME_HELP}", show_default=False),
@@ -62,27 +65,15 @@ def compare(
     _list: Annotated[
         bool, typer.Option("--list", is_eager=True, callback=_list_suites, help="List the suites, and stop.")
     ] = False,
-    data: Data = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Paired seeds. Default: the suite's, else 3.")] = None,
-    steps: Steps = None,
-    lr_grid: Annotated[
-        str | None,
-        typer.Option(help="1e-3,2e-3,3e-3: search every model's learning rate on a seed of its own, report its best."),
-    ] = None,
-    batch_size: BatchSize = None,
+    lr_grid: LearningRateGrid = None,
     micro_batch_size: MicroBatchSize = None,
     context_length: ContextLength = None,
-    learning_rate: LearningRate = None,
-    weight_decay: WeightDecay = None,
-    warmup_steps: WarmupSteps = None,
     precision: PrecisionOption = "auto",
     device: Device = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time. Default: one a core for small models on a CPU, else 1.")
     ] = None,
-    tokenizer: Tokenizer = None,
-    text_field: TextField = "text",
-    max_documents: MaxDocuments = None,
     evaluate_every: Annotated[int | None, typer.Option(min=1)] = None,
     evaluation_sequences: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
@@ -98,35 +89,36 @@ def compare(
     """
     from ..compare.suites import choose
     from ..errors import LeanError
-    from ..presets import preset
 
-    if lr_grid is not None and learning_rate is not None:
+    if lr_grid is not None and recipe.learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
     chosen = choose(names or [], suite, scale)
     comparison = replace(
         chosen,
         seeds=tuple(range(seeds)) if seeds else chosen.seeds,
-        recipe=recipe_overrides(
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-        ),
+        recipe=recipe_overrides(**vars(recipe)),
         learning_rates=_grid(lr_grid),
         context_length=context_length,
         micro_batch_size=micro_batch_size,
         evaluate_every=evaluate_every or chosen.evaluate_every,
         command=shlex.join(["leanqkv", *sys.argv[1:]]),
     )
-    if data is None:
-        data, tokenizer = chosen.data, tokenizer or chosen.tokenizer
-    configs = [preset(entry.model) for entry in chosen.entries.values()]
-    prepared = prepare(data, configs, tokenizer, text_field, max_documents)
-    evaluated = evaluation_sequences or evaluation_size(prepared, chosen.evaluation_sequences)
-    comparison = replace(comparison, evaluation_sequences=evaluated)
+    prepared = _prepare(comparison, data)
+    sequences = evaluation_sequences or evaluation_size(prepared, chosen.evaluation_sequences)
+    comparison = replace(comparison, evaluation_sequences=sequences)
     train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs)
     _show_report(out)
+
+
+def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
+    """The data of the command line, or else the comparison's own."""
+    from ..presets import preset
+
+    source, tokenizer = options.data, options.tokenizer
+    if source is None:
+        source, tokenizer = comparison.data, tokenizer or comparison.tokenizer
+    configs = [preset(entry.model) for entry in comparison.entries.values()]
+    return prepare(source, configs, tokenizer, options.text_field, options.max_documents)
 
 
 def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:

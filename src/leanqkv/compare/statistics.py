@@ -38,7 +38,7 @@ class PairedDifference:
 class Band:
     """A value at one step: its mean over seeds and the lowest and highest seed."""
 
-    step: int
+    step: float
     mean: float
     low: float
     high: float
