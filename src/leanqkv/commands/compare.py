@@ -51,9 +51,8 @@ def _list_suites(asked: bool) -> None:
 
 @option_groups
 def compare(
+    *,
     out: Annotated[Path, typer.Option(help="Directory of the comparison; goes on where an earlier start left off.")],
-    data: DataOptions,
-    recipe: RecipeOptions,
     names: Annotated[
         list[str] | None,
         typer.Argument(help=f"A suite, or models, the baseline first: {NAME_HELP}", show_default=False),
@@ -65,6 +64,8 @@ def compare(
     _list: Annotated[
         bool, typer.Option("--list", is_eager=True, callback=_list_suites, help="List the suites, and stop.")
     ] = False,
+    data: DataOptions,
+    recipe: RecipeOptions,
     seeds: Annotated[int | None, typer.Option(min=1, help="Paired seeds. Default: the suite's, else 3.")] = None,
     lr_grid: LearningRateGrid = None,
     micro_batch_size: MicroBatchSize = None,
@@ -97,7 +98,7 @@ def compare(
         chosen,
         seeds=tuple(range(seeds)) if seeds else chosen.seeds,
         recipe=recipe_overrides(**vars(recipe)),
-        learning_rates=_grid(lr_grid),
+        learning_rates=None if lr_grid is None else learning_rates("--lr-grid", lr_grid),
         context_length=context_length,
         micro_batch_size=micro_batch_size,
         evaluate_every=evaluate_every or chosen.evaluate_every,
@@ -148,17 +149,20 @@ def train_with_display(comparison: "Comparison", data: Any, out: Path, **options
         run_comparison(comparison, data, out, on_message=on_message, on_jobs=on_jobs, on_update=on_update, **options)
 
 
-def _grid(text: str | None) -> tuple[float, ...] | None:
+def learning_rates(option: str, text: str) -> tuple[float, ...]:
+    """Return the learning rates that an option lists.
+
+    Raises:
+        LeanError: not positive numbers between commas, or one of them twice.
+    """
     from ..errors import LeanError
 
-    if text is None:
-        return None
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise LeanError(f"--lr-grid takes learning rates between commas, 1e-3,2e-3; found {text!r}") from None
+        raise LeanError(f"{option} takes learning rates between commas, 1e-3,2e-3; found {text!r}") from None
     if any(not 0 < rate < math.inf for rate in rates) or len({*rates}) < len(rates):
-        raise LeanError(f"--lr-grid takes positive learning rates, each once, found {text!r}")
+        raise LeanError(f"{option} takes positive learning rates, each once, found {text!r}")
     return rates
 
 

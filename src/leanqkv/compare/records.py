@@ -111,7 +111,7 @@ class Run:
         measure = measure_of(record["data"])
         for part, names in (NEEDED | {"data": measure.data_fields}).items():
             itemgetter(*names)(record[part])
-        outcome = {
+        outcome: dict[str, Any] = {
             "final": {} if loss is None else {name: float(value) for name, value in final.items()},
             "curves": {name: _curve(record["evaluations"], name) for name in ("loss", measure.evaluation)},
             "diverged": diverged,
@@ -122,14 +122,6 @@ class Run:
 def _curve(evaluations: Sequence[Mapping[str, Any]], name: str) -> Curve:
     values = {int(at["step"]): at[name] for at in evaluations}
     return {step: float(x) for step, x in values.items() if x is not None and math.isfinite(x)}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The learning rates each architecture was tried with, on one seed, before the final runs."""
-
-    seed: int
-    learning_rates: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -193,6 +185,7 @@ class ComparisonRecord:
         groups: architectures, in each group the baseline of the others first.
         rows: by architecture, the line of the papers' tables that it stands for.
         recipe: recipe fields that replaced every architecture's own.
+        grid: `seed` and `learning_rates` that each architecture was tried with before the final runs.
     """
 
     title: str
@@ -203,7 +196,7 @@ class ComparisonRecord:
     rows: Mapping[str, str]
     recipe: Mapping[str, Any]
     seeds: Sequence[int]
-    grid: Grid | None
+    grid: Mapping[str, Any] | None
     chosen_learning_rate: Mapping[str, float]  # empty until the search is done
     notes: Sequence[str]
     runs: Sequence[Run] = field(repr=False)
@@ -241,7 +234,8 @@ class ComparisonRecord:
             return False
         if run.role == "final":
             return run.seed in self.seeds
-        return self.grid is not None and run.seed == self.grid.seed and run.learning_rate in self.grid.learning_rates
+        grid = self.grid
+        return grid is not None and run.seed == grid["seed"] and run.learning_rate in grid["learning_rates"]
 
     @property
     def finals(self) -> list[Run]:
@@ -261,9 +255,8 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
     """
     directory = Path(directory)
     with _reading(directory / "compare.json") as plan:
-        baseline, architectures = plan["baseline"], plan["architectures"]
-        grid = plan["grid"] and Grid(plan["grid"]["seed"], [float(rate) for rate in plan["grid"]["learning_rates"]])
-        group = [baseline, *(name for name in architectures if name != baseline)]
+        baseline = plan["baseline"]
+        group = [baseline, *(name for name in plan["architectures"] if name != baseline)]
         comparison = ComparisonRecord(
             title=plan["title"],
             suite=plan["suite"],
@@ -273,7 +266,7 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
             rows={name: entry["row"] for name, entry in plan.get("entries", {}).items()},
             recipe=plan.get("recipe") or {},
             seeds=plan["seeds"],
-            grid=grid,
+            grid=plan["grid"],
             chosen_learning_rate=plan.get("chosen_learning_rate", {}),
             notes=plan["notes"],
             runs=[],

@@ -1,5 +1,6 @@
 """An inference benchmark as a terminal table, a Markdown table and a page (P3, Fig. 6 and 7)."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,11 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
     least, most = batches[0], batches[-1]
     longest = max(row["context"] for row in record["rows"])
     at_longest = {(row["model"], row["batch"]): row for row in record["rows"] if row["context"] == longest}
-    per_token = []
+    per_token, memory = [], {}
     for style, (name, model) in enumerate(record["models"].items()):
         size = at_longest[name, least]["cache"] / longest / least
         per_token.append(figures.Series(name, style, [Band(model["parameters"], size, size, size)]))
-    memory = {
-        name: {part: at_longest[name, most][part] / MB for part in ("weights", "cache", "activations")}
-        for name in record["models"]
-    }
+        memory[name] = {part: at_longest[name, most][part] / MB for part in ("weights", "cache", "activations")}
     context, lines = "context, tokens", figures.measured_lines
     drawings = [
         (
@@ -101,14 +99,10 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
             figures.stacked_bars("memory", memory, "MB", "Weights, cache and activations."),
         ),
     ]
-    for batch in batches:
-        for name, title, unit in (
-            ("prefill", "Prefill", "prefill, ms per 100 tokens"),
-            ("decode", "Decoding", "new tokens per second"),
-        ):
-            text = f"{title} at batch {batch}; median and range of the rounds."
-            series = _series(record, batch, name)
-            drawings.append((text, lines(f"{name}{batch}", series, context, unit, text)))
+    times = {"prefill": ("Prefill", "prefill, ms per 100 tokens"), "decode": ("Decoding", "new tokens per second")}
+    for batch, (name, (title, unit)) in product(batches, times.items()):
+        text = f"{title} at batch {batch}; median and range of the rounds."
+        drawings.append((text, lines(f"{name}{batch}", _series(record, batch, name), context, unit, text)))
     return drawings
 
 

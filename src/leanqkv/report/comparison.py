@@ -152,7 +152,7 @@ def remarks(comparison: ComparisonRecord) -> list[str]:
             if run.diverged:
                 step, why = run.diverged
                 lines.append(f"{result.name}, seed {seed}: diverged at step {step:,} ({why}); left out of every mean.")
-    rates = comparison.grid.learning_rates if comparison.grid else []
+    rates = comparison.grid["learning_rates"] if comparison.grid else []
     for name, rate in product(comparison.architectures, rates):
         tried = comparison.grid_runs.get((name, rate))
         if tried is None or tried.state == "missing":

@@ -176,9 +176,9 @@ def _learning_rates(comparison: ComparisonRecord) -> str:
     if grid is None:
         return "each architecture's own recipe; none was searched for"
     return (
-        f"for each architecture the one of {listed([f'{rate:g}' for rate in grid.learning_rates])} with the "
-        f"lowest validation loss on seed {grid.seed}"
-        + ("" if grid.seed in comparison.seeds else ", which no run in the table uses")
+        f"for each architecture the one of {listed([f'{rate:g}' for rate in grid['learning_rates']])} with the "
+        f"lowest validation loss on seed {grid['seed']}"
+        + ("" if grid["seed"] in comparison.seeds else ", which no run in the table uses")
     )
 
 
