@@ -3,8 +3,8 @@
 import math
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,9 +133,6 @@ def train_with_display(comparison: "Comparison", data: Any, out: Path, **options
 
     with training_display() as display:
 
-        def on_jobs(jobs: Sequence[Job]) -> None:
-            display.start(sum(job.spec.recipe.steps for job in jobs))
-
         def on_update(update: Update) -> None:
             job, steps = update.job, update.job.spec.recipe.steps
             if update.record is not None:
@@ -143,10 +140,15 @@ def train_with_display(comparison: "Comparison", data: Any, out: Path, **options
             else:
                 display.update(label(job), update.step, steps, update.loss, update.tokens_per_second)
 
-        def on_message(text: str) -> None:
-            console.print(text, highlight=False)
-
-        run_comparison(comparison, data, out, on_message=on_message, on_jobs=on_jobs, on_update=on_update, **options)
+        run_comparison(
+            comparison,
+            data,
+            out,
+            on_message=partial(console.print, highlight=False),
+            on_jobs=lambda jobs: display.start(sum(job.spec.recipe.steps for job in jobs)),
+            on_update=on_update,
+            **options,
+        )
 
 
 def learning_rates(option: str, text: str) -> tuple[float, ...]:

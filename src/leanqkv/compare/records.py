@@ -75,11 +75,6 @@ class Run:
         return self.final.get("validation_loss")
 
     @property
-    def accuracy(self) -> float | None:
-        """Of images, at the end."""
-        return self.final.get("accuracy")
-
-    @property
     def score(self) -> float | None:
         """The measure at the end."""
         return self.final.get(self.measure.final)

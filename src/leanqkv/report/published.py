@@ -29,7 +29,7 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "validation loss": Metric(lambda run: run.loss, 4),
     "perplexity": Metric(lambda run: run.final.get("perplexity"), 2),
-    "test accuracy": Metric(lambda run: run.accuracy, 4),
+    "test accuracy": Metric(lambda run: run.final.get("accuracy"), 4),
     "parameters, millions": Metric(lambda run: run.parameters["total"] / 1e6, 3, trained=False),
     "non-embedding parameters, millions": Metric(lambda run: run.parameters["non_embedding"] / 1e6, 3, trained=False),
     "KV bytes per token": Metric(lambda run: run.kv_bytes, 0, trained=False),
