@@ -9,14 +9,14 @@ import numpy as np
 from rich.table import Table as TerminalTable
 
 from ..analyze.record import RECORD
-from ..compare.statistics import paired_difference, standard_deviation
+from ..compare.statistics import paired_difference
 from ..files import read_json
 from ..model.config import LeanConfig
 from . import analysis_measures as measures
 from .analysis_figures import drawings
 from .analysis_measures import SCORES, Architecture, Measure, Model, Record
 from .html import write_report
-from .text import ABSENT, Table, signed
+from .text import ABSENT, Table, mean_and_deviation, signed, with_interval
 
 STAGES = 5  # of training, in a table
 SAME_PLACES = "at the places of borrowed values"
@@ -74,26 +74,6 @@ def _by_seed(architecture: Architecture, value: Value) -> dict[int, float]:
     return {seed: one for seed, model in architecture.models.items() if (one := value(model)) is not None}
 
 
-def _spread(by_seed: Mapping[int, float], digits: int) -> str:
-    """Mean and standard deviation over models."""
-    values = list(by_seed.values())
-    if not values:
-        return ABSENT
-    mean, deviation = f"{np.mean(values):.{digits}f}".replace("-", "−"), standard_deviation(values)
-    return mean if deviation is None else f"{mean} ± {deviation:.{digits}f}"
-
-
-def _difference(values: Mapping[int, float], others: Mapping[int, float], digits: int) -> str:
-    """Paired by seed, with its interval where there are two pairs; bold where that leaves out zero."""
-    difference = paired_difference(values, others)
-    if difference is None:
-        return ABSENT
-    if difference.half_width is None:
-        return signed(difference.mean, digits)
-    text = f"{signed(difference.mean, digits)} ± {difference.half_width:.{digits}f}"
-    return f"**{text}**" if difference.clear else text
-
-
 def _compared(what: str, groups: Sequence[Architecture], rows: Iterable[tuple[str, Value, int]]) -> Table:
     """Every architecture's value, and the difference of every one but the first to the first.
 
@@ -104,8 +84,9 @@ def _compared(what: str, groups: Sequence[Architecture], rows: Iterable[tuple[st
     cells = []
     for title, value, digits in rows:
         base, *others = columns = [_by_seed(group, value) for group in groups]
-        spreads = (_spread(column, digits) for column in columns)
-        cells.append((title, *spreads, *(_difference(column, base, digits) for column in others)))
+        spreads = (mean_and_deviation(column.values(), digits) for column in columns)
+        differences = (with_interval(paired_difference(column, base), digits) for column in others)
+        cells.append((title, *spreads, *differences))
     return Table(headers, cells)
 
 
@@ -270,7 +251,11 @@ def _scores(architecture: Architecture, places: Places) -> list[dict[int, float]
 
 def _head_groups(groups: Sequence[Architecture]) -> Table:
     rows = [
-        (f"`{one.name}`, {name}", str(len(places)), *(_spread(values, 3) for values in _scores(one, places)))
+        (
+            f"`{one.name}`, {name}",
+            str(len(places)),
+            *(mean_and_deviation(values.values(), 3) for values in _scores(one, places)),
+        )
         for one, split in _groups(groups)
         for name, places in split.items()
     ]
@@ -289,6 +274,6 @@ def _head_differences(groups: Sequence[Architecture]) -> Table:
         for title, other, others in against:
             if borrowed and others:
                 pairs = zip(_scores(one, borrowed), _scores(other, others), strict=True)
-                cells = (_difference(values, its, 3) for values, its in pairs)
+                cells = (with_interval(paired_difference(*pair), 3) for pair in pairs)
                 rows.append((f"`{one.name}`, borrowed values − {title}", *cells))
     return Table(("heads", *SCORE_COLUMNS), rows)

@@ -11,11 +11,10 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from ..compare.records import ComparisonRecord, Result
-from ..compare.statistics import PairedDifference, standard_deviation
 from ..compare.suites import SUITES
 from .published import published_tables
 from .stability import stability_table
-from .text import ABSENT, Table, compact, listed, percent, seeds, signed
+from .text import ABSENT, Table, compact, listed, mean_and_deviation, percent, seeds, signed, with_interval
 
 DIFFERENCE = 4  # the place of that column
 INTERVAL_NOTE = (
@@ -181,9 +180,11 @@ def _unlike_runs(comparison: ComparisonRecord) -> list[str]:
 
 def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
     reference = (result.baseline or result).kv_bytes
-    run, kv_bytes = result.any_run, result.kv_bytes
+    run, kv_bytes, difference = result.any_run, result.kv_bytes, result.difference
+    pairs = len(difference.by_seed) if difference else 0
+    remark = "" if pairs == len(comparison.seeds) else f"\n{seeds(pairs)}"
     states = [result.state(seed) for seed in comparison.seeds]
-    scores = [_with_spread(list(result.scores.values()))] if result.scores else []
+    scores = [mean_and_deviation(result.scores.values())] if result.scores else []
     scores += [f"{states.count(state)} {state}" for state in ("diverged", "missing") if state in states]
     speeds = [run.tokens_per_second for run in result.finals.values() if run.loss is not None and run.tokens_per_second]
     return [
@@ -191,21 +192,7 @@ def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
         f"{compact(run.parameters['total'])} ({compact(run.parameters['non_embedding'])})" if run else ABSENT,
         (f"{kv_bytes:,}" + (f" ({percent(kv_bytes, reference)})" if reference else "")) if kv_bytes else ABSENT,
         "\n".join(scores),
-        "baseline" if result.baseline is None else _difference(result.difference, len(comparison.seeds)),
+        "baseline" if result.baseline is None else with_interval(difference, remark=remark),
         ABSENT if result.learning_rate is None else f"{result.learning_rate:g}",
         f"{np.mean(speeds):,.0f}" if speeds else ABSENT,
     ]
-
-
-def _difference(difference: PairedDifference | None, planned: int) -> str:
-    if difference is None:
-        return ABSENT
-    spread = "" if difference.half_width is None else f" ± {difference.half_width:.4f}"
-    pairs = len(difference.by_seed)
-    text = f"{signed(difference.mean)}{spread}" + ("" if pairs == planned else f"\n{seeds(pairs)}")
-    return f"**{text}**" if difference.clear else text
-
-
-def _with_spread(values: Sequence[float]) -> str:
-    deviation = standard_deviation(values)
-    return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ± {deviation:.4f}")

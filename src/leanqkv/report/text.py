@@ -5,9 +5,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
 from rich import box
 from rich.table import Table as TerminalTable
 from rich.text import Text
+
+from ..compare.statistics import PairedDifference, standard_deviation
 
 ABSENT = "–"
 
@@ -52,6 +55,23 @@ class Table:
 def signed(value: float, digits: int = 4) -> str:
     """Return the number with its sign, a true minus: −0.0211."""
     return f"{value:+,.{digits}f}".replace("-", "−")
+
+
+def mean_and_deviation(values: Collection[float], digits: int = 4) -> str:
+    """Return the mean and the sample's standard deviation, where there are two values: 3.9050 ± 0.0071."""
+    if not values:
+        return ABSENT
+    mean, deviation = f"{np.mean(list(values)):.{digits}f}".replace("-", "−"), standard_deviation(list(values))
+    return mean if deviation is None else f"{mean} ± {deviation:.{digits}f}"
+
+
+def with_interval(difference: PairedDifference | None, digits: int = 4, remark: str = "") -> str:
+    """Return the mean with half its interval, where there are two seeds; bold where the interval leaves out zero."""
+    if difference is None:
+        return ABSENT
+    width = "" if difference.half_width is None else f" ± {difference.half_width:.{digits}f}"
+    text = f"{signed(difference.mean, digits)}{width}{remark}"
+    return f"**{text}**" if difference.clear else text
 
 
 def percent(part: float | None, whole: float | None) -> str:
