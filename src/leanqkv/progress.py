@@ -37,6 +37,11 @@ class Bar:
     def __call__(self, done: int, total: int) -> None:
         self._bars.update(self._task, completed=done, total=total)
 
+    @property
+    def description(self) -> str:
+        """What is being done now."""
+        return self._bars.tasks[-1].description
+
     def describe(self, description: str) -> None:
         """Say what is being done now."""
         self._bars.update(self._task, description=description)
