@@ -10,9 +10,9 @@ import pytest
 from corpus import SHAPE
 
 from leanqkv import LeanError
-from leanqkv.compare.comparison import Comparison, default_jobs, run_comparison, slug
+from leanqkv.compare.comparison import default_jobs, run_comparison, slug
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.suite import Entry
+from leanqkv.compare.suite import Comparison, Entry
 from leanqkv.report.comparison_page import write_report
 
 

@@ -15,7 +15,7 @@ from leanqkv.model import fused, registry
 from leanqkv.presets import MECHANISMS, recipe
 from leanqkv.report import analysis
 from leanqkv.report import bench as inference
-from leanqkv.report.comparison import markdown_table
+from leanqkv.report.comparison import markdown
 
 ROOT = Path(__file__).parent.parent
 PAPERS = (ROOT / "docs" / "papers.md").read_text()
@@ -24,7 +24,7 @@ COMPARISONS = sorted(file.parent for file in (ROOT / "results").glob("*/compare.
 
 @pytest.mark.parametrize("directory", COMPARISONS, ids=lambda directory: directory.name)
 def test_committed_tables_are_those_of_the_committed_records(directory):
-    table = markdown_table(load_comparison(directory))
+    table = markdown(load_comparison(directory))
     assert (directory / "table.md").read_text() == table
     shown = (ROOT / "README.md").read_text() + (ROOT / "docs" / "results.md").read_text()
     assert table.split("\n\n")[0] in shown, "the table in the documentation is another one"

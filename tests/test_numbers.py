@@ -8,7 +8,7 @@ from shapes import tokens
 
 from leanqkv import LeanConfig, LeanForCausalLM, count_parameters, kv_bytes_per_token, preset
 from leanqkv.eliminate import weight_table
-from leanqkv.presets import BASES
+from leanqkv.presets import BASES, recipe
 
 # base and mechanisms, overrides, total, non-embedding
 COUNTS: list[tuple[tuple[str, ...], dict[str, Any], int, int]] = [
@@ -63,6 +63,33 @@ def test_a_base_has_the_size_in_its_name(base: str) -> None:
     expected = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     count = count_parameters(preset(base))
     assert min(abs(n / expected - 1) for n in (count.total, count.non_embedding)) < 0.25
+
+
+# Steps, batch, peak rate, minimum rate, weight decay as the papers print them: P1 and P2 section 4, P3 Tables 3 and 4.
+PAPERS: dict[str, tuple[int, int, float, float, float]] = {
+    "gpt2-124m": (60_000, 480, 6e-4, 6e-5, 0.1),
+    "gpt2-124m+identity-query": (60_000, 480, 6e-4, 6e-5, 2**-5),
+    "gpt2-124m+nonlinear-query": (60_000, 480, 3e-3, 3e-5, 2**-5),
+    "gpt2-125m": (40_000, 120, 1e-3, 1e-4, 0.1),
+    "gpt2-200m": (40_000, 120, 1e-3, 1e-4, 0.1),
+    "gpt2-355m": (40_000, 120, 1e-3, 1e-4, 0.1),
+    "gpt2-550m": (40_000, 120, 6e-4, 6e-5, 0.1),
+    "llama-60m": (2_500, 512, 2e-3, 2e-4, 0.0),
+    "llama-130m": (5_000, 512, 2e-3, 2e-4, 0.0),
+    "llama-350m": (15_000, 512, 2e-3, 2e-4, 0.0),
+    "llama-1b": (25_000, 512, 1e-3, 1e-4, 0.1),
+    "llama-3b": (30_000, 512, 5e-4, 5e-5, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipes_are_the_papers(name: str) -> None:
+    own = recipe(name)
+    printed = (own.steps, own.batch_size, own.learning_rate, own.min_learning_rate, own.weight_decay)
+    assert printed == pytest.approx(PAPERS[name])
+    assert own.warmup_steps == (2_000 if name.startswith("gpt2-124m") else own.steps / 10)
+    # "No weight decay and gradient clipping" for the smaller LLaMAs.
+    assert (own.max_grad_norm is None) == (own.weight_decay == 0)
 
 
 def logit_spread(config: LeanConfig, scaled: bool) -> float:

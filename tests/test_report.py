@@ -14,7 +14,7 @@ from rich.console import Console
 
 from leanqkv.compare.records import load_comparison
 from leanqkv.errors import LeanError
-from leanqkv.report.comparison import markdown_table, reading, remarks, terminal_table
+from leanqkv.report.comparison import markdown, reading, remarks, terminal_table
 from leanqkv.report.comparison_page import write_report
 
 STEPS = list(range(0, 601, 50))
@@ -136,7 +136,7 @@ def terminal(directory: Path) -> list[str]:
 
 
 def markdown_rows(directory: Path) -> dict[str, list[str]]:
-    lines = [line for line in markdown_table(load_comparison(directory)).splitlines() if line.startswith("| `")]
+    lines = [line for line in markdown(load_comparison(directory)).splitlines() if line.startswith("| `")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0].strip("`"): row[1:] for row in rows}
 
@@ -171,7 +171,7 @@ class Page(HTMLParser):
         self.text.append(data)
 
     def count(self, tag: str) -> int:
-        return sum(found == tag for found, _ in self.tags)
+        return sum(name == tag for name, _ in self.tags)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_reading_says_which_differences_are_clear(finished: Path) -> None:
     assert unclear.startswith("not clearly different for tiny+identity-query (+0.0010) and tiny+identity-query+skipv1")
     caption = terminal_table(load_comparison(finished)).caption
     assert said in str(caption)
-    assert said in markdown_table(load_comparison(finished))
+    assert said in markdown(load_comparison(finished))
 
 
 def test_baseline_comes_first_wherever_it_is_listed(finished: Path, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_one_seed_has_no_interval(finished: Path, tmp_path: Path) -> None:
     edit(directory / "compare.json", seeds=[0])
     assert markdown_rows(directory)["tiny+skipv1"][2:4] == ["3.8790", "−0.0210"]
     assert "known from one seed only, too few to judge" in reading(load_comparison(directory))
-    assert "clearly" not in markdown_table(load_comparison(directory)).lower()
+    assert "clearly" not in markdown(load_comparison(directory)).lower()
 
 
 def test_runs_that_cannot_be_paired_are_named(finished: Path, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_runs_of_another_plan_are_left_alone(finished: Path, tmp_path: Path) -> 
     directory = Path(shutil.copytree(finished, tmp_path / "copy"))
     save(directory, record("tiny", 7, 1.0))
     save(directory, record("tiny", 2, 1.0, "grid", 5e-2))
-    assert markdown_table(load_comparison(directory)) == markdown_table(load_comparison(finished))
+    assert markdown(load_comparison(directory)) == markdown(load_comparison(finished))
     assert len(load_comparison(directory).runs) == len(load_comparison(finished).runs)
 
 
@@ -365,28 +365,28 @@ def test_the_same_records_give_the_same_bytes(finished: Path, page: str, tmp_pat
 
 
 def test_page_is_well_formed_and_stands_alone(page: str) -> None:
-    found = Page(page)
+    parsed = Page(page)
     assert page.startswith("<!DOCTYPE html>")
-    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in found.tags
-    assert not {"link", "script", "img", "iframe", "object", "image"} & {tag for tag, _ in found.tags}
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parsed.tags
+    assert not {"link", "script", "img", "iframe", "object", "image"} & {tag for tag, _ in parsed.tags}
     assert not re.search(r"https?://|@import|url\((?!#)", page)
-    ids = [attributes["id"] for _, attributes in found.tags if "id" in attributes]
+    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', page)) <= set(ids)
-    assert {attributes["aria-labelledby"] for _, attributes in found.tags if "aria-labelledby" in attributes} <= set(
+    assert {attributes["aria-labelledby"] for _, attributes in parsed.tags if "aria-labelledby" in attributes} <= set(
         ids
     )
 
 
 def test_page_has_every_figure_twice_with_a_caption_and_a_label(page: str) -> None:
-    found = Page(page)
-    assert found.count("figure") == found.count("figcaption") == 4
-    drawings = [attributes for tag, attributes in found.tags if tag == "svg"]
+    parsed = Page(page)
+    assert parsed.count("figure") == parsed.count("figcaption") == 4
+    drawings = [attributes for tag, attributes in parsed.tags if tag == "svg"]
     assert len(drawings) == 8
     assert all(drawing["role"] == "img" and drawing["aria-label"] for drawing in drawings)
     widths = [float(drawing["viewbox"].split()[2]) for drawing in drawings]
     assert widths == [900, 360] * 4
-    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in found.tags if tag == "th")
+    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in parsed.tags if tag == "th")
 
 
 def test_page_without_a_search_has_three_figures(tmp_path: Path) -> None:

@@ -9,44 +9,44 @@ from leanqkv.compare.statistics import Band, average, paired_difference, relativ
 
 def test_two_seeds() -> None:
     # Differences -0.02 and -0.04: standard error 0.01, t(0.975, 1) = 12.7062, p = 1 - 2 atan(3) / pi.
-    found = paired_difference({0: 3.98, 1: 4.06}, {0: 4.0, 1: 4.1})
-    assert found is not None
-    assert found.by_seed == pytest.approx({0: -0.02, 1: -0.04})
-    assert found.mean == pytest.approx(-0.03)
-    assert found.half_width == pytest.approx(0.127062, abs=1e-6)
-    assert found.interval == pytest.approx((-0.157062, 0.097062), abs=1e-6)
-    assert found.p == pytest.approx(1 - 2 * math.atan(3) / math.pi)
-    assert not found.clear
+    result = paired_difference({0: 3.98, 1: 4.06}, {0: 4.0, 1: 4.1})
+    assert result is not None
+    assert result.by_seed == pytest.approx({0: -0.02, 1: -0.04})
+    assert result.mean == pytest.approx(-0.03)
+    assert result.half_width == pytest.approx(0.127062, abs=1e-6)
+    assert result.interval == pytest.approx((-0.157062, 0.097062), abs=1e-6)
+    assert result.p == pytest.approx(1 - 2 * math.atan(3) / math.pi)
+    assert not result.clear
 
 
 def test_three_seeds_clear_of_zero() -> None:
     # Differences 0.9, 1.0, 1.1: standard error 0.1 / sqrt(3), t(0.975, 2) = 4.302653; p = 1 - t / sqrt(t^2 + 2).
-    found = paired_difference({0: 2.9, 1: 3.0, 2: 3.1}, {0: 2.0, 1: 2.0, 2: 2.0})
-    assert found is not None
-    assert found.half_width == pytest.approx(0.248414, abs=1e-6)
-    assert found.p == pytest.approx(1 - math.sqrt(300 / 302))
-    assert found.clear
+    result = paired_difference({0: 2.9, 1: 3.0, 2: 3.1}, {0: 2.0, 1: 2.0, 2: 2.0})
+    assert result is not None
+    assert result.half_width == pytest.approx(0.248414, abs=1e-6)
+    assert result.p == pytest.approx(1 - math.sqrt(300 / 302))
+    assert result.clear
 
 
 def test_clear_is_the_interval_without_zero() -> None:
     # Of seeds -1 and -1 +- x, zero leaves the interval where |mean| > 12.7062 |x| / 2.
     for other, clear in ((-1.16, True), (-1.18, False)):
-        found = paired_difference({0: -1.0, 1: other}, {0: 0.0, 1: 0.0})
-        assert found is not None and found.interval is not None
-        assert found.clear is clear is (found.interval[1] < 0)
+        result = paired_difference({0: -1.0, 1: other}, {0: 0.0, 1: 0.0})
+        assert result is not None and result.interval is not None
+        assert result.clear is clear is (result.interval[1] < 0)
 
 
 def test_pairs_are_made_by_seed() -> None:
-    found = paired_difference({1: 5.0, 7: 3.0, 2: 1.0}, {2: 2.0, 1: 4.0, 9: 0.0})
-    assert found is not None
-    assert found.by_seed == {1: 1.0, 2: -1.0}
-    assert found.mean == 0
+    result = paired_difference({1: 5.0, 7: 3.0, 2: 1.0}, {2: 2.0, 1: 4.0, 9: 0.0})
+    assert result is not None
+    assert result.by_seed == {1: 1.0, 2: -1.0}
+    assert result.mean == 0
 
 
 def test_one_seed_has_no_interval() -> None:
-    found = paired_difference({0: 3.0, 1: 9.0}, {0: 3.5})
-    assert found is not None
-    assert (found.mean, found.half_width, found.interval, found.p, found.clear) == (-0.5, None, None, None, False)
+    result = paired_difference({0: 3.0, 1: 9.0}, {0: 3.5})
+    assert result is not None
+    assert (result.mean, result.half_width, result.interval, result.p, result.clear) == (-0.5, None, None, None, False)
 
 
 def test_no_common_seed() -> None:
@@ -55,9 +55,9 @@ def test_no_common_seed() -> None:
 
 @pytest.mark.parametrize(("shift", "p", "clear"), [(0.5, 0.0, True), (0.0, 1.0, False)])
 def test_seeds_that_agree_exactly(shift: float, p: float, clear: bool) -> None:
-    found = paired_difference({0: 1 + shift, 1: 2 + shift}, {0: 1.0, 1: 2.0})
-    assert found is not None
-    assert (found.half_width, found.p, found.clear) == (0, p, clear)
+    result = paired_difference({0: 1 + shift, 1: 2 + shift}, {0: 1.0, 1: 2.0})
+    assert result is not None
+    assert (result.half_width, result.p, result.clear) == (0, p, clear)
 
 
 def test_standard_deviation_is_the_samples() -> None:
@@ -76,8 +76,8 @@ def test_average_keeps_the_steps_every_seed_has() -> None:
 def test_relative_improvement() -> None:
     # Step 100: seed 0 (4 - 3) / 4 = 0.25, seed 1 (5 - 5.5) / 5 = -0.1; seed 2 has no baseline.
     curves = {0: {0: 8.0, 100: 3.0}, 1: {0: 8.0, 100: 5.5, 200: 1.0}, 2: {100: 0.0}}
-    found = relative_improvement(curves, {0: {0: 8.0, 100: 4.0}, 1: {0: 8.0, 100: 5.0}})
-    assert [band.step for band in found] == [0, 100]
-    assert found[0] == Band(0, 0.0, 0.0, 0.0)
-    assert (found[1].mean, found[1].low, found[1].high) == pytest.approx((0.075, -0.1, 0.25))
+    result = relative_improvement(curves, {0: {0: 8.0, 100: 4.0}, 1: {0: 8.0, 100: 5.0}})
+    assert [band.step for band in result] == [0, 100]
+    assert result[0] == Band(0, 0.0, 0.0, 0.0)
+    assert (result[1].mean, result[1].low, result[1].high) == pytest.approx((0.075, -0.1, 0.25))
     assert relative_improvement(curves, {}) == []

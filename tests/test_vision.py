@@ -42,7 +42,7 @@ from leanqkv.checkpoints import load_model
 from leanqkv.compare.records import load_comparison
 from leanqkv.data import image_batch, make_image_plan, prepare_images, scaled_pixels
 from leanqkv.evaluate import image_outcomes
-from leanqkv.report.comparison import markdown_table
+from leanqkv.report.comparison import markdown
 from leanqkv.report.comparison_page import write_report
 from leanqkv.train import RunSpec, choose_precision, train
 
@@ -658,7 +658,7 @@ def test_models_of_images_are_compared_by_their_accuracy(cli):
     assert first.scores == {seed: run.accuracy for seed, run in first.finals.items()}
     assert second.difference.by_seed[1] == second.scores[1] - first.scores[1]
     assert {run.batch_plan["evaluation_sequences"] for run in comparison.finals} == {599}
-    table = markdown_table(comparison)
+    table = markdown(comparison)
     assert "| test accuracy mean ± s.d. |" in table
     assert "validation loss" not in table
     page = write_report("both").read_text()

@@ -3,9 +3,10 @@
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +32,9 @@ from .options import (
     recipe_overrides,
 )
 
+if TYPE_CHECKING:
+    from ..compare.suite import Comparison
+
 
 def _list_suites(asked: bool) -> None:
     if not asked:
@@ -38,9 +42,9 @@ def _list_suites(asked: bool) -> None:
     from ..compare.suites import SUITES
 
     for name, suite in SUITES.items():
-        cost = suite.scales["tiny"].runs
+        runs = suite.scales["tiny"].runs
         console.print(
-            f"{name:16}{cost:4} runs at tiny  {suite.title} ({suite.source})", highlight=False, soft_wrap=True
+            f"{name:16}{runs:4} runs at tiny  {suite.title} ({suite.source})", highlight=False, soft_wrap=True
         )
     raise typer.Exit
 
@@ -92,47 +96,43 @@ def compare(
 
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
     """
-    from ..compare.comparison import Comparison, Job, Update, run_comparison
-    from ..compare.records import load_comparison
     from ..compare.suites import choose
     from ..errors import LeanError
     from ..presets import preset
-    from ..progress import training_display
-    from ..report.comparison import terminal_report
-    from ..report.comparison_page import write_report
 
     if lr_grid is not None and learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
-    suite, scale, title, setup = choose(names or [], suite, scale)
-    overrides = recipe_overrides(
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        warmup_steps=warmup_steps,
-    )
-    comparison = Comparison(
-        title=title,
-        suite=suite,
-        scale=scale,
-        groups=setup.groups,
-        seeds=tuple(range(seeds or setup.seeds)),
-        recipe=overrides,
-        notes=setup.notes,
+    chosen = choose(names or [], suite, scale)
+    comparison = replace(
+        chosen,
+        seeds=tuple(range(seeds)) if seeds else chosen.seeds,
+        recipe=recipe_overrides(
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+        ),
         learning_rates=_grid(lr_grid),
         context_length=context_length,
-        evaluation_sequences=evaluation_sequences or setup.evaluation_sequences,
-        evaluate_every=evaluate_every or setup.evaluate_every,
         micro_batch_size=micro_batch_size,
+        evaluate_every=evaluate_every or chosen.evaluate_every,
         command=shlex.join(["leanqkv", *sys.argv[1:]]),
     )
     if data is None:
-        data, tokenizer = setup.data, tokenizer or setup.tokenizer
-    configs = [preset(entry.model) for entry in setup.entries]
+        data, tokenizer = chosen.data, tokenizer or chosen.tokenizer
+    configs = [preset(entry.model) for entry in chosen.entries.values()]
     prepared = prepare(data, configs, tokenizer, text_field, max_documents)
-    if evaluation_sequences is None:
-        evaluated = evaluation_size(prepared, setup.evaluation_sequences)
-        comparison = replace(comparison, evaluation_sequences=evaluated)
+    evaluated = evaluation_sequences or evaluation_size(prepared, chosen.evaluation_sequences)
+    comparison = replace(comparison, evaluation_sequences=evaluated)
+    train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs)
+    _show_report(out)
+
+
+def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:
+    """Run a comparison with a bar for every run; `options` are those of `run_comparison`."""
+    from ..compare.comparison import Job, Update, run_comparison
+    from ..progress import training_display
 
     def label(job: Job) -> str:
         role = f" lr {job.spec.recipe.learning_rate:g}" if job.spec.role == "grid" else ""
@@ -140,31 +140,20 @@ def compare(
 
     with training_display() as display:
 
-        def on_jobs(todo: Any) -> None:
-            display.start(sum(job.spec.recipe.steps for job in todo))
+        def on_jobs(jobs: Sequence[Job]) -> None:
+            display.start(sum(job.spec.recipe.steps for job in jobs))
 
         def on_update(update: Update) -> None:
-            job = update.job
+            job, steps = update.job, update.job.spec.recipe.steps
             if update.record is not None:
-                display.finish(label(job), job.spec.recipe.steps, outcome(update.record))
+                display.finish(label(job), steps, outcome(update.record))
             else:
-                total = job.spec.recipe.steps
-                display.update(label(job), update.step, total, update.loss, update.tokens_per_second)
+                display.update(label(job), update.step, steps, update.loss, update.tokens_per_second)
 
-        run_comparison(
-            comparison,
-            prepared,
-            out,
-            precision=precision,
-            device=device,
-            jobs=jobs,
-            on_message=lambda text: console.print(text, highlight=False),
-            on_jobs=on_jobs,
-            on_update=on_update,
-        )
-    page = write_report(out)
-    console.print(terminal_report(load_comparison(out)))
-    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+        def on_message(text: str) -> None:
+            console.print(text, highlight=False)
+
+        run_comparison(comparison, data, out, on_message=on_message, on_jobs=on_jobs, on_update=on_update, **options)
 
 
 def _grid(text: str | None) -> tuple[float, ...] | None:
@@ -186,23 +175,26 @@ def report(
 ) -> None:
     """Make the table and report.html again, from the records alone."""
     from ..analyze.record import RECORD as ANALYSIS
-    from ..compare.records import load_comparison
     from ..files import read_json
-    from ..report import analysis as analysis
-    from ..report import bench as inference
+    from ..report import analysis, bench
+
+    if (directory / bench.RECORD).exists():
+        page, table = bench.write_page(directory), bench.table(read_json(directory / bench.RECORD))
+    elif (directory / ANALYSIS).exists():
+        page, table = analysis.write_page(directory), analysis.terminal(read_json(directory / ANALYSIS))
+    else:
+        _show_report(directory)
+        return
+    console.print(table)
+    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+
+
+def _show_report(directory: Path) -> None:
+    """Write a comparison's table and page, and print its result."""
+    from ..compare.records import load_comparison
     from ..report.comparison import terminal_report
     from ..report.comparison_page import write_report
 
-    if (directory / inference.RECORD).exists():
-        page = inference.write_page(directory)
-        console.print(inference.table(read_json(directory / inference.RECORD)))
-        console.print(f"report: {page}", highlight=False, soft_wrap=True)
-        return
-    if (directory / ANALYSIS).exists():
-        page = analysis.write_page(directory)
-        console.print(analysis.terminal(read_json(directory / ANALYSIS)))
-        console.print(f"report: {page}", highlight=False, soft_wrap=True)
-        return
     page = write_report(directory)
     console.print(terminal_report(load_comparison(directory)))
     console.print(f"report: {page}", highlight=False, soft_wrap=True)

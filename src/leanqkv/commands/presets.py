@@ -1,11 +1,14 @@
 """`leanqkv presets`: sizes and mechanisms."""
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from .options import console
+
+if TYPE_CHECKING:
+    from ..presets import MechanismPreset
 
 
 def presets() -> None:
@@ -35,20 +38,15 @@ def presets() -> None:
     console.print("any configuration field as in tiny+intermediate_size=576.", highlight=False)
 
 
-def _options(mechanism: Any) -> str:
+def _options(mechanism: "MechanismPreset") -> str:
+    """Every option that the mechanism's name can have, with its default."""
     from ..model.depth_average import DEFAULTS
-    from ..model.registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES
+    from ..model.registry import KEY_VALUES
+    from ..presets.edit import TABLES
 
     if "type" not in mechanism.spec:
-        options = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
-        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in options.items())
-    tables: dict[str, Any] = {
-        "query": QUERIES,
-        "key": KEYS,
-        "value": VALUES,
-        "output": OUTPUTS,
-        "key_value": KEY_VALUES,
-    }
-    cls = tables[mechanism.slot][mechanism.spec["type"]]
+        defaults = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
+        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in defaults.items())
+    cls = (TABLES | {"key_value": KEY_VALUES})[mechanism.slot][mechanism.spec["type"]]
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in fields(cls.Options)]
     return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))

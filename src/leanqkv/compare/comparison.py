@@ -1,4 +1,4 @@
-"""Runs a comparison: every architecture on every seed, on the same batches, several runs at a time on a CPU."""
+"""Running a comparison: every architecture on every seed, on the same batches, several runs at a time on a CPU."""
 
 import multiprocessing
 import os
@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from ..errors import LeanError
 from ..files import read_json, write_json
 from ..presets import preset
 from ..train import Precision, RunSpec, choose_precision, parse_precision, train
+from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
-from .suite import Entry, Group, check_groups
+from .suite import Comparison
 
 COMPARISON = "compare.json"
 # Above this many parameters a CPU is used better by one run on all cores than by one run a core.
@@ -27,50 +29,9 @@ SMALL_MODEL = 20_000_000
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What is compared: in each group the first entry is the baseline of the others.
-
-    Attributes:
-        learning_rates: the grid to search, for each architecture by itself, on a seed of its own; None: the rates of
-            the recipes.
-        recipe: what a person asked for in place of every architecture's own recipe.
-        suite, scale: of a suite, its name and scale.
-        notes: what the report is to say of it.
-
-    Raises:
-        LeanError: two entries of one name, or a recipe for all where the entries differ in just that.
-    """
-
-    title: str
-    groups: tuple[Group, ...]
-    seeds: tuple[int, ...]
-    recipe: Mapping[str, Any]
-    command: str
-    suite: str | None = None
-    scale: str | None = None
-    notes: tuple[str, ...] = ()
-    learning_rates: tuple[float, ...] | None = None
-    context_length: int | None = None
-    evaluation_sequences: int = 128
-    evaluate_every: int = 50
-    micro_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        check_groups(self.groups, {*self.recipe, *(("learning_rate",) if self.learning_rates else ())})
-
-    @property
-    def entries(self) -> dict[str, Entry]:
-        """By label, the first baseline first."""
-        return {entry.label: entry for group in self.groups for entry in group}
-
-    @property
-    def grid_seed(self) -> int:
-        """A seed that no reported run uses: the rates are not chosen on the runs they are reported for."""
-        return max(self.seeds) + 1
-
-
-@dataclass(frozen=True)
 class Job:
+    """A run to be trained, and its directory."""
+
     spec: RunSpec
     out: Path
 
@@ -98,12 +59,12 @@ def run_comparison(
     on_jobs: Callable[[Sequence[Job]], None] = lambda jobs: None,
     on_update: Callable[[Update], None] = lambda update: None,
 ) -> None:
-    """Trains what is not trained yet; `out` then holds compare.json and one directory per run under runs/.
+    """Train what is not trained yet; `out` then holds compare.json and one directory per run under runs/.
 
     Args:
         precision: "auto" times the candidates on the baseline once; every run then uses the same one.
         jobs: runs at a time. Default: on a CPU one for each core if the models are small, else one.
-        on_message, on_jobs, on_update: what happens, for a progress display.
+        on_message, on_jobs, on_update: called with progress, for a display.
 
     Raises:
         LeanError: names or data that do not fit, or `out` holding another comparison.
@@ -111,137 +72,157 @@ def run_comparison(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
     device = check_device(device or default_device())
-    entries = comparison.entries
-    configs = {name: preset(entry.model) for name, entry in entries.items()}
-    recipes = {name: entry.full_recipe(comparison.recipe) for name, entry in entries.items()}
-    context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
-    for name, config in configs.items():
-        check_fit(name, config, data, context)
-    baseline = next(iter(entries))
-    runs = len(configs) * len(comparison.seeds)
-    largest = max(config.plan.count_parameters().total for config in configs.values())
-    workers = min(runs, jobs or default_jobs(device, largest))
     asked = parse_precision(precision)
-    about = _claim(out, comparison, context, data)
+    configs = {label: preset(entry.model) for label, entry in comparison.entries.items()}
+    rates = {label: entry.full_recipe(comparison.recipe).learning_rate for label, entry in comparison.entries.items()}
+    context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
+    for label, config in configs.items():
+        check_fit(label, config, data, context)
+    directory = _Directory(out, replace(comparison, context_length=context), data.sha256)
+    largest = max(config.plan.count_parameters().total for config in configs.values())
+    workers = min(comparison.runs, jobs or default_jobs(device, largest))
     # Kept, because sums in another number of threads round differently: a run goes on as it began.
-    about.setdefault("threads", max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads())
-    threads = about["threads"]
+    own_share = max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads()
+    threads = directory.content.setdefault("threads", own_share)
     torch.set_num_threads(threads)
-    if "precision" not in about:
-        chosen = asked or choose_precision(
-            configs[baseline],
-            batch_size=comparison.micro_batch_size or recipes[baseline].batch_size,
-            context_length=context,
-            steps=recipes[baseline].steps,
-            device=device,
-            progress=on_message,
-        )
-        about["precision"] = chosen.record()
-        write_json(out / COMPARISON, about)
-    precision_record = about["precision"]
-    chosen = replace(_parse(precision_record["choice"]), timings=precision_record["milliseconds_per_step"])
-    if asked is not None and asked != chosen:
-        raise LeanError(f"{out} was begun in {chosen}, {asked} is asked; choose another --out or delete it")
+    chosen = directory.settle_precision(asked, device, on_message)
 
-    def job(name: str, seed: int, learning_rate: float, role: str) -> Job:
-        spec = RunSpec(
-            name=name,
-            config=configs[name].as_overrides(),
-            recipe=entries[name].full_recipe({**comparison.recipe, "learning_rate": learning_rate}),
-            seed=seed,
-            context_length=context,
-            precision=str(chosen),
-            precision_timings=chosen.timings,
-            data_sha256=data.sha256,
-            micro_batch_size=comparison.micro_batch_size,
-            evaluation_sequences=comparison.evaluation_sequences,
-            evaluate_every=comparison.evaluate_every,
-            role=role,
-        )
-        return Job(spec, out / "runs" / f"{slug(name)}-{role}-lr{learning_rate:g}-seed{seed}")
-
-    def run(todo: list[Job]) -> dict[Path, dict[str, Any]]:
+    def train_all(todo: list[Job]) -> dict[Path, dict[str, Any]]:
         on_jobs(todo)
-        settings = {"device": device, "batches": out / "batches"}
-        return _run_jobs(todo, data, settings, workers, threads, on_update)
+        return _run_jobs(todo, data, {"device": device, "batches": out / "batches"}, workers, threads, on_update)
 
-    rates = {name: recipes[name].learning_rate for name in configs}
     if comparison.learning_rates:
-        grid = [job(name, comparison.grid_seed, rate, "grid") for name in configs for rate in comparison.learning_rates]
-        found = run(grid)
-        for name in configs:
-            losses = {
-                j.spec.recipe.learning_rate: record["final"]["validation_loss"]
-                for j in grid
-                if j.spec.name == name and (record := found[j.out])["final"] is not None
-            }
-            if not losses:
-                raise LeanError(f"{name} diverged at every learning rate of the grid; try smaller ones")
-            rates[name] = min(losses, key=losses.__getitem__)
-    about["chosen_learning_rate"] = rates
-    write_json(out / COMPARISON, about)
-    run([job(name, seed, rates[name], "final") for seed in comparison.seeds for name in configs])
+        grid = [
+            directory.job(label, comparison.grid_seed, rate, "grid", chosen)
+            for label in rates
+            for rate in comparison.learning_rates
+        ]
+        rates = _best_rates(grid, train_all(grid))
+    directory.write(chosen_learning_rate=rates)
+    train_all(
+        [directory.job(label, seed, rates[label], "final", chosen) for seed in comparison.seeds for label in rates]
+    )
 
 
 def default_jobs(device: str, parameters: int) -> int:
-    """Runs at a time: small models leave most of a core idle waiting for another, so each gets one core to itself."""
+    """Return how many runs to train at a time.
+
+    Small models leave most of a core idle waiting for another, so each gets one core to itself.
+    """
     return available_cores() if device == "cpu" and parameters < SMALL_MODEL else 1
 
 
 def slug(name: str) -> str:
-    """A directory name for a model name."""
+    """Return a directory name for a model name."""
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", name)
 
 
-def _parse(choice: str) -> Precision:
-    precision = parse_precision(choice)
-    if precision is None:
-        raise LeanError(f"{COMPARISON} names no precision that was chosen, found {choice!r}")
-    return precision
+class _Directory:
+    """The directory of a comparison: compare.json, and under runs/ one directory per run."""
+
+    def __init__(self, out: Path, comparison: Comparison, data_sha256: str):
+        """Make `out` this comparison's own, or go on with what an earlier start of it wrote.
+
+        Raises:
+            LeanError: `out` holds something else.
+        """
+        self.out, self.comparison, self.data_sha256 = out, comparison, data_sha256
+        wanted, file = self._plan(), out / COMPARISON
+        if file.exists():
+            self.content = read_json(file)
+            # A key that an earlier version did not write yet says nothing against it.
+            compared = wanted.keys() & self.content.keys() - {"command", "title", "notes"}
+            different = [key for key in wanted if key in compared and self.content[key] != wanted[key]]
+            if different:
+                shown = "; ".join(f"{key}: {self.content[key]} there, {wanted[key]} asked" for key in different)
+                raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
+            return
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise LeanError(f"{out} is not empty and not a comparison; choose another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        self.content = wanted
+        self.write()
+
+    def _plan(self) -> dict[str, Any]:
+        """compare.json as it is before anything has run."""
+        comparison = self.comparison
+        entries, rates = comparison.entries, comparison.learning_rates
+        return {
+            "title": comparison.title,
+            "suite": comparison.suite,
+            "scale": comparison.scale,
+            "command": comparison.command,
+            "baseline": next(iter(entries)),
+            "architectures": list(entries),
+            "groups": [[entry.label for entry in group] for group in comparison.groups],
+            "entries": {
+                label: {"model": entry.model, "recipe": dict(entry.recipe), "row": entry.row}
+                for label, entry in entries.items()
+            },
+            "seeds": list(comparison.seeds),
+            "grid": {"seed": comparison.grid_seed, "learning_rates": list(rates)} if rates else None,
+            "recipe": dict(comparison.recipe),
+            "context_length": comparison.context_length,
+            "evaluation_sequences": comparison.evaluation_sequences,
+            "evaluate_every": comparison.evaluate_every,
+            "micro_batch_size": comparison.micro_batch_size,
+            "data_sha256": self.data_sha256,
+            "notes": list(comparison.notes),
+        }
+
+    def write(self, **changes: Any) -> None:
+        self.content |= changes
+        write_json(self.out / COMPARISON, self.content)
+
+    def settle_precision(self, asked: Precision | None, device: str, on_message: Callable[[str], None]) -> Precision:
+        """Return the precision of every run: the one begun in, else the one asked for, else the baseline's fastest."""
+        if "precision" not in self.content:
+            baseline = next(iter(self.comparison.entries.values()))
+            recipe, context_length = baseline.full_recipe(self.comparison.recipe), self.comparison.context_length
+            assert context_length is not None
+            chosen = asked or choose_precision(
+                preset(baseline.model),
+                batch_size=self.comparison.micro_batch_size or recipe.batch_size,
+                context_length=context_length,
+                steps=recipe.steps,
+                device=device,
+                progress=on_message,
+            )
+            self.write(precision=chosen.record())
+        record = self.content["precision"]
+        begun = parse_precision(record["choice"])
+        if begun is None:
+            raise LeanError(f"{self.out / COMPARISON} names no precision that was chosen, found {record['choice']!r}")
+        if asked is not None and asked != begun:
+            raise LeanError(f"{self.out} was begun in {begun}, {asked} is asked; choose another --out or delete it")
+        return replace(begun, timings=record["milliseconds_per_step"])
+
+    def job(self, label: str, seed: int, learning_rate: float, role: str, precision: Precision) -> Job:
+        entry = self.comparison.entries[label]
+        spec = RunSpec(
+            **{setting.name: getattr(self.comparison, setting.name) for setting in fields(RunSettings)},
+            name=label,
+            config=preset(entry.model).as_overrides(),
+            recipe=entry.full_recipe({**self.comparison.recipe, "learning_rate": learning_rate}),
+            seed=seed,
+            precision=str(precision),
+            precision_timings=precision.timings,
+            data_sha256=self.data_sha256,
+            role=role,
+        )
+        return Job(spec, self.out / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}")
 
 
-def _claim(out: Path, comparison: Comparison, context: int, data: Data) -> dict[str, Any]:
-    """Makes `out` this comparison's own, or finds what an earlier start of it wrote."""
-    entries = comparison.entries
-    wanted = {
-        "title": comparison.title,
-        "suite": comparison.suite,
-        "scale": comparison.scale,
-        "command": comparison.command,
-        "baseline": next(iter(entries)),
-        "architectures": list(entries),
-        "groups": [[entry.label for entry in group] for group in comparison.groups],
-        "entries": {
-            label: {"model": entry.model, "recipe": dict(entry.recipe), "row": entry.row}
-            for label, entry in entries.items()
-        },
-        "seeds": list(comparison.seeds),
-        "grid": {"seed": comparison.grid_seed, "learning_rates": list(comparison.learning_rates)}
-        if comparison.learning_rates
-        else None,
-        "recipe": dict(comparison.recipe),
-        "context_length": context,
-        "evaluation_sequences": comparison.evaluation_sequences,
-        "evaluate_every": comparison.evaluate_every,
-        "micro_batch_size": comparison.micro_batch_size,
-        "data_sha256": data.sha256,
-        "notes": list(comparison.notes),
-    }
-    file = out / COMPARISON
-    if file.exists():
-        found = read_json(file)
-        # What an earlier version did not write yet says nothing against it.
-        told = [key for key in wanted if key in found and key not in ("command", "title", "notes")]
-        different = [key for key in told if found[key] != wanted[key]]
-        if different:
-            shown = "; ".join(f"{key}: {found.get(key)} there, {wanted[key]} asked" for key in different)
-            raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
-        return found
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise LeanError(f"{out} is not empty and not a comparison; choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(file, wanted)
-    return wanted
+def _best_rates(grid: Sequence[Job], records: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
+    """Return each architecture's learning rate of lowest validation loss."""
+    losses: dict[str, dict[float, float]] = {job.spec.name: {} for job in grid}
+    for job in grid:
+        if (final := records[job.out]["final"]) is not None:
+            losses[job.spec.name][job.spec.recipe.learning_rate] = final["validation_loss"]
+    for label, tried in losses.items():
+        if not tried:
+            raise LeanError(f"{label} diverged at every learning rate of the grid; try smaller ones")
+    return {label: min(tried, key=tried.__getitem__) for label, tried in losses.items()}
 
 
 def _run_jobs(
@@ -252,7 +233,7 @@ def _run_jobs(
     threads: int,
     on_update: Callable[[Update], None],
 ) -> dict[Path, dict[str, Any]]:
-    """Runs the jobs here one after another, or in `workers` processes, and returns their records by directory."""
+    """Run the jobs here one after another, or in `workers` processes; return their records by directory."""
     records: dict[Path, dict[str, Any]] = {}
 
     def note(update: Update) -> None:
@@ -262,13 +243,12 @@ def _run_jobs(
             records[update.job.out] = update.record
         on_update(update)
 
+    def progress(job: Job, step: int, steps: int, loss: float | None, rate: float | None) -> None:
+        note(Update(job, step, loss, rate))
+
     if workers == 1:
         for job in jobs:
-
-            def progress(step: int, steps: int, loss: float | None, rate: float | None, job: Job = job) -> None:
-                note(Update(job, step, loss, rate))
-
-            record = train(job.spec, data, job.out, progress=progress, **settings)
+            record = train(job.spec, data, job.out, progress=partial(progress, job), **settings)
             note(Update(job, job.spec.recipe.steps, record=record))
         return records
     context = multiprocessing.get_context("spawn")
@@ -306,7 +286,7 @@ def _start_worker(threads: int, steps: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker ends when the process that started it is killed: it must not write where the next one will."""
+    """End this worker when the process that started it is killed: it must not write where the next one will."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -12,27 +12,22 @@ import numpy as np
 
 from ..errors import LeanError
 from ..files import RECORD_FORMAT, read_json
+from .measure import LOSS, Measure, measure_of
 from .statistics import Curve, PairedDifference, paired_difference
 
-DATA_FIELDS = ("description", "sha256", "train_tokens", "validation_tokens", "bytes_per_token")
-IMAGE_FIELDS = ("description", "sha256", "train_images", "test_images")
-RECIPE_FIELDS = {"steps": int, "batch_size": int, "learning_rate": float}  # what the report counts with
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What models are judged by, and whether `lower` or `higher` is better."""
-
-    name: str
-    better: str
-
-
-LOSS, ACCURACY = Measure("validation loss", "lower"), Measure("test accuracy", "higher")
+RECIPE_FIELDS = {"steps": int, "batch_size": int, "learning_rate": float}  # the report counts with these
 
 
 @dataclass(frozen=True)
 class Run:
-    """One record: what was trained, how, on what, and what came out."""
+    """One record: what was trained, how, on what, and the outcome.
+
+    Attributes:
+        vocab_size: of the data, where the record has it.
+        final: outcomes at the end by name, as the record has them; empty while it runs and where it diverged.
+        curves: outcomes during training, by name.
+        diverged: step and reason, where it did.
+    """
 
     role: str
     name: str
@@ -41,46 +36,57 @@ class Run:
     context_length: int
     parameters: Mapping[str, int]
     kv_bytes: int
+    measure: Measure
     data: Mapping[str, Any]
-    vocab_size: int | None  # of the data, where the record has it
+    vocab_size: int | None
     batch_plan: Mapping[str, Any]
     precision: str
     hardware: Mapping[str, Any]
     versions: Mapping[str, Any]
     git_commit: str | None
     tokens: int
-    evaluations: Curve
-    loss: float | None  # at the end; None while it runs and where it diverged
-    perplexity: float | None  # of text
-    accuracy: float | None  # of images, and during training
-    accuracies: Curve
+    final: Mapping[str, float]
+    curves: Mapping[str, Curve]
     tokens_per_second: float | None
     seconds: float
-    diverged: tuple[int, str] | None  # step, reason
+    diverged: tuple[int, str] | None
 
     @property
     def learning_rate(self) -> float:
         return self.recipe["learning_rate"]
 
     @property
-    def images(self) -> bool:
-        return "train_images" in self.data
+    def loss(self) -> float | None:
+        """At the end; None while it runs and where it diverged."""
+        return self.final.get("validation_loss")
 
     @property
-    def measure(self) -> Measure:
-        return ACCURACY if self.images else LOSS
+    def accuracy(self) -> float | None:
+        """Of images, at the end."""
+        return self.final.get("accuracy")
 
     @property
     def score(self) -> float | None:
-        """The final value of what it is judged by."""
-        return self.accuracy if self.images else self.loss
+        """The measure at the end."""
+        return self.final.get(self.measure.final)
 
     @property
     def scores(self) -> Curve:
-        return self.accuracies if self.images else self.evaluations
+        """The measure during training, by step."""
+        return self.curves[self.measure.evaluation]
+
+    @property
+    def state(self) -> str:
+        """`finished`, `diverged` or `missing`, which a run that still goes on is too."""
+        return "diverged" if self.diverged else "missing" if self.loss is None else "finished"
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Run":
+        """Read a record.json.
+
+        Raises:
+            KeyError, ValueError, TypeError: not a record of this version.
+        """
         if record["record"] != RECORD_FORMAT:
             raise ValueError(f"record version {record['record']}, this leanqkv reads version {RECORD_FORMAT}")
         final, stop = record["final"] or {}, record["diverged"]
@@ -88,10 +94,7 @@ class Run:
         loss = None if diverged else final.get("validation_loss")
         if loss is not None and not math.isfinite(loss):
             loss, diverged = None, (int(record["recipe"]["steps"]), f"validation loss {loss}")
-        evaluations = {int(at["step"]): at["loss"] for at in record["evaluations"]}
-        kept = IMAGE_FIELDS if "train_images" in record["data"] else DATA_FIELDS
-        outcomes = {name: final.get(name) for name in ("perplexity", "accuracy")}
-        perplexity, accuracy = (None if loss is None or x is None else float(x) for x in outcomes.values())
+        measure = measure_of(record["data"])
         return cls(
             role=record["role"],
             name=record["name"],
@@ -100,7 +103,8 @@ class Run:
             context_length=int(record["context_length"]),
             parameters={kind: int(record["parameters"][kind]) for kind in ("total", "non_embedding")},
             kv_bytes=int(record["kv_bytes_per_token"]["bfloat16"]),
-            data={key: record["data"][key] for key in kept},
+            measure=measure,
+            data={key: record["data"][key] for key in measure.data_fields},
             vocab_size=record["data"].get("vocab_size"),
             batch_plan={key: record["batch_plan"][key] for key in ("sha256", "evaluation_sequences")},
             precision=str(record["precision"]["choice"]),
@@ -108,22 +112,17 @@ class Run:
             versions=record["versions"],
             git_commit=record["git_commit"],
             tokens=int(record["tokens"]),
-            evaluations={step: float(x) for step, x in evaluations.items() if x is not None and math.isfinite(x)},
-            loss=None if loss is None else float(loss),
-            perplexity=perplexity,
-            accuracy=accuracy,
-            accuracies={int(at["step"]): float(at["accuracy"]) for at in record["evaluations"] if "accuracy" in at},
+            final={} if loss is None else {name: float(value) for name, value in final.items()},
+            curves={name: _curve(record["evaluations"], name) for name in ("loss", measure.evaluation)},
             tokens_per_second=record["tokens_per_second"],
             seconds=float(record["seconds"]),
             diverged=diverged,
         )
 
 
-def state_of(run: Run | None) -> str:
-    """`finished`, `diverged` or `missing`, which a run that still goes on is too."""
-    if run is None or (run.loss is None and run.diverged is None):
-        return "missing"
-    return "diverged" if run.diverged else "finished"
+def _curve(evaluations: Sequence[Mapping[str, Any]], name: str) -> Curve:
+    values = {int(at["step"]): at[name] for at in evaluations}
+    return {step: float(x) for step, x in values.items() if x is not None and math.isfinite(x)}
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of one architecture; `finals` holds its runs by seed, those that did not finish included."""
+    """The runs of one architecture; `finals` holds them by seed, those that did not finish included."""
 
     name: str
     style: int
@@ -144,7 +143,11 @@ class Result:
     any_run: Run | None  # for what all its runs share: sizes
     learning_rate: float | None
     baseline: "Result | None"  # None for a baseline
-    difference: PairedDifference | None
+
+    @cached_property
+    def difference(self) -> PairedDifference | None:
+        """To the baseline, over the seeds that both have; None for a baseline."""
+        return None if self.baseline is None else paired_difference(self.scores, self.baseline.scores)
 
     @property
     def losses(self) -> dict[int, float]:
@@ -152,7 +155,7 @@ class Result:
 
     @property
     def scores(self) -> dict[int, float]:
-        """The final value of what it is judged by, by seed: the loss of text, the accuracy of images."""
+        """The measure at the end, by seed."""
         return {seed: run.score for seed, run in self.finals.items() if run.score is not None}
 
     @property
@@ -175,21 +178,22 @@ class Result:
         return "lower" if self.difference.mean < 0 else "higher"
 
     def state(self, seed: int) -> str:
-        return state_of(self.finals.get(seed))
+        """`finished`, `diverged` or `missing`."""
+        return self.finals[seed].state if seed in self.finals else "missing"
 
     def curves(self) -> dict[int, Curve]:
-        """What it is judged by during training, by seed, of the runs that did not diverge."""
+        """Return the measure during training, by seed, of the runs that did not diverge."""
         return {seed: run.scores for seed, run in self.finals.items() if run.diverged is None}
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A comparison as far as it has come: its plan, and the records of the runs there are.
+class ComparisonRecord:
+    """A comparison as far as it has come: its plan, and the records of its runs.
 
     Attributes:
         groups: architectures, in each group the baseline of the others first.
-        rows: which line of the papers' tables an architecture stands for, where it does.
-        recipe: what was asked for in place of the architectures' own recipes.
+        rows: by architecture, the line of the papers' tables that it stands for.
+        recipe: recipe fields that replaced every architecture's own.
     """
 
     title: str
@@ -220,24 +224,17 @@ class Comparison:
     @cached_property
     def results(self) -> list[Result]:
         """One per architecture, group by group."""
-        finals = {
-            name: {run.seed: run for run in self.runs if run.role == "final" and run.name == name}
-            for name in self.architectures
-        }
-
-        def result(name: str, baseline: Result | None) -> Result:
-            own = list(finals[name].values())
-            rate = own[0].learning_rate if own else self.chosen_learning_rate.get(name)
-            any_run = next((run for run in self.runs if run.name == name), None)
-            style = self.architectures.index(name)
-            found = Result(name, style, finals[name], any_run, rate, baseline, None)
-            return replace(found, difference=paired_difference(found.scores, baseline.scores)) if baseline else found
-
-        results = []
+        results: list[Result] = []
         for first, *others in self.groups:
-            baseline = result(first, None)
-            results += [baseline, *(result(name, baseline) for name in others)]
+            baseline = self._result(first, None)
+            results += [baseline, *(self._result(name, baseline) for name in others)]
         return results
+
+    def _result(self, name: str, baseline: Result | None) -> Result:
+        runs = [run for run in self.runs if run.name == name]
+        finals = {run.seed: run for run in runs if run.role == "final"}
+        rate = next((run.learning_rate for run in finals.values()), self.chosen_learning_rate.get(name))
+        return Result(name, self.architectures.index(name), finals, runs[0] if runs else None, rate, baseline)
 
     def asks_for(self, run: Run) -> bool:
         """Whether a run is part of this comparison; its directory may hold others, of an earlier plan."""
@@ -257,8 +254,8 @@ class Comparison:
         return {(run.name, run.learning_rate): run for run in self.runs if run.role == "grid"}
 
 
-def load_comparison(directory: str | Path) -> Comparison:
-    """Reads `compare.json` and every `runs/*/record.json`; runs that are not there yet are simply absent.
+def load_comparison(directory: str | Path) -> ComparisonRecord:
+    """Read `compare.json` and every `runs/*/record.json`; runs that are not there yet are absent.
 
     Raises:
         LeanError: a file is missing, not JSON, lacks a field, or repeats another run; the message names the file.
@@ -268,7 +265,7 @@ def load_comparison(directory: str | Path) -> Comparison:
         baseline = str(plan["baseline"])
         grid = plan["grid"] and Grid(int(plan["grid"]["seed"]), [float(x) for x in plan["grid"]["learning_rates"]])
         group = [baseline, *(str(name) for name in plan["architectures"] if name != baseline)]
-        comparison = Comparison(
+        comparison = ComparisonRecord(
             title=str(plan["title"]),
             suite=plan["suite"],
             scale=plan.get("scale"),
@@ -282,22 +279,22 @@ def load_comparison(directory: str | Path) -> Comparison:
             notes=[str(note) for note in plan["notes"]],
             runs=[],
         )
-    found: dict[tuple[str, str, int, float | None], tuple[Path, Run]] = {}
+    runs: dict[tuple[str, str, int, float | None], tuple[Path, Run]] = {}
     for path in sorted(directory.glob("runs/*/record.json")):
         with _reading(path) as record:
             run = Run.from_record(record)
         if not comparison.asks_for(run):
             continue
         key = (run.role, run.name, run.seed, run.learning_rate if run.role == "grid" else None)
-        if key in found:
-            raise LeanError(f"{path}: the same run as {found[key][0]}; remove one of the two directories")
-        found[key] = (path, run)
-    return replace(comparison, runs=[run for _, run in found.values()])
+        if key in runs:
+            raise LeanError(f"{path}: the same run as {runs[key][0]}; remove one of the two directories")
+        runs[key] = (path, run)
+    return replace(comparison, runs=[run for _, run in runs.values()])
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[dict[str, Any]]:
-    """The file's JSON; whatever the body then finds wrong with it becomes one line that names the file."""
+    """Yield the file's JSON; an error that the body finds in it becomes one line that names the file."""
     content = read_json(path)
     again = "remove it and run the comparison again"
     try:

@@ -45,29 +45,28 @@ class Band:
 
 
 def standard_deviation(values: Sequence[float]) -> float | None:
-    """The sample's (n - 1); None for fewer than two values."""
+    """Return the sample's standard deviation (n - 1); None for fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]) -> PairedDifference | None:
-    """From losses by seed; over the seeds both have, None where there is no such seed."""
-    seeds = sorted(losses.keys() & baseline.keys())
-    if not seeds:
+    """Return losses minus the baseline's, by seed, over the seeds that both have; None where there is no such seed."""
+    by_seed = {seed: losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline.keys())}
+    if not by_seed:
         return None
-    by_seed = {seed: losses[seed] - baseline[seed] for seed in seeds}
-    mean = float(np.mean(list(by_seed.values())))
-    deviation = standard_deviation(list(by_seed.values()))
-    if deviation is None:
+    differences = list(by_seed.values())
+    mean = float(np.mean(differences))
+    if len(differences) == 1:
         return PairedDifference(by_seed, mean, None, None)
-    error, freedom = deviation / len(seeds) ** 0.5, len(seeds) - 1
-    half_width = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
-    # Seeds that agree to the last digit leave no error to divide by.
-    p = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
-    return PairedDifference(by_seed, mean, half_width, p)
+    if len(set(differences)) == 1:  # seeds that agree to the last digit leave no error to divide by
+        return PairedDifference(by_seed, mean, 0.0, float(mean == 0))
+    _, half_width = stats.t.interval(CONFIDENCE, len(differences) - 1, scale=stats.sem(differences))
+    p = stats.ttest_1samp(differences, 0.0).pvalue
+    return PairedDifference(by_seed, mean, float(half_width), float(p))
 
 
 def average(curves: Mapping[int, Curve]) -> list[Band]:
-    """Curves by seed -> mean and range at every step that all of them have."""
+    """Return mean and range over seeds at every step that all curves have."""
     if not curves:
         return []
     steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
@@ -76,7 +75,7 @@ def average(curves: Mapping[int, Curve]) -> list[Band]:
 
 
 def relative_improvement(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> list[Band]:
-    """`(L_baseline - L) / L_baseline` per seed at each common step, then over seeds; above zero is better."""
+    """Return `(L_baseline - L) / L_baseline`, per seed at each common step, then over seeds; above zero is better."""
     return average(
         {
             seed: {

@@ -1,11 +1,12 @@
-"""What a suite is made of: entries, what a paper prints for them, and the setup at each scale."""
+"""Comparisons to run: entries in groups, their recipes and data; and the suites, which are comparisons by name."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import LeanError
 from ..presets import Recipe, recipe
+from ..train.spec import RunSettings
 
 TINY, SMALL, PAPER = SCALES = ("tiny", "small", "paper")
 LENGTHS = ("steps", "warmup_steps", "schedule_steps")
@@ -17,8 +18,8 @@ class Entry:
 
     Attributes:
         model: BASE+MECHANISM:option=value+field=value.
-        label: how tables and directories call it, unique in its comparison; by default the model's name.
-        recipe: where its recipe departs from the model's own.
+        label: its name in tables and directories, unique in its comparison; by default the model's name.
+        recipe: recipe fields that differ from the model's own.
         row: the line of the paper's table or figure that it stands for.
     """
 
@@ -31,47 +32,87 @@ class Entry:
         if not self.label:
             object.__setattr__(self, "label", self.model)
 
-    def full_recipe(self, asked: Mapping[str, Any]) -> Recipe:
-        """The model's own recipe, changed as the entry says, then as a person asked for.
+    def full_recipe(self, overrides: Mapping[str, Any]) -> Recipe:
+        """Return the model's own recipe, changed as the entry says, then by `overrides`.
 
         Other steps than the entry's scale its warm-up and the length of its cosine along.
         """
         own = dict(self.recipe)
-        if "steps" in asked:
+        if "steps" in overrides:
             planned = own.get("steps", recipe(self.model).steps)
             for name in ("warmup_steps", "schedule_steps"):
                 if name in own:
-                    own[name] = round(own[name] * asked["steps"] / planned)
-        return recipe(self.model, **{**own, **asked})
+                    own[name] = round(own[name] * overrides["steps"] / planned)
+        return recipe(self.model, **{**own, **overrides})
 
 
-# The first entry of a group is the one that the others are compared with.
+# The first entry of a group is the baseline of the others.
 Group = tuple[Entry, ...]
 
 
-def check_groups(groups: tuple[Group, ...], asked: Collection[str]) -> None:
-    """Raises:
-    LeanError: two entries of one name, or a value asked for all where the entries differ in just that.
+@dataclass(frozen=True, kw_only=True)
+class Comparison(RunSettings):
+    """A comparison to run: the entries of each group against its first, on the same batches and seeds.
+
+    Attributes:
+        recipe: recipe fields for every entry, in place of its own.
+        learning_rates: the grid to search for each entry by itself, on a seed of its own; None: the recipes' rates.
+        suite, scale: of a suite, its name and scale.
+        notes: for the report, the choices that are ours.
+        data, tokenizer: names of a data set and its tokenizer; None: the default corpus, a tokenizer trained on it.
+        command: the command line that it was asked for with.
+
+    Raises:
+        LeanError: two entries of one label, or a recipe for all where the entries differ in just that.
     """
-    entries = [entry for group in groups for entry in group]
-    labels = [entry.label for entry in entries]
-    if repeated := {label for label in labels if labels.count(label) > 1}:
-        raise LeanError(f"{repeated.pop()} is named twice")
-    for name in set(asked) - set(LENGTHS):
-        if len({entry.recipe.get(name) for entry in entries}) > 1:
-            raise LeanError(f"the models of this comparison differ in {name.replace('_', ' ')}; leave it to them")
+
+    title: str
+    groups: tuple[Group, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    learning_rates: tuple[float, ...] | None = None
+    suite: str | None = None
+    scale: str | None = None
+    notes: tuple[str, ...] = ()
+    data: str | None = None
+    tokenizer: str | None = None
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        entries = [entry for group in self.groups for entry in group]
+        labels = [entry.label for entry in entries]
+        if repeated := {label for label in labels if labels.count(label) > 1}:
+            raise LeanError(f"{repeated.pop()} is named twice")
+        for name in {*self.recipe, *(("learning_rate",) if self.learning_rates else ())} - set(LENGTHS):
+            if len({entry.recipe.get(name) for entry in entries}) > 1:
+                raise LeanError(f"the models of this comparison differ in {name.replace('_', ' ')}; leave it to them")
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """By label, the first baseline first."""
+        return {entry.label: entry for group in self.groups for entry in group}
+
+    @property
+    def runs(self) -> int:
+        """How many runs it reports."""
+        return len(self.entries) * len(self.seeds)
+
+    @property
+    def grid_seed(self) -> int:
+        """A seed that no reported run uses: the rates are not chosen on the runs they are reported for."""
+        return max(self.seeds) + 1
 
 
 @dataclass(frozen=True)
 class Published:
-    """What one table or figure prints, row by row.
+    """The numbers of a paper's table or figure, row by row.
 
     Attributes:
         source: paper and table or figure.
         setting: size, data and length of training that it was measured at.
-        metric: a name in `published.METRICS`.
-        groups: row -> what is printed; the first row of a group is the one that the others are compared with. Where a
-            figure has no numbers, words say what its text says.
+        metric: a name in `report.published.METRICS`.
+        groups: row -> printed text; the first row of a group is the baseline of the others. Where a figure has no
+            numbers, words say what its text says.
     """
 
     source: str
@@ -79,30 +120,15 @@ class Published:
     metric: str
     groups: tuple[Mapping[str, str], ...]
 
-
-@dataclass(frozen=True)
-class Setup:
-    """A suite at one scale. `notes` say what in it is ours.
-
-    Attributes:
-        data, tokenizer: names of a data set and its tokenizer; None: the default corpus, a tokenizer trained on it.
-    """
-
-    groups: tuple[Group, ...]
-    seeds: int = 3
-    data: str | None = None
-    tokenizer: str | None = None
-    evaluation_sequences: int = 256
-    evaluate_every: int = 100
-    notes: tuple[str, ...] = ()
+    @property
+    def printed(self) -> dict[str, str]:
+        """The printed text, by row."""
+        return {row: text for group in self.groups for row, text in group.items()}
 
     @property
-    def entries(self) -> list[Entry]:
-        return [entry for group in self.groups for entry in group]
-
-    @property
-    def runs(self) -> int:
-        return len(self.entries) * self.seeds
+    def baselines(self) -> dict[str, str]:
+        """The baseline's row, by row."""
+        return {row: next(iter(group)) for group in self.groups for row in group}
 
 
 @dataclass(frozen=True)
@@ -111,13 +137,13 @@ class Suite:
 
     Attributes:
         source: the tables and figures it is about.
-        claims: what the papers say of it in words alone, each with its place.
+        claims: statements of the papers that have no number in a table, each with its place.
         stability: whether the question is which runs diverge; the report then lists every run's outcome.
     """
 
     title: str
-    scales: Mapping[str, Setup]
-    source: str = "ours"
+    source: str
+    scales: Mapping[str, Comparison]
     published: tuple[Published, ...] = ()
     claims: tuple[str, ...] = ()
     stability: bool = False
@@ -125,4 +151,4 @@ class Suite:
     @property
     def architectures(self) -> tuple[str, ...]:
         """The labels at the smallest scale."""
-        return tuple(entry.label for entry in next(iter(self.scales.values())).entries)
+        return tuple(next(iter(self.scales.values())).entries)

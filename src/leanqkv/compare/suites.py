@@ -1,47 +1,81 @@
-"""Comparisons with a name: what is compared, on which size, for how long, and what the papers print for it."""
+"""The suites, which are comparisons by name with the numbers that papers print for them.
 
-from collections.abc import Sequence
+Each is one file, suites/NAME.yaml. It holds `title`, `source`, `claims` and `stability` as `Suite` has them, and
+
+    scales:                        # tiny, small, paper
+      tiny:
+        seeds: 3                   # how many
+        evaluation_sequences: 256  # this and other fields of `Comparison`
+        groups:
+        - base: tiny               # how the models of the group begin
+          name: short              # stands for the base in labels
+          suffix: ", scaled"       # the end of the labels
+          recipe: {steps: 800}     # for all entries
+          entries:                 # the first is the baseline; `suffix` and `recipe` may be an entry's own
+          - {row: baseline}
+          - {row: skipv1, add: +skipv1}
+    published:                     # fields of `Published`; numbers in quotes, so that no digit is lost
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ..errors import LeanError
+from ..files import read_yaml
 from ..model.registry import suggest
-from . import suites_queries, suites_skipv1, suites_vision
-from .suite import SCALES, TINY, Entry, Setup, Suite
+from .suite import SCALES, TINY, Comparison, Entry, Group, Published, Suite
 
-QUICKSTART = Suite(
-    "Quickstart: identity and nonlinear queries, first-layer values, and both together",
-    {
-        TINY: Setup(
-            (
-                tuple(
-                    Entry(f"tiny{mechanisms}")
-                    for mechanisms in (
-                        "",
-                        "+identity-query",
-                        "+nonlinear-query",
-                        "+skipv1",
-                        "+skipv1+identity-query",
-                        "+skipv1+nonlinear-query",
-                    )
-                ),
-            ),
-            seeds=2,
+
+def load_suite(file: Path) -> Suite:
+    """Return the suite of a file under suites/, named as the file."""
+    content = read_yaml(file)
+    scales = {
+        scale: Comparison(
+            title=content["title"],
+            suite=file.stem,
+            scale=scale,
+            **fields
+            | {
+                "groups": tuple(_group(**group) for group in fields["groups"]),
+                "seeds": tuple(range(fields["seeds"])),
+                "notes": tuple(fields.get("notes", ())),
+            },
         )
-    },
-)
+        for scale, fields in content["scales"].items()
+    }
+    published = tuple(Published(**table | {"groups": tuple(table["groups"])}) for table in content.get("published", ()))
+    claims = tuple(content.get("claims", ()))
+    return Suite(**content | {"scales": scales, "published": published, "claims": claims})
+
+
+def _group(
+    base: str,
+    entries: Sequence[Mapping[str, Any]],
+    name: str = "",
+    suffix: str = "",
+    recipe: Mapping[str, Any] | None = None,
+) -> Group:
+    shared = recipe or {}
+
+    def entry(row: str = "", add: str = "", suffix: str = suffix, recipe: Mapping[str, Any] | None = None) -> Entry:
+        return Entry(base + add, (name or base) + add + suffix, {**shared, **(recipe or {})}, row)
+
+    return tuple(entry(**fields) for fields in entries)
+
 
 SUITES: dict[str, Suite] = {
-    "quickstart": QUICKSTART,
-    **suites_queries.SUITES,
-    **suites_skipv1.SUITES,
-    **suites_vision.SUITES,
+    file.stem: load_suite(file) for file in sorted(Path(__file__).with_name("suites").glob("*.yaml"))
 }
 
 
-def choose(names: Sequence[str], suite: str | None, scale: str | None) -> tuple[str | None, str | None, str, Setup]:
-    """What a person asked for: a suite, by `suite` or as the only name, or models, the baseline first.
+def choose(names: Sequence[str], suite: str | None, scale: str | None) -> Comparison:
+    """Return the comparison that a person asked for.
 
-    Returns:
-        Name and scale of the suite (None for models), a title, and what is to be trained.
+    Args:
+        names: models, the baseline first; or a suite's name alone.
+        suite: a suite's name, in place of `names`.
+        scale: of a suite; None: tiny.
 
     Raises:
         LeanError: neither or both, an unknown suite, or a scale that it does not exist at.
@@ -60,11 +94,10 @@ def choose(names: Sequence[str], suite: str | None, scale: str | None) -> tuple[
         if scale is not None:
             raise LeanError("--scale is for suites; models are named with their size")
         title = " against ".join([", ".join(names[1:]), names[0]])
-        models = Setup((tuple(map(Entry, names)),), evaluation_sequences=128, evaluate_every=50)
-        return None, None, title, models
-    chosen, scale = SUITES[suite], scale or TINY
+        return Comparison(title=title, groups=(tuple(map(Entry, names)),))
+    scales, scale = SUITES[suite].scales, scale or TINY
     if scale not in SCALES:
         raise LeanError(f"scale {scale!r} is not known: {suggest(scale, SCALES)}")
-    if scale not in chosen.scales:
-        raise LeanError(f"{suite} exists only at {' and '.join(chosen.scales)}, found --scale {scale}")
-    return suite, scale, chosen.title, chosen.scales[scale]
+    if scale not in scales:
+        raise LeanError(f"{suite} exists only at {' and '.join(scales)}, found --scale {scale}")
+    return scales[scale]

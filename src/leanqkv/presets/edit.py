@@ -11,12 +11,14 @@ TABLES: dict[str, Any] = {"query": QUERIES, "key": KEYS, "value": VALUES, "outpu
 
 
 def with_fields(config: LeanConfig, **fields: Any) -> LeanConfig:
+    """Return the configuration with these fields in place of its own."""
     return LeanConfig(**{**config.as_overrides(), **fields})
 
 
 def set_mechanisms(config: LeanConfig, slot: str, specs: Mapping[int, Mapping[str, Any]]) -> LeanConfig:
-    """`slot` ("query", "key", "value", "output") of the layers in `specs` becomes what they say; others stay.
+    """Return the configuration with other mechanisms in some layers.
 
+    `slot` is "query", "key", "value" or "output", and `specs` says by layer what it becomes; other layers keep theirs.
     Layers with the same mechanism are written as one entry.
     """
     if not specs:

@@ -17,7 +17,7 @@ from ..files import read_json, write_text
 from ..model.config import LeanConfig
 from .analysis_figures import drawings
 from .html import render
-from .text import ABSENT, signed
+from .text import ABSENT, markdown_table, signed
 
 Model = Mapping[str, Any]
 Value = Callable[[Model], float | None]
@@ -37,8 +37,7 @@ class Table:
     rows: Sequence[tuple[str, ...]]
 
     def markdown(self) -> str:
-        ruler = ["---"] + ["---:"] * (len(self.headers) - 1)
-        return "".join(f"| {' | '.join(line)} |\n" for line in (self.headers, ruler, *self.rows))
+        return markdown_table(self.headers, self.rows)
 
 
 def architectures(record: Mapping[str, Any]) -> list[Architecture]:

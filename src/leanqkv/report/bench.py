@@ -10,7 +10,7 @@ from ..compare.statistics import Band
 from ..files import read_json, write_text
 from . import figures
 from .html import render
-from .text import compact
+from .text import compact, markdown_table
 
 RECORD = "bench.json"
 HEADERS = (
@@ -39,8 +39,7 @@ def table(record: dict[str, Any]) -> Table:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    lines = [HEADERS, ["---"] + ["---:"] * (len(HEADERS) - 1), *map(_cells, record["rows"])]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_table(HEADERS, map(_cells, record["rows"]))
 
 
 def write_page(directory: Path) -> Path:

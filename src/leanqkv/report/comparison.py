@@ -1,8 +1,7 @@
-"""From the records of a comparison to its tables, for a terminal and as Markdown, and to words."""
+"""The tables of a comparison, for a terminal and as Markdown, and its result in words; made from its records."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -11,13 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..compare.records import Comparison, Result, state_of
+from ..compare.records import ComparisonRecord, Result
 from ..compare.statistics import PairedDifference, standard_deviation
-from ..compare.suite import Suite
 from ..compare.suites import SUITES
-from . import published as papers
-from .stability import STABILITY_HEADERS, STABILITY_NOTE, stability_rows
-from .text import ABSENT, compact, listed, percent, seeds, signed
+from .published import published_sections
+from .stability import stability_section
+from .text import ABSENT, Section, compact, listed, markdown_table, percent, seeds, signed
 
 WHOLE = ("tokens/s",)  # where a terminal is too narrow the columns before it wrap
 DIFFERENCE = 4  # the place of that column
@@ -25,9 +23,15 @@ INTERVAL_NOTE = (
     "Differences are paired by seed; after ± stands half of the 95% Student t interval. "
     "“Clearly” means that this interval leaves out zero; it is not corrected for comparing several architectures."
 )
+VERDICTS = {
+    "lower": "clearly lower for",
+    "higher": "clearly higher for",
+    "unclear": "not clearly different for",
+    "one seed": "known from one seed only, too few to judge, for",
+}
 
 
-def headers(comparison: Comparison) -> tuple[str, ...]:
+def headers(comparison: ComparisonRecord) -> tuple[str, ...]:
     return (
         "model",
         "parameters\n(non-emb.)",
@@ -39,8 +43,8 @@ def headers(comparison: Comparison) -> tuple[str, ...]:
     )
 
 
-def terminal_report(comparison: Comparison) -> RenderableType:
-    """The result, and for a suite the papers' numbers beside it and its outcomes, in 100 columns."""
+def terminal_report(comparison: ComparisonRecord) -> RenderableType:
+    """Return the result in 100 columns; of a suite also the papers' numbers beside it and its outcomes."""
     parts: list[RenderableType] = [terminal_table(comparison)]
     for section in sections(comparison):
         table = _plain_table(section.heading, section.note, section.headers)
@@ -52,8 +56,8 @@ def terminal_report(comparison: Comparison) -> RenderableType:
     return Group(*parts)
 
 
-def terminal_table(comparison: Comparison) -> Table:
-    """The result in 100 columns, with a caption that says which differences are clear of zero."""
+def terminal_table(comparison: ComparisonRecord) -> Table:
+    """Return the result in 100 columns, with a caption that says which differences are clear of zero."""
     table = _plain_table(comparison.title, _caption(comparison), headers(comparison))
     better = comparison.measure.better
     styles = dict.fromkeys(("lower", "higher"), "bold red") | {better: "bold green"}
@@ -87,116 +91,92 @@ def _name(name: str) -> Text:
     return Text(re.sub(r"(?<=.)\+", "\n+", name))
 
 
-def markdown_table(comparison: Comparison) -> str:
-    """The same table for GitHub; a difference clear of zero is bold."""
-    columns = headers(comparison)
-    lines = [[header.replace("\n", " ") for header in columns], ["---", *["---:"] * (len(columns) - 1)]]
+def markdown(comparison: ComparisonRecord) -> str:
+    """Return the same tables for GitHub; a difference clear of zero is bold."""
+    rows = []
     for result in comparison.results:
-        cells = [*map(_cell, result_cells(comparison, result))]
+        cells = result_cells(comparison, result)
         if result.verdict in ("lower", "higher"):
             cells[DIFFERENCE] = f"**{cells[DIFFERENCE]}**"
-        lines.append([f"`{cells[0]}`", *cells[1:]])
-    parts = [_markdown(lines), f"{_caption(comparison)}\n"]
+        rows.append(cells)
+    parts = [_markdown(headers(comparison), rows), f"{_caption(comparison)}\n"]
     for section in sections(comparison):
-        aligned = ["---", *["---:"] * (len(section.headers) - 1)]
-        lines = [[header.replace("\n", " ") for header in section.headers], aligned]
-        lines += [[f"`{cells[0]}`", *map(_cell, cells[1:])] for cells in section.rows]
-        parts += [f"{section.heading}\n", _markdown(lines), *([f"{section.note}\n"] if section.note else [])]
+        parts += [f"{section.heading}\n", _markdown(section.headers, section.rows)]
+        parts += [f"{section.note}\n"] if section.note else []
     if claims := suite_claims(comparison):
         parts.append("".join(f"- {claim}\n" for claim in claims))
     return "\n".join(parts)
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    escaped = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells] for cells in rows]
+    return markdown_table(
+        [header.replace("\n", " ") for header in headers], [[f"`{name}`", *cells] for name, *cells in escaped]
+    )
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>")
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table that follows the result."""
-
-    heading: str
-    note: str
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def _suite(comparison: Comparison) -> Suite | None:
-    return SUITES.get(comparison.suite or "")
-
-
-def sections(comparison: Comparison) -> list[Section]:
-    """What a suite's report holds beyond the result: outcomes of its runs, the papers' numbers beside ours."""
-    suite = _suite(comparison)
+def sections(comparison: ComparisonRecord) -> list[Section]:
+    """Return a suite's further tables: outcomes of its runs, the papers' numbers beside ours."""
+    suite = SUITES.get(comparison.suite or "")
     if suite is None:
         return []
-    found = []
-    if suite.stability:
-        heading = f"Which runs diverged. Here: {papers.here(comparison)}."
-        found.append(Section(heading, STABILITY_NOTE, STABILITY_HEADERS, stability_rows(comparison)))
-    for table in papers.published_tables(comparison, suite):
-        note = " ".join(filter(None, [papers.caveat(comparison), table.note]))
-        found.append(Section(table.heading, note, papers.HEADERS, table.rows))
-    return found
+    outcomes = [stability_section(comparison)] if suite.stability else []
+    return outcomes + published_sections(comparison, suite)
 
 
-def suite_claims(comparison: Comparison) -> list[str]:
-    suite = _suite(comparison)
+def suite_claims(comparison: ComparisonRecord) -> list[str]:
+    suite = SUITES.get(comparison.suite or "")
     return list(suite.claims) if suite else []
 
 
-def reading(comparison: Comparison) -> str:
-    """The result in a sentence for each baseline."""
+def reading(comparison: ComparisonRecord) -> str:
+    """Return the result in a sentence for each baseline."""
     return " ".join(
         _group_reading(comparison, [result for result in comparison.results if result.name in names])
         for names in comparison.groups
     )
 
 
-def _group_reading(comparison: Comparison, group: Sequence[Result]) -> str:
+def _group_reading(comparison: ComparisonRecord, group: Sequence[Result]) -> str:
     baseline, *others = group
-    size = baseline.kv_bytes
-
-    def item(result: Result) -> str:
-        assert result.difference is not None
-        same = size is None or result.kv_bytes in (None, size)
-        cache = "" if same else f" with {percent(result.kv_bytes, size)} of the KV cache"
-        return f"{result.name} ({signed(result.difference.mean)}{cache})"
-
-    clauses = []
-    for verdict, words in (
-        ("lower", "clearly lower for"),
-        ("higher", "clearly higher for"),
-        ("unclear", "not clearly different for"),
-        ("one seed", "known from one seed only, too few to judge, for"),
-    ):
-        if chosen := [item(result) for result in others if result.verdict == verdict]:
-            clauses.append(f"{words} {listed(chosen)}")
-    fallen = [r.name for r in group if all(r.state(seed) == "diverged" for seed in comparison.seeds)]
-    waiting = [result.name for result in others if result.verdict == "none" and result.name not in fallen]
+    clauses = [
+        f"{words} {listed([_difference_and_cache(result, baseline) for result in chosen])}"
+        for verdict, words in VERDICTS.items()
+        if (chosen := [result for result in others if result.verdict == verdict])
+    ]
+    diverged = [r.name for r in group if all(r.state(seed) == "diverged" for seed in comparison.seeds)]
+    waiting = [result.name for result in others if result.verdict == "none" and result.name not in diverged]
+    sentences = []
     if clauses:
         open_ends = f"; {listed(waiting)} cannot be compared yet" if waiting else ""
         over = "" if len(comparison.seeds) == 1 else f", over {seeds(len(comparison.seeds))}"
-        said = f"Against {baseline.name}{over}, {comparison.measure.name} is {'; '.join(clauses)}{open_ends}."
-    elif not fallen or (waiting and baseline.name not in fallen):
-        said = f"There is no difference to {baseline.name} to report yet."
-    else:
-        said = ""
-    return " ".join(filter(None, [said, f"{listed(fallen)} diverged." if fallen else ""]))
+        sentences.append(
+            f"Against {baseline.name}{over}, {comparison.measure.name} is {'; '.join(clauses)}{open_ends}."
+        )
+    elif not diverged or (waiting and baseline.name not in diverged):
+        sentences.append(f"There is no difference to {baseline.name} to report yet.")
+    if diverged:
+        sentences.append(f"{listed(diverged)} diverged.")
+    return " ".join(sentences)
 
 
-def _caption(comparison: Comparison) -> str:
-    """What the table says in words, and how to read its intervals where it has any."""
+def _difference_and_cache(result: Result, baseline: Result) -> str:
+    """`NAME (difference with so much of the baseline's cache)`."""
+    assert result.difference is not None
+    size = baseline.kv_bytes
+    same = size is None or result.kv_bytes in (None, size)
+    cache = "" if same else f" with {percent(result.kv_bytes, size)} of the KV cache"
+    return f"{result.name} ({signed(result.difference.mean)}{cache})"
+
+
+def _caption(comparison: ComparisonRecord) -> str:
+    """The result in words, and how to read the table's intervals where it has any."""
     judged = any(result.verdict in ("lower", "higher", "unclear") for result in comparison.results)
     return f"{reading(comparison)} {INTERVAL_NOTE}" if judged else reading(comparison)
 
 
-def remarks(comparison: Comparison) -> list[str]:
-    """The plan's notes, then every run that is missing or diverged and whatever makes runs hard to compare."""
+def remarks(comparison: ComparisonRecord) -> list[str]:
+    """Return the plan's notes, then every run that is missing or diverged and whatever makes runs hard to compare."""
     lines = list(comparison.notes)
     for result in comparison.results:
         if absent := [str(seed) for seed in comparison.seeds if result.state(seed) == "missing"]:
@@ -208,10 +188,16 @@ def remarks(comparison: Comparison) -> list[str]:
     rates = comparison.grid.learning_rates if comparison.grid else []
     for name, rate in product(comparison.architectures, rates):
         tried = comparison.grid_runs.get((name, rate))
-        if state_of(tried) == "missing":
+        if tried is None or tried.state == "missing":
             lines.append(f"{name}, learning rate {rate:g} of the search: no finished run yet.")
-        elif tried and tried.diverged:
+        elif tried.diverged:
             lines.append(f"{name}, learning rate {rate:g} of the search: diverged at step {tried.diverged[0]:,}.")
+    return lines + _unlike_runs(comparison)
+
+
+def _unlike_runs(comparison: ComparisonRecord) -> list[str]:
+    """Data, batches or lengths in which runs differ that are compared."""
+    lines = []
     if len({run.data["sha256"] for run in comparison.finals}) > 1:
         lines.append("The runs did not all use the same data; their losses cannot be compared.")
     groups = [
@@ -226,19 +212,19 @@ def remarks(comparison: Comparison) -> list[str]:
     return lines
 
 
-def result_cells(comparison: Comparison, result: Result) -> list[str]:
-    """One row of the table, as text; a line break separates a value from a remark on it."""
+def result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
+    """Return one row of the table, as text; a line break separates a value from a remark on it."""
     reference = (result.baseline or result).kv_bytes
     run, kv_bytes = result.any_run, result.kv_bytes
     states = [result.state(seed) for seed in comparison.seeds]
-    counted = [f"{states.count(state)} {state}" for state in ("diverged", "missing") if state in states]
-    found = [_with_spread(list(result.scores.values()))] if result.scores else []
+    scores = [_with_spread(list(result.scores.values()))] if result.scores else []
+    scores += [f"{states.count(state)} {state}" for state in ("diverged", "missing") if state in states]
     speeds = [run.tokens_per_second for run in result.finals.values() if run.loss is not None and run.tokens_per_second]
     return [
         result.name,
         f"{compact(run.parameters['total'])} ({compact(run.parameters['non_embedding'])})" if run else ABSENT,
         (f"{kv_bytes:,}" + (f" ({percent(kv_bytes, reference)})" if reference else "")) if kv_bytes else ABSENT,
-        "\n".join([*found, *counted]),
+        "\n".join(scores),
         "baseline" if result.baseline is None else _difference(result.difference, len(comparison.seeds)),
         ABSENT if result.learning_rate is None else f"{result.learning_rate:g}",
         f"{np.mean(speeds):,.0f}" if speeds else ABSENT,

@@ -1,4 +1,4 @@
-"""The report's figures as inline SVG: text and axes in the page's own colour, lines in the page's `--series-N`.
+"""The report's figures as inline SVG: text and axes in the page's own color, lines in the page's `--series-N`.
 
 Every figure is drawn twice, wide and narrow, so that its text stays legible on a phone; the page shows one of them.
 """
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from ..compare.records import Measure
+from ..compare.measure import Measure
 from ..compare.statistics import Band
 
 COLORS = 8  # `--series-0` .. `--series-7` in report.css; 0 is the baseline
@@ -25,7 +25,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (7, 1.5, 1.5
 MARKERS = "osD^vP*Xh"
 ROUND = [1, 2, 2.5, 5, 10]  # what distances between ticks may be, times a power of ten
 
-# Colours Matplotlib can write and nothing else in a figure has; they become CSS in `_inline`.
+# Colors Matplotlib can write and nothing else in a figure has; they become CSS in `_inline`.
 _INK = "#fedc00"
 _SERIES = tuple(f"#fedc{index + 1:02x}" for index in range(COLORS))
 _PAGE = "#fedcff"
@@ -75,18 +75,6 @@ class GridSeries:
 
 
 @dataclass(frozen=True)
-class CachePoint:
-    """An architecture in the plane of cache size and loss; `low` and `high` are the best and the worst seed."""
-
-    label: str
-    style: int
-    kv_bytes: int
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Drawing:
     """One figure in its two versions."""
 
@@ -109,7 +97,7 @@ class _Canvas:
         return {"linestyle": DASHES[style % len(DASHES)], "linewidth": 2.4 if style == 0 else 1.8}
 
     def crosses(self, at: Sequence[tuple[float, float]], style: int) -> None:
-        """Diverged runs: a cross in the architecture's colour, on the upper edge where the loss lies above it."""
+        """Diverged runs: a cross in the architecture's color, on the upper edge where the loss lies above it."""
         if at:
             top = self.axes.get_ylim()[1]
             xs, ys = [x for x, _ in at], [min(y, top) if np.isfinite(y) else top for _, y in at]
@@ -119,7 +107,7 @@ class _Canvas:
 
 
 def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> Drawing:
-    """What is measured over training; the first steps run off the edge so that the end can be told apart."""
+    """Draw the measure over training; the first steps run off the edge so that the end can be told apart."""
 
     def plot(canvas: _Canvas) -> None:
         _lines(canvas, series)
@@ -147,7 +135,7 @@ def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | No
 
 
 def improvement_curves(series: Sequence[Series]) -> Drawing:
-    """Relative improvement over the baseline in percent; limits leave the noise of the first steps out."""
+    """Draw relative improvement over the baseline in percent; limits leave the noise of the first steps out."""
 
     def plot(canvas: _Canvas) -> None:
         canvas.axes.axhline(0, color=_INK, linewidth=1.4, zorder=1.5)
@@ -168,7 +156,7 @@ def improvement_curves(series: Sequence[Series]) -> Drawing:
 
 
 def learning_rate_grid(series: Sequence[GridSeries]) -> Drawing:
-    """Loss against learning rate: a ring on each architecture's best, a cross on the upper edge where it diverged."""
+    """Draw loss against learning rate: a ring on each architecture's best, a cross on the edge where it diverged."""
 
     def plot(canvas: _Canvas) -> None:
         axes = canvas.axes
@@ -202,28 +190,26 @@ def learning_rate_grid(series: Sequence[GridSeries]) -> Drawing:
     return _draw("grid", plot, "Line chart: validation loss against peak learning rate, one line per architecture.")
 
 
-def cache_scatter(points: Sequence[CachePoint]) -> Drawing:
-    """What a smaller cache costs: down and to the left is better."""
-
-    right = 1.12 * max((point.kv_bytes for point in points), default=1)
-    shared: dict[int, list[CachePoint]] = {}
-    for point in points:
-        shared.setdefault(point.kv_bytes, []).append(point)
+def cache_scatter(series: Sequence[Series]) -> Drawing:
+    """Draw loss against cache size, down and to the left is better; a line's one point has KV bytes as its `step`."""
+    sizes = [one.points[0].step for one in series]
+    right = 1.12 * max(sizes, default=1)
 
     def plot(canvas: _Canvas) -> None:
         axes = canvas.axes
-        for point in points:
-            if point.style == 0:
+        for place, one in enumerate(series):
+            point = one.points[0]
+            if one.style == 0:
                 axes.axhline(point.mean, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
             # Equal caches stand side by side, so that no mark hides another.
-            neighbours = shared[point.kv_bytes]
-            shift = neighbours.index(point) - (len(neighbours) - 1) / 2
-            gap = min(0.035 if canvas.narrow else 0.016, 0.2 / len(neighbours))  # many of them stay within the axes
-            at = point.kv_bytes + shift * right * gap
+            equal = sizes.count(point.step)
+            shift = sizes[:place].count(point.step) - (equal - 1) / 2
+            gap = min(0.035 if canvas.narrow else 0.016, 0.2 / equal)  # many of them stay within the axes
+            at = point.step + shift * right * gap
             reach = [[point.mean - point.low], [point.high - point.mean]]
-            look = canvas.look(point.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
+            look = canvas.look(one.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
             drawn = axes.errorbar([at], [point.mean], reach, linestyle="none", capsize=4, **look)
-            canvas.legend[point.label] = drawn.lines[0]
+            canvas.legend[one.label] = drawn.lines[0]
         axes.set_xlim(0, right)
         axes.margins(y=0.12)
         axes.xaxis.set_major_locator(MaxNLocator(4 if canvas.narrow else 7, steps=ROUND, integer=True))
@@ -237,7 +223,7 @@ def cache_scatter(points: Sequence[CachePoint]) -> Drawing:
 def measured_lines(
     name: str, series: Sequence[Series], across: str, up: str, description: str, from_zero: bool = True
 ) -> Drawing:
-    """A quantity against another, from zero unless that would hide it; a point's `step` is where it lies across."""
+    """Draw a quantity against another, from zero unless that would hide it; a point's `step` is its place across."""
 
     def plot(canvas: _Canvas) -> None:
         _lines(canvas, series)
@@ -256,7 +242,7 @@ def measured_lines(
 
 
 def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, description: str) -> Drawing:
-    """One bar for every label, of parts that add up; `along` names the quantity."""
+    """Draw one bar for every label, of parts that add up; `along` names the quantity."""
 
     def plot(canvas: _Canvas) -> None:
         names = [label.replace("+", "\n+") if canvas.narrow else label for label in bars]
@@ -274,7 +260,7 @@ def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, descr
 
 
 def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, measure: str, description: str) -> Drawing:
-    """Matrices of equal height side by side on one scale of colours, each over its name; row 0 is at the bottom.
+    """Draw matrices side by side on one scale of colors, each over its name; row 0 is at the bottom.
 
     blocks: [rows, columns] each; `across` and `up` name columns and rows, `measure` the quantity.
     """

@@ -1,4 +1,4 @@
-"""Pages from templates: what every report page has in common."""
+"""HTML pages from templates."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from .. import __version__
 
 
 def render(template: Path, **values: Any) -> str:
-    """What the template makes of `values`, the reports' style sheet `css` and the package's `version`."""
+    """Render a template with `values`, the reports' style sheet as `css` and the package's `version`."""
     environment = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,

@@ -2,16 +2,16 @@
 difference of each to its own baseline, never the losses themselves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
-from ..compare.records import Comparison, Result, Run
-from ..compare.statistics import PairedDifference, paired_difference
+from ..compare.records import ComparisonRecord, Result, Run
+from ..compare.statistics import paired_difference
 from ..compare.suite import PAPER, Published, Suite
-from .text import ABSENT, compact, listed, signed
+from .text import ABSENT, Section, compact, listed, signed
 
 HEADERS = ("model", "published", "published difference\nto its baseline", "difference here")
 NOT_RUN = "not run"
@@ -28,7 +28,7 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "validation loss": Metric(lambda run: run.loss, 4),
-    "perplexity": Metric(lambda run: run.perplexity, 2),
+    "perplexity": Metric(lambda run: run.final.get("perplexity"), 2),
     "test accuracy": Metric(lambda run: run.accuracy, 4),
     "parameters, millions": Metric(lambda run: run.parameters["total"] / 1e6, 3, trained=False),
     "non-embedding parameters, millions": Metric(lambda run: run.parameters["non_embedding"] / 1e6, 3, trained=False),
@@ -36,82 +36,72 @@ METRICS: dict[str, Metric] = {
 }
 
 
-@dataclass(frozen=True)
-class PublishedTable:
-    """One table or figure of a paper beside ours, as text."""
-
-    heading: str
-    rows: Sequence[Sequence[str]]
-    note: str
+def published_sections(comparison: ComparisonRecord, suite: Suite) -> list[Section]:
+    """Return the suite's tables and figures, ours beside each."""
+    return [_section(comparison, published) for published in suite.published]
 
 
-def published_tables(comparison: Comparison, suite: Suite) -> list[PublishedTable]:
-    return [_table(comparison, published) for published in suite.published]
+def _section(comparison: ComparisonRecord, published: Published) -> Section:
+    printed, metric = published.printed, METRICS[published.metric]
+    results = [(result, row) for result in comparison.results if (row := comparison.rows.get(result.name)) in printed]
+    rows = [[result.name, *_printed(published, row), _ours(result, metric)] for result, row in results]
+    run = {row for _, row in results}
+    rows += [[row, *_printed(published, row), NOT_RUN] for row in printed if row not in run]
+    agreement = _agreement(published, results) if published.metric == "validation loss" else ""
+    return Section(
+        f"{published.source}, {published.metric}. Published: {published.setting}. Here: {here(comparison)}.",
+        " ".join(filter(None, [_caveat(comparison), agreement])),
+        HEADERS,
+        rows,
+    )
 
 
-def here(comparison: Comparison) -> str:
-    """At which scale ours ran, and on what."""
+def here(comparison: ComparisonRecord) -> str:
+    """Return at which scale ours ran, and on what."""
     runs = comparison.finals
-    told = f"scale {comparison.scale}"
     if not runs:
-        return told
+        return f"scale {comparison.scale}"
     sizes = _range([run.parameters["total"] for run in runs])
     tokens = _range([run.recipe["steps"] * run.recipe["batch_size"] * run.context_length for run in runs])
     data = listed([*dict.fromkeys(run.data["description"] for run in runs)])
-    return f"{told}, {sizes} parameters, {tokens} training tokens, {data}"
+    return f"scale {comparison.scale}, {sizes} parameters, {tokens} training tokens, {data}"
 
 
-def caveat(comparison: Comparison) -> str:
-    """What the columns beside each other can tell."""
-    changed = listed([f"{name.replace('_', ' ')} {value}" for name, value in comparison.recipe.items()])
+def _caveat(comparison: ComparisonRecord) -> str:
+    """How far the columns can be compared with each other."""
     if comparison.scale != PAPER:
         return (
             "Published and here are of different size, data and length of training: compare signs and proportions, "
             "not losses."
         )
+    changed = listed([f"{name.replace('_', ' ')} {value}" for name, value in comparison.recipe.items()])
     return "Here with the published sizes and recipe" + (f", but for {changed}." if changed else ".")
 
 
-def _table(comparison: Comparison, published: Published) -> PublishedTable:
-    printed = {row: text for group in published.groups for row, text in group.items()}
-    baselines = {row: next(iter(group)) for group in published.groups for row in group}
-    found = [result for result in comparison.results if comparison.rows.get(result.name) in printed]
-    rows = []
-    for result in found:
-        row = comparison.rows[result.name]
-        rows.append([result.name, *_printed(row, baselines[row], printed), _ours(result, METRICS[published.metric])])
-    reached = {comparison.rows[result.name] for result in found}
-    rows += [[row, *_printed(row, baselines[row], printed), NOT_RUN] for row in printed if row not in reached]
-    return PublishedTable(
-        f"{published.source}, {published.metric}. Published: {published.setting}. Here: {here(comparison)}.",
-        rows,
-        _agreement(comparison, printed, baselines, found) if published.metric == "validation loss" else "",
-    )
-
-
 def number(text: str) -> Decimal | None:
-    """What is printed, if it is a number; with as many digits."""
+    """Return a printed number, with as many digits; None for words."""
     try:
         return Decimal(text)
     except InvalidOperation:
         return None
 
 
-def published_difference(row: str, baseline: str, printed: Mapping[str, str]) -> Decimal | None:
-    """To the baseline of its group, exactly as the printed digits give it."""
-    value, reference = number(printed[row]), number(printed[baseline])
-    return None if row == baseline or value is None or reference is None else value - reference
+def _difference(published: Published, row: str) -> tuple[Decimal, Decimal] | None:
+    """The difference to the row's baseline, exactly as the printed digits give it, and that baseline."""
+    baseline = published.baselines[row]
+    value, reference = number(published.printed[row]), number(published.printed[baseline])
+    return None if row == baseline or value is None or reference is None else (value - reference, reference)
 
 
-def _printed(row: str, baseline: str, printed: Mapping[str, str]) -> list[str]:
-    """What is printed, and its difference to the baseline."""
-    value, difference = number(printed[row]), published_difference(row, baseline, printed)
-    shown = printed[row] if value is None else f"{value:,}"
-    if difference is None:
-        return [shown, "baseline" if row == baseline and value is not None else ABSENT]
+def _printed(published: Published, row: str) -> list[str]:
+    """The printed text, and its difference to the baseline."""
+    text = published.printed[row]
+    value, compared = number(text), _difference(published, row)
+    shown = text if value is None else f"{value:,}"
+    if compared is None:
+        return [shown, "baseline" if row == published.baselines[row] and value is not None else ABSENT]
+    difference, reference = compared
     digits = -int(difference.as_tuple().exponent)
-    reference = number(printed[baseline])
-    assert reference is not None
     return [shown, f"{signed(float(difference), digits)} ({signed(float(100 * difference / reference), 2)}%)"]
 
 
@@ -132,33 +122,22 @@ def _values(result: Result, metric: Metric) -> dict[int, float]:
     return {seed: value for seed, run in result.finals.items() if (value := metric.of(run)) is not None}
 
 
-def _agreement(
-    comparison: Comparison, printed: Mapping[str, str], baselines: Mapping[str, str], results: Sequence[Result]
-) -> str:
+def _agreement(published: Published, results: Sequence[tuple[Result, str]]) -> str:
     """Which of our differences, where they are clear of zero, have the published sign."""
-    same: list[str] = []
-    other: list[str] = []
-    unclear: list[str] = []
-    for result in results:
-        row = comparison.rows[result.name]
-        theirs, ours = published_difference(row, baselines[row], printed), result.difference
-        if theirs is None or ours is None or not theirs:
+    names: dict[str, list[str]] = {
+        "clear of zero and of the published sign:": [],
+        "clear of zero and of the other sign:": [],
+        "not clear of zero:": [],
+    }
+    same, other, unclear = names.values()
+    for result, row in results:
+        theirs, ours = _difference(published, row), result.difference
+        if theirs is None or ours is None or not theirs[0]:
             continue
-        (unclear if not ours.clear else same if _same_sign(theirs, ours) else other).append(result.name)
-    said = [
-        f"{words} {listed(names)}"
-        for words, names in (
-            ("clear of zero and of the published sign:", same),
-            ("clear of zero and of the other sign:", other),
-            ("not clear of zero:", unclear),
-        )
-        if names
-    ]
-    return f"Our differences {'; '.join(said)}." if said else ""
-
-
-def _same_sign(theirs: Decimal, ours: PairedDifference) -> bool:
-    return (theirs < 0) == (ours.mean < 0)
+        agrees = (theirs[0] < 0) == (ours.mean < 0)
+        (unclear if not ours.clear else same if agrees else other).append(result.name)
+    clauses = [f"{words} {listed(those)}" for words, those in names.items() if those]
+    return f"Our differences {'; '.join(clauses)}." if clauses else ""
 
 
 def _range(values: Sequence[int]) -> str:

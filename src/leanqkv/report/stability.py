@@ -3,8 +3,9 @@
 import math
 from collections import Counter
 
-from ..compare.records import Comparison, Result, Run
-from .text import ABSENT
+from ..compare.records import ComparisonRecord, Result, Run
+from .published import here
+from .text import ABSENT, Section
 
 # Nats. Evaluations of a run that learns lie within hundredths of the lowest before them.
 RISE = 0.5
@@ -18,37 +19,37 @@ STABILITY_NOTE = (
 
 
 def outcome(run: Run) -> str:
-    """`diverged at step 340`, `spike at step 200` or `finished`."""
+    """Return `diverged at step 340`, `spike at step 200` or `finished`."""
     if run.diverged:
         return f"diverged at step {run.diverged[0]:,}"
     start = math.log(run.vocab_size) if run.vocab_size else math.inf
-    lowest = start
-    for step, loss in sorted(run.evaluations.items()):
+    lowest, losses = start, run.curves["loss"]
+    for step, loss in sorted(losses.items()):
         if loss >= lowest + RISE:
-            stayed = run.loss is not None and run.loss >= min(start, *run.evaluations.values()) + RISE
+            stayed = run.loss is not None and run.loss >= min(start, *losses.values()) + RISE
             return f"{'diverged' if stayed else 'spike'} at step {step:,}"
         lowest = min(lowest, loss)
     return "finished"
 
 
-def stability_rows(comparison: Comparison) -> list[list[str]]:
-    """Per architecture: its rates, the outcome of every seed, its lowest and its final loss."""
-    return [_row(comparison, result) for result in comparison.results]
+def stability_section(comparison: ComparisonRecord) -> Section:
+    """Return a table of every architecture's rates, the outcome of every seed, its lowest and its final loss."""
+    rows = [_row(comparison, result) for result in comparison.results]
+    return Section(f"Which runs diverged. Here: {here(comparison)}.", STABILITY_NOTE, STABILITY_HEADERS, rows)
 
 
-def _row(comparison: Comparison, result: Result) -> list[str]:
+def _row(comparison: ComparisonRecord, result: Result) -> list[str]:
     runs = [run for seed, run in sorted(result.finals.items()) if result.state(seed) != "missing"]
     if not runs:
         return [result.name, *[ABSENT] * 3, "missing", ABSENT, ABSENT]
     recipe = runs[0].recipe
-    counted = Counter(outcome(run) for run in runs)
+    outcomes = [f"{text} ({n} seeds)" if n > 1 else text for text, n in Counter(outcome(run) for run in runs).items()]
     missing = len(comparison.seeds) - len(runs)
-    told = [f"{said} ({count} seeds)" if count > 1 else said for said, count in counted.items()]
-    lowest = [min(run.evaluations.values()) for run in runs if run.evaluations]
+    lowest = [min(losses.values()) for run in runs if (losses := run.curves["loss"])]
     return [
         result.name,
         *(f"{recipe[name]:g}" for name in ("learning_rate", "min_learning_rate", "weight_decay")),
-        "\n".join([*told, *([f"{missing} missing"] if missing else [])]),
+        "\n".join([*outcomes, *([f"{missing} missing"] if missing else [])]),
         f"{min(lowest):.3f}" if lowest else ABSENT,
         f"{result.mean_loss:.3f}" if result.losses else ABSENT,
     ]

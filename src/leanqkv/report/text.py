@@ -1,11 +1,23 @@
-"""How numbers and lists are written in tables and sentences."""
+"""How numbers, lists and tables are written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 ABSENT = "–"
 
 
+@dataclass(frozen=True)
+class Section:
+    """A table with a heading, and with a note below it; the first column holds names."""
+
+    heading: str
+    note: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 def signed(value: float, digits: int = 4) -> str:
+    """Return the number with its sign, a true minus: −0.0211."""
     return f"{value:+,.{digits}f}".replace("-", "−")
 
 
@@ -14,7 +26,7 @@ def percent(part: float | None, whole: float | None) -> str:
 
 
 def compact(count: float) -> str:
-    """Three digits: 786k, 1.34M, 124M."""
+    """Return three digits: 786k, 1.34M, 124M."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{float(f'{count / size:.3g}'):g}{unit}"
@@ -22,8 +34,16 @@ def compact(count: float) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
+    """Return `a, b and c`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def seeds(count: int) -> str:
     return f"{count} seed" if count == 1 else f"{count} seeds"
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table for GitHub, the first column to the left, the others to the right; cells are Markdown already."""
+    # Not padded, as tabulate has it: one longer cell would change every line of a committed table.
+    lines = [headers, ["---"] + ["---:"] * (len(headers) - 1), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

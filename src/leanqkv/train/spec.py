@@ -1,4 +1,4 @@
-"""What decides the numbers of a run."""
+"""The specification of a run: everything that decides its numbers."""
 
 import json
 import math
@@ -7,13 +7,38 @@ from typing import Any
 
 from ..presets import Recipe
 
+# How run.json and record.json begin, whichever class a field is inherited from.
+_FIRST_FIELDS = (
+    *("name", "config", "recipe", "seed", "context_length", "precision", "data_sha256", "precision_timings"),
+    *("micro_batch_size", "evaluation_sequences", "evaluate_every"),
+)
 
-@dataclass(frozen=True)
-class RunSpec:
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings that all runs of a comparison share.
+
+    Attributes:
+        context_length: tokens per sequence; of images, how many tokens the model makes of one. None: all positions.
+        micro_batch_size: sequences or images at a time; the rest of a batch is accumulated. None: the whole batch.
+        evaluation_sequences: how many sequences of the validation text, or images of the test split, are evaluated.
+        evaluate_every: steps between evaluations, which are checkpoints too.
+    """
+
+    context_length: int | None = None
+    micro_batch_size: int | None = None
+    evaluation_sequences: int = 128
+    evaluate_every: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(RunSettings):
     """Everything that decides the numbers of a run; two runs of equal specs on one machine give equal losses.
 
-    Of images, `context_length` is how many tokens the model makes of one, and `evaluation_sequences` how many of the
-    test split are evaluated.
+    Attributes:
+        initial_sha256: of the weights that the run starts from; None: they are drawn from the seed.
+        teacher_sha256: of a model whose predictions are to be matched as well.
+        distillation: weight of the divergence from the teacher; the loss weighs 1 less this.
     """
 
     name: str
@@ -24,25 +49,26 @@ class RunSpec:
     precision: str
     data_sha256: str
     precision_timings: dict[str, float] = field(default_factory=dict)
-    micro_batch_size: int | None = None
-    evaluation_sequences: int = 128
-    evaluate_every: int = 50
     log_every: int = 10
     gradient_checkpointing: bool = False
     role: str = "final"
-    initial_sha256: str | None = None  # of the weights it starts from; None: drawn from the seed
-    teacher_sha256: str | None = None  # of a model whose predictions it is to match as well
-    distillation: float = 0.0  # weight of the divergence from the teacher, 1 less this that of the loss
+    initial_sha256: str | None = None
+    teacher_sha256: str | None = None
+    distillation: float = 0.0
 
     @property
     def log_interval(self) -> int:
-        """Steps between entries of the log: `log_every`, or less, so that a checkpoint never falls between two. The
-        trainer forgets the losses since the last entry when it goes on from a checkpoint."""
+        """Steps between entries of the log: `log_every`, or less, so that a checkpoint never falls between two.
+
+        The trainer forgets the losses since the last entry when it goes on from a checkpoint.
+        """
         return math.gcd(self.log_every, self.evaluate_every)
 
     def tokens(self, steps: int) -> int:
-        """Of so many steps."""
+        """Return how many tokens `steps` optimizer steps train on."""
         return steps * self.recipe.batch_size * self.context_length
 
     def as_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self)))
+        """Return the content of run.json, with which record.json begins too."""
+        content = asdict(self)
+        return json.loads(json.dumps({name: content[name] for name in dict.fromkeys((*_FIRST_FIELDS, *content))}))

@@ -1,0 +1,67 @@
+"""The measure that models are judged by: the loss of text, the accuracy of images."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def _token_counts(data: Mapping[str, Any]) -> str:
+    counts = f"{data['train_tokens']:,} to train on, {data['validation_tokens']:,} to validate on"
+    return counts + (f", {size:.3g} bytes of text per token" if (size := data["bytes_per_token"]) else "")
+
+
+def _image_counts(data: Mapping[str, Any]) -> str:
+    return f"{data['train_images']:,} to train on, {data['test_images']:,} to test on"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The measure for one kind of data, and the words of a report about that data.
+
+    Attributes:
+        name: as in tables; `better` is "lower" or "higher", `unit` a sentence.
+        final, evaluation: its key in a record's `final`, and in each of its `evaluations`.
+        beside: the outcome that is listed beside the loss of every run: its key in `final`, name and format.
+        data_fields: the fields of a record's `data` that a report needs.
+        data_size: a term, and a function from these fields to its text.
+        inputs: the name of a batch's parts.
+    """
+
+    name: str
+    better: str
+    unit: str
+    final: str
+    evaluation: str
+    beside: tuple[str, str, str]
+    data_fields: tuple[str, ...]
+    data_size: tuple[str, Callable[[Mapping[str, Any]], str]]
+    inputs: str
+
+
+LOSS = Measure(
+    name="validation loss",
+    better="lower",
+    unit="Validation loss is in nats per token",
+    final="validation_loss",
+    evaluation="loss",
+    beside=("perplexity", "perplexity", ",.2f"),
+    data_fields=("description", "sha256", "train_tokens", "validation_tokens", "bytes_per_token"),
+    data_size=("Tokens in the data", _token_counts),
+    inputs="sequences",
+)
+ACCURACY = Measure(
+    name="test accuracy",
+    better="higher",
+    unit="Test accuracy is the share of test images whose class is found",
+    final="accuracy",
+    evaluation="accuracy",
+    beside=("accuracy", "test accuracy", ".4f"),
+    data_fields=("description", "sha256", "train_images", "test_images"),
+    data_size=("Images in the data", _image_counts),
+    inputs="images",
+)
+
+
+def measure_of(data: Mapping[str, Any]) -> Measure:
+    """Return the measure that goes with a record's `data`."""
+    return ACCURACY if "train_images" in data else LOSS

@@ -1,0 +1,149 @@
+"""The name of a model, `BASE+MECHANISM:option=value+field=value`, and the configuration it stands for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+
+from ..errors import LeanError
+from ..model.config import LeanConfig
+from ..model.registry import suggest
+from .mechanisms import MECHANISMS
+from .sizes import BASES
+
+Options = tuple[tuple[str, Any], ...]  # in the order they were given
+
+# Slots that take one entry per group of layers.
+_LAYER_SLOTS = ("query", "key", "value", "output")
+# What each other slot decides, in words and as configuration fields; one mechanism alone can fill it.
+_MODEL_SLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "key_value": ("how heads are shared between layers", ("key_value",)),
+    "heads": ("the key/value heads", ("num_key_value_heads",)),
+    "latent": ("the latent's widths", ("kv_lora_rank", "qk_rope_head_dim")),
+    "depth_average": ("the averages over depth", ("depth_average",)),
+}
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """The parts of a name: the base, the mechanisms with their options, and the fields set by hand."""
+
+    base: str
+    mechanisms: tuple[tuple[str, Options], ...]
+    overrides: Options
+
+
+def parse_name(name: str) -> ModelName:
+    """Read `BASE+MECHANISM+...`; each part after the base is a mechanism or a configuration field, `field=value`.
+
+    Raises:
+        LeanError: an unknown base or mechanism (the nearest names are offered), or an option without a value.
+    """
+    base, *parts = name.split("+")
+    if base not in BASES:
+        raise LeanError(f"unknown base {base!r} in {name!r}: {suggest(base, BASES)}")
+    mechanisms, overrides = [], []
+    for part in parts:
+        head, _, options = part.partition(":")
+        if "=" in head:
+            overrides.extend(_parse_options(part, name))
+        elif head in MECHANISMS:
+            mechanisms.append((head, tuple(_parse_options(options, name))))
+        else:
+            raise LeanError(f"unknown mechanism {head!r} in {name!r}: {suggest(head, MECHANISMS)}")
+    return ModelName(base, tuple(mechanisms), tuple(overrides))
+
+
+def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
+    """Return the configuration of a base size with mechanisms and overrides.
+
+    `preset("gpt2-124m", "identity-query", num_hidden_layers=6)`; names may carry options, `skipv1:ratio=0.25`.
+
+    Raises:
+        LeanError: unknown names. ConfigError: a combination that cannot be built.
+    """
+    model = "+".join((base, *mechanisms))
+    parsed = parse_name(model)
+    given = {**dict(parsed.overrides), **overrides}
+    config: dict[str, Any] = {**BASES[parsed.base].config, **given}
+    filled: dict[str, str] = {}
+    for name, options in parsed.mechanisms:
+        slot, spec = MECHANISMS[name].slot, {**MECHANISMS[name].spec, **dict(options)}
+        if slot in _LAYER_SLOTS:
+            config[slot] = [*config.get(slot, ()), spec]
+            continue
+        decides, fields_set = _MODEL_SLOTS[slot]
+        clashes = [(filled[slot], name)] if slot in filled else [(name, one) for one in fields_set if one in given]
+        for first, second in clashes:
+            raise LeanError(f"{first} and {second} clash: both decide {decides}; use one of them")
+        filled[slot] = name
+        config |= _FIELDS_OF[slot](name, spec, config) if slot in _FIELDS_OF else {slot: spec}
+    floats = {field.name for field in fields(LeanConfig) if field.type is float}
+    config = {key: float(value) if key in floats and type(value) is int else value for key, value in config.items()}
+    try:
+        return LeanConfig(**config)
+    except StrictDataclassError as error:  # a value of the wrong type
+        raise LeanError(f"{model}: {str(error).splitlines()[-1].strip()}") from None
+
+
+def _grouped(name: str, options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_options(name, options)
+    heads = config["num_attention_heads"]
+    group = options.get("group_size", heads)
+    if not isinstance(group, int) or group < 1 or heads % group:
+        raise LeanError(f"{name}: group_size must divide the {heads} query heads, found {group!r}")
+    return {"num_key_value_heads": heads // group}
+
+
+def _latent(name: str, options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V2's proportions, which are those of P3 too: a latent of 4 heads, a rotary key of half a head."""
+    _check_options(name, options)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope_dim = head_dim // 2 if config.get("position_embedding_type") == "rope" else 0
+    return {
+        "kv_lora_rank": 4 * head_dim if options["rank"] is None else options["rank"],
+        "qk_rope_head_dim": rope_dim if options["rope_dim"] is None else options["rope_dim"],
+    }
+
+
+# Slots whose options are translated into configuration fields.
+_FIELDS_OF = {"heads": _grouped, "latent": _latent}
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    valid = MECHANISMS[name].spec
+    if unknown := options.keys() - valid.keys():
+        choices = f": valid: {', '.join(valid)}" if valid else ""
+        raise LeanError(f"{name} has no option {min(unknown)!r}{choices}")
+
+
+def _parse_options(text: str, name: str) -> list[tuple[str, Any]]:
+    """`layers=0,3,rank=64` -> [("layers", [0, 3]), ("rank", 64)]: a part without `=` continues the value before it."""
+    pairs: list[tuple[str, list[str]]] = []
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if equals:
+            pairs.append((key.strip(), [value]))
+        elif pairs:
+            pairs[-1][1].append(part)
+        else:
+            raise LeanError(f"option {part!r} in {name!r} has no value; write option=value")
+    try:
+        return [
+            (key, [yaml.safe_load(v) for v in values] if len(values) > 1 or key == "layers" else _scalar(values[0]))
+            for key, values in pairs
+        ]
+    except yaml.YAMLError as error:
+        raise LeanError(f"cannot read the options {text!r} in {name!r}: {error}") from None
+
+
+def _scalar(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML reads 1e-3 as a word
+        except ValueError:
+            return value
+    return value

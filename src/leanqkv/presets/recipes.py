@@ -1,0 +1,60 @@
+"""How each base is trained, after the papers, and what its mechanisms change."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import LeanError
+from .mechanisms import MECHANISMS
+from .names import parse_name
+from .sizes import BASES
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained. Counts are optimizer steps and whole batches of sequences, over all processes."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    min_learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+    schedule_steps: int | None = None  # length of the cosine, then the minimum; None: `steps`
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float | None = 1.0
+
+
+# (base, mechanisms) -> recipe fields: each model's best learning rate in the sweep of results/quickstart, where it is
+# not the base's.
+TUNED: dict[tuple[str, frozenset[str]], dict[str, Any]] = {
+    ("tiny", frozenset({"skipv1"})): {"learning_rate": 4e-3, "min_learning_rate": 4e-4},
+}
+
+
+def recipe(name: str, **overrides: Any) -> Recipe:
+    """Return how the papers train `name`: the base's recipe, changed as its mechanisms ask for, then overridden.
+
+    For `tiny` the learning rates come from a committed sweep (`results/quickstart`), see `TUNED`. A different number of
+    `steps` scales the warm-up, and another `learning_rate` the minimum, unless these are given too.
+
+    Raises:
+        LeanError: unknown names, or a learning rate that is not positive.
+    """
+    parsed = parse_name(name)
+    own = Recipe(**BASES[parsed.base].recipe)
+    mechanisms = [mechanism for mechanism, _ in parsed.mechanisms]
+    for mechanism in mechanisms:
+        own = replace(own, **MECHANISMS[mechanism].recipes.get(parsed.base, {}))
+    own = replace(own, **TUNED.get((parsed.base, frozenset(mechanisms)), {}))
+    scaled: dict[str, Any] = {}
+    if "steps" in overrides:
+        scaled["warmup_steps"] = round(own.warmup_steps * overrides["steps"] / own.steps)
+    if "learning_rate" in overrides:
+        scaled["min_learning_rate"] = overrides["learning_rate"] * (own.min_learning_rate / own.learning_rate)
+    result = replace(own, **{**scaled, **overrides})
+    for what, rate in (("learning rate", result.learning_rate), ("minimum learning rate", result.min_learning_rate)):
+        if not 0 < rate < math.inf:
+            raise LeanError(f"the {what} must be a positive number, found {rate}")
+    return result
