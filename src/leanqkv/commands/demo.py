@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..progress import progress_bar, training_display
-from .options import Device, console, outcome, prepare
+from ..progress import progress_bar
+from .compare import train_with_display
+from .options import Device, console, prepare
 
 if TYPE_CHECKING:
-    from ..data import TokenData
     from ..demo.phases import Settings
 
 
@@ -41,7 +41,8 @@ def demo(
     page = write_page(out)
     console.print(terminal_table(read_json(out / RECORD)))
     minutes, seconds = divmod(round(time.monotonic() - started), 60)
-    console.print(f"report: {page}  ({minutes}:{seconds:02} min)", highlight=False, soft_wrap=True)
+    console.print(f"done in {minutes}:{seconds:02} min", highlight=False)
+    console.print(f"report: {page}", highlight=False, soft_wrap=True)
 
 
 def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device: str) -> None:
@@ -51,8 +52,10 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
     from ..demo import phases
     from ..files import write_json
     from ..presets import preset
+    from ..report.comparison_page import write_report
 
     data: Any = prepare(settings.data, [preset(settings.baseline)], None, "text", settings.documents)
+    phases.check_data(record, data)
     if device == "cpu":
         torch.set_num_threads(1)  # as the runs do: models this small are slower on several threads
 
@@ -66,7 +69,9 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
 
     models = f"{settings.baseline} and {settings.variant}"
     if begin("training", f"train {models} on the same batches, {settings.steps:,} steps"):
-        _train(out, settings, data, device)
+        # bfloat16 is emulated on many CPUs, and timing what is faster takes as long as these runs.
+        train_with_display(settings.comparison(), data, out / phases.COMPARISON, precision="fp32", device=device)
+        write_report(out / phases.COMPARISON)
         store("training", phases.training_results(out, settings, data, device))
     if begin("conversion", f"convert the trained {settings.baseline} to a smaller KV cache"):
         with progress_bar("passes over the calibration text") as bar:
@@ -80,7 +85,7 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
     before, after = certificate["parameters"].values()
     console.print(
         f"{before:,} -> {after:,} parameters ({after / before - 1:+.1%}); logits differ by "
-        f"{certificate['exact']['relative']:.0e} in float64",
+        f"{certificate['exact']['relative']:.0e} in float64, before rounding",
         highlight=False,
     )
     if begin("evaluation", "score all four models on the same held-out text"):
@@ -89,34 +94,3 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
     if begin("decoding", "decode the same prompt with each"):
         with progress_bar("continuations") as bar:
             store("decoding", phases.decode(out, settings, data, device, bar))
-
-
-def _train(out: Path, settings: "Settings", data: "TokenData", device: str) -> None:
-    from ..compare.comparison import Job, Update, run_comparison
-    from ..demo.phases import COMPARISON
-    from ..report.comparison_page import write_report
-
-    with training_display() as display:
-
-        def on_jobs(jobs: Any) -> None:
-            display.start(sum(job.spec.recipe.steps for job in jobs))
-
-        def on_update(update: Update) -> None:
-            job: Job = update.job
-            steps = job.spec.recipe.steps
-            if update.record is not None:
-                display.finish(job.spec.name, steps, outcome(update.record))
-            else:
-                display.update(job.spec.name, update.step, steps, update.loss, update.tokens_per_second)
-
-        # bfloat16 is emulated on many CPUs, and timing what is faster takes as long as these runs.
-        run_comparison(
-            settings.comparison(),
-            data,
-            out / COMPARISON,
-            precision="fp32",
-            device=device,
-            on_jobs=on_jobs,
-            on_update=on_update,
-        )
-    write_report(out / COMPARISON)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ..checkpoints.load import load_config, load_model
-from ..compare.comparison import Comparison
-from ..compare.suite import Entry
+from ..compare.suite import Comparison, Entry
 from ..convert.conversion import REPORT, calibration_tokens, convert_directory
-from ..data import TokenData, batch_plan
+from ..data import TokenData, batch_plan, collate
 from ..eliminate import eliminate_directory, parse_request, verify
 from ..eliminate.elimination import CERTIFICATE
 from ..environment import git_commit, hardware, versions
@@ -31,7 +30,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """The size of the demo: by default about two minutes on two CPU cores.
+    """The size of the demo: 400 steps and the defaults take about two minutes on two CPU cores.
 
     Attributes:
         learning_rate: the same for both models; with few steps a lower one than the models' own learns faster.
@@ -42,9 +41,9 @@ class Settings:
         prompt: continued by `new_tokens` in each of `rounds`.
     """
 
+    steps: int
     baseline: str = "tiny"
     variant: str = "tiny+skipv1"
-    steps: int = 400
     batch_size: int = 4
     learning_rate: float = 2e-3
     evaluate_every: int = 50
@@ -79,9 +78,12 @@ def claim(out: Path, settings: Settings) -> dict[str, Any]:
     file = out / RECORD
     if file.exists():
         record = read_json(file)
-        stored = record.get("settings")
-        if stored != asdict(settings):
-            raise LeanError(f"{out} holds a demo of other settings ({stored}). Choose another --out or delete it.")
+        for name, value in asdict(settings).items():
+            if (stored := record.get("settings", {}).get(name)) != value:
+                raise LeanError(
+                    f"{out} holds a demo with other settings: {name} is {stored!r} there and {value!r} here. "
+                    "Choose another --out or delete it."
+                )
         return record
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LeanError(f"{out} is not empty and not a demo. Choose another --out.")
@@ -89,6 +91,16 @@ def claim(out: Path, settings: Settings) -> dict[str, Any]:
     record = {"record": RECORD_FORMAT, "settings": asdict(settings)}
     write_json(file, record)
     return record
+
+
+def check_data(record: dict[str, Any], data: TokenData) -> None:
+    """Raise where the models of `record` were trained on other data.
+
+    Raises:
+        LeanError: they were, for example because Python, whose library is the data, has been updated since.
+    """
+    if "training" in record and record["training"]["data"]["sha256"] != data.sha256:
+        raise LeanError(f"these models were trained on other data than this ({data.description}). Delete the demo.")
 
 
 def run_directories(out: Path) -> dict[str, Path]:
@@ -157,8 +169,8 @@ def eliminate(out: Path, settings: Settings, data: TokenData, message: Callable[
     if (out / ELIMINATED / CERTIFICATE).exists():
         certificate = read_json(out / ELIMINATED / CERTIFICATE)
     else:
-        held_out = torch.from_numpy(data.validation()[:128].astype("int64"))
-        inputs = {"input_ids": held_out.view(2, -1)}
+        length = min(64, load_config(source).max_position_embeddings or 64)
+        inputs = {"input_ids": collate(data.validation(), [0, length], length)["input_ids"]}
         request = parse_request("block-diagonal")
         certificate = eliminate_directory(source, out / ELIMINATED, request, inputs=inputs, message=message)
     message("verifying")

@@ -6,7 +6,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..compare.records import LOSS
+from ..compare.measure import LOSS
 from ..compare.statistics import Band
 from ..demo.phases import PHASES, RECORD
 from ..errors import LeanError
@@ -40,7 +40,7 @@ FACTS = ("hardware", "versions")
 
 def terminal_table(record: dict[str, Any]) -> Table:
     """Return the models in 80 columns."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for header in ("", "parameters", "KV bytes\nper token", "validation\nloss", "change", "decoding,\ntokens/s"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
     for row in _rows(record):
@@ -142,8 +142,8 @@ def _takeaways(record: dict[str, Any]) -> dict[str, str]:
             f"{gaps[0]} nats without a training step. {settings['variant']}, trained from scratch: {gaps[1]} nats."
         ),
         "elimination": (
-            f"{before - after:,} of {before:,} weights are gone ({1 - after / before:.1%}), and in float64 the logits "
-            f"differ by {certificate['exact']['relative']:.0e} of the largest one."
+            f"{before - after:,} of {before:,} weights are gone ({1 - after / before:.1%}). Before rounding to "
+            f"{certificate['dtype']} the logits differ by {certificate['exact']['relative']:.0e} of the largest one."
         ),
         "decoding": (
             f"For {decoded[settings['baseline']]['cache_tokens']} tokens in float32 the baseline's cache holds "
@@ -165,7 +165,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str, figures.Drawing]]:
     ]
     # The model without its redundant weights has the baseline's cache and loss: the two marks would be one.
     points = [
-        figures.CachePoint(name, style, model["kv_bytes_per_token_bf16"], *3 * (model["loss"],))
+        figures.Series(name, style, [Band(model["kv_bytes_per_token_bf16"], *3 * (model["loss"],))])
         for style, (name, model) in enumerate(list(models.items())[:-1])
     ]
     return [
