@@ -14,7 +14,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-# `make test-fast` runs the first of so many cases of a test, then every so-manieth: of 89 architectures, 12.
+# `make test-fast` runs every eighth case of a test, beginning with the first: of 89 architectures, 12.
 CASES_PER_FAST_ONE = 8
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from corpus import SHAPE, write_corpus
 
-from leanqkv import count_parameters, kv_bytes_per_token, preset
+from leanqkv import count_parameters, kv_bytes_per_token, preset, progress
 from leanqkv.checkpoints import load_config
 from leanqkv.demo import phases
 from leanqkv.eliminate import verify
 
+pytestmark = pytest.mark.slow
 BASELINE, VARIANT = f"tiny{SHAPE}", f"tiny+skipv1{SHAPE}"
 
 
@@ -39,7 +40,7 @@ def place(tmp_path_factory):
         patch.setattr(phases, "Settings", small)
         patch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)  # one run at a time, on one thread
         patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
-        patch.setenv("COLUMNS", "260")  # the names are long
+        patch.setattr(progress.console, "width", 260)  # the names are long
         patch.chdir(directory)
         yield directory
 
