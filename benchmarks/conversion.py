@@ -8,7 +8,7 @@ started again, it goes on.
     python benchmarks/conversion.py --name stdlib --work runs/conversion/stdlib --out results/conversion
     python benchmarks/conversion.py --name torch-headers --data torch-headers --seeds 2 \\
         --rates results/conversion/stdlib.json
-    python benchmarks/conversion.py --tables results/conversion/stdlib.json --figure docs/conversion.svg
+    python benchmarks/conversion.py --tables results/conversion/stdlib.json --figure uptraining.svg
 """
 
 import argparse

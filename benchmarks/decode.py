@@ -10,20 +10,20 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import harness
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from leanqkv import LeanForCausalLM
 from leanqkv.checkpoints.load import load_weights
 from leanqkv.checkpoints.open import open_checkpoint
-from leanqkv.environment import git_commit, hardware, versions
-from leanqkv.files import RECORD_FORMAT, write_json
+from leanqkv.compat import quiet_transformers
 from leanqkv.inference import Decoder
-from leanqkv.quiet import quiet_transformers
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "GPT2LMHeadModel": lambda: GPT2LMHeadModel(GPT2Config()),
@@ -39,7 +39,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 SIDES = ("ours", "theirs")
-# What was asked of the decoder before it was written: dtype, batch -> ours / theirs.
+# The ratio ours / theirs that was the goal before the decoder was written, by dtype and batch.
 TARGETS = {("bfloat16", 1): 1.5, ("bfloat16", 8): 2.0, ("float32", 1): 1.05, ("float32", 8): 1.4}
 
 
@@ -52,84 +52,70 @@ def imported(theirs: PreTrainedModel) -> LeanForCausalLM:
     return ours.eval()
 
 
-def measure(name: str, dtype: torch.dtype, batch: int, prompt: int, new: int, rounds: int) -> dict[str, Any]:
+def measure(name: str, dtype: torch.dtype, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return one row: tokens per second of both sides, and their ratio over the rounds."""
     torch.manual_seed(0)
     theirs = MODELS[name]().eval()
     ours = Decoder(imported(theirs).to(dtype))
     theirs = theirs.to(dtype)
     theirs.generation_config.eos_token_id = None
-    ids = torch.randint(theirs.config.vocab_size, (batch, prompt))
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    found: dict[str, torch.Tensor] = {}
+    ids = torch.randint(theirs.config.vocab_size, (batch, options.prompt))
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    generated: dict[str, torch.Tensor] = {}
 
     def run(side: str, tokens: int) -> float:
         start = time.perf_counter()
         with torch.inference_mode():
             if side == "ours":
-                found[side] = ours.generate(ids, max_new_tokens=tokens)
+                generated[side] = ours.generate(ids, max_new_tokens=tokens)
             else:
-                found[side] = theirs.generate(ids, max_new_tokens=tokens, **options)
+                generated[side] = theirs.generate(ids, max_new_tokens=tokens, **settings)
         return batch * tokens / (time.perf_counter() - start)
 
-    rates: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for side in rates:
+    for side in SIDES:
         run(side, 4)
-    for _ in range(rounds):
-        for side, rate in rates.items():
-            rate.append(run(side, new))
-    if dtype == torch.float32 and not torch.equal(found["ours"], found["theirs"]):
+    rates = [[run(side, options.new) for side in SIDES] for _ in range(options.rounds)]
+    if dtype == torch.float32 and not torch.equal(generated["ours"], generated["theirs"]):
         raise SystemExit(f"{name}: the tokens differ")
-    ratios = sorted(a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True))
-    kind = str(dtype).removeprefix("torch.")
-    row = {
+    dtype_name = str(dtype).removeprefix("torch.")
+    ours_speed, theirs_speed = (median(rate) for rate in zip(*rates, strict=True))
+    ratio = harness.spread([ours_rate / theirs_rate for ours_rate, theirs_rate in rates])
+    speeds = f"ours {ours_speed:.1f}, theirs {theirs_speed:.1f} tokens/s"
+    print(f"{name} {dtype_name} batch {batch}: {speeds}, ratio {harness.spread_text(ratio)}", flush=True)
+    return {
         "model": name,
-        "dtype": kind,
+        "dtype": dtype_name,
         "batch": batch,
-        **{f"{side}_tokens_per_second": median(rate) for side, rate in rates.items()},
-        "ratio": {"median": median(ratios), "min": ratios[0], "max": ratios[-1]},
-        "target": TARGETS.get((kind, batch)),
+        "ours_tokens_per_second": ours_speed,
+        "theirs_tokens_per_second": theirs_speed,
+        "ratio": ratio,
+        "target": TARGETS.get((dtype_name, batch)),
     }
-    speeds = f"ours {median(rates['ours']):.1f}, theirs {median(rates['theirs']):.1f} tokens/s"
-    spread = f"{median(ratios):.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-    print(f"{name} {kind} batch {batch}: {speeds}, {spread}", flush=True)
-    return row
 
 
-def table(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
-    lines = ["| model | dtype | batch | ours, tokens/s | `generate`, tokens/s | ratio | asked for |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    cells = product(MODELS, (torch.bfloat16, torch.float32), (1, 8))
+    rows = [measure(*cell, options) for cell in cells]
+    return {"prompt": options.prompt, "new": options.new, "rounds": options.rounds, "rows": rows}
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return the record as Markdown."""
+    rows = []
     for row in record["rows"]:
-        ratio = row["ratio"]
-        cells = (
-            row["model"],
-            row["dtype"],
-            str(row["batch"]),
-            *(f"{row[f'{s}_tokens_per_second']:.0f}" for s in SIDES),
-        )
-        spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f})"
-        lines.append("| " + " | ".join((*cells, spread, f"{row['target']:.2f}")) + " |")
-    return "\n".join(lines)
+        speeds = (f"{row[f'{side}_tokens_per_second']:.0f}" for side in SIDES)
+        ratio = harness.spread_text(row["ratio"])
+        rows.append((row["model"], row["dtype"], str(row["batch"]), *speeds, ratio, f"{row['target']:.2f}"))
+    headers = ("model", "dtype", "batch", "ours, tokens/s", "`generate`, tokens/s", "ratio", "asked for")
+    return harness.table(headers, rows, "llrrrrr")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=256)
+    parser = harness.command_line(__doc__)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=256, help="tokens to generate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    rows = [
-        measure(name, dtype, batch, asked.prompt, asked.new, asked.rounds)
-        for name in MODELS
-        for dtype in (torch.bfloat16, torch.float32)
-        for batch in (1, 8)
-    ]
-    if asked.out is not None:
-        record = {"record": RECORD_FORMAT, "prompt": asked.prompt, "new": asked.new, "rows": rows}
-        record |= {"threads": torch.get_num_threads(), "hardware": hardware("cpu"), "versions": versions()}
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(asked.out, record | {"git_commit": git_commit()})
+    harness.run(parser, measure_all, tables)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,18 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import harness
 import torch
 from torch import nn
 from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM
-from leanqkv.environment import git_commit, hardware, versions
-from leanqkv.files import RECORD_FORMAT, read_json, write_json
 from leanqkv.inference import Decoder
+from leanqkv.model.attention import attend
 from leanqkv.presets import preset
 
 BASE, PROMPT, STEPS = "llama-130m", 128, 256
@@ -38,9 +37,12 @@ def unpacked(model: nn.Module) -> nn.Module:
 # What is replaced while the decoder is made, and while it takes in the prompt.
 PARTS: dict[str, tuple[Callable[[], AbstractContextManager], Callable[[], AbstractContextManager]]] = {
     WHOLE: (nullcontext, nullcontext),
-    "PyTorch's attention": (lambda: patch("leanqkv.inference.decoder.NAME", "sdpa"), nullcontext),
+    "PyTorch's attention": (lambda: patch("leanqkv.inference.decoder.attend_one_query", attend), nullcontext),
     "weights as they are": (lambda: patch("leanqkv.inference.decoder.packed", unpacked), nullcontext),
-    "products of one input apart": (lambda: patch("leanqkv.inference.linear.join", lambda *_: None), nullcontext),
+    "products of one input apart": (
+        lambda: patch("leanqkv.inference.linear.join_projections", lambda *_: []),
+        nullcontext,
+    ),
     "a cache that grows": (
         nullcontext,
         lambda: patch("leanqkv.inference.decoder.allocate_cache", lambda config, _: DynamicCache(config=config)),
@@ -75,45 +77,35 @@ def measure(dtype: torch.dtype, batch: int, rounds: int) -> dict[str, Any]:
     row: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "batch": batch, "parts": {}}
     for name, of in times.items():
         ratios = [one / whole for one, whole in zip(of, times[WHOLE], strict=True)]
-        spread = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
-        row["parts"][name] = {"milliseconds": median(of), "ratio": spread}
-        print(f"{row['dtype']} batch {batch}, {name}: {median(of):.2f} ms, {spread['median']:.2f}x", flush=True)
+        ratio = harness.spread(ratios)
+        row["parts"][name] = {"milliseconds": median(of), "ratio": ratio}
+        print(f"{row['dtype']} batch {batch}, {name}: {median(of):.2f} ms, {ratio['median']:.2f}x", flush=True)
     return row
 
 
 def tables(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
-    rows = record["rows"]
-    lines = ["| a step, ms | " + " | ".join(f"{row['dtype']}, batch {row['batch']}" for row in rows) + " |"]
-    lines.append("| --- |" + " ---: |" * len(rows))
-    for name in rows[0]["parts"]:
-        cells = []
-        for row in rows:
-            milliseconds, ratio = row["parts"][name]["milliseconds"], row["parts"][name]["ratio"]
-            spread = f" × {ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f})"
-            cells.append(f"{milliseconds:.1f}" if name == WHOLE else spread.strip())
-        lines.append(f"| {name if name == WHOLE else f'with {name}'} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """Return the record as Markdown."""
+    columns = record["rows"]
+    rows = []
+    for name in columns[0]["parts"]:
+        parts = [column["parts"][name] for column in columns]
+        if name == WHOLE:
+            rows.append((name, *(f"{part['milliseconds']:.1f}" for part in parts)))
+        else:
+            rows.append((f"with {name}", *(f"× {harness.spread_text(part['ratio'])}" for part in parts)))
+    return harness.table(("a step, ms", *(f"{row['dtype']}, batch {row['batch']}" for row in columns)), rows)
+
+
+def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    cells = itertools.product((torch.bfloat16, torch.float32), (1, 8))
+    rows = [measure(dtype, batch, options.rounds) for dtype, batch in cells]
+    return {"base": BASE, "prompt": PROMPT, "steps": STEPS, "rounds": options.rounds, "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
+    parser = harness.command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    if asked.tables is not None:
-        print(tables(read_json(asked.tables)))
-        return
-    cells = itertools.product((torch.bfloat16, torch.float32), (1, 8))
-    record: dict[str, Any] = {"record": RECORD_FORMAT, "base": BASE, "prompt": PROMPT, "steps": STEPS}
-    record["rows"] = [measure(dtype, batch, asked.rounds) for dtype, batch in cells]
-    record |= {"rounds": asked.rounds, "threads": torch.get_num_threads(), "hardware": hardware("cpu")}
-    record |= {"versions": versions(), "git_commit": git_commit()}
-    print(tables(record))
-    if asked.out is not None:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(asked.out, record)
+    harness.run(parser, measure_all, tables)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import harness
 import torch
 
 from leanqkv import LeanForCausalLM, cache_bytes
-from leanqkv.environment import git_commit, hardware, versions
-from leanqkv.files import RECORD_FORMAT, read_json, write_json
+from leanqkv.environment import git_commit
+from leanqkv.files import read_json
 from leanqkv.inference import Decoder, allocate_cache
 from leanqkv.inference.memory import PeakMemory
 from leanqkv.model.attention_latent import LatentAttention
@@ -42,7 +42,7 @@ def build(*mechanisms: str) -> Decoder:
 
 
 def fill(decoder: Decoder, batch: int, context: int, room: int) -> None:
-    """A cache of `context` random tokens."""
+    """Give the decoder a cache of `context` random tokens."""
     config = decoder.config
     decoder.cache = allocate_cache(config, context + room)
     for layer in config.plan.layers:
@@ -53,9 +53,11 @@ def fill(decoder: Decoder, batch: int, context: int, room: int) -> None:
 
 
 def step_bytes(decoder: Decoder, batch: int, context: int) -> tuple[int, int]:
-    """What a step must read at least, each byte once: every weight but the embedding's, of which a row a token, and the
-    cache. And what it reads if nothing stays in the processor's caches from one layer to the next: what is borrowed is
-    then read by every borrower."""
+    """Return the bytes that a step reads: each byte once, and borrowed heads once for every borrower.
+
+    Once: every weight but the embedding's, of which a step reads one row a token, and the cache. The second number
+    holds if nothing stays in the processor's caches from one layer to the next.
+    """
     config = decoder.config
     weights = sum(w.numel() for name, w in decoder.model.named_parameters() if "embed_tokens" not in name)
     if config.tie_word_embeddings:
@@ -71,7 +73,7 @@ def step_bytes(decoder: Decoder, batch: int, context: int) -> tuple[int, int]:
 
 
 def multiplications(decoder: Decoder, length: int) -> int:
-    """Of a prefill, per sequence: matrices, causal scores and their sums; the head at one position."""
+    """Return the multiplications of a prefill, per sequence: matrices, causal scores, weighted sums; the head once."""
     plan = decoder.config.plan
     outside = ("model.embed", "lm_head")
     matrices = sum(w.numel() for n, w in decoder.model.named_parameters() if w.ndim == 2 and not n.startswith(outside))
@@ -80,7 +82,7 @@ def multiplications(decoder: Decoder, length: int) -> int:
 
 
 def in_turns(sides: dict[str, Callable[[], None]], rounds: int, repetitions: int) -> dict[str, list[float]]:
-    """Milliseconds of every round, without the first two, which warm up."""
+    """Time the sides in turns and return the milliseconds of every round but the first two, which warm up."""
     times: dict[str, list[float]] = {side: [] for side in sides}
     for round_ in range(rounds + 2):
         for side, once in (reversed if round_ % 2 else list)(list(sides.items())):
@@ -92,24 +94,21 @@ def in_turns(sides: dict[str, Callable[[], None]], rounds: int, repetitions: int
 
 
 def compared(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Median milliseconds of each side, and the second's speed over the first's: median, least and most."""
+    """Return median milliseconds of each side, and the second's speed over the first's: median, least and most."""
     ratios = [base / other for base, other in zip(*times.values(), strict=True)]
-    return {
-        "milliseconds": {side: median(of) for side, of in times.items()},
-        "ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
-    }
+    return {"milliseconds": {side: median(of) for side, of in times.items()}, "ratio": harness.spread(ratios)}
 
 
-def decoding(sides: dict[str, Decoder], batch: int, context: int, asked: argparse.Namespace) -> dict[str, Any]:
-    repetitions = max(2, asked.steps // (batch * context // 4096 + 1))
+def decoding(sides: dict[str, Decoder], batch: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
+    repetitions = max(2, options.steps // (batch * context // 4096 + 1))
     token = torch.zeros(batch, dtype=torch.long)
     times: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(asked.fills):  # where the memory of a cache lies makes some per cent of difference
+    for _ in range(options.fills):  # where the memory of a cache lies makes some per cent of difference
         for decoder in sides.values():
-            fill(decoder, batch, context, (asked.rounds + 2) * repetitions)
+            fill(decoder, batch, context, (options.rounds + 2) * repetitions)
         calls = {name: (lambda decoder=decoder: decoder.step(token)) for name, decoder in sides.items()}
-        for side, found in in_turns(calls, asked.rounds, repetitions).items():  # type: ignore[arg-type]
-            times[side] += found
+        for side, milliseconds in in_turns(calls, options.rounds, repetitions).items():  # type: ignore[arg-type]
+            times[side] += milliseconds
         for decoder in sides.values():
             decoder.cache = None
     once, again = ({name: step_bytes(of, batch, context)[i] for name, of in sides.items()} for i in (0, 1))
@@ -125,16 +124,16 @@ def decoding(sides: dict[str, Decoder], batch: int, context: int, asked: argpars
     }
 
 
-def prefill(sides: dict[str, Decoder], batch: int, length: int, asked: argparse.Namespace) -> dict[str, Any]:
+def prefill(sides: dict[str, Decoder], batch: int, length: int, options: argparse.Namespace) -> dict[str, Any]:
     ids = torch.randint(1000, (batch, length), generator=torch.Generator().manual_seed(0))
     calls = {name: (lambda decoder=decoder: decoder.prefill(ids, room=0)) for name, decoder in sides.items()}
-    times = in_turns(calls, asked.rounds, 1)  # type: ignore[arg-type]
+    times = in_turns(calls, options.rounds, 1)  # type: ignore[arg-type]
     base, other = (multiplications(decoder, length) for decoder in sides.values())
     return {"batch": batch, "length": length, **compared(times), "predicted": [base / other]}
 
 
-def chunked(decoder: Decoder, batch: int, length: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """A prompt whole against in chunks, and what is held at one time beside weights and cache."""
+def chunked(decoder: Decoder, batch: int, length: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Time a prompt whole and in chunks, and return the largest memory beside weights and cache."""
     ids = torch.randint(1000, (batch, length), generator=torch.Generator().manual_seed(0))
     usual = decoder.chunk
 
@@ -143,7 +142,7 @@ def chunked(decoder: Decoder, batch: int, length: int, asked: argparse.Namespace
         decoder.prefill(ids, room=0)
 
     chunks = (length, *CHUNKS)
-    times = in_turns({str(chunk): partial(prefill, chunk) for chunk in chunks}, asked.rounds, 1)
+    times = in_turns({str(chunk): partial(prefill, chunk) for chunk in chunks}, options.rounds, 1)
     activations = {}
     for chunk in chunks:
         decoder.cache = None
@@ -152,31 +151,27 @@ def chunked(decoder: Decoder, batch: int, length: int, asked: argparse.Namespace
         assert decoder.cache is not None
         activations[str(chunk)] = counted.peak - cache_bytes(decoder.cache)
     decoder.chunk, decoder.cache = usual, None
-    return {"batch": batch, "length": length, **spreads(times), "activation_bytes": activations}
+    milliseconds = {chunk: harness.spread(of) for chunk, of in times.items()}
+    return {"batch": batch, "length": length, "milliseconds": milliseconds, "activation_bytes": activations}
 
 
-def spreads(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Median, least and most milliseconds."""
-    return {"milliseconds": {of: {"median": median(t), "min": min(t), "max": max(t)} for of, t in times.items()}}
-
-
-def latent(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """MLA: the absorbed form against the expanded one, which must touch the whole history at every step."""
+def latent(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time MLA's absorbed form against the expanded one, which touches the whole history at every step."""
     sides = {"expanded": build("mla"), "absorbed": build("mla")}
     for name, decoder in sides.items():
         for module in decoder.model.modules():
             if isinstance(module, LatentAttention):
                 module._absorbing_pays = lambda *_, pays=name == "absorbed": pays  # type: ignore[method-assign]
-    found = []
+    rows = []
     for context, batch in product(OTHER_CONTEXTS, BATCHES):
-        row = {"model": "mla", **decoding(sides, batch, context, asked)}
+        row = {"model": "mla", **decoding(sides, batch, context, options)}
         row["predicted"] = []  # both read the same weights and cache; the expanded form writes and reads more
-        found.append(tell("decode", row))
-    return found
+        rows.append(report("decode", row))
+    return rows
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a large copy, bytes read and bytes written."""
+    """Return the GB/s of a large copy, bytes read and bytes written."""
     source, target = (torch.ones(2**28, dtype=torch.uint8) for _ in range(2))  # zeros might be one page of the system's
     times = []
     for _ in range(7):
@@ -186,14 +181,11 @@ def copy_bandwidth() -> float:
     return 2 * len(source) / median(times) / 1e9
 
 
-def tell(what: str, row: dict[str, Any]) -> dict[str, Any]:
-    ratio = row["ratio"]
-    expected = f", predicted {_range(row['predicted'])}"
-    where = f"batch {row['batch']}, {row.get('context', row.get('length'))} tokens"
-    print(
-        f"{row['model']} {what}, {where}: {ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f}){expected}",
-        flush=True,
-    )
+def report(what: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Print a row as it is measured, and return it."""
+    cell = f"batch {row['batch']}, {row.get('context', row.get('length'))} tokens"
+    ratio = harness.spread_text(row["ratio"], 3)
+    print(f"{row['model']} {what}, {cell}: {ratio}, predicted {_range(row['predicted'])}", flush=True)
     return row
 
 
@@ -202,93 +194,100 @@ def _range(numbers: list[float], how: str = ".2f") -> str:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
-    bandwidth = record["copy_gigabytes_per_second"]
-    lines = ["| decoding | batch | context | step, ms | speed | by bytes | bytes, MB | GB/s | of a copy's |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    """Return the record as Markdown."""
+    return "\n\n".join((decode_table(record), prefill_table(record["prefill"]), chunk_table(record["chunks"])))
+
+
+def decode_table(record: dict[str, Any]) -> str:
+    rows = []
     for row in record["decode"]:
-        first, second = row["milliseconds"]
-        milliseconds, rate = row["milliseconds"], row["gigabytes_per_second"][second]
-        cells = (
-            f"{row['model']}" + (f", {second}" if row["model"] == "mla" else ""),
-            f"{row['batch']} | {row['context']:,}",
-            f"{milliseconds[second]:.1f} (against {milliseconds[first]:.1f})",
-            f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f}–{row['ratio']['max']:.2f})",
-            _range(row["predicted"]),
-            _range([row[what][second] / 1e6 for what in ("bytes", "bytes_read_again")], ".0f"),
-            f"{rate:.0f} | {rate / bandwidth:.0%}",
+        milliseconds = row["milliseconds"]
+        first, second = milliseconds
+        rate = row["gigabytes_per_second"][second]
+        rows.append(
+            (
+                row["model"] + (f", {second}" if row["model"] == "mla" else ""),
+                str(row["batch"]),
+                f"{row['context']:,}",
+                f"{milliseconds[second]:.1f} (against {milliseconds[first]:.1f})",
+                harness.spread_text(row["ratio"]),
+                _range(row["predicted"]),
+                _range([row[what][second] / 1e6 for what in ("bytes", "bytes_read_again")], ".0f"),
+                f"{rate:.0f}",
+                f"{rate / record['copy_gigabytes_per_second']:.0%}",
+            )
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| prefill | batch | tokens | ms | speed | by multiplications |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for row in record["prefill"]:
+    headers = ("decoding", "batch", "context", "step, ms", "speed", "by bytes", "bytes, MB", "GB/s", "of a copy's")
+    return harness.table(headers, rows)
+
+
+def prefill_table(measured: list[dict[str, Any]]) -> str:
+    rows = []
+    for row in measured:
         first, second = row["milliseconds"].values()
-        spread = f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f}–{row['ratio']['max']:.2f})"
-        cells = (row["model"], f"{row['batch']} | {row['length']:,}", f"{second:.0f} (against {first:.0f})")
-        lines.append("| " + " | ".join((*cells, spread, _range(row["predicted"]))) + " |")
-    lines += ["", "| prefill, batch | tokens | in chunks of | ms | beside weights and cache, MB |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: |")
-    for row in record["chunks"]:
-        for chunk, of in row["milliseconds"].items():
+        times = (f"{second:.0f} (against {first:.0f})", harness.spread_text(row["ratio"]), _range(row["predicted"]))
+        rows.append((row["model"], str(row["batch"]), f"{row['length']:,}", *times))
+    return harness.table(("prefill", "batch", "tokens", "ms", "speed", "by multiplications"), rows)
+
+
+def chunk_table(measured: list[dict[str, Any]]) -> str:
+    rows = []
+    for row in measured:
+        for chunk, milliseconds in row["milliseconds"].items():
             size = "all" if int(chunk) == row["length"] else chunk
-            milliseconds = f"{of['median']:.0f} ({of['min']:.0f}–{of['max']:.0f})"
-            held = f"{row['activation_bytes'][chunk] / 1e6:.0f}"
-            lines.append(f"| {row['batch']} | {row['length']:,} | {size} | {milliseconds} | {held} |")
-    return "\n".join(lines)
+            beside = f"{row['activation_bytes'][chunk] / 1e6:.0f}"
+            shape = (str(row["batch"]), f"{row['length']:,}", size)
+            rows.append((*shape, harness.spread_text(milliseconds, 0), beside))
+    headers = ("prefill, batch", "tokens", "in chunks of", "ms", "beside weights and cache, MB")
+    return harness.table(headers, rows)
 
 
-def updated(record: dict[str, Any], new: dict[str, Any], only: str) -> dict[str, Any]:
-    """The rows of `only`, which were measured again, in the places of the old ones."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the options ask for; with --only and a record in --out, that record with its part replaced."""
+    measured: dict[str, Any] = {
+        "base": BASE,
+        "rounds": options.rounds,
+        "fills": options.fills,
+        "copy_gigabytes_per_second": copy_bandwidth(),
+        "decode": [],
+        "prefill": [],
+        "chunks": [],
+    }
+    baseline = build()
+    for name in (name for name in VARIANTS if options.only in (None, name)):
+        sides = {"baseline": baseline, name: build(name)}
+        for context, batch in product(CONTEXTS.get(name, OTHER_CONTEXTS), BATCHES):
+            measured["decode"].append(report("decode", {"model": name, **decoding(sides, batch, context, options)}))
+        for batch, length in PROMPTS:
+            measured["prefill"].append(report("prefill", {"model": name, **prefill(sides, batch, length, options)}))
+    if options.only in (None, "mla"):
+        measured["decode"] += latent(options)
+    if options.only in (None, "chunks"):
+        measured["chunks"] = [chunked(baseline, batch, length, options) for batch, length in LONG_PROMPTS]
+    if options.only is not None and options.out is not None and options.out.exists():
+        return updated(read_json(options.out), measured, options.only)
+    return measured
+
+
+def updated(record: dict[str, Any], measured: dict[str, Any], only: str) -> dict[str, Any]:
+    """Return the record with the rows of `only` replaced by those measured again, and a note of when that was."""
     if only == "chunks":
-        rows = {"chunks": new["chunks"]}
+        rows = {"chunks": measured["chunks"]}
     else:
-        rows = {what: [row for row in record[what] if row["model"] != only] for what in ("decode", "prefill")}
-        rows = {what: kept + new[what] for what, kept in rows.items()}
-    again = {key: new[key] for key in ("git_commit", "rounds", "fills", "copy_gigabytes_per_second")}
+        others = {what: [row for row in record[what] if row["model"] != only] for what in ("decode", "prefill")}
+        rows = {what: kept + measured[what] for what, kept in others.items()}
+    again = {key: measured[key] for key in ("rounds", "fills", "copy_gigabytes_per_second")}
+    again["git_commit"] = git_commit()
     return record | rows | {"measured_again": {**record.get("measured_again", {}), only: again}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
+    parser = harness.command_line(__doc__)
     parser.add_argument("--only", choices=(*VARIANTS, "mla", "chunks"), help="others are kept, if --out has a record")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fills", type=int, default=3, help="of the cache, with so many rounds each")
     parser.add_argument("--steps", type=int, default=24, help="in a row, of a short context")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    if asked.tables is not None:
-        print(tables(read_json(asked.tables)))
-        return
-    bandwidth = copy_bandwidth()
-    record: dict[str, Any] = {"record": RECORD_FORMAT, "base": BASE, "copy_gigabytes_per_second": bandwidth}
-    record |= {"decode": [], "prefill": [], "chunks": []}
-    baseline = build()
-    for name in VARIANTS:
-        if asked.only not in (None, name):
-            continue
-        sides = {"baseline": baseline, name: build(name)}
-        for context, batch in product(CONTEXTS.get(name, OTHER_CONTEXTS), BATCHES):
-            row = {"model": name, **decoding(sides, batch, context, asked)}
-            record["decode"].append(tell("decode", row))
-        for batch, length in PROMPTS:
-            record["prefill"].append(tell("prefill", {"model": name, **prefill(sides, batch, length, asked)}))
-    if asked.only in (None, "mla"):
-        record["decode"] += latent(asked)
-    if asked.only in (None, "chunks"):
-        record["chunks"] = [chunked(baseline, batch, length, asked) for batch, length in LONG_PROMPTS]
-    record |= {
-        "rounds": asked.rounds,
-        "fills": asked.fills,
-        "threads": torch.get_num_threads(),
-        "hardware": hardware("cpu"),
-    }
-    record |= {"versions": versions(), "git_commit": git_commit()}
-    if asked.only is not None and asked.out is not None and asked.out.exists():
-        record = updated(read_json(asked.out), record, asked.only)
-    if asked.out is not None:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(asked.out, record)
+    harness.run(parser, measure, tables)
 
 
 if __name__ == "__main__":

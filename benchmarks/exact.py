@@ -16,16 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import harness
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from leanqkv import LeanConfig, LeanForCausalLM, preset
+from leanqkv.checkpoints.disabled_norms import without_norms
 from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.eliminate import parse_request, transform, weight_table
 from leanqkv.eliminate.certify import DTYPES, difference, logits, random_inputs
-from leanqkv.eliminate.layernorm_free import without_norms
-from leanqkv.environment import git_commit, hardware, versions
-from leanqkv.files import read_json, write_json
 
 NONE = {"norm_type": "none"}
 NO_SKIPS = {"attention_skip": False, "mlp_skip": False}
@@ -46,30 +45,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7, help="pairs of timed blocks of decoding")
-    parser.add_argument("--tokens", type=int, default=48, help="of a block")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--tables", type=Path, help="print the tables of a record, and measure nothing")
-    asked = parser.parse_args()
-    if asked.tables:
-        print("\n\n".join(tables(read_json(asked.tables)).values()))
-        return
-    record = {
-        "record": 1,
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "shape": "gpt2-124m",
         "cases": [case(name, *how) for name, how in CASES.items()],
         "layernorm_free": layernorm_free(),
-        "speed": speed(asked.pairs, asked.tokens),
+        "speed": speed(options.pairs, options.tokens),
         "weight_table": {name: weight_table(big(shape)) for name, shape in SHAPES.items()},
-        "hardware": hardware("cpu"),
-        "versions": versions(),
-        "git_commit": git_commit(),
     }
-    if asked.out:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(asked.out, record)
 
 
 def big(shape: dict[str, Any]) -> LeanConfig:
@@ -85,43 +68,43 @@ def draw(config: LeanConfig) -> dict[str, torch.Tensor]:
 
 
 def distances(before: tuple, after: tuple, inputs: dict) -> dict[str, Any]:
-    """Of what `after` computes with weights rounded to each dtype, and `before` in it, from `before` in float64."""
+    """Return by dtype how far `before`, and `after` with rounded weights, are from `before` in float64."""
     reference = logits(*before, inputs, torch.float64)
-    found: dict[str, Any] = {}
+    by_dtype: dict[str, Any] = {}
     for name, dtype in DTYPES.items():
         stored = {n: tensor.to(dtype) for n, tensor in after[1].items()}
-        found[name] = {
+        by_dtype[name] = {
             "original": difference(logits(*before, inputs, dtype), reference),
             "result": difference(logits(after[0], stored, inputs, dtype), reference),
         }
-    return found
+    return by_dtype
 
 
 def case(name: str, remove: str, layer: int | None, shape: dict[str, Any]) -> dict[str, Any]:
     config = preset("gpt2-124m", **shape)
     before = config, draw(config)
-    found: dict[str, Any] = {"name": name, "remove": remove, "layer": layer, "fields": shape}
+    row: dict[str, Any] = {"name": name, "remove": remove, "layer": layer, "fields": shape}
     for form in ("plain", "quiet"):
         start = time.perf_counter()
         result = transform(*before, parse_request(remove, layer, balance=form == "quiet"))
         after = result.config, dict(result.tensors)
         seconds = time.perf_counter() - start
-        found[form] = {
+        row[form] = {
             "condition": max(result.conditions.values(), default=None),
             "seconds": seconds,
             "distance": distances(before, after, random_inputs(config)),
         }
-        found["parameters"] = {
+        row["parameters"] = {
             "before": config.plan.count_parameters().total,
             "after": result.config.plan.count_parameters().total,
         }
-        show = {dtype: f"{pair['result']['relative']:.1e}" for dtype, pair in found[form]["distance"].items()}
-        print(f"{name:44} {form:6} condition {found[form]['condition'] or 0:8.0f}  {show}", flush=True)
-    return found
+        show = {dtype: f"{pair['result']['relative']:.1e}" for dtype, pair in row[form]["distance"].items()}
+        print(f"{name:44} {form:6} condition {row[form]['condition'] or 0:8.0f}  {show}", flush=True)
+    return row
 
 
 def layernorm_free() -> dict[str, Any]:
-    """A random model as the hub's: the naive change of basis is singular, the centred one is exact."""
+    """Measure a random model built as the hub's: the naive change of basis is singular, the centered one exact."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(layer_norm_epsilon=1e12)).eval()
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +129,7 @@ def layernorm_free() -> dict[str, Any]:
         trick = difference(logits(*before, inputs, torch.float64), reference)
         result = transform(*before, parse_request("query", layer))
         distance = distances(free, (result.config, dict(result.tensors)), inputs)
-    found = {
+    measured = {
         "layer": layer,
         "naive": {"smallest": float(naive[-1]), "largest": float(naive[0]), "condition": float(naive[0] / naive[-1])},
         "centred": {"smallest": float(centred[-1]), "condition": float(centred[0] / centred[-1])},
@@ -158,14 +141,14 @@ def layernorm_free() -> dict[str, Any]:
             "after": result.config.plan.count_parameters().total,
         },
     }
-    print("LayerNorm-free:", {k: found[k] for k in ("naive", "centred", "condition")}, flush=True)
-    return found
+    print("LayerNorm-free:", {k: measured[k] for k in ("naive", "centred", "condition")}, flush=True)
+    return measured
 
 
 @torch.no_grad()
 def speed(pairs: int, tokens: int) -> list[dict[str, Any]]:
-    """Greedy decoding at batch 1, float32: the skipless model with and without Q and P."""
-    found = []
+    """Time greedy decoding at batch 1 in float32, with and without the removed weights."""
+    rows = []
     for name in ("query, attention skip only (P1 Thm 4.4)", "query and output, skipless (P4 Table 1)"):
         remove, layer, shape = CASES[name]
         config = preset("gpt2-124m", **shape)
@@ -191,59 +174,73 @@ def speed(pairs: int, tokens: int) -> list[dict[str, Any]]:
         rates = [(once(models[0]), once(models[1])) for _ in range(pairs)]
         ratios = [after / before for before, after in rates]
         sizes = [sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) for model in models]
-        found.append(
+        rows.append(
             {
                 "name": name,
                 "tokens_per_second": [median(rate) for rate in zip(*rates, strict=True)],
-                "ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
+                "ratio": harness.spread(ratios),
                 "parameters": sizes,
                 "predicted": sizes[0] / sizes[1],
             }
         )
-        print(found[-1], flush=True)
-    return found
+        print(rows[-1], flush=True)
+    return rows
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
-    """The tables of docs/exact.md, Markdown, by what they show."""
-    found = {"cases": [], "layernorm_free": [], "speed": [], "weights": []}
-    for case in record["cases"]:
+    """Return the tables of docs/exact.md as Markdown, by what they show."""
+    return {
+        "cases": case_table(record["cases"]),
+        "layernorm_free": layernorm_free_table(record["layernorm_free"]),
+        "speed": speed_table(record["speed"]),
+        "weights": weights_table(record["weight_table"]),
+    }
+
+
+def case_table(cases: list[dict[str, Any]]) -> str:
+    rows = []
+    for case in cases:
         original = case["plain"]["distance"]["bf16"]["original"]["relative"]
         for form in ("plain", "quiet"):
             measured = case[form]
-            far = {dtype: pair["result"]["relative"] for dtype, pair in measured["distance"].items()}
-            condition = "–" if measured["condition"] is None else f"{measured['condition']:,.0f}"
             name = case["name"] if form == "plain" else ""
-            cells = (f"{far[dtype]:.1e}" for dtype in ("fp64", "fp32", "bf16"))
-            found["cases"].append((name, form, condition, *cells, f"{original:.1e}"))
-    free = record["layernorm_free"]
-    far = {dtype: pair["result"]["relative"] for dtype, pair in free["distance"].items()}
+            condition = "–" if measured["condition"] is None else f"{measured['condition']:,.0f}"
+            errors = (f"{measured['distance'][dtype]['result']['relative']:.1e}" for dtype in ("fp64", "fp32", "bf16"))
+            rows.append((name, form, condition, *errors, f"{original:.1e}"))
+    return harness.table(("what goes", "form", "condition", "fp64", "fp32", "bf16", "bf16 itself"), rows)
+
+
+def layernorm_free_table(free: dict[str, Any]) -> str:
+    errors = {dtype: pair["result"]["relative"] for dtype, pair in free["distance"].items()}
     naive, centred = free["naive"], free["centred"]
-    found["layernorm_free"] = [
+    sizes = f"{free['parameters']['before']:,} → {free['parameters']['after']:,}"
+    rows = [
         ("naive Θ = C diag(γ) W_Q, smallest singular value", f"{naive['smallest']:.1e}, singular"),
         ("Θ = diag(γ) W_Q, smallest singular value", f"{centred['smallest']:.1e}"),
         ("its condition number, that of the form taken", f"{centred['condition']:,.0f}, {free['condition']:,.0f}"),
-        ("logits against the function without norms, fp64", f"{far['fp64']:.1e}"),
-        ("the same in fp32, in bf16", f"{far['fp32']:.1e}, {far['bf16']:.1e}"),
+        ("logits against the function without norms, fp64", f"{errors['fp64']:.1e}"),
+        ("the same in fp32, in bf16", f"{errors['fp32']:.1e}, {errors['bf16']:.1e}"),
         ("the epsilon itself: the checkpoint against the function without norms", f"{free['epsilon']['relative']:.1e}"),
-        ("parameters", f"{free['parameters']['before']:,} → {free['parameters']['after']:,}, for the head is untied"),
+        ("parameters", f"{sizes}, for the head is untied"),
     ]
-    for speed in record["speed"]:
-        before, after = speed["parameters"]
-        ratio = speed["ratio"]
-        spread = f"{ratio['median']:.2f}× ({ratio['min']:.2f}–{ratio['max']:.2f})"
-        saved = f"{1 - after / before:.1%}"
-        found["speed"].append((speed["name"], f"{before:,}", f"{after:,}", saved, f"{speed['predicted']:.2f}×", spread))
-    one, other = record["weight_table"].values()
-    for row in one:
-        found["weights"].append((row, *(_as_printed(row, table[row]) for table in (one, other))))
-    heads = {
-        "cases": ("what goes", "form", "condition", "fp64", "fp32", "bf16", "bf16 itself"),
-        "layernorm_free": ("LayerNorm-free GPT-2, W_Q of layer 3", ""),
-        "speed": ("what goes", "parameters", "after", "saved", "predicted", "measured at batch 1"),
-        "weights": ("", *record["weight_table"]),
-    }
-    return {name: _table(heads[name], rows) for name, rows in found.items()}
+    return harness.table(("LayerNorm-free GPT-2, W_Q of layer 3", ""), rows)
+
+
+def speed_table(speeds: list[dict[str, Any]]) -> str:
+    rows = []
+    for speed in speeds:
+        (before, after), ratio = speed["parameters"], speed["ratio"]
+        measured = f"{ratio['median']:.2f}× ({ratio['min']:.2f}–{ratio['max']:.2f})"
+        sizes = (f"{before:,}", f"{after:,}", f"{1 - after / before:.1%}")
+        rows.append((speed["name"], *sizes, f"{speed['predicted']:.2f}×", measured))
+    headers = ("what goes", "parameters", "after", "saved", "predicted", "measured at batch 1")
+    return harness.table(headers, rows)
+
+
+def weights_table(models: dict[str, dict[str, float]]) -> str:
+    names = next(iter(models.values()))
+    rows = [(name, *(_as_printed(name, model[name]) for model in models.values())) for name in names]
+    return harness.table(("", *models), rows)
 
 
 def _as_printed(row: str, value: float) -> str:
@@ -254,9 +251,11 @@ def _as_printed(row: str, value: float) -> str:
     return f"{value:.2f}×" if row.startswith("possible") else f"{value:,}"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    rule = ("---", *("---:" for _ in head[1:]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+def main() -> None:
+    parser = harness.command_line(__doc__)
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of timed blocks of decoding")
+    parser.add_argument("--tokens", type=int, default=48, help="of a block")
+    harness.run(parser, measure, lambda record: "\n\n".join(tables(record).values()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Step time of a training run against a bare PyTorch loop around the same model, in the same precision.
 
 The two take turns in one process, a block of steps each, so that a machine that slows down slows both. Prints the
-ratio of the median step times of each pair of blocks, and writes a JSON record.
+ratio of the median step times of each pair of blocks.
 
     python benchmarks/step_time.py --model small --precision bf16+compile+eager --out results/step-time.json
 """
@@ -12,19 +12,20 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import harness
 import torch
 
 from leanqkv import LeanForCausalLM, preset, recipe
 from leanqkv.data import TokenData, collate, make_batch_plan, prepare_data
-from leanqkv.environment import default_device, git_commit, hardware, versions
-from leanqkv.files import write_json
+from leanqkv.environment import default_device
 from leanqkv.train import RunSpec, parse_precision, train
 from leanqkv.train.trainer import make_optimizer, make_schedule
 
 
 def training_run(spec: RunSpec, data: TokenData, device: str) -> list[float]:
-    """Seconds between the ends of the steps of `leanqkv train`."""
+    """Return the seconds between the ends of the steps of `leanqkv train`."""
     times: list[float] = []
     with tempfile.TemporaryDirectory() as out:
         train(spec, data, Path(out) / "run", device=device, progress=lambda *_: times.append(time.perf_counter()))
@@ -32,7 +33,7 @@ def training_run(spec: RunSpec, data: TokenData, device: str) -> list[float]:
 
 
 def bare_loop(spec: RunSpec, data: TokenData, device: str) -> list[float]:
-    """The same steps written out: batch, forward, backward, clipping, AdamW, schedule."""
+    """Return the same of the steps written out: batch, forward, backward, clipping, AdamW, schedule."""
     chosen, precision = spec.recipe, parse_precision(spec.precision)
     assert precision is not None
     plan = make_batch_plan(
@@ -65,51 +66,51 @@ def bare_loop(spec: RunSpec, data: TokenData, device: str) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small")
-    parser.add_argument("--precision", default="bf16+compile+eager")
-    parser.add_argument("--steps", type=int, default=24, help="a block's; the first quarter is not counted")
-    parser.add_argument("--pairs", type=int, default=5, help="of blocks, after one that is not counted")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    device = default_device()
-    config = preset(arguments.model)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    config = preset(options.model)
     data = prepare_data(vocab_size=config.vocab_size)
     spec = RunSpec(
-        name=arguments.model,
+        name=options.model,
         config=config.as_overrides(),
-        recipe=recipe(arguments.model, steps=arguments.steps),
+        recipe=recipe(options.model, steps=options.steps),
         seed=0,
         context_length=config.max_position_embeddings,
-        precision=arguments.precision,
+        precision=options.precision,
         data_sha256=data.sha256,
         evaluation_sequences=1,
-        evaluate_every=10 * arguments.steps,
+        evaluate_every=10 * options.steps,
     )
     pairs = []
-    for pair in range(arguments.pairs + 1):
-        ours, bare = (median(run(spec, data, device)[arguments.steps // 4 :]) for run in (training_run, bare_loop))
+    for pair in range(options.pairs + 1):
+        sides = (run(spec, data, options.device) for run in (training_run, bare_loop))
+        ours, bare = (1e3 * median(times[options.steps // 4 :]) for times in sides)
         if pair:
-            pairs.append({"training_run_ms": 1e3 * ours, "bare_loop_ms": 1e3 * bare, "ratio": ours / bare})
-            print(
-                f"training run {1e3 * ours:.1f} ms, bare loop {1e3 * bare:.1f} ms, ratio {ours / bare:.3f}", flush=True
-            )
-    ratios = [pair["ratio"] for pair in pairs]
-    print(f"ratio: median {median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} pairs")
-    if arguments.out:
-        record = {
-            "benchmark": "step_time",
-            "model": arguments.model,
-            "precision": arguments.precision,
-            "steps": arguments.steps,
-            "pairs": pairs,
-            "ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
-            "hardware": hardware(device),
-            "versions": versions(),
-            "git_commit": git_commit(),
-        }
-        write_json(arguments.out, record)
+            pairs.append({"training_run_ms": ours, "bare_loop_ms": bare, "ratio": ours / bare})
+            print(f"training run {ours:.1f} ms, bare loop {bare:.1f} ms, ratio {ours / bare:.3f}", flush=True)
+    return {
+        "model": options.model,
+        "precision": options.precision,
+        "steps": options.steps,
+        "pairs": pairs,
+        "ratio": harness.spread([pair["ratio"] for pair in pairs]),
+    }
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return the record as Markdown."""
+    ours, bare = (f"{median(pair[key] for pair in record['pairs']):.1f}" for key in ("training_run_ms", "bare_loop_ms"))
+    row = (f"`{record['model']}`", record["precision"], ours, bare, harness.spread_text(record["ratio"]))
+    return harness.table(("model", "precision", "training run, ms", "bare loop, ms", "ratio"), [row], "llrrr")
+
+
+def main() -> None:
+    parser = harness.command_line(__doc__)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--precision", default="bf16+compile+eager")
+    parser.add_argument("--steps", type=int, default=24, help="of a block; the first quarter is not counted")
+    parser.add_argument("--pairs", type=int, default=5, help="of blocks, after one that is not counted")
+    parser.set_defaults(device=default_device())
+    harness.run(parser, measure, tables)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Checks of what the papers state, beside the package: nothing in it depends on them."""
+"""Checks of what the papers state; the package does not depend on them."""

@@ -60,8 +60,8 @@ def test_rows():
         assert row.cache == row.cache_formula > 0
         assert row.weights == weight_bytes(models[row.model])
         assert len(row.prefill) == len(row.decode) == 2 and min(*row.prefill, *row.decode) > 0
-        kept = row.as_json()
-        assert kept["prefill"]["min"] <= kept["prefill"]["median"] <= kept["prefill"]["max"]
+        written = row.as_json()
+        assert written["prefill"]["min"] <= written["prefill"]["median"] <= written["prefill"]["max"]
     # More sequences and more tokens need more; SkipV1's cache is smaller.
     by = {(row.model, row.batch, row.context): row for row in rows}
     for name in models:
@@ -91,21 +91,21 @@ def test_the_command(tmp_path, monkeypatch, unwrapped):
     monkeypatch.chdir(tmp_path)
     build("skipv1").save_pretrained("model")
     command = ("--context", "8,16", "--batch", "1,2", "--new-tokens", "3", "--rounds", "2")
-    code, _, err = unwrapped("bench", TINY, "model", *command, "--dtype", "fp32", "--out", "found")
+    code, _, err = unwrapped("bench", TINY, "model", *command, "--dtype", "fp32", "--out", "out")
     assert (code, err) == (0, "")
-    record = json.loads(Path("found/bench.json").read_text())
+    record = json.loads(Path("out/bench.json").read_text())
     assert [(row["model"], row["batch"], row["context"]) for row in record["rows"]][:2] == [
         (TINY, 1, 8),
         ("model", 1, 8),
     ]
     assert len(record["rows"]) == 8 and record["dtype"] == "fp32"
-    page = Path("found/report.html").read_text()
+    page = Path("out/report.html").read_text()
     assert page.count("<figure>") == 3 + 2 * 2
     assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", page)  # it needs nothing else
-    Path("found/report.html").unlink()
-    again = unwrapped("report", "found")
-    assert again[0] == 0 and Path("found/report.html").read_text() == page
-    assert Path("found/table.md").read_text().count("\n") == 10
+    Path("out/report.html").unlink()
+    again = unwrapped("report", "out")
+    assert again[0] == 0 and Path("out/report.html").read_text() == page
+    assert Path("out/table.md").read_text().count("\n") == 10
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_bad_input(tmp_path, monkeypatch, unwrapped, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("full").mkdir()
     Path("full/file").touch()
-    out = () if "--out" in arguments else ("--out", "found")
+    out = () if "--out" in arguments else ("--out", "out")
     code, _, err = unwrapped("bench", *arguments, *out)
     assert code == 2 and message in err
-    assert not Path("found").exists()
+    assert not Path("out").exists()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from shapes import randomize, tiny, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from leanqkv import LeanError, LeanForCausalLM
+from leanqkv import LeanError, LeanForCausalLM, progress
 from leanqkv.checkpoints import write
 from leanqkv.checkpoints.tensors import LazyTensors
 
@@ -25,7 +25,7 @@ HF = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -52,7 +52,7 @@ import sys, torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 assert "leanqkv" not in sys.modules
-torch.save(model.eval()(torch.load("ids.pt")).logits.detach(), "found.pt")
+torch.save(model.eval()(torch.load("ids.pt")).logits.detach(), "logits.pt")
 """
 
 
@@ -61,16 +61,16 @@ def logits_in_a_fresh_process(directory: str) -> torch.Tensor:
     subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS, directory], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    return torch.load("found.pt")
+    return torch.load("logits.pt")
 
 
-def assert_logits(found: torch.Tensor, model) -> None:
+def assert_logits(computed: torch.Tensor, model) -> None:
     expected = model(tokens(2, 12)).logits.detach()
     # float32 rounding, amplified by condition numbers of some hundred
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (computed - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_strict_and_stock_results_load_in_a_fresh_process(place, unwrapped):
+def test_strict_and_stock_results_load_in_a_fresh_process(folder, unwrapped):
     skipless, llama = save("skipless", "llama", "gqa", **SKIPLESS), save_llama("llama")
     code, out, err = unwrapped("eliminate", "skipless", "--remove", "query,output", "--out", "strict")
     assert (code, err) == (0, "")
@@ -91,7 +91,7 @@ def test_strict_and_stock_results_load_in_a_fresh_process(place, unwrapped):
     assert "the same function" in out
 
 
-def test_the_certificate_says_what_was_done(place, unwrapped):
+def test_the_certificate_says_what_was_done(folder, unwrapped):
     save("free", "gpt", **FREE)
     assert unwrapped("eliminate", "free", "--remove", "query", "--layer", "1", "--out", "less")[0] == 0
     report = json.loads(Path("less/certificate.json").read_text())
@@ -109,7 +109,7 @@ def test_the_certificate_says_what_was_done(place, unwrapped):
 
 
 @pytest.mark.parametrize("factor, what", [(0.0, "all zero"), (1e200, "not finite")])
-def test_logits_that_measure_nothing_certify_nothing(place, unwrapped, factor, what):
+def test_logits_that_measure_nothing_certify_nothing(folder, unwrapped, factor, what):
     model = LeanForCausalLM(tiny("llama", **SKIPLESS)).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -120,7 +120,7 @@ def test_logits_that_measure_nothing_certify_nothing(place, unwrapped, factor, w
     assert f"the original's own logits are {what}" in err
 
 
-def test_verify_tells_two_models_apart(place, unwrapped):
+def test_verify_tells_two_models_apart(folder, unwrapped):
     save("one", "gpt")
     shutil.copytree("one", "other")
     tensors = load_file("other/model.safetensors")
@@ -134,7 +134,7 @@ def test_verify_tells_two_models_apart(place, unwrapped):
     assert unwrapped("verify", "one", "narrow")[0] == 2
 
 
-def test_a_text_can_be_certified_on(place, unwrapped, monkeypatch):
+def test_a_text_can_be_certified_on(folder, unwrapped, monkeypatch):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -151,7 +151,7 @@ def test_a_text_can_be_certified_on(place, unwrapped, monkeypatch):
     assert "too short" in unwrapped("verify", "one", "less", "--text", "short.txt")[2]
 
 
-def test_import_and_export_lead_back(place, unwrapped):
+def test_import_and_export_lead_back(folder, unwrapped):
     llama = save_llama("llama", max_shard_size="20KB")
     code, out, _ = unwrapped("import", "llama", "--out", "ours")
     assert code == 0
@@ -165,7 +165,7 @@ def test_import_and_export_lead_back(place, unwrapped):
         assert torch.equal(returned[name], tensor), name
 
 
-def test_norms_that_an_epsilon_disables(place, unwrapped):
+def test_norms_that_an_epsilon_disables(folder, unwrapped):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, layer_norm_epsilon=1e12)
     model = GPT2LMHeadModel(config).eval()
@@ -184,49 +184,140 @@ def test_norms_that_an_epsilon_disables(place, unwrapped):
     assert torch.equal(packed[:, :32], torch.eye(32))
 
 
-def test_inspect_says_what_applies_and_why_not(place, unwrapped):
+def test_inspect_says_what_applies_and_why_not(folder, unwrapped):
     save("free", "gpt", **FREE)
     save_llama("llama")
-    code, out, _ = unwrapped("inspect", "free")
-    assert code == 0
-    assert "one of 0,1,2" in out
+    code, out, err = unwrapped("inspect", "free")
+    assert (code, err) == (0, "")
+    assert "--remove query | key | value | output of one layer (any of 0-2)" in out
     assert "skip connections carry the stream past them" in out
-    assert "model.layers.2.self_attn.o_proj.weight │ 32×32 │ 32" in out
+    assert "worst condition number" in out
     code, out, _ = unwrapped("inspect", "llama", "--no-spectra")
     assert code == 0
     assert "RMSNorm" in out
-    assert "smallest singular value" not in out
+    assert "condition number" not in out
+
+
+def test_inspect_sums_a_checkpoint_up_in_about_ten_lines(folder, cli):
+    """30 layers: which model, how large, what can go and what cannot, the worst condition; rows only on demand."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**HF | {"num_hidden_layers": 30}, num_key_value_heads=2, max_position_embeddings=64)
+    model = LlamaForCausalLM(config).bfloat16()
+    weight = model.model.layers[16].self_attn.o_proj.weight
+    with torch.no_grad():
+        weight[5] *= 1e-5
+    model.save_pretrained("llama")
+    code, out, _ = cli("inspect", "llama")
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) <= 12
+    size = 2 * sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    shape = "LlamaForCausalLM, 30 layers, width 32, 4 heads of 8 (2 for keys and values), vocabulary 97"
+    assert lines[0] == f"llama: {shape}, {size:.1f} MB in bfloat16"
+    text = " ".join(out.split())
+    assert f"parameters: {model.num_parameters():,} (" in text
+    assert f"KV cache, bfloat16: {30 * 2 * 2 * 8 * 2:,} bytes per token, 50.0% of MHA" in text
+    saved = 30 * 2 * 8 * 8
+    assert f"--remove block-diagonal saves {saved:,} weights ({saved / model.num_parameters():.2%})" in text
+    assert text.count("RMSNorm") == 1
+    condition = torch.linalg.cond(weight.double()).item()
+    assert f"worst condition number: {condition:.3g}, layer 16 o_proj (of 120 projections)" in text
+
+
+def test_inspect_says_plainly_that_norms_leave_less_than_a_hundredth(folder, unwrapped):
+    for name, plain in (("gpt2-124m", True), ("gpt2-124m+norm_type=none", False), ("tiny", False)):
+        _, out, _ = unwrapped("inspect", name)
+        assert ("less than 1% of the weights can be removed exactly" in out) is plain, name
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_inspects_rows_can_be_told_apart(folder, cli, monkeypatch, columns):
+    monkeypatch.setattr(progress.console, "width", columns)
+    save("source", "llama", num_hidden_layers=12)
+    code, out, _ = cli("inspect", "source", "--layers")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= columns
+    rows = [line.split("│")[1:-1] for line in out.splitlines() if line.startswith("│ layer ")]
+    names = [row[0].strip() for row in rows]
+    assert names == [f"layer {i} {slot}_proj" for i in range(12) for slot in "qkvo"]
+    weight = load_file("source/model.safetensors")["model.layers.11.self_attn.k_proj.weight"].double()
+    values = torch.linalg.svdvals(weight)
+    row = [cell.strip() for cell in rows[names.index("layer 11 k_proj")]]
+    shape, rank = "×".join(map(str, weight.shape)), str(torch.linalg.matrix_rank(weight).item())
+    assert row[1:] == [shape, rank, f"{values[0] / values[-1]:.3g}", f"{values[-1]:.3g}"]
+    assert "│  0-11 │" in out
+    assert "block-diagonal │ yes" in out and "P1 Prop. 3.2" in out
+
+
+def test_a_model_by_name_has_a_summary_and_its_layers(folder, cli):
+    code, out, _ = cli("inspect", "gpt2-124m+skipv1")
+    assert code == 0
+    assert out.startswith("gpt2-124m+skipv1: LeanForCausalLM, 12 layers, width 768, 12 heads of 64")
+    assert "│  1-11 │" in out and "6-11 of layer 0" in out
+    assert "condition" not in out
+
+
+def test_long_work_names_its_phases_in_a_log(folder, cli, monkeypatch):
+    """What a log may show: what is being done, and how much of it is done."""
+    lines: list[str] = []
+
+    class RecordedBar(progress.Bar):
+        def __call__(self, done: int, total: int) -> None:
+            super().__call__(done, total)
+            lines.append(self.line())
+
+        def start(self, description: str) -> None:
+            super().start(description)
+            lines.append(self.line())
+
+    monkeypatch.setattr(progress, "Bar", RecordedBar)
+    save("source", "gpt", **SKIPLESS)
+    save_llama("llama")
+    for command, phases in {
+        "eliminate source --remove query,output --out less": (
+            *("solving: bases in which rounding loses little", "solving: the query weight of layer 0, 1 of 3 matrices"),
+            *("writing: 0 of 0 MB, about", "certifying: the original in fp64, ", "comparing: the result in bf16, "),
+        ),
+        "verify source less": ("comparing: the original in fp64, ", "comparing: the result in bf16, "),
+        "inspect source": ("singular values: 0 of 12", "singular values: 11 of 12, about 0:00 left"),
+        "import llama --out ours": ("writing: 0 of 0 MB, about",),
+        "export ours --out back": ("writing: 0 of 0 MB, about",),
+    }.items():
+        lines.clear()
+        assert cli(*command.split())[0] == 0
+        for phase in phases:
+            assert any(line.startswith(phase) for line in lines), (phase, lines)
 
 
 # --- bad input: one line, exit code 2, the source untouched, nothing left behind --------------------------------------
 
 
-def no_such(place: Path) -> None:
+def no_such(folder: Path) -> None:
     pass
 
 
-def free(place: Path) -> None:
+def free(folder: Path) -> None:
     save("source", "gpt", **FREE)
 
 
-def normed(place: Path) -> None:
+def normed(folder: Path) -> None:
     save("source", "llama")
 
 
-def skipless(place: Path) -> None:
+def skipless(folder: Path) -> None:
     save("source", "gpt", "gqa", **SKIPLESS)
 
 
-def parallel(place: Path) -> None:
+def parallel(folder: Path) -> None:
     save("source", "gpt", **SKIPLESS, block_type="parallel")
 
 
-def missing_shard(place: Path) -> None:
+def missing_shard(folder: Path) -> None:
     save_llama("source", max_shard_size="20KB")
     next(Path("source").glob("model-00002*")).unlink()
 
 
-def truncated(place: Path) -> None:
+def truncated(folder: Path) -> None:
     save_llama("source")
     with Path("source/model.safetensors").open("r+b") as file:
         file.truncate(5000)
@@ -239,25 +330,25 @@ def changed(name: str, change) -> None:
     save_file(tensors, "source/model.safetensors", metadata={"format": "pt"})
 
 
-def not_a_number(place: Path) -> None:
+def not_a_number(folder: Path) -> None:
     changed("model.layers.2.mlp.up_proj.weight", lambda tensor: tensor[4].fill_(torch.nan))
 
 
-def singular(place: Path) -> None:
+def singular(folder: Path) -> None:
     changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].zero_())
 
 
-def ill(place: Path) -> None:
+def ill(folder: Path) -> None:
     changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].mul_(1e-12))
 
 
-def occupied(place: Path) -> None:
-    free(place)
+def occupied(folder: Path) -> None:
+    free(folder)
     Path("result").mkdir()
     Path("result/mine").write_text("mine")
 
 
-def another_class(place: Path) -> None:
+def another_class(folder: Path) -> None:
     Path("source").mkdir()
     Path("source/config.json").write_text('{"model_type": "bert"}')
 
@@ -291,17 +382,17 @@ def another_class(place: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_bad_input(place, unwrapped, prepare, arguments, message):
-    prepare(place)
-    before = state(place)
+def test_bad_input(folder, unwrapped, prepare, arguments, message):
+    prepare(folder)
+    before = state(folder)
     code, _, err = unwrapped("eliminate", "source", *arguments.split(), "--out", "result")
     assert code == 2
     assert message in err
-    assert state(place) == before
-    assert sorted(p.name for p in place.iterdir()) == sorted({Path(f).relative_to(place).parts[0] for f in before})
+    assert state(folder) == before
+    assert sorted(p.name for p in folder.iterdir()) == sorted({Path(f).relative_to(folder).parts[0] for f in before})
 
 
-def test_max_condition_overrides(place, unwrapped):
+def test_max_condition_overrides(folder, unwrapped):
     changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].mul_(1e-9))
     command = ("eliminate", "source", "--remove", "query", "--layer", "1", "--plain", "--dtype", "fp64")
     code, _, err = unwrapped(*command, "--out", "result")
@@ -335,23 +426,23 @@ def interrupted_at(last: str, calls: list[str]):
     return compute
 
 
-def test_an_interrupted_write_goes_on_after_the_last_whole_shard(place):
-    out, calls = place / "out", []
+def test_an_interrupted_write_goes_on_after_the_last_whole_shard(folder):
+    out, calls = folder / "out", []
     with pytest.raises(KeyboardInterrupt):
         written(out, interrupted_at("tensor3", calls))
     assert not out.exists()
     calls.clear()
     written(out, interrupted_at("none", calls))
     assert calls == ["tensor2", "tensor3", "tensor4", "tensor5"]
-    assert sorted(p.name for p in place.iterdir()) == ["out"]
+    assert sorted(p.name for p in folder.iterdir()) == ["out"]
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == list(SHAPES)
     for name, shard in index["weight_map"].items():
         assert torch.equal(load_file(out / shard)[name], value(name))
 
 
-def test_what_was_begun_for_something_else_is_not_gone_on_with(place):
-    out, calls = place / "out", []
+def test_what_was_begun_for_something_else_is_not_gone_on_with(folder):
+    out, calls = folder / "out", []
     with pytest.raises(KeyboardInterrupt):
         written(out, interrupted_at("tensor3", calls))
     calls.clear()
@@ -359,13 +450,13 @@ def test_what_was_begun_for_something_else_is_not_gone_on_with(place):
     assert calls == list(SHAPES)
 
 
-def test_a_full_disk_is_told_before_and_survived_while_writing(place, monkeypatch):
-    out, calls = place / "out", []
+def test_a_full_disk_is_told_before_and_survived_while_writing(folder, monkeypatch):
+    out, calls = folder / "out", []
     with monkeypatch.context() as patch:
         patch.setattr(write.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1000))
         with pytest.raises(LeanError, match="the disk has"):
             written(out, value)
-    assert not list(place.iterdir())
+    assert not list(folder.iterdir())
 
     def full(*arguments, **options):
         raise write.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -383,7 +474,7 @@ def test_a_full_disk_is_told_before_and_survived_while_writing(place, monkeypatc
     assert calls == ["tensor2", "tensor3", "tensor4", "tensor5"]
 
 
-def test_values_that_do_not_fit_the_dtype_are_refused(place):
+def test_values_that_do_not_fit_the_dtype_are_refused(folder):
     with pytest.raises(LeanError, match="tensor0 has values that float32 cannot hold"):
-        written(place / "out", lambda name: torch.full((8, 8), 1e300, dtype=torch.float64))
-    assert not list(place.iterdir())
+        written(folder / "out", lambda name: torch.full((8, 8), 1e300, dtype=torch.float64))
+    assert not list(folder.iterdir())

@@ -11,6 +11,8 @@ import psutil
 import pytest
 from corpus import SHAPE, write_corpus
 
+from leanqkv.train.trainer import Watch
+
 MODEL = f"tiny+skipv1{SHAPE}"
 
 
@@ -59,6 +61,22 @@ def test_train_killed_outright_goes_on_bit_identically(place, cli, trained):
     assert killed["training"] == whole["training"]
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (place / "killed" / file).read_bytes() == (trained / file).read_bytes()
+
+
+def test_ctrl_c_says_how_to_continue_and_the_run_does(place, cli, trained, monkeypatch):
+    on_step_end = Watch.on_step_end
+
+    def interrupt(watch, args, state, control, **kwargs):
+        if state.global_step == 25:
+            raise KeyboardInterrupt
+        on_step_end(watch, args, state, control, **kwargs)
+
+    monkeypatch.setattr(Watch, "on_step_end", interrupt)
+    code, _, err = cli(*TRAIN, "--out", "stopped")
+    assert (code, err) == (130, "stopped; run the same command again to continue\n")
+    monkeypatch.undo()
+    assert cli(*TRAIN, "--out", "stopped")[0] == 0
+    assert (place / "stopped" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
 def test_two_processes_are_one_with_accumulation(place, cli):

@@ -131,7 +131,6 @@ def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, 
                 for parameter in getattr(layer.self_attn, name).parameters():
                     rows = parameter.detach().unflatten(0, (n, per_head * width))
                     parameter.copy_(rows[list(heads.order)].flatten(0, 1))
-    model.config.fuse_projections = False
     with torch.no_grad():
         assert_near(logits(new, converted, ids), model(ids).logits, ROUNDING)
 

@@ -9,6 +9,7 @@ import torch
 from leanqkv import LeanError
 from leanqkv.data import batch_plan, collate, make_batch_plan, open_corpus, prepare_data
 from leanqkv.data import prepare as prepare_module
+from leanqkv.data.tokenizer import train_tokenizer
 
 TEXT = [f"line {i}: the quick brown fox number {i * i} jumps over the lazy dog\n" for i in range(400)]
 SIZES = {
@@ -94,6 +95,17 @@ def test_tokens_decode_to_the_documents_and_one_in_twenty_is_held_out(tmp_path):
     assert data.bytes_per_token == sum(map(len, TEXT)) / (data.train_tokens + data.validation_tokens)
 
 
+def test_preparation_says_how_much_is_done(tmp_path):
+    source, lines = write_jsonl(tmp_path / "a.jsonl"), []
+    prepare_data(str(source), vocab_size=400, progress=lines.append)
+    size = f"{sum(map(len, TEXT)) / 1e6:.1f} million characters"
+    assert lines[:3] == ["reading the data", "training the tokenizer", "tokenizing"]
+    assert lines[3].startswith("tokenizing, 256 documents") and lines[4:] == [f"tokenizing, 400 documents, {size}"]
+    lines.clear()
+    train_tokenizer(iter(["abc " * 2**18] * 3), 300, lines.append)
+    assert lines == [f"training the tokenizer, {count} million characters read" for count in (1, 2, 3)]
+
+
 def test_one_document_gives_up_its_tail(tmp_path):
     data = prepare_data(str(write_text(tmp_path / "a.txt")), vocab_size=400)
     whole = data.tokenizer().decode(np.concatenate([data.train(), data.validation()]).astype(int))
@@ -104,7 +116,7 @@ def test_one_document_gives_up_its_tail(tmp_path):
 def test_second_preparation_is_read_from_the_cache(tmp_path, monkeypatch):
     source = str(write_text(tmp_path / "a.txt"))
     first = prepare_data(source, vocab_size=400)
-    monkeypatch.setattr(prepare_module, "_write_tokens", lambda *_: pytest.fail("tokenized twice"))
+    monkeypatch.setattr(prepare_module, "write_tokens", lambda *_: pytest.fail("tokenized twice"))
     assert prepare_data(source, vocab_size=400) == first
     monkeypatch.undo()
     monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
@@ -117,7 +129,7 @@ def test_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepare_module, "_write_tokens", full)
+    monkeypatch.setattr(prepare_module, "write_tokens", full)
     with pytest.raises(OSError, match="No space"):
         prepare_data(source, vocab_size=400)
     assert list((tmp_path / "cache" / "data").iterdir()) == []

@@ -17,7 +17,7 @@ class Copies(TorchFunctionMode):
 
     def __init__(self, head_dim: int):
         super().__init__()
-        self.least, self.found = PAST * head_dim, []
+        self.least, self.copied = PAST * head_dim, []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -26,7 +26,7 @@ class Copies(TorchFunctionMode):
             isinstance(result, torch.Tensor) and result.numel() >= self.least
         ):
             fresh = name != "contiguous" or result.data_ptr() != args[0].data_ptr()
-            self.found += [(name, (kwargs or {}).get("dim"), tuple(result.shape))] * fresh
+            self.copied += [(name, (kwargs or {}).get("dim"), tuple(result.shape))] * fresh
         return result
 
 
@@ -62,10 +62,10 @@ def test_a_step_copies_no_history_but_to_grow_the_cache(mechanisms, overrides, k
         with Copies(config.head_dim) as copies:
             model(tokens(1, 1), past_key_values=cache)
     # A dynamic cache grows by concatenation along the positions, each tensor of each layer; nothing else may.
-    grown = [copy for copy in copies.found if copy[:2] == ("cat", -2)]
+    grown = [copy for copy in copies.copied if copy[:2] == ("cat", -2)]
     expected = sum(len(layer.cached) for layer in config.plan.layers) if kind is DynamicCache else 0
     assert len(grown) == expected
-    others = [copy for copy in copies.found if copy not in grown]
+    others = [copy for copy in copies.copied if copy not in grown]
     assert not others, others
 
 
@@ -83,5 +83,5 @@ def test_a_step_with_a_static_cache_is_one_graph(mechanisms, overrides):
     with torch.no_grad():
         expected = model(ids).logits[:, 6:]
         model(ids[:, :6], past_key_values=cache)
-        found = torch.cat([step(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in (6, 7, 8)], dim=1)
-    assert_near(found, expected, 100 * torch.finfo(torch.float32).eps)
+        logits = torch.cat([step(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in (6, 7, 8)], dim=1)
+    assert_near(logits, expected, 100 * torch.finfo(torch.float32).eps)

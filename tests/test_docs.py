@@ -3,99 +3,255 @@
 import json
 import re
 import runpy
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from typer.main import get_command
 
-from leanqkv import kv_bytes_per_token, preset
+from leanqkv import LeanConfig, LeanForCausalLM, kv_bytes_per_token, preset
+from leanqkv.cli import app
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suites import SUITES
-from leanqkv.model import fused, registry
+from leanqkv.model import registry
 from leanqkv.presets import MECHANISMS, recipe
 from leanqkv.report import analysis
 from leanqkv.report import bench as inference
 from leanqkv.report.comparison import markdown
 
 ROOT = Path(__file__).parent.parent
-PAPERS = (ROOT / "docs" / "papers.md").read_text()
-COMPARISONS = sorted(file.parent for file in (ROOT / "results").glob("*/compare.json"))
+DOCS, RESULTS = ROOT / "docs", ROOT / "results"
+PAGES = sorted((*ROOT.glob("*.md"), *DOCS.glob("*.md")))
+PAPERS = (DOCS / "papers.md").read_text()
+COMPARISONS = sorted(file.parent for file in RESULTS.glob("*/compare.json"))
+FIGURES = runpy.run_path(str(DOCS / "make_figures.py"))
+# Benchmark, its record, the page that has its tables.
+BENCHMARKS = (
+    ("conversion", "conversion/stdlib.json", "reference-conversion.md"),
+    ("conversion", "conversion/torch-headers.json", "reference-conversion.md"),
+    ("calibration_time", "conversion/gpt2-small-time.json", "reference-conversion.md"),
+    ("decode", "decode/transformers.json", "reference-inference.md"),
+    ("decode_parts", "decode/parts.json", "reference-inference.md"),
+    ("decode_variants", "decode/variants.json", "reference-inference.md"),
+    ("eliminate_large", "exact/mistral-7b-shape.json", "reference-exact.md"),
+    ("exact", "exact/gpt2-small.json", "reference-exact.md"),
+    ("fused_projection", "fused-projection.json", "reference-inference.md"),
+    ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
+)
+
+
+@cache
+def benchmark_tables(name: str, record: str) -> tuple[str, ...]:
+    """Each block of what the benchmark makes of its record."""
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))
+    made = benchmark.get("tables", benchmark.get("table"))(json.loads((RESULTS / record).read_text()))
+    return tuple("\n\n".join(made.values() if isinstance(made, dict) else [made]).split("\n\n"))
 
 
 @pytest.mark.parametrize("directory", COMPARISONS, ids=lambda directory: directory.name)
 def test_committed_tables_are_those_of_the_committed_records(directory):
     table = markdown(load_comparison(directory))
     assert (directory / "table.md").read_text() == table
-    shown = (ROOT / "README.md").read_text() + (ROOT / "docs" / "results.md").read_text()
-    assert table.split("\n\n")[0] in shown, "the table in the documentation is another one"
+    assert table.split("\n\n")[0] in (DOCS / "results.md").read_text(), "the table in the documentation is another one"
+
+
+def test_the_readme_leads_with_three_seeds():
+    comparison = load_comparison(RESULTS / "kv-sharing")
+    assert len(comparison.seeds) == 3
+    assert markdown(comparison).split("\n\n")[0] in (ROOT / "README.md").read_text()
+
+
+def joined_rows() -> list[str]:
+    rows = []
+    for row in json.loads((RESULTS / "fused-projection.json").read_text())["rows"]:
+        ratio = row["ratio"]
+        times = f"{row['tokens']:,} | {row['fused_ms']:.1f} | {row['unfused_ms']:.1f}"
+        spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f})"
+        rows.append(f"| `{row['model']}` | {row['what']} | {times} | {spread} |")
+    return rows
 
 
 def test_the_benchmarks_tables_are_those_of_their_records():
-    shown = (ROOT / "docs" / "results.md").read_text()
-    for row in json.loads((ROOT / "results" / "kv-bytes.json").read_text())["rows"]:
+    shown = (DOCS / "reference-inference.md").read_text()
+    for row in json.loads((RESULTS / "kv-bytes.json").read_text())["rows"]:
         sizes = f"{row['formula']:,} | {row['measured']:,.0f} | {row['published']:,}"
         assert f"`{row['name']}` | {row['dtype']} | {sizes} |" in shown
         config = preset(row["name"])
         assert kv_bytes_per_token(config, getattr(torch, row["dtype"])) == row["formula"]
-    record = json.loads((ROOT / "results" / "fused-projection.json").read_text())
-    assert record["min_tokens"] == fused.MIN_TOKENS
-    for row in record["rows"]:
-        ratio = row["ratio"]
-        times = f"{row['tokens']:,} | {row['fused_ms']:.1f} | {row['unfused_ms']:.1f}"
-        spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f})"
-        assert f"| `{row['model']}` | {row['what']} | {times} | {spread} |" in shown
+    for row in joined_rows():
+        assert row in shown
+    record = json.loads((RESULTS / "fused-projection.json").read_text())
+    assert f"From {record['min_tokens']} tokens on" in shown
+    first = json.loads((RESULTS / "decode" / "transformers-first.json").read_text())["rows"]
+    cell = ("LlamaForCausalLM", "bfloat16", 1)
+    llama = next(row["ratio"] for row in first if (row["model"], row["dtype"], row["batch"]) == cell)
+    assert f"{llama['median']:.2f} ({llama['min']:.2f}–{llama['max']:.2f})" in shown
+    ratio = json.loads((RESULTS / "step-time.json").read_text())["ratio"]
+    assert f"{ratio['median']:.2f} times" in shown and f"from {ratio['min']:.2f} to {ratio['max']:.2f}" in shown
 
 
-def test_the_tables_of_exact_eliminations_are_those_of_the_record():
-    """Made by the code of the benchmark that made the record."""
-    shown = (ROOT / "docs" / "exact.md").read_text()
-    tables = runpy.run_path(str(ROOT / "benchmarks" / "exact.py"))["tables"]
-    for name, table in tables(json.loads((ROOT / "results" / "exact" / "gpt2-small.json").read_text())).items():
-        assert table in shown, name
+@pytest.mark.parametrize(("name", "record", "page"), BENCHMARKS)
+def test_the_tables_of_the_other_benchmarks_are_those_of_their_records(name, record, page):
+    shown = (DOCS / page).read_text()
+    for block in benchmark_tables(name, record):
+        assert block in shown, block.splitlines()[0]
 
 
-def test_the_tables_of_the_other_benchmarks_are_those_of_their_records():
-    for name, function, record, document in (
-        ("conversion", "tables", "conversion/stdlib.json", "conversion.md"),
-        ("conversion", "tables", "conversion/torch-headers.json", "conversion.md"),
-        ("calibration_time", "table", "conversion/gpt2-small-time.json", "conversion.md"),
-        ("decode", "table", "decode/transformers.json", "results.md"),
-        ("decode_parts", "tables", "decode/parts.json", "results.md"),
-        ("decode_variants", "tables", "decode/variants.json", "results.md"),
-        ("eliminate_large", "tables", "exact/mistral-7b-shape.json", "exact.md"),
-    ):
-        make = runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))[function]
-        made = make(json.loads((ROOT / "results" / record).read_text()))
-        assert made in (ROOT / "docs" / document).read_text(), document
+@cache
+def analysis_tables() -> str:
+    directories = (RESULTS / "analysis" / name for name in ("", "probes", "training"))
+    return "".join((directory / "table.md").read_text() for directory in directories)
 
 
 def test_the_analysis_says_what_its_record_says():
     """Its tables are the records', and every decimal number of its text is one of these tables'."""
-    made = ""
     for name in ("", "probes", "training"):
-        directory = ROOT / "results" / "analysis" / name
+        directory = RESULTS / "analysis" / name
         its = analysis.markdown(json.loads((directory / "analysis.json").read_text()))
         assert (directory / "table.md").read_text() == its
-        made += its
-    blocks = (ROOT / "docs" / "analysis.md").read_text().split("\n\n")
-    shown = [block for block in blocks if block.startswith("|")]
-    assert len(shown) >= 8
+    blocks = (DOCS / "reference-analysis.md").read_text().split("\n\n")
+    shown = [block for block in blocks if block.startswith("|") and not block.startswith("| statement |")]
+    assert len(shown) >= 12
     for block in shown:
-        assert block.strip() in made, block
-    text = "\n\n".join(block for block in blocks if not block.startswith(("|", "    ")))
+        assert block.strip() in analysis_tables(), block
+    text = "\n\n".join(block for block in blocks if block not in shown and not block.startswith("    "))
     published = {"1.8"}
     for number in set(re.findall(r"(?<![\w.§])[−+]?\d+\.\d{1,4}(?![\w.])", text)) - published:
-        assert re.search(rf"(?<![\d−]){re.escape(number)}(?!\d)", made), f"{number} is not in the record's tables"
+        assert re.search(rf"(?<![\d−]){re.escape(number)}(?!\d)", analysis_tables()), f"{number} is in no table"
 
 
 def test_the_benchmark_of_inference_is_that_of_its_record():
-    directory = ROOT / "results" / "bench" / "gpt2-124m"
+    directory = RESULTS / "bench" / "gpt2-124m"
     made = inference.markdown(json.loads((directory / "bench.json").read_text()))
     assert (directory / "table.md").read_text() == made
-    shown = (ROOT / "docs" / "results.md").read_text()
-    said = shown[shown.index("### KV cache, memory") : shown.index("### What a mechanism does")]
-    for number in re.findall(r"[\d.]+(?= MB)", said):
-        assert f"| {number} |" in made, number
+    for page in ("reference-inference.md", "generate-and-serve.md"):
+        numbers = re.findall(r"[\d.]+(?= MB)", (DOCS / page).read_text())
+        shown = [number for number in numbers if "." in number]
+        assert len(shown) >= 2
+        for number in shown:
+            assert f"| {number} |" in made, number
+
+
+# Numbers in sentences, and in tables that a person has written
+
+CONVERSION, INFERENCE, EXACT = (
+    tuple(row[:2] for row in BENCHMARKS if row[2] == page)
+    for page in ("reference-conversion.md", "reference-inference.md", "reference-exact.md")
+)
+
+
+class Sources(NamedTuple):
+    """A page's decimals come from benchmarks and folders of `results/`, but for the exceptions."""
+
+    benchmarks: tuple[tuple[str, ...], ...] = ()
+    folders: tuple[str, ...] = ()
+    exceptions: tuple[str, ...] = ()
+
+
+NUMBERS = {
+    "README.md": Sources(CONVERSION[:1], ("kv-sharing",), ("0.06", "0.95")),  # the shares have a test of their own
+    "shrink-a-checkpoint.md": Sources(CONVERSION, (), ("0.3700", "0.5")),  # the sign is in words; a ratio
+    "remove-weights.md": Sources(EXACT, (), ("0.06", "0.25", "0.95", "3.5")),  # the shares; 3.54 GB
+    "train-and-compare.md": Sources((), ("kv-sharing",), ("12.7", "4.3")),  # Student's t at 1 and 2 degrees of freedom
+    "generate-and-serve.md": Sources(INFERENCE, ("bench",)),
+    "look-inside.md": Sources((), ("analysis",)),
+    "reference-conversion.md": Sources(
+        CONVERSION,
+        # Tested below; a table's number with fewer digits or with its sign in words.
+        exceptions=("0.0047", "0.0094", "3.1067", "36.7", "0.17", "0.18", "0.37", "0.63", "1.33", "0.0032"),
+    ),
+    "reference-exact.md": Sources(EXACT, (), ("1.9", "13.6", "3.5")),  # tested below; 3.54 GB
+    "results.md": Sources(
+        (),
+        ("kv-sharing", "query", "quickstart", "small", "vision"),
+        # P1 to P3, Student's t, weight decay; half-widths and a percentage with fewer digits.
+        ("0.01", "0.05", "1.25", "1.39", "2.6", "12.7", "0.1", "0.02", "0.06", "1.7", "2.9"),
+    ),
+    "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.90")),  # P2; the first run, tested above
+    "mechanisms.md": Sources(),
+    "add-a-mechanism.md": Sources(),
+    "evaluate.md": Sources(),
+}
+
+
+@pytest.mark.parametrize("page", NUMBERS)
+def test_every_decimal_of_a_page_is_in_a_record(page):
+    """Or is what a number of a record rounds to, with three decimals or more."""
+    sources = NUMBERS[page]
+    tables = [block for row in sources.benchmarks for block in benchmark_tables(*row)]
+    tables += [file.read_text() for folder in sources.folders for file in (RESULTS / folder).rglob("table.md")]
+    tables += joined_rows() if page == "reference-inference.md" else []
+    values = re.findall(r"[−+-]?\d+\.\d+", "\n".join(tables))
+    text = (ROOT / page if page == "README.md" else DOCS / page).read_text()
+    statements = r"(?:§|(?:Prop\.|Propositions?|Thm|Theorems?|Lemma|appendix) )\d+\.\d+"
+    code = r"```[\s\S]*?```|^    .*$|`[^`]*`|\]\([^)]*\)|https?:\S+"
+    text = re.sub(f"{code}|{statements}", "", text, flags=re.MULTILINE)
+    numbers = set(re.findall(r"(?<![\w.§])[−+-]?\d+\.\d+(?![\w.])", text))
+
+    def as_float(number: str) -> float:
+        return float(number.replace("−", "-"))
+
+    def is_known(number: str) -> bool:
+        if any(value.lstrip("+") == number.lstrip("+") for value in values):
+            return True
+        digits = len(number.partition(".")[2])
+        return digits >= 3 and any(round(as_float(value), digits) == as_float(number) for value in values)
+
+    unknown = {number for number in numbers if not is_known(number)}
+    assert sorted(unknown) == sorted(sources.exceptions), "decimals that are in no record's table"
+
+
+def test_the_savings_of_cache_are_those_of_the_plan():
+    saving = 1 - kv_bytes_per_token(preset("small", "skipv1")) / kv_bytes_per_token(preset("small"))
+    assert (ROOT / "README.md").read_text().count(f"{saving:.0%} less KV cache") == 2
+    text = (DOCS / "shrink-a-checkpoint.md").read_text()
+    for layers in (6, 12, 32):
+        sizes = [kv_bytes_per_token(preset("small", *names, num_hidden_layers=layers)) for names in (("skipv1",), ())]
+        assert re.search(rf"\b{sizes[0] / sizes[1]:.0%} at\s+{layers}\b", text), layers
+
+
+def test_the_shares_that_exact_elimination_removes_are_those_of_the_shapes():
+    shares = FIGURES["redundant_shares"]()
+    readme, page = (ROOT / "README.md").read_text(), (DOCS / "remove-weights.md").read_text()
+    for model, share in shares.items():
+        assert f"{model} {share:.2%}" in readme, model
+        assert re.search(rf"\| {model}, as published \|.*\| {share:.2%} \|", page), model
+    assert max(shares.values()) < 0.01
+    record = json.loads((RESULTS / "exact" / "gpt2-small.json").read_text())
+    for speed in record["speed"]:
+        assert f"| {1 - speed['parameters'][1] / speed['parameters'][0]:.1%} |" in page
+    savings = record["weight_table"]["Mistral-7B"]["weight savings"]
+    assert f"{savings:.0%} of the weights at Mistral-7B's shape" in readme
+
+
+def test_the_text_about_conversion_says_what_its_records_say():
+    text = (DOCS / "reference-conversion.md").read_text()
+    for name, phrase in (("stdlib", "{:.4f} to {:.4f} off the loss"), ("torch-headers", "{:.4f} and {:.4f} off")):
+        record = json.loads((RESULTS / "conversion" / f"{name}.json").read_text())
+        gained = record["baseline"]["last_tenth"].values()
+        assert phrase.format(min(gained), max(gained)) in text
+    assert record["baseline"]["data"]["description"].rpartition(", ")[2] == "36.7 MB"
+    grouped = json.loads((RESULTS / "conversion" / "stdlib.json").read_text())["grouped"]
+    assert f"loss {grouped['loss']:.4f}" in text
+
+
+def test_the_text_about_elimination_says_what_its_record_says():
+    text = (DOCS / "reference-exact.md").read_text()
+    cases = json.loads((RESULTS / "exact" / "gpt2-small.json").read_text())["cases"]
+    errors = [[case[form]["distance"]["bf16"]["result"]["relative"] for form in ("plain", "quiet")] for case in cases]
+    factors = [plain / quiet for plain, quiet in errors]
+    assert f"by factors of {min(factors):.1f} to {max(factors):.1f}" in text
+    page = (DOCS / "remove-weights.md").read_text()
+    balanced = [case["quiet"]["distance"] for case in cases]
+    worst = [max(distance[dtype]["result"]["relative"] for distance in balanced) for dtype in ("fp64", "fp32")]
+    assert "{:.1e} of the largest logit in float64 and {:.1e} in float32".format(*worst) in page
+    percent = [100 * balanced for _, balanced in errors]
+    assert f"move by {min(percent):.0f} to {max(percent):.0f}% of the largest logit" in page
 
 
 def test_there_are_committed_results():
@@ -103,13 +259,147 @@ def test_there_are_committed_results():
 
 
 def test_the_quickstarts_rates_are_those_the_sweep_found():
-    found = json.loads((ROOT / "results" / "quickstart" / "compare.json").read_text())["chosen_learning_rate"]
+    found = json.loads((RESULTS / "quickstart" / "compare.json").read_text())["chosen_learning_rate"]
     assert found == {name: recipe(name).learning_rate for name in SUITES["quickstart"].architectures}
+
+
+# Figures
+
+
+def test_every_figure_is_drawn_by_the_script_and_shown_on_a_page():
+    files = {file.name for file in FIGURES["FIGURES"].iterdir()}
+    assert files == {f"{name}.svg" for name in FIGURES["ALL"]}
+    shown = {Path(image).name for page in PAGES for image in targets(page, images=True)}
+    assert files <= shown
+
+
+@pytest.mark.parametrize("name", FIGURES["ALL"])
+def test_a_figure_is_the_one_that_its_records_make(name):
+    """The same words and marks, at the same places up to half a pixel; the description names the records' hash."""
+    file = FIGURES["FIGURES"] / f"{name}.svg"
+    committed, drawn = file.read_text(), FIGURES["make"](name)
+    assert file.stat().st_size < 100_000
+    assert FIGURES["signature"](FIGURES["ALL"][name]) in committed, "run python docs/make_figures.py"
+    number = r"-?\d+\.?\d*(?:e-?\d+)?"
+
+    def marks(svg: str) -> tuple[str, list[float]]:
+        ids = re.sub(r'\b(id="|#|href="#)[mp]?[0-9a-f]{8,}', r"\1", svg)
+        return re.sub(number, "0", ids), [float(at) for at in re.findall(number, ids)]
+
+    (shape, places), (expected_shape, expected_places) = marks(committed), marks(drawn)
+    assert shape == expected_shape, "run python docs/make_figures.py"
+    np.testing.assert_allclose(places, expected_places, atol=0.5)
+
+
+def test_every_page_that_reports_numbers_has_a_figure():
+    for page in DOCS.glob("*.md"):
+        measured = re.search(r"± \d|\b\d+(\.\d+)? ?%( of| less|\b)", re.sub(r"`[^`]*`", "", page.read_text()))
+        if measured and page.name not in ("README.md", "life-of-a-token.md"):
+            assert targets(page, images=True), page.name
+
+
+# Pages
+
+
+def targets(page: Path, images: bool = False) -> list[str]:
+    """What a page links to, or its images."""
+
+    def walk(tokens: list[Token]) -> list[Token]:
+        return [found for token in tokens for found in (token, *walk(token.children or []))]
+
+    tokens = walk(MarkdownIt("commonmark").enable("table").parse(page.read_text()))
+    html = re.findall(r'<img src="([^"]+)"', page.read_text())
+    if images:
+        return [str(token.attrs["src"]) for token in tokens if token.type == "image"] + html
+    return [str(token.attrs["href"]) for token in tokens if token.type == "link_open"]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub gives a page's headings."""
+    lines = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines()
+    titles = [line.lstrip("#").strip() for line in lines if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_images_lead_somewhere(page):
+    for target in targets(page) + targets(page, images=True):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}: no such heading"
+
+
+def test_every_page_is_on_the_map():
+    assert {page.name for page in DOCS.glob("*.md")} == {"README.md"} | {
+        target for target in targets(DOCS / "README.md") if "/" not in target
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page):
+    """A path may leave out the folders in front of it; the example of a new mechanism is to be written."""
+    files = {f"/{file.relative_to(ROOT)}" for room in ("src", "tests", "benchmarks", "experiments", "docs")
+             for file in (ROOT / room).rglob("*.py")}  # fmt: skip
+    for path in set(re.findall(r"(?<![\w/*])[\w/]+\.py\b", page.read_text())) - {"model/query_gated.py"}:
+        if path != "tests/test_x.py":
+            assert any(file.endswith(f"/{path}") for file in files), f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_that_a_page_names_exists(page):
+    commands = get_command(app).commands
+    lines = re.findall(r"(?:^    |`|-m )leanqkv(?:\.cli)? ([^`\n]+)", page.read_text(), flags=re.MULTILINE)
+    for line in lines:
+        name, *words = line.partition("  #")[0].split()
+        if re.fullmatch(r"[a-z]+", name):
+            assert name in commands, f"{page.name}: leanqkv {name}"
+            options = {option for parameter in commands[name].params for option in parameter.opts}
+            assert {word for word in words if word.startswith("--")} <= options | {"--help"}, f"{page.name}: {line}"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_layout_names_every_room():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for folder in (ROOT / "src" / "leanqkv").iterdir():
+        if (folder / "__init__.py").exists():
+            assert re.search(rf"^      {folder.name}/ +\w", text, flags=re.MULTILINE), folder.name
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (example,) = python_blocks(ROOT / "README.md")
+    assert '"gpt2-124m"' in example
+    exec(example.replace('"gpt2-124m"', '"tiny"'), {})
+    assert "ParameterCount" in capsys.readouterr().out
+    assert LeanForCausalLM.from_pretrained(tmp_path / "runs" / "model").config.plan.layers[1].borrowed
+
+
+def test_the_example_of_a_mechanism_is_one(monkeypatch):
+    names: dict = {}
+    exec(python_blocks(DOCS / "add-a-mechanism.md")[0], names)
+    monkeypatch.setitem(registry.QUERIES, "gated", names["GatedQuery"])
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LeanConfig(**sizes, max_position_embeddings=16, query=[{"type": "gated"}])
+    model = LeanForCausalLM(config)
+    assert model.model.layers[1].self_attn.q_proj.gate.tolist() == [1.0] * 4
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.gate.grad.abs().min() > 0
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_preset_has_a_row(name):
     assert f"`{name}" in PAPERS, f"docs/papers.md has no row for {name}"
+    assert f"`{name}" in (DOCS / "mechanisms.md").read_text(), f"docs/mechanisms.md has no row for {name}"
 
 
 def test_every_mechanism_file_has_a_row_and_says_where_it_is_from():
@@ -120,9 +410,3 @@ def test_every_mechanism_file_has_a_row_and_says_where_it_is_from():
         assert "http" in head, f"{file.name} does not open with its source"
         if module.rpartition(".")[2] != "projection_linear":
             assert f"model/{file.name}" in PAPERS, f"docs/papers.md has no row for {file.name}"
-
-
-def test_links_between_documents_lead_somewhere():
-    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"

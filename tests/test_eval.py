@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_every_token_has_the_context_that_the_definition_gives(checkpoints, name
     expected = one_at_a_time(model, tokens, context, stride)
     for batch_size in (1, 3, 100):
         done = []
-        found = strided_losses(
+        losses = strided_losses(
             model,
             tokens,
             context_length=context,
@@ -81,8 +82,8 @@ def test_every_token_has_the_context_that_the_definition_gives(checkpoints, name
             batch_size=batch_size,
             progress=lambda *at, done=done: done.append(at),
         )
-        assert found.dtype == torch.float64
-        torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
+        assert losses.dtype == torch.float64
+        torch.testing.assert_close(losses, expected, rtol=0, atol=ROUNDING)
         assert done[-1] == (length - 1, length - 1)
 
 
@@ -100,16 +101,16 @@ def test_a_text_of_one_window_has_the_plain_cross_entropy(checkpoints):
     model = model_of(checkpoints, "gpt")
     tokens = np.arange(33, dtype="uint16")
     ids = torch.arange(33)
-    found = strided_losses(model, tokens, context_length=32, stride=4)
+    losses = strided_losses(model, tokens, context_length=32, stride=4)
     with torch.no_grad():
         plain = F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]).item()
-    assert found.mean().item() == pytest.approx(plain, abs=ROUNDING)
+    assert losses.mean().item() == pytest.approx(plain, abs=ROUNDING)
 
 
 def test_dropout_is_off_and_training_goes_on(checkpoints):
     model = LeanForCausalLM(tiny("gpt", hidden_dropout=0.5)).train()
-    found = [strided_losses(model, np.arange(20), context_length=8, stride=4) for _ in range(2)]
-    assert torch.equal(*found) and model.training
+    losses = [strided_losses(model, np.arange(20), context_length=8, stride=4) for _ in range(2)]
+    assert torch.equal(*losses) and model.training
 
 
 def test_bits_per_byte():
@@ -214,17 +215,17 @@ def test_bf16_is_near_and_the_text_hash_is_not_the_tokenizers(checkpoints, cli, 
     other = tmp_path / "other"
     model_of(checkpoints, "gpt", torch.float32).save_pretrained(other)
     train_tokenizer(iter(["x"]), 257).save_pretrained(other)
-    found = []
+    records = []
     for directory, precision in ((checkpoints / "gpt", "fp32"), (checkpoints / "gpt", "bf16+eager"), (other, "fp32")):
         out = tmp_path / "record.json"
         arguments = ("--data", str(source), "--precision", precision, "--out", str(out))
         assert cli("eval", str(directory), *arguments)[0] == 0
-        found.append(json.loads(out.read_text()))
-    loss, half = (record["figures"]["loss"] for record in found[:2])
+        records.append(json.loads(out.read_text()))
+    loss, half = (record["figures"]["loss"] for record in records[:2])
     # The rounding of float32 is far below the first bound.
     assert 1e-5 < abs(half - loss) < 1e-2 * loss and chosen == ["sdpa", "eager", "sdpa"]
-    assert len({record["text"]["text_sha256"] for record in found}) == 1
-    assert len({record["text"]["tokens"] for record in found}) == 2
+    assert len({record["text"]["text_sha256"] for record in records}) == 1
+    assert len({record["text"]["tokens"] for record in records}) == 2
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ def test_a_local_task_by_hand(checkpoints, cli, local_tasks, tmp_path, name):
     code, shown, _ = cli("eval", str(checkpoints / name), *arguments)
     assert code == 0 and "animals" in shown
     record = json.loads(out.read_text())
-    found = record["tasks"]["animals"]
+    figures = record["tasks"]["animals"]
     model, tokenizer = model_of(checkpoints, name), load_tokenizer(checkpoints / name)
     hits, hits_per_byte = [], []
     for question in QUESTIONS:
@@ -288,14 +289,21 @@ def test_a_local_task_by_hand(checkpoints, cli, local_tasks, tmp_path, name):
         per_byte = [score / len(choice) for score, choice in zip(scores, choices, strict=True)]
         hits.append(int(np.argmax(scores) == question["answer"]))
         hits_per_byte.append(int(np.argmax(per_byte) == question["answer"]))
-    assert (found["acc"], found["acc_norm"]) == (np.mean(hits), np.mean(hits_per_byte))
-    assert found["acc_stderr"] == pytest.approx(np.std(hits, ddof=1) / 2)
-    assert (found["examples"], found["of"], found["shots"], found["version"]) == (4, 4, 0, 3.0)
-    assert record["mean_acc"] == found["acc"] and record["lm_eval"]
+    assert (figures["acc"], figures["acc_norm"]) == (np.mean(hits), np.mean(hits_per_byte))
+    assert figures["acc_stderr"] == pytest.approx(np.std(hits, ddof=1) / 2)
+    assert (figures["examples"], figures["of"], figures["shots"], figures["version"]) == (4, 4, 0, 3.0)
+    assert record["mean_acc"] == figures["acc"] and record["lm_eval"]
     assert str(tmp_path) not in out.read_text()
     assert cli("eval", str(checkpoints / name), *arguments, "--limit", "2", "--precision", "bf16")[0] == 0
     record = json.loads(out.read_text())
     assert (record["tasks"]["animals"]["examples"], record["tasks"]["animals"]["of"], record["limit"]) == (2, 4, 2)
+
+
+def test_scoring_tasks_is_visible_in_a_log(checkpoints, cli, local_tasks, monkeypatch):
+    """lm-eval's own remarks are silenced by replacing the standard error; the lines go to the real one."""
+    monkeypatch.setattr("leanqkv.progress.LOG_SECONDS", 0.001)
+    code, _, err = cli("eval", str(checkpoints / "gpt"), "--tasks", "animals", "--include-path", str(local_tasks))
+    assert code == 0 and re.search("scoring the tasks, [0-9]+ sequences done", err)
 
 
 def test_log_likelihoods_by_hand(checkpoints, local_tasks):
@@ -310,8 +318,8 @@ def test_log_likelihoods_by_hand(checkpoints, local_tasks):
         for question in QUESTIONS
         for choice in question["choices"]
     ]
-    found = [instance.resps[0][0] for instance in tasks["tasks"]["animals"].instances]
-    assert found == pytest.approx(expected, abs=1e-9) and len(set(found)) == 12
+    scores = [instance.resps[0][0] for instance in tasks["tasks"]["animals"].instances]
+    assert scores == pytest.approx(expected, abs=1e-9) and len(set(scores)) == 12
     tasks = load_tasks(["animals"], local_tasks)
     task_figures(model.float(), tokenizer, tasks, autocast_dtype=torch.bfloat16)
     half = [instance.resps[0][0] for instance in tasks["tasks"]["animals"].instances]
@@ -352,17 +360,17 @@ def refused(cli, *arguments) -> str:
 
 
 @pytest.mark.parametrize(
-    "content, said", [("", "the data is empty"), ("a", "too short: 1 in tokens"), (b"\xff\xfe", "not UTF-8")]
+    "content, message", [("", "the data is empty"), ("a", "too short: 1 token found"), (b"\xff\xfe", "not UTF-8")]
 )
-def test_texts_that_cannot_be_scored(checkpoints, cli, tmp_path, content, said):
+def test_texts_that_cannot_be_scored(checkpoints, cli, tmp_path, content, message):
     (tmp_path / "text.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
     out = tmp_path / "record.json"
-    assert said in refused(cli, checkpoints / "gpt", "--data", tmp_path / "text.txt", "--out", out)
+    assert message in refused(cli, checkpoints / "gpt", "--data", tmp_path / "text.txt", "--out", out)
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         ((), "one of the two"),
         (("--data", "DATA", "--tasks", "p3"), "one of the two"),
@@ -381,16 +389,16 @@ def test_texts_that_cannot_be_scored(checkpoints, cli, tmp_path, content, said):
         (("--tasks", "p3", "--include-path", "nowhere"), "no folder of tasks at nowhere"),
     ],
 )
-def test_arguments_that_do_not_fit(checkpoints, cli, arguments, said):
+def test_arguments_that_do_not_fit(checkpoints, cli, arguments, message):
     arguments = [str(checkpoints / "corpus.txt") if part == "DATA" else part for part in arguments]
-    assert said in refused(cli, checkpoints / "gpt", *arguments)
+    assert message in refused(cli, checkpoints / "gpt", *arguments)
 
 
 def test_models_that_do_not_continue_text(checkpoints, cli, tmp_path):
     LeanForMaskedLM(tiny("gpt", task="masked_lm")).save_pretrained(tmp_path / "encoder")
     for options in (("--data", "stdlib"), ("--tasks", "p3")):
-        said = refused(cli, tmp_path / "encoder", *options)
-        assert "masked_lm, which does not predict the next token" in said
+        message = refused(cli, tmp_path / "encoder", *options)
+        assert "masked_lm, which does not predict the next token" in message
     assert "not a checkpoint" in refused(cli, tmp_path, "--data", "stdlib")
 
 
@@ -399,9 +407,9 @@ def test_tokenizers_that_do_not_fit(checkpoints, cli, local_tasks, tmp_path):
     assert "it has no tokenizer.json" in refused(cli, checkpoints / "bare", *data)
     LeanForCausalLM(tiny("gpt")).save_pretrained(tmp_path / "small")
     load_tokenizer(checkpoints / "gpt").save_pretrained(tmp_path / "small")
-    said = "has 300 tokens, the model only 97"
-    assert said in refused(cli, tmp_path / "small", *data)
-    assert said in refused(cli, tmp_path / "small", "--tasks", "animals", "--include-path", local_tasks)
+    message = "has 300 tokens, the model only 97"
+    assert message in refused(cli, tmp_path / "small", *data)
+    assert message in refused(cli, tmp_path / "small", "--tasks", "animals", "--include-path", local_tasks)
 
 
 def test_logits_that_are_nan(checkpoints, cli, local_tasks, tmp_path):
@@ -411,8 +419,8 @@ def test_logits_that_are_nan(checkpoints, cli, local_tasks, tmp_path):
     model.save_pretrained(tmp_path / "broken")
     load_tokenizer(checkpoints / "gpt").save_pretrained(tmp_path / "broken")
     out = tmp_path / "record.json"
-    said = refused(cli, tmp_path / "broken", "--data", checkpoints / "corpus.txt", "--out", out)
-    assert "the loss is not finite at token 2 of" in said
+    message = refused(cli, tmp_path / "broken", "--data", checkpoints / "corpus.txt", "--out", out)
+    assert "the loss is not finite at token 2 of" in message
     tasks = ("--tasks", "animals", "--include-path", local_tasks)
     assert "logits are NaN" in refused(cli, tmp_path / "broken", *tasks, "--out", out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "tasks"]
@@ -434,13 +442,13 @@ def test_tasks_that_are_not_there(checkpoints, cli, local_tasks, without_default
     animals = (local_tasks / "animals.yaml").read_text()
     (local_tasks / "lost.yaml").write_text(animals.replace(": animals", ": lost").replace("animals.jsonl", "x"))
     (local_tasks / "code.yaml").write_text(animals.replace(": animals", ": code") + "unsafe_code: true\n")
-    for tasks, said in (
+    for tasks, message in (
         ("animal", "no task 'animal': did you mean 'animals'?"),
         ("animals,qqq", "no task 'qqq': see `lm-eval ls tasks`"),
         ("animals,lost", "the task lost cannot be loaded"),
         ("code", "the task code runs code that a model wrote"),
     ):
-        assert said in refused(cli, checkpoints / "gpt", "--tasks", tasks, "--include-path", local_tasks)
+        assert message in refused(cli, checkpoints / "gpt", "--tasks", tasks, "--include-path", local_tasks)
 
 
 def test_without_lm_eval(checkpoints, cli, monkeypatch):

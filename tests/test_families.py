@@ -105,9 +105,9 @@ def logits(model: PreTrainedModel) -> Tensor:
     return model(input_ids=IDS).logits
 
 
-def export(checkpoint: Checkpoint, directory: Path, asked: str | None = None) -> PreTrainedModel:
+def export(checkpoint: Checkpoint, directory: Path, name: str | None = None) -> PreTrainedModel:
     """What transformers loads from the checkpoint written as a family, nothing missing and nothing left over."""
-    family = choose_family(checkpoint.config, asked)
+    family = choose_family(checkpoint.config, name)
     family.to_stock(checkpoint.config).save_pretrained(directory)
     tensors = dict(export_tensors(family, checkpoint.config, checkpoint.tensors))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -149,9 +149,9 @@ def test_in_float64(case, tmp_path):
     reference.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config.dtype == torch.float64
-    found, expected = logits(ours(checkpoint)), logits(reference)
-    assert found.dtype == expected.dtype == torch.float64
-    assert_near(found, expected, 1e-12)
+    computed, expected = logits(ours(checkpoint)), logits(reference)
+    assert computed.dtype == expected.dtype == torch.float64
+    assert_near(computed, expected, 1e-12)
 
 
 @pytest.mark.parametrize("case", ["gpt2", "neox", "llama-gqa-tied"])
@@ -190,10 +190,10 @@ def test_every_layout_gives_the_same_tensors(case, layout, tmp_path):
         reference.config.save_pretrained(other)
         # A state dict names a tied head, too.
         save_pickled(reference.state_dict(), other, layout == "sharded bin")
-    expected, found = (open_checkpoint(tmp_path / name).tensors for name in ("single", "other"))
-    assert list(found) == list(expected)
+    expected, tensors = (open_checkpoint(tmp_path / name).tensors for name in ("single", "other"))
+    assert list(tensors) == list(expected)
     for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(tensors[name], expected[name]), name
 
 
 def test_qwen2_takes_a_head_dim_that_it_does_not_declare(tmp_path):
@@ -320,9 +320,9 @@ def test_models_of_ours_are_written_as_the_family_that_holds_them(case, tmp_path
     checkpoint = open_checkpoint(tmp_path / "own")
     assert checkpoint.family is None
     assert choose_family(config).model_type == expected
-    for asked in (None, expected, *([other] if other else [])):
-        returned = export(checkpoint, tmp_path / f"as-{asked}", asked)
-        assert returned.config.model_type == (asked or expected)
+    for name in (None, expected, *([other] if other else [])):
+        returned = export(checkpoint, tmp_path / f"as-{name}", name)
+        assert returned.config.model_type == (name or expected)
         assert_near(logits(returned), logits(model), 1e-5)
 
 
@@ -636,7 +636,7 @@ def test_import_tensors_of_a_configuration_made_by_hand(tmp_path):
     reference = stock_model("gpt2-inverse")
     reference.save_pretrained(tmp_path)
     family, hf = FAMILIES["gpt2"], json.loads((tmp_path / "config.json").read_text())
-    config = LeanConfig(**family.to_lean(hf))
+    config = family.lean_config(hf)
     tensors = import_tensors(family, config, open_tensors(tmp_path), hf)
     query = reference.transformer.h[2].attn.c_attn.weight.detach().T[:32]
     assert torch.equal(tensors["model.layers.2.self_attn.q_proj.weight"], query / 3)

@@ -31,9 +31,9 @@ def answer(directory, prompt: str, new: int = 12) -> tuple[str, int]:
 
     model, tokenizer = LeanForCausalLM.from_pretrained(directory).eval(), load_tokenizer(directory)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    found = model.generate(ids, max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
-    text = tokenizer.decode(found.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-    return text, cache_bytes(found.past_key_values)
+    output = model.generate(ids, max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+    text = tokenizer.decode(output.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    return text, cache_bytes(output.past_key_values)
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_text_and_nothing_else_on_the_standard_output(cli, model):
     text, held = answer(model, "def ")
     code, out, err = cli("generate", str(model), "--prompt", "def ", *GREEDY)
     assert (code, out) == (0, f"def {text}\n")
-    found = re.fullmatch(REMARK, err)
-    assert (found[1], found[2].replace(",", "")) == ("12", str(held))
+    remark = re.fullmatch(REMARK, err)
+    assert (remark[1], remark[2].replace(",", "")) == ("12", str(held))
 
 
 def test_a_prompt_begins_as_the_tokenizer_has_it(cli, model, tmp_path):

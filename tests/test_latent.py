@@ -57,7 +57,7 @@ def test_absorbed_is_expanded(case, implementation: str, monkeypatch: pytest.Mon
 def test_the_cheaper_form_is_taken() -> None:
     """One query on a long history: absorbed. As many queries as keys: expanded."""
     config = preset("llama-350m", "mla", num_hidden_layers=2, vocab_size=64)
-    attention = LatentAttention(config, config.plan.layers[0])
+    attention = LatentAttention(config, config.plan.blocks[0])
 
     def absorbs(queries: int, keys: int) -> bool:
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool)

@@ -12,7 +12,7 @@ ROOT = Path(leanqkv.__file__).parent
 LAYERS = (
     "errors",
     "files",
-    "quiet",
+    "compat",
     "environment",
     "model",
     "presets",

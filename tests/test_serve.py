@@ -23,6 +23,7 @@ import torch
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM, LeanForMaskedLM
+from leanqkv.inference import Decoder
 
 # So many that an answer over all of them takes minutes: whoever waits for its end does not get there.
 POSITIONS = 100_000
@@ -54,10 +55,10 @@ def server(tmp_path_factory):
         )
         try:
             line = process.stdout.readline()
-            found = re.fullmatch(r"random: (http://127\.0\.0\.1:\d+/v1) \(Ctrl-C ends it\)\n", line)
-            assert found, line + (directory / "errors").read_text()
-            client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=60)
-            yield SimpleNamespace(directory=directory, address=found[1], process=process, client=client)
+            started = re.fullmatch(r"random: (http://127\.0\.0\.1:\d+/v1) \(Ctrl-C ends it\)\n", line)
+            assert started, line + (directory / "errors").read_text()
+            client = openai.OpenAI(base_url=started[1], api_key="none", max_retries=0, timeout=60)
+            yield SimpleNamespace(directory=directory, address=started[1], process=process, client=client)
             long = {"model": "random", "prompt": "a", "max_tokens": POSITIONS - 9}
             stream = iter(client.completions.create(**long, stream=True))
             next(stream)
@@ -90,8 +91,8 @@ def generated(server):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         sampling = {"do_sample": False} if seed is None else {"do_sample": True, "top_k": 0}
         torch.manual_seed(seed or 0)
-        found = model.generate(ids, max_new_tokens=new, **sampling)
-        return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+        output = model.generate(ids, max_new_tokens=new, **sampling)
+        return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     return text
 
@@ -148,8 +149,8 @@ def test_chat_and_responses(server, generated):
     assert server.client.chat.completions.create(**options).choices[0].message.content == expected
     pieces = server.client.chat.completions.create(**options, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
-    found = server.client.chat.completions.create(**options, stop=expected[4:6]).choices[0]
-    assert (found.message.content, found.finish_reason) == (expected[: expected.index(expected[4:6])], "stop")
+    choice = server.client.chat.completions.create(**options, stop=expected[4:6]).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (expected[: expected.index(expected[4:6])], "stop")
     options = {"model": "random", "input": "def ", "temperature": 0, "max_output_tokens": 16}
     assert server.client.responses.create(**options).output_text == expected
     events = list(server.client.responses.create(**options, stream=True))
@@ -186,6 +187,10 @@ CHAT = "/chat/completions"
         (CHAT, {"messages": "a"}, 400, "cannot be read"),
         (CHAT, {"messages": [{"role": "user"}], "chat_template_kwargs": {"fail": True}}, 400, "undefined_function"),
         (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools is not supported"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls is not supported"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url is not supported"),
+        ("/completions", {"messages": [{"role": "user"}]}, 400, "messages is not supported"),
+        ("/responses", {"input": "a", "stop": "b"}, 400, "stop is not supported"),
         ("/responses", {"input": 3}, 422, "input"),
         ("/reset", {}, 404, "Not Found"),
         ("/load_model", {"model": "gpt2"}, 404, "Not Found"),
@@ -203,6 +208,14 @@ def test_refusals(server, path, body, status, message):
     error = json.loads(caught.value.read())["error"]
     assert message in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "text/plain; application/json", "application/x-www-form-urlencoded"])
+def test_a_body_that_any_other_site_can_send_is_refused(server, kind):
+    with pytest.raises(HTTPError) as caught:
+        urlopen(Request(server.address + "/completions", b'{"prompt": "a"}', {"Content-Type": kind}), timeout=60)
+    assert caught.value.code == 400
+    assert "Content-Type is not application/json" in json.loads(caught.value.read())["error"]["message"]
 
 
 def test_the_client_knows_the_refusals(server):
@@ -300,12 +313,18 @@ def test_without_chat_template(application):
 def test_a_failure_to_generate_is_told_and_survived(application, monkeypatch):
     options = {"path": "/v1/completions", "prompt": "a", "max_tokens": 4}
     with monkeypatch.context() as patch:
-        patch.setattr(LeanForCausalLM, "generate", lambda *_, **__: 1 / 0)
+        patch.setattr(Decoder, "generate", lambda *_, **__: 1 / 0)
         status, answer = application.ask(**options)
         assert status == 500
         assert json.loads(answer)["error"]["type"] == "server_error"
         assert "division by zero" in answer
         assert 'data: {"error": "division by zero"}' in application.ask(**options, stream=True)[1]
+        application.tokenizer.chat_template = TEMPLATE
+        answer = application.ask("/v1/responses", input="a", stream=True)[1]
+        *_, error, failed = (json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line)
+        assert (error["type"], error["message"]) == ("error", "division by zero")
+        assert failed["type"] == "response.failed"
+        assert failed["response"]["error"] == {"code": "server_error", "message": "division by zero"}
     assert application.ask(**options)[0] == 200
 
 
@@ -320,6 +339,14 @@ def test_the_end_of_text_is_no_cut(application):
         answer = json.loads(application.ask(**options, max_tokens=max_tokens)[1])
         assert answer["choices"][0]["finish_reason"] == reason
         assert answer["usage"]["completion_tokens"] == min(max_tokens, new)
+
+
+def test_a_setting_that_is_not_applied_is_told(application, caplog):
+    from leanqkv.inference.serve import build_app
+
+    application.model.generation_config.repetition_penalty = 1.2
+    build_app(application.model, application.tokenizer, "random")
+    assert "repetition_penalty, which this server does not apply" in caplog.text
 
 
 @pytest.fixture
@@ -348,5 +375,5 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(place, cli, monkeypat
     assert "no tokenizer at model" in refused(cli, "model")
     LeanForMaskedLM(tiny("gpt", task="masked_lm")).save_pretrained(place / "masked")
     assert "masked_lm, which does not continue text" in refused(cli, "masked")
-    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
     assert "pip install 'leanqkv[serve]'" in refused(cli, "model")

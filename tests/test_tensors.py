@@ -161,17 +161,17 @@ def assert_refused(directory: Path, *needles: str) -> None:
 
 
 def test_lazy_tensors_are_computed_each_time_and_in_order():
-    asked = []
+    computed = []
 
     def compute(name: str) -> Tensor:
-        asked.append(name)
+        computed.append(name)
         return torch.zeros(3 if name == "wrong" else 2)
 
     tensors = LazyTensors({"b": (2,), "a": (2,), "wrong": (2,)}, compute)
     assert list(tensors) == ["b", "a", "wrong"] and len(tensors) == 3 and "a" in tensors and "c" not in tensors
-    assert not asked
+    assert not computed
     assert tensors["a"] is not tensors["a"]
-    assert asked == ["a", "a"]
+    assert computed == ["a", "a"]
     with pytest.raises(AssertionError, match=r"wrong.*\(2,\).*\(3,\)"):
         tensors["wrong"]
     with pytest.raises(KeyError):
@@ -226,10 +226,10 @@ def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) // 1024
 size = 2**24
 bytearray(size)  # once freed, a block of this size comes from the heap
-start, blocks, kept = resident(), [], []
+start, blocks, small = resident(), [], []
 for _ in range(20):
     blocks.append(bytearray(b"1") * size)
-    kept.append(bytearray(2**12))
+    small.append(bytearray(2**12))
 del blocks
 print(resident() - start)
 """

@@ -117,15 +117,16 @@ def test_kept_checkpoints_are_the_model_at_every_evaluation(data, finished, tmp_
     out, record = finished
     kept = train(spec(data), data, tmp_path / "run", device="cpu", keep_checkpoints=True)
     assert losses(kept) == losses(record)
-    found = {path.name: path for path in (tmp_path / "run").glob("checkpoint-*")}
-    assert sorted(found) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    checkpoints = {path.name: path for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert sorted(checkpoints) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
     assert not list((tmp_path / "run").rglob("*.pt")) and not list((tmp_path / "run").rglob("*.pth"))
     last, first, end = (
-        load_file(path / "model.safetensors") for path in (found["checkpoint-30"], found["checkpoint-10"], out)
+        load_file(path / "model.safetensors")
+        for path in (checkpoints["checkpoint-30"], checkpoints["checkpoint-10"], out)
     )
     assert all(torch.equal(last[name], end[name]) for name in end)
     assert any(not torch.equal(first[name], end[name]) for name in end)
-    model = load_model(found["checkpoint-10"])
+    model = load_model(checkpoints["checkpoint-10"])
     assert all(torch.equal(first[name], weight) for name, weight in model.state_dict().items() if name in first)
 
 
@@ -147,9 +148,9 @@ def test_a_run_learns_and_its_directory_holds_what_the_record_says(data, finishe
         seed=0,
     )
     assert record["batch_plan"]["sha256"] == plan.sha256
-    found = sequence_losses(model, data.validation(), plan.evaluation_starts, 32, batch_size=8).mean().item()
-    assert found == record["final"]["validation_loss"]
-    assert record["final"]["perplexity"] == math.exp(found)
+    loss = sequence_losses(model, data.validation(), plan.evaluation_starts, 32, batch_size=8).mean().item()
+    assert loss == record["final"]["validation_loss"]
+    assert record["final"]["perplexity"] == math.exp(loss)
     assert record["tokens"] == 30 * 8 * 32
     assert record["parameters"]["total"] == sum(p.numel() for p in model.parameters())
     for key in ("config", "seed", "data", "versions", "git_commit", "hardware", "precision", "tokens_per_second"):
@@ -159,11 +160,11 @@ def test_a_run_learns_and_its_directory_holds_what_the_record_says(data, finishe
 def test_sequence_losses_match_the_models_own_loss_and_leave_its_mode(data):
     torch.manual_seed(0)
     model = LeanForCausalLM(preset(f"tiny{SHAPE}+hidden_dropout=0.5")).train()
-    found = sequence_losses(model, data.validation(), [0, 5, 9], 32, batch_size=2)
+    means = sequence_losses(model, data.validation(), [0, 5, 9], 32, batch_size=2)
     assert model.training
     batch = collate(data.validation(), [5], 32)
-    assert found[1].item() == pytest.approx(model.eval()(**batch).loss.item(), rel=1e-6)
-    assert found.shape == (3,)
+    assert means[1].item() == pytest.approx(model.eval()(**batch).loss.item(), rel=1e-6)
+    assert means.shape == (3,)
 
 
 def test_a_diverging_run_stops_and_says_so(data, tmp_path):
@@ -296,7 +297,7 @@ def test_the_fastest_precision_is_chosen_and_the_random_state_kept(monkeypatch):
             raise RuntimeError("no compiler")
         return seconds.get(str(precision), (0, 9.0))
 
-    monkeypatch.setattr("leanqkv.train.precision._time", timed)
+    monkeypatch.setattr("leanqkv.train.precision.time_steps", timed)
     arguments = {"batch_size": 2, "context_length": 16, "device": "cpu"}
     config = preset(f"tiny{SHAPE}")
     assert str(choose_precision(config, steps=10, **arguments)) == "bf16+sdpa", "compiling does not pay for 10 steps"

@@ -57,11 +57,11 @@ def expected_loss(model, teacher, data, batches: Path, share: float) -> float:
     """Of the first batch: cross-entropy and KL(teacher || model), written out."""
     plan = plan_of(batches, data)
     batch = collate(data.train(), plan.train_starts[0], 32)
-    found, taught = (m(batch["input_ids"]).logits.double().log_softmax(-1) for m in (model, teacher))
+    predicted, taught = (m(batch["input_ids"]).logits.double().log_softmax(-1) for m in (model, teacher))
     total = 0.0
     for row, targets in enumerate(batch["shift_labels"]):
         for position, target in enumerate(targets):
-            likelihoods, wanted = found[row, position], taught[row, position]
+            likelihoods, wanted = predicted[row, position], taught[row, position]
             divergence = (wanted.exp() * (wanted - likelihoods)).sum()
             total += float(share * divergence - (1 - share) * likelihoods[target])
     return total / batch["shift_labels"].numel()

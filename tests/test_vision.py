@@ -133,9 +133,9 @@ def test_model_is_its_equations(case, monkeypatch):
     floor = 1e-4 * max(gradient.abs().max().item() for gradient in wanted.values())
     for backend in ("eager", "sdpa"):
         model.set_attn_implementation(backend)
-        found = model(pixel_values=images).logits
-        assert_near(found, expected, 1e-10, f"{backend} logits")
-        for name, gradient in gradients_of(found, direction, dict(model.named_parameters())).items():
+        logits = model(pixel_values=images).logits
+        assert_near(logits, expected, 1e-10, f"{backend} logits")
+        for name, gradient in gradients_of(logits, direction, dict(model.named_parameters())).items():
             assert_near(gradient, wanted[name], 1e-10, f"{backend} gradient of {name}", floor)
 
 
@@ -199,9 +199,9 @@ def test_the_papers_shape_has_the_stated_size_and_keeps_no_cache():
     # Eleven layers without one of three value heads.
     assert total - count_parameters(preset("vit-tiny", "skipv1")).total == 11 * 64 * 193
     assert kv_bytes_per_token(config) == 0
-    found = recipe("vit-tiny")
-    assert (found.steps, found.batch_size, found.warmup_steps, found.weight_decay) == (15_000, 1024, 1500, 0.1)
-    assert (found.learning_rate, found.min_learning_rate, found.beta1, found.beta2) == (1e-3, 1e-4, 0.9, 0.999)
+    paper = recipe("vit-tiny")
+    assert (paper.steps, paper.batch_size, paper.warmup_steps, paper.weight_decay) == (15_000, 1024, 1500, 0.1)
+    assert (paper.learning_rate, paper.min_learning_rate, paper.beta1, paper.beta2) == (1e-3, 1e-4, 0.9, 0.999)
 
 
 def test_variants_of_one_seed_start_from_the_same_point():
@@ -234,20 +234,20 @@ def test_accumulated_losses_sum_to_the_batchs(overrides):
 def test_experts_are_balanced():
     config = vit(mlp_type="moe", num_local_experts=3, mlp_bias=False, router_aux_loss_coef=0.5)
     model = randomize(LeanForImageClassification(config)).double().eval()
-    found = model(pixel_values=pixels(config), labels=torch.tensor([0, 1]))
-    cross_entropy = torch.nn.functional.cross_entropy(found.logits, torch.tensor([0, 1]))
-    assert found.loss > cross_entropy + 0.5 * 0.9, "even routing costs E times sum 1/E 1/E = 1, uneven one more"
+    output = model(pixel_values=pixels(config), labels=torch.tensor([0, 1]))
+    cross_entropy = torch.nn.functional.cross_entropy(output.logits, torch.tensor([0, 1]))
+    assert output.loss > cross_entropy + 0.5 * 0.9, "even routing costs E times sum 1/E 1/E = 1, uneven one more"
 
 
 def test_hidden_states_attention_weights_and_checkpointing():
     config = vit("skipv1", attention_dropout=0.0)
     model = randomize(LeanForImageClassification(config)).double()
     model.set_attn_implementation("eager")
-    found = model(pixel_values=pixels(config), output_hidden_states=True, output_attentions=True)
-    assert len(found.hidden_states) == 4
-    assert found.hidden_states[0].shape == (2, 5, 16)
-    assert torch.equal(model.classifier(found.hidden_states[-1][:, 0]), found.logits)
-    assert (found.attentions[0] > 0).all(), "every token sees every other"
+    output = model(pixel_values=pixels(config), output_hidden_states=True, output_attentions=True)
+    assert len(output.hidden_states) == 4
+    assert output.hidden_states[0].shape == (2, 5, 16)
+    assert torch.equal(model.classifier(output.hidden_states[-1][:, 0]), output.logits)
+    assert (output.attentions[0] > 0).all(), "every token sees every other"
     gradients = []
     for checkpointed in (False, True):
         if checkpointed:
@@ -399,15 +399,15 @@ def test_digits_are_split_once_and_for_all(digits):
 
 def test_a_plan_goes_through_all_images_in_every_epoch():
     arguments = {"train_images": 10, "test_images": 7, "batch_size": 4, "evaluation_images": 7}
-    found = make_image_plan(**arguments, steps=5, seed=0)
-    order = found.train_starts.ravel()
+    whole = make_image_plan(**arguments, steps=5, seed=0)
+    order = whole.train_starts.ravel()
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
     assert not np.array_equal(order[:10], order[10:])
-    assert found.evaluation_starts.tolist() == list(range(7))
+    assert whole.evaluation_starts.tolist() == list(range(7))
     longer = make_image_plan(**arguments, steps=6, seed=0)
-    assert np.array_equal(longer.train_starts[:5], found.train_starts)
+    assert np.array_equal(longer.train_starts[:5], whole.train_starts)
     other = make_image_plan(**{**arguments, "evaluation_images": 3}, steps=5, seed=1)
-    assert not np.array_equal(other.train_starts, found.train_starts)
+    assert not np.array_equal(other.train_starts, whole.train_starts)
     part = make_image_plan(**{**arguments, "evaluation_images": 3}, steps=5, seed=0).evaluation_starts
     assert np.array_equal(other.evaluation_starts, part), "the same for every seed"
     assert len(set(part)) == 3
@@ -597,7 +597,7 @@ def test_data_of_the_wrong_kind_or_shape_is_refused(digits, tmp_path):
     ):
         with pytest.raises(LeanError, match=message):
             train(spec(digits, f"vit-digits+{field}"), digits, tmp_path / "run", device="cpu")
-    with pytest.raises(LeanError, match="cuts an image into 17 tokens, 8 are asked for"):
+    with pytest.raises(LeanError, match="cuts an image into 17 tokens, not 8"):
         train(spec(digits, context_length=8), digits, tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 
@@ -645,6 +645,17 @@ def test_train_inspect_and_what_they_refuse(cli, cache):
         assert message in " ".join(err.split()), arguments
         assert len(err.splitlines()) == 1
         assert not Path("b").exists()
+
+
+def test_uptraining_a_model_of_images(cli, cache):
+    options = ("--precision", "fp32", "--batch-size", "8", "--device", "cpu")
+    assert cli("train", SMALL, "--steps", "2", *options, "--out", "run")[0] == 0
+    code, _, err = cli("uptrain", "run", "--steps", "2", *options, "--out", "longer")
+    assert (code, err) == (0, "")
+    before, after = (json.loads(Path(directory, "record.json").read_text()) for directory in ("run", "longer"))
+    assert after["evaluations"][0] == {"step": 0, **{k: v for k, v in before["evaluations"][-1].items() if k != "step"}}
+    code, _, err = cli("uptrain", "run", "--steps", "2", *options, "--teacher", "run", "--out", "taught")
+    assert code == 2 and "--teacher is for models of text" in err
 
 
 def test_models_of_images_are_compared_by_their_accuracy(cli):

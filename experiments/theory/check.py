@@ -1,33 +1,32 @@
-"""What every check has in common: what it states, its record, and what has to hold for it to pass.
+"""What every check has in common: its statement, its record, and what must hold for it to pass.
 
-A check is a file `<name>.py` of pure functions and a file `<name>_check.py` with its settings, what is measured, and
-the tables and the figure that are made from the record.
+A check is a folder: `statement.py` has what the paper states as pure functions; `check.py` has the settings, what is
+measured, and the findings, tables and figure that are made from the record; the larger checks have `measure.py` and
+`tables.py` beside it.
 """
 
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from leanqkv.environment import default_device, record_header
 from leanqkv.errors import LeanError
-from leanqkv.files import read_json, write_json, write_text
+from leanqkv.files import RECORD_FORMAT, read_json, write_json, write_text
 
 from .report import Record, save_figure
 
-RECORD = 1
 CHECKS = ("initial-spread", "layer-norm", "basis-transfer", "skip-absorption", "hadamard", "in-context")
 
-# Called with the part at hand, how much of it is done, and how much there is.
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # the part at hand, how much of it is done, how much there is
+Parts = Mapping[str, Callable[[], Any]]  # what is measured, made of JSON's types, by name
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of an outcome: what has to hold, what was found, whether that bears it out."""
+    """One line of an outcome: what must hold, what was found, and whether it holds."""
 
     what: str
     found: str
@@ -41,45 +40,60 @@ class Check:
     Attributes:
         statement, source: in a sentence or two, with paper and number.
         settings: a frozen dataclass; its defaults are the full check, its `quick()` one of seconds.
-        run: settings and progress -> the record, made of JSON's types.
-        findings: record -> what has to hold for the check to pass.
+        parts: settings and progress -> what is measured.
+        findings: record -> what must hold for the check to pass.
         tables: record -> Markdown tables, a blank line between two.
-        draw: record and an empty matplotlib figure; None where there is nothing to look at.
+        draw: draws a record into an empty matplotlib figure; None where there is nothing to see.
+        digits: to which numbers are rounded in the record, which is read by people too.
     """
 
     name: str
     statement: str
     source: str
     settings: Any
-    run: Callable[[Any, Progress], dict[str, Any]]
+    parts: Callable[[Any, Progress], Parts]
     findings: Callable[[Record], list[Finding]]
     tables: Callable[[Record], str]
     draw: Callable[[Record, Any], None] | None
+    digits: int = 6
 
     @property
     def kind(self) -> str:
         return f"theory/{self.name}"
 
     def load(self, file: Path) -> dict[str, Any]:
-        """Raises:
-        LeanError: not there, unreadable, or not a record of this check.
-        """
-        record = read_json(file)
-        if record.get("kind") != self.kind or record.get("record") != RECORD:
-            raise LeanError(f"{file} is no {self.kind} record of version {RECORD}: name another --out")
-        return record
-
-    def write(self, record: Record, out: Path) -> None:
-        """table.md and, where there is one, figure.png."""
-        write_text(out / "table.md", self.tables(record))
-        if self.draw is not None:
-            save_figure(self.draw, record, out / "figure.png")
-
-    def compute(self, settings: Any, out: Path, progress: Progress) -> dict[str, Any]:
-        """Runs the check and writes record.json.
+        """Read a record of this check.
 
         Raises:
-            LeanError: `out` is a file, or holds another check's record, which is not written over.
+            LeanError: not there, unreadable, or not a record of this check.
+        """
+        record = read_json(file)
+        # Records older than the common header have kind and name in one.
+        kind = "/".join(record[key] for key in ("kind", "name") if key in record)
+        if kind != self.kind or record.get("record") != RECORD_FORMAT:
+            raise LeanError(f"{file} is no {self.kind} record of version {RECORD_FORMAT}: name another --out")
+        return record
+
+    def run(self, settings: Any, progress: Progress) -> dict[str, Any]:
+        """Measure every part and return the record: header, statement, settings, measurements, seconds, outcome."""
+        record = record_header("theory", self.name, default_device())
+        record |= {"statement": self.statement, "source": self.source, "settings": self._rounded(asdict(settings))}
+        record |= {"seconds": {}, "measured": {}}
+        parts = self.parts(settings, progress)
+        for done, (name, part) in enumerate(parts.items()):
+            progress(name.replace("_", " "), done, len(parts))
+            begin = time.perf_counter()
+            record["measured"][name] = self._rounded(part())
+            record["seconds"][name] = round(time.perf_counter() - begin, 1)
+        findings = self.findings(record)
+        record["outcome"] = {"passed": passed(findings), "findings": [asdict(finding) for finding in findings]}
+        return record
+
+    def compute(self, settings: Any, out: Path, progress: Progress) -> dict[str, Any]:
+        """Run the check and write record.json.
+
+        Raises:
+            LeanError: `out` is a file, or holds another check's record, which is not overwritten.
         """
         if out.exists() and not out.is_dir():
             raise LeanError(f"--out takes a directory, and {out} is a file")
@@ -91,45 +105,27 @@ class Check:
         write_json(file, record)
         return record
 
+    def write(self, record: Record, out: Path) -> None:
+        """Write table.md and, where there is one, figure.png."""
+        write_text(out / "table.md", self.tables(record))
+        if self.draw is not None:
+            save_figure(self.draw, record, out / "figure.png")
+
+    def _rounded(self, value: Any) -> Any:
+        """JSON's types; of a path the last part, since the rest says nothing but where it was."""
+        if isinstance(value, dict):
+            return {key: self._rounded(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._rounded(one) for one in value]
+        if isinstance(value, Path):
+            return value.name
+        return float(f"{value:.{self.digits}g}") if isinstance(value, float) else value
+
 
 def load_check(name: str) -> Check:
-    """The check of one of CHECKS' names."""
-    return import_module(f".{name.replace('-', '_')}_check", __package__).CHECK
-
-
-def measured(check: Check, settings: Any, parts: Mapping[str, Callable[[], Any]], progress: Progress) -> dict[str, Any]:
-    """The record: statement, settings, versions, what each part measured and in how many seconds, and the outcome."""
-    record: dict[str, Any] = {
-        "record": RECORD,
-        "kind": check.kind,
-        "statement": check.statement,
-        "source": check.source,
-        "settings": rounded(asdict(settings)),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("leanqkv", "torch", "numpy")},
-        },
-        "seconds": {},
-        "measured": {},
-    }
-    for done, (name, part) in enumerate(parts.items()):
-        progress(name.replace("_", " "), done, len(parts))
-        begin = time.perf_counter()
-        record["measured"][name] = rounded(part())
-        record["seconds"][name] = round(time.perf_counter() - begin, 1)
-    findings = check.findings(record)
-    record["outcome"] = {"passed": passed(findings), "findings": [asdict(finding) for finding in findings]}
-    return record
+    """Return the check of one of CHECKS' names."""
+    return import_module(f".{name.replace('-', '_')}.check", __package__).CHECK
 
 
 def passed(findings: Sequence[Finding]) -> bool:
     return all(finding.passed for finding in findings)
-
-
-def rounded(value: Any) -> Any:
-    """JSON's types, numbers to six digits: a record is read by people too."""
-    if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(one) for one in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value

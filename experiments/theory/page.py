@@ -15,7 +15,10 @@ from .report import Record
 
 
 def write_page(file: Path, checks: Sequence[tuple[Check, Record, Path]]) -> None:
-    """checks: each with its record and the directory that holds its figure.png, if it has one."""
+    """Write the page.
+
+    checks: each with its record and the directory that holds its figure.png, if it has one.
+    """
     template = Path(__file__).with_name("theory.html.j2")
     write_text(file, render(template, checks=[_shown(*one) for one in checks]))
 

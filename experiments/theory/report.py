@@ -1,18 +1,18 @@
-"""Markdown tables and figures of the checks, from their records."""
+"""How the checks write numbers, tables and figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from leanqkv.files import partial_name
+from leanqkv.report.text import markdown_table
 
 Record = Mapping[str, Any]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "---:") -> str:
-    """A Markdown table; `align` is every column's."""
-    lines = [head, [align] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, every column aligned right."""
+    return markdown_table(headers, rows, "r" * len(headers))
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -25,7 +25,7 @@ def interval(mean: float, half_width: float, digits: int = 3) -> str:
 
 
 def power(value: float) -> str:
-    """Of what spans orders of magnitude: 2.3e-15."""
+    """Return 2.3e-15: for what spans orders of magnitude."""
     return f"{value:.1e}" if value else "0"
 
 
@@ -38,7 +38,7 @@ def yes(value: bool) -> str:
 
 
 def plain_axes(figure: Any, rows: int, columns: int) -> Any:
-    """A grid [rows, columns] of axes without frames."""
+    """Add a grid [rows, columns] of axes without frames to the figure, and return it."""
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.spines[["top", "right"]].set_visible(False)
@@ -47,12 +47,10 @@ def plain_axes(figure: Any, rows: int, columns: int) -> Any:
 
 
 def save_figure(draw: Callable[[Record, Any], None], record: Record, file: Path) -> None:
-    """Writes what `draw(record, figure)` draws as PNG; the file is whole or absent."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Write what `draw(record, figure)` draws as PNG; the file is whole or absent."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained", dpi=100)
-    FigureCanvasAgg(figure)
     draw(record, figure)
     partial = partial_name(file)
     try:

@@ -75,9 +75,6 @@ def run(app: typer.Typer) -> None:
             raise
         where = f": {name}" if (name := error.filename2 or error.filename) else ""
         _fail(f"{reasons[error.errno]}{where}; what was complete is kept, the same command goes on from there")
-    except KeyboardInterrupt:
-        errors.print("\nstopped; the same command goes on from the last checkpoint", highlight=False)
-        sys.exit(130)
 
 
 def _fail(message: str) -> None:

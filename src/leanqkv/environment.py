@@ -1,8 +1,12 @@
-"""What a record says about where it was made: hardware, versions, the commit of the code."""
+"""Where a record was made: hardware, versions, the commit of the code."""
 
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,30 +14,35 @@ from typing import Any
 import torch
 
 from .errors import LeanError
+from .files import RECORD_FORMAT
 
 
 def default_device() -> str:
-    """The accelerator torch finds, else the CPU."""
+    """Return the accelerator that torch finds, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def check_device(device: str) -> str:
-    """Raises:
-    LeanError: not a kind of device, or one that is not here.
+def check_device(device: str | None) -> str:
+    """Return `device` if this machine has it; of None the default one.
+
+    Raises:
+        LeanError: not a kind of device, or not on this machine.
     """
+    device = device or default_device()
     available = {"cpu", default_device()}
     if device not in available:
-        raise LeanError(f"there is no device {device!r} here: {' or '.join(sorted(available))}")
+        raise LeanError(f"there is no device {device!r} here; --device can be {' or '.join(sorted(available))}")
     return device
 
 
 def available_cores() -> int:
-    """Cores this process may use, which in a container or under taskset are fewer than the machine has."""
+    """Return the number of cores that this process may use; under taskset fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def hardware(device: str) -> dict[str, Any]:
+    """Return a record's entry on the machine."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "cpu": _processor(),
@@ -42,20 +51,47 @@ def hardware(device: str) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    packages = ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python and of `packages`, by default of those that a training run depends on."""
+    packages = packages or ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
+def record_header(kind: str, name: str, device: str = "cpu") -> dict[str, Any]:
+    """Return the fields that every record opens with: what it holds and how, when and where it was made.
+
+    Args:
+        kind: what made the record, such as "benchmark" or "theory".
+        name: which one of that kind.
+        device: "cpu", "cuda" or "mps".
+    """
+    return {
+        "record": RECORD_FORMAT,
+        "kind": kind,
+        "name": name,
+        "command": command_line(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_commit": git_commit(),
+        "hardware": hardware(device),
+        "versions": versions(),
+    }
+
+
+def command_line() -> str:
+    """Return this process's command, with absolute paths cut to their last part: a record must not name a machine."""
+    words = sys.orig_argv[1:] if Path(sys.argv[0]).name == "leanqkv" else sys.orig_argv
+    return shlex.join(re.sub(r"(^|=)/.*?([^/]+)/?$", r"\1\2", word) for word in words)
+
+
 def git_commit() -> str | None:
-    """The commit this code was run from, with "+changes" if files differ from it; None for an installed package."""
+    """Return the commit of this code, with "+changes" if files differ from it; None for an installed package."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", __file__)  # else the repository around us is somebody else's
+        git("ls-files", "--error-unmatch", __file__)  # fails if the repository around this file is another project's
         commit = git("rev-parse", "HEAD")
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):

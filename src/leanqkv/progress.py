@@ -44,6 +44,12 @@ class Bar:
         self.description = description
         self._bars.update(self._task, description=description)
 
+    def start(self, description: str) -> None:
+        """Begin another phase, with a count and a clock of its own."""
+        self._bars.remove_task(self._task)
+        self._task = self._bars.add_task(description, total=None)
+        self.description, self.started, self.done, self.total = description, time.monotonic(), 0, 0
+
     def line(self) -> str:
         """The same for a log."""
         elapsed = time.monotonic() - self.started
@@ -56,12 +62,15 @@ class Bar:
 
 
 @contextmanager
-def progress_bar(description: str, *, in_bytes: bool = False) -> Iterator[Bar]:
-    """Show one bar while the body runs; call it with what is done and the total, once that is known."""
+def progress_bar(description: str, *, in_bytes: bool = False, log_only: bool = False) -> Iterator[Bar]:
+    """Show one bar while the body runs; call it with what is done and the total, once that is known.
+
+    With `log_only` there is no bar on a terminal, for a body that draws its own.
+    """
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(), amount, TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bars:
+    with Progress(*columns, console=terminal, transient=True, disable=log_only or not terminal.is_terminal) as bars:
         bar = Bar(bars, description, in_bytes)
         with _log_lines(lambda: [bar.line()]):
             yield bar
@@ -126,10 +135,14 @@ class TrainingDisplay:
 
 @contextmanager
 def training_display() -> Iterator[TrainingDisplay]:
-    """Show the progress of training runs while the body runs."""
+    """Show the progress of training runs while the body runs; on Ctrl-C, say that they can be continued."""
     display = TrainingDisplay()
-    with display.bars, _log_lines(display.lines):
-        yield display
+    try:
+        with display.bars, _log_lines(display.lines):
+            yield display
+    except KeyboardInterrupt:
+        terminal.print("stopped; run the same command again to continue", highlight=False)
+        raise  # Typer exits with code 130
 
 
 @contextmanager
@@ -139,11 +152,12 @@ def _log_lines(lines: Callable[[], list[str]]) -> Iterator[None]:
         yield
         return
     ended = threading.Event()
+    log = Console(file=terminal.file, quiet=terminal.quiet)  # stays, where the body replaces sys.stderr
 
     def print_lines() -> None:
         while not ended.wait(LOG_SECONDS):
             for line in lines():
-                terminal.print(line, highlight=False, soft_wrap=True)
+                log.print(line, highlight=False, soft_wrap=True)
 
     thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()

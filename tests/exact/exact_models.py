@@ -74,10 +74,10 @@ def logits(config: LeanConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     return build(config, tensors)(input_ids=IDS).logits
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(computed: Tensor, expected: Tensor) -> float:
     """The largest difference over the largest logit."""
     assert expected.isfinite().all()
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+    return ((computed - expected).abs().max() / expected.abs().max()).item()
 
 
 def tolerance(conditions: Mapping[str, float]) -> float:
@@ -165,26 +165,26 @@ def _random_fields(draw: random.Random) -> dict[str, Any]:
         fields["task"] = "masked_lm"
     elif flag(0.1):
         fields["sliding_window"] = 4
-    if flag(0.5):
-        return fields
+    return fields if flag() else fields | _mechanism(draw, fields)
+
+
+def _mechanism(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a mechanism that not every layer, or not every model, has."""
+    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     some = sorted(draw.sample(range(layers), draw.randint(1, layers)))
     odd = draw.choice(("sharing", "sharing", "query", "key", "value", "output", "average", "latent", "keys as values"))
     if odd == "sharing":
-        fields["key_value"] = draw.choice(SHARING)
-    elif odd == "query":
-        fields["query"] = [{**draw.choice(ODD_QUERIES), "layers": some}]
-    elif odd in ("key", "value", "output"):
+        return {"key_value": draw.choice(SHARING)}
+    if odd == "query":
+        return {"query": [{**draw.choice(ODD_QUERIES), "layers": some}]}
+    if odd in ("key", "value", "output"):
         kinds = ("identity",) if odd == "output" else ("identity", "block_identity")
-        fields[odd] = [{"type": draw.choice(kinds), "layers": some}]
-    elif odd == "average":
-        fields["depth_average"] = {
-            "dilation": draw.randint(1, min(2, layers)),
-            "period": draw.randint(1, min(2, layers)),
-        }
-    elif odd == "latent":
-        fields |= {"kv_lora_rank": draw.choice((3, 5)), "qk_norm": False, "num_key_value_heads": heads}
-        if fields["position_embedding_type"] == "rope":
-            fields |= {"rope_parameters": None, "qk_rope_head_dim": 2}
-    else:
-        fields["value"] = [{"type": "keys"}]
-    return fields
+        return {odd: [{"type": draw.choice(kinds), "layers": some}]}
+    if odd == "average":
+        spans = {"dilation": draw.randint(1, min(2, layers)), "period": draw.randint(1, min(2, layers))}
+        return {"depth_average": spans}
+    if odd == "latent":
+        latent = {"kv_lora_rank": draw.choice((3, 5)), "qk_norm": False, "num_key_value_heads": heads}
+        rotary = fields["position_embedding_type"] == "rope"
+        return latent | ({"rope_parameters": None, "qk_rope_head_dim": 2} if rotary else {})
+    return {"value": [{"type": "keys"}]}

@@ -2,52 +2,79 @@
 
 Karbevski & Mijoski 2025 (arXiv 2510.23912): Lemma 3.1, Propositions 3.2 and 4.1, Theorems 4.2-4.4. Graef 2024 (arXiv
 2404.12362): Table 1 and Figure 2. Weights are taken to be invertible where they are square.
+
+The conditions are linear equations between changes of basis, and what they leave free is a question of ranks.
+test_exact_derivatives.py holds them against the derivatives of the model itself.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
+
+import numpy as np
 
 from leanqkv import LeanConfig
+from leanqkv.model.plan import LayerPlan
 
 Weight = tuple[str, int]  # slot and the block that holds it
 SLOTS = ("query", "key", "value", "output")
 
 
-class Classes:
-    """Things that must be treated alike."""
+class Generators:
+    """Linear equations between the generators A of changes of basis `1 + t A`, one unknown for every basis.
+
+    Two bases that must be one have equal generators, and a basis that must stay has the generator 0. The equations are
+    the same for every entry of the matrices A, so that one number stands for each.
+    """
 
     def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
+        self.equations: list[dict[Hashable, int]] = []
 
-    def find(self, thing: Hashable) -> Hashable:
-        while (above := self.parent.get(thing, thing)) != thing:
-            thing = above
-        return thing
+    def equal(self, one: Hashable, other: Hashable) -> None:
+        if one != other:
+            self.equations.append({one: 1, other: -1})
 
-    def join(self, one: Hashable, other: Hashable) -> None:
-        self.parent[self.find(one)] = self.find(other)
+    def opposite(self, one: Hashable, other: Hashable) -> None:
+        self.equations.append({one: 1, other: 1} if one != other else {one: 1})
+
+    def zero(self, unknown: Hashable) -> None:
+        self.equations.append({unknown: 1})
+
+    def free(self, chosen: Collection[Hashable]) -> bool:
+        """Whether the chosen unknowns, one entry for each choice, can be given any values at once."""
+        given = [*self.equations, *({unknown: 1} for unknown in chosen)]
+        unknowns = list({unknown: None for equation in given for unknown in equation})
+        rows = np.array([[equation.get(unknown, 0) for unknown in unknowns] for equation in given])
+        before = np.linalg.matrix_rank(rows[: len(self.equations)]) if self.equations else 0
+        return np.linalg.matrix_rank(rows) == before + len(chosen)
 
 
-def stream_classes(config: LeanConfig) -> Classes:
-    """Places on the stream that must have one basis: ("in", i) before layer i, ("mid", i) inside a serial block."""
-    classes, layers = Classes(), config.plan.layers
+def stream(config: LeanConfig) -> Generators:
+    """The bases of the stream: ("in", i) before layer i, ("mid", i) between attention and MLP of a serial block."""
+    generators, layers = Generators(), config.plan.layers
     for i, layer in enumerate(layers):
         serial = config.block_type == "serial"
         before, after = ("in", i), ("in", i + 1)
         if serial and config.attention_skip:
-            classes.join(before, ("mid", i))
+            generators.equal(before, ("mid", i))
         if serial and config.mlp_skip:
-            classes.join(("mid", i), after)
+            generators.equal(("mid", i), after)
         if not serial and config.mlp_skip:
-            classes.join(before, after)
+            generators.equal(before, after)
         # An average over depth adds up outputs of blocks and the embedding.
         for j in layer.averaged:
-            classes.join(("in", j), after)
+            generators.equal(("in", j), after)
         # One weight reads, or writes, in every layer that shares it.
         for j in range(i):
             if layers[j].block == layer.block:
                 for one, other in ((("in", j), before), (("mid", j), ("mid", i)), (("in", j + 1), after)):
-                    classes.join(one, other)
-    return classes
+                    generators.equal(one, other)
+        # Something other than a plain matrix, as the lemma's `X W` is, reads or writes the stream.
+        keys = layer.computed_key_heads and layer.key.kind != "linear"
+        values = layer.computed_value_heads and layer.value.kind not in ("linear", "keys")
+        if layer.query.kind != "linear" or keys or values:
+            generators.zero(before)
+        if layer.output.kind != "linear":
+            generators.zero(place(config, "output", i))
+    return generators
 
 
 def place(config: LeanConfig, slot: str, layer: int) -> tuple[str, int]:
@@ -55,19 +82,6 @@ def place(config: LeanConfig, slot: str, layer: int) -> tuple[str, int]:
     if slot != "output":
         return ("in", layer)
     return ("mid", layer) if config.block_type == "serial" else ("in", layer + 1)
-
-
-def frozen(config: LeanConfig) -> set[tuple[str, int]]:
-    """Places whose basis something is tied to that is not a plain matrix, as the lemma's `X W` is."""
-    found = set()
-    for i, layer in enumerate(config.plan.layers):
-        keys = layer.computed_key_heads and layer.key.kind != "linear"
-        values = layer.computed_value_heads and layer.value.kind not in ("linear", "keys")
-        if layer.query.kind != "linear" or keys or values:
-            found.add(("in", i))
-        if layer.output.kind != "linear":
-            found.add(place(config, "output", i))
-    return found
 
 
 def square(config: LeanConfig, slot: str, layer: int) -> bool:
@@ -85,42 +99,35 @@ def square(config: LeanConfig, slot: str, layer: int) -> bool:
     )
 
 
+def weights_of(config: LeanConfig, slots: Iterable[str], layers: Iterable[int] | None) -> dict[Weight, tuple[str, int]]:
+    """The weights that are to go, each with the basis that makes it an identity."""
+    chosen = range(config.num_hidden_layers) if layers is None else layers
+    pairs = [(slot, layer) for slot in slots for layer in chosen]
+    return {(slot, config.plan.layers[layer].block): place(config, slot, layer) for slot, layer in pairs}
+
+
 def removed(config: LeanConfig, slots: Iterable[str], layers: Iterable[int] | None) -> list[Weight] | None:
     """The weights that go, or None where they cannot all go."""
-    if config.norm_type != "none":
+    slots = tuple(slots)
+    chosen = range(config.num_hidden_layers) if layers is None else layers
+    if config.norm_type != "none" or not all(square(config, slot, layer) for slot in slots for layer in chosen):
         return None
-    classes, fixed = stream_classes(config), frozen(config)
-    fixed_classes = {classes.find(p) for p in fixed}
-    served: dict[Hashable, Weight] = {}
-    for slot in slots:
-        for layer in range(config.num_hidden_layers) if layers is None else layers:
-            basis = classes.find(place(config, slot, layer))
-            weight = (slot, config.plan.layers[layer].block)
-            if not square(config, slot, layer) or basis in fixed_classes or served.get(basis, weight) != weight:
-                return None
-            served[basis] = weight
-    return list(served.values())
+    weights = weights_of(config, slots, layers)
+    return list(weights) if stream(config).free(list(weights.values())) else None
 
 
 def stays_tied(config: LeanConfig, slots: Iterable[str], layers: Iterable[int] | None) -> bool:
-    """Theorem 4.4's basis at the end of the stream, (Theta_1^T)^-1, is to be had if nothing else decides that end."""
-    classes, fixed = stream_classes(config), frozen(config)
-    start, end = classes.find(("in", 0)), classes.find(("in", config.num_hidden_layers))
-    chosen = {
-        classes.find(place(config, slot, layer))
-        for slot in slots
-        for layer in (range(config.num_hidden_layers) if layers is None else layers)
-    }
-    bound = chosen | {classes.find(p) for p in fixed}
-    return not chosen & {start, end} or (not {start, end} <= bound and start != end)
+    """Whether Theorem 4.4's basis at the end of the stream, (Theta_1^T)^-1, is to be had."""
+    generators = stream(config)
+    generators.opposite(("in", 0), ("in", config.num_hidden_layers))
+    return generators.free(list(weights_of(config, slots, layers).values()))
 
 
 def identity_blocks(config: LeanConfig) -> dict[tuple[str, int], int] | None:
     """Proposition 3.2 on both pairs: per ("key" or "value", block) how many weights an identity in every head saves."""
     if config.kv_lora_rank:
         return None
-    plans = config.plan.layers
-    found: dict[tuple[str, int], int] = {}
+    saved: dict[tuple[str, int], int] = {}
     for side in ("key", "value"):
         rotated = 0
         if side == "key" and config.position_embedding_type == "rope":
@@ -128,40 +135,49 @@ def identity_blocks(config: LeanConfig) -> dict[tuple[str, int], int] | None:
         width = config.head_dim - rotated
         if not 0 < width < config.hidden_size or (side == "key" and config.qk_norm):
             continue
-        classes, stuck, makers = Classes(), set(), {}
-        for plan in plans:
-            count = heads_made(plan, side)
-            if count:
-                makers.setdefault(plan.block, (plan, count))
-            if side == "value" and plan.layout.mixed_with is not None:  # heads that are added to each other
-                for head in range(count):
-                    classes.join((plan.block, head), (plans[plan.layout.mixed_with].block, head))
-            if side == "value":
-                for mean in range(count, count + plan.layout.derived_value_heads):
-                    one, other = summands(plan, side, mean)
-                    classes.join((plan.block, one), (plan.block, other))
-            if plan.value.kind == "keys":  # what the keys are, the values are too
-                stuck |= {(plan.block, head) for head in range(count)}
-            # Whoever attends with a head must be a plain matrix to take up the inverse.
-            if (plan.query if side == "key" else plan.output).kind != "linear":
-                for source in plan.layout.keys if side == "key" else plan.layout.values:
-                    lender = plans[source.layer]
-                    for head in range(source.start, source.stop):
-                        stuck |= {(lender.block, summand) for summand in summands(lender, side, head)}
-        bad, taken = {classes.find(head) for head in stuck}, set()
-        for block, (plan, count) in makers.items():
-            own = {classes.find((block, head)) for head in range(count)}
-            if getattr(plan, side).kind == "linear" and len(own) == count and not own & (taken | bad):
-                taken |= own
-                found[side, block] = count * width * width
-    return found or None
+        generators, taken = heads(config, side), []
+        makers: dict[int, LayerPlan] = {}
+        for plan in config.plan.layers:
+            if heads_made(plan, side):
+                makers.setdefault(plan.block, plan)
+        for block, plan in makers.items():
+            own = [(block, head) for head in range(heads_made(plan, side))]
+            if getattr(plan, side).kind == "linear" and generators.free([*taken, *own]):
+                taken += own
+                saved[side, block] = len(own) * width * width
+    return saved or None
 
 
-def heads_made(plan, side: str) -> int:
+def heads(config: LeanConfig, side: str) -> Generators:
+    """The bases inside the heads: (block, head), and (block, head, "mean") of two of them."""
+    generators, plans = Generators(), config.plan.layers
+    for plan in plans:
+        made = heads_made(plan, side)
+        if side == "value" and plan.layout.mixed_with is not None:  # heads that are added to each other
+            for head in range(made):
+                generators.equal((plan.block, head), (plans[plan.layout.mixed_with].block, head))
+        if side == "value":
+            for mean in range(made, made + plan.layout.derived_value_heads):
+                one, other = summands(plan, side, mean)
+                generators.equal((plan.block, one), (plan.block, other))
+        if plan.value.kind == "keys":  # what the keys are, the values are too
+            for head in range(made):
+                generators.zero((plan.block, head))
+        # Whoever attends with a head must be a plain matrix to take up the inverse.
+        if (plan.query if side == "key" else plan.output).kind != "linear":
+            for source in plan.layout.keys if side == "key" else plan.layout.values:
+                lender = plans[source.layer]
+                for head in range(source.start, source.stop):
+                    for summand in summands(lender, side, head):
+                        generators.zero((lender.block, summand))
+    return generators
+
+
+def heads_made(plan: LayerPlan, side: str) -> int:
     return plan.computed_key_heads if side == "key" else plan.computed_value_heads
 
 
-def summands(plan, side: str, head: int) -> tuple[int, int]:
+def summands(plan: LayerPlan, side: str, head: int) -> tuple[int, int]:
     """The heads of the layer's own that this one is: itself, or the two of which a pooled head is the mean."""
     made, pooled = heads_made(plan, side), plan.layout.derived_value_heads
     return (head, head) if head < made else (head - made, head - pooled)

@@ -8,6 +8,7 @@ from exact_models import elements, logits, random_config, relative, small, toler
 from expected_eliminations import weights_fewer
 
 from leanqkv import LeanConfig, LeanError, count_parameters
+from leanqkv.checkpoints.families import FAMILIES
 from leanqkv.eliminate import findings, parse_request, spectra, transform, weight_table
 
 SKIPLESS = {"attention_skip": False, "mlp_skip": False}
@@ -16,9 +17,9 @@ NORMS_OFF = {"norm_type": "layernorm", "norm_bias": True, "norm_eps": 1e12, **BI
 
 
 def by_name(config: LeanConfig) -> dict:
-    found = {finding.remove: finding for finding in findings(config)}
-    assert len(found) == len(findings(config))
-    return found
+    ways = {finding.remove: finding for finding in findings(config)}
+    assert len(ways) == len(findings(config))
+    return ways
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -29,25 +30,42 @@ def test_what_applies(seed: int) -> None:
         assert finding.parameters == total - finding.saves
         assert finding.speedup == pytest.approx(total / finding.parameters)
         at_once = weights_fewer(config, finding.remove, None)
-        if finding.layer is None:
+        if finding.layers is None:
             assert finding.applies == (at_once is not None), finding
             assert finding.saves == (at_once or 0), finding
         single = [weights_fewer(config, finding.remove, (layer,)) for layer in range(config.num_hidden_layers)]
-        if finding.layer is not None:
+        if finding.layers is not None:
             assert finding.applies and at_once is None, finding
-            assert list(finding.layer) == [layer for layer, count in enumerate(single) if count is not None], finding
+            assert list(finding.layers) == [layer for layer, count in enumerate(single) if count is not None], finding
             assert finding.saves in single, finding
         elif not finding.applies and finding.remove in ("query", "key", "value", "output"):
             assert not any(count is not None for count in single), finding
         assert finding.applies or len((finding.why_not or "").split()) >= 3, finding
 
 
+@pytest.mark.parametrize(
+    "family, shape, share",
+    [
+        ("mistral", {"num_key_value_heads": 8, "intermediate_size": 14336}, "0.06%"),
+        ("llama", {"num_key_value_heads": 32, "intermediate_size": 11008}, "0.25%"),
+        ("gpt2", {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}, "0.95%"),
+    ],
+    ids=["Mistral-7B", "Llama-2-7B", "GPT-2 124M"],
+)
+def test_models_with_norms_are_less_than_a_hundredth_redundant(family: str, shape: dict, share: str) -> None:
+    """Identity blocks of W_V, and of W_K where no rotary positions act, are all that can go exactly."""
+    large = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+    ways = by_name(FAMILIES[family].lean_config(shape if family == "gpt2" else large | shape))
+    assert {remove for remove, finding in ways.items() if finding.applies} == {"block-diagonal"}
+    assert f"{ways['block-diagonal'].share:.2%}" == share
+
+
 @pytest.mark.parametrize("heads, groups, width", [(4, 2, 6), (3, 1, 12), (6, 3, 4)])
 def test_as_many_key_columns_as_the_stream_has_but_fewer_heads(heads: int, groups: int, width: int) -> None:
     """W_K is square here, but an identity has no heads to be cut into: Graef's e = d is MHA."""
     config = small(num_attention_heads=heads, num_key_value_heads=groups, head_dim=width, **SKIPLESS)
-    found = by_name(config)
-    assert not any(finding.applies for remove, finding in found.items() if remove != "block-diagonal")
+    ways = by_name(config)
+    assert not any(finding.applies for remove, finding in ways.items() if remove != "block-diagonal")
     for remove in ("query", "key", "value", "output"):
         with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):
             transform(config, weights(config), parse_request(remove))
@@ -67,24 +85,24 @@ def test_as_many_key_columns_as_the_stream_has_but_fewer_heads(heads: int, group
     ],
 )
 def test_sources(fields: dict, remove: str, source: str) -> None:
-    found = by_name(small(**fields))[remove]
-    assert found.applies and source in found.source
+    finding = by_name(small(**fields))[remove]
+    assert finding.applies and source in finding.source
 
 
 def test_parallel_blocks_lose_query_or_output_but_not_both() -> None:
     """Graef's Fig. 3 draws blocks without both: Q of a layer and P of the one below need one basis each."""
-    found = by_name(small(**SKIPLESS, block_type="parallel"))
-    assert found["query"].applies and found["output"].applies
-    assert found["query"].layer is None and found["output"].layer is None
-    assert not found["query,output"].applies
+    ways = by_name(small(**SKIPLESS, block_type="parallel"))
+    assert ways["query"].applies and ways["output"].applies
+    assert ways["query"].layers is None and ways["output"].layers is None
+    assert not ways["query,output"].applies
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "dyt"])
 def test_norms_forbid_all_but_what_stays_inside_the_heads(norm: str) -> None:
-    found = by_name(small(norm_type=norm, num_attention_heads=1, position_embedding_type="learned", head_dim=12))
-    assert {remove for remove, finding in found.items() if finding.applies} == {"single-head"}
-    found = by_name(small(norm_type=norm))
-    assert {remove for remove, finding in found.items() if finding.applies} == {"block-diagonal"}
+    ways = by_name(small(norm_type=norm, num_attention_heads=1, position_embedding_type="learned", head_dim=12))
+    assert {remove for remove, finding in ways.items() if finding.applies} == {"single-head"}
+    ways = by_name(small(norm_type=norm))
+    assert {remove for remove, finding in ways.items() if finding.applies} == {"block-diagonal"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +129,7 @@ def test_disabled_norms(fields: dict) -> None:
     tensors = weights(config)
     tensors = {name: tensor * 1e6 if "norm.weight" in name else tensor for name, tensor in tensors.items()}
     for finding in findings(config):
-        layer = None if finding.layer is None else ",".join(map(str, finding.layer[:1]))
+        layer = None if finding.layers is None else ",".join(map(str, finding.layers[:1]))
         request = parse_request(finding.remove, layer)
         if not finding.applies:
             with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):
@@ -128,9 +146,9 @@ def test_spectra() -> None:
     tensors = weights(config)
     tensors["model.layers.0.self_attn.k_proj.weight"] = with_condition(12, 1e5)
     tensors["model.layers.1.self_attn.q_proj.weight"][:, 0] = 0
-    found = {spectrum.tensor: spectrum for spectrum in spectra(config, tensors)}
-    assert found.keys() == {name for name in tensors if "self_attn" in name}
-    for name, spectrum in found.items():
+    by_tensor = {spectrum.tensor: spectrum for spectrum in spectra(config, tensors)}
+    assert by_tensor.keys() == {name for name in tensors if "self_attn" in name}
+    for name, spectrum in by_tensor.items():
         values = torch.linalg.svdvals(tensors[name])
         rank = torch.linalg.matrix_rank(tensors[name]).item()
         assert spectrum.shape == tuple(tensors[name].shape) and spectrum.rank == rank
@@ -151,11 +169,11 @@ def test_graefs_table() -> None:
     mistral = table(
         num_key_value_heads=8, intermediate_size=14336, vocab_size=32000, mlp_type="gated", tie_word_embeddings=False
     )
-    for found, integers, total, without, saving, speedup in (
+    for rows, integers, total, without, saving, speedup in (
         (pythia, (33_554_432, 33_554_432, 134_217_728, 412_876_800), "6.9", "5.8", "16", "1.19"),
         (mistral, (33_554_432, 8_388_608, 176_160_768, 262_144_000), "7.2", "6.2", "15", "1.17"),
     ):
-        values = list(found.values())
+        values = list(rows.values())
         assert set(integers) <= set(values)
         assert f"{values[-4] / 1e9:.1f}" == total and f"{values[-3] / 1e9:.1f}" == without
         assert f"{100 * values[-2]:.0f}" == saving and f"{values[-1]:.2f}" == speedup

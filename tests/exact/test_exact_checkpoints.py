@@ -98,17 +98,17 @@ def test_in_memory_as_in_a_directory(case: str, tmp_path: Path) -> None:
     """The same tensors, and the model that was given is left as it was."""
     fields, remove, layer = CASES[case]
     model = model_of(small(**fields))
-    state, asked = copy.deepcopy(model.state_dict()), model.config.to_dict()
-    found = eliminate(model, remove, layer)
-    assert model.config.to_dict() == asked
+    state, settings = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    eliminated = eliminate(model, remove, layer)
+    assert model.config.to_dict() == settings
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
     model.save_pretrained(tmp_path / "source")
     certificate = eliminate_directory(tmp_path / "source", tmp_path / "out", parse_request(remove, layer))
     for name, tensor in stored(tmp_path / "out").items():
         assert tensor.dtype == torch.float32
-        assert torch.equal(found.model.state_dict()[name], tensor), name
-    assert found.certificate["conditions"] == certificate["conditions"]
-    assert found.certificate["exact"] == certificate["exact"]
+        assert torch.equal(eliminated.model.state_dict()[name], tensor), name
+    assert eliminated.certificate["conditions"] == certificate["conditions"]
+    assert eliminated.certificate["exact"] == certificate["exact"]
     assert eliminate(tmp_path / "source", remove, layer).certificate["exact"] == certificate["exact"]
 
 
@@ -118,14 +118,14 @@ def test_what_is_stored_in_less_is_certified_as_less(dtype: torch.dtype) -> None
     config = small(mlp_skip=False)
     model = model_of(config)
     ids = {"input_ids": IDS}
-    found = eliminate(model, "query", dtype=dtype, inputs=ids)
-    assert {parameter.dtype for parameter in found.model.parameters()} == {dtype}
+    eliminated = eliminate(model, "query", dtype=dtype, inputs=ids)
+    assert {parameter.dtype for parameter in eliminated.model.parameters()} == {dtype}
     with torch.no_grad():
         wanted = copy.deepcopy(model).double()(**ids).logits
-        error = relative(copy.deepcopy(found.model).double()(**ids).logits, wanted)
-    reported = found.certificate["dtypes"]["fp64"]["result"]["relative"]
+        error = relative(copy.deepcopy(eliminated.model).double()(**ids).logits, wanted)
+    reported = eliminated.certificate["dtypes"]["fp64"]["result"]["relative"]
     assert reported == pytest.approx(error, rel=1e-3, abs=1e-14)
-    assert found.certificate["exact"]["relative"] <= ROUNDING * max(found.certificate["conditions"].values())
+    assert eliminated.certificate["exact"]["relative"] <= ROUNDING * max(eliminated.certificate["conditions"].values())
     if dtype != torch.float64:
         assert reported > torch.finfo(dtype).eps / 10
 
@@ -144,9 +144,9 @@ def test_one_flipped_weight_is_found(case: str, tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("0.mlp.up_proj.weight"))
     tensors[name][3, 2] *= -1
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    found = verify(source, tmp_path / "out")["fp64"]["result"]
-    assert found["relative"] > 1e-4
-    assert found["max_abs"] > 0 and found["kl"] > whole["kl"]
+    measured = verify(source, tmp_path / "out")["fp64"]["result"]
+    assert measured["relative"] > 1e-4
+    assert measured["max_abs"] > 0 and measured["kl"] > whole["kl"]
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
     file = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert certificate["weights_sha256"] != hashlib.sha256(file).hexdigest()
@@ -181,13 +181,13 @@ def test_verify_is_measured_plainly(tmp_path: Path) -> None:
     """Every figure, against logits of plainly built models."""
     one, other = small(), small(norm_type="rmsnorm")
     first, second = saved(tmp_path / "one", one, torch.float64), saved(tmp_path / "other", other, torch.float64)
-    found = verify(first, second, {"input_ids": IDS})["fp64"]["result"]
+    measured = verify(first, second, {"input_ids": IDS})["fp64"]["result"]
     wanted, got = (logits(config, weights(config)).flatten(0, 1) for config in (one, other))
-    assert found["max_abs"] == pytest.approx((got - wanted).abs().max().item(), rel=1e-9)
-    assert found["relative"] == pytest.approx(relative(got, wanted), rel=1e-9)
+    assert measured["max_abs"] == pytest.approx((got - wanted).abs().max().item(), rel=1e-9)
+    assert measured["relative"] == pytest.approx(relative(got, wanted), rel=1e-9)
     p, q = wanted.log_softmax(-1), got.log_softmax(-1)
-    assert found["kl"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-9)
-    assert found["agreement"] == pytest.approx((wanted.argmax(-1) == got.argmax(-1)).double().mean().item())
+    assert measured["kl"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-9)
+    assert measured["agreement"] == pytest.approx((wanted.argmax(-1) == got.argmax(-1)).double().mean().item())
 
 
 def test_models_that_cannot_be_compared(tmp_path: Path) -> None:
@@ -261,8 +261,8 @@ for folder in json.loads(sys.argv[1]):
     wanted = torch.load(f"{folder}/wanted.pt")
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(wanted["ids"])}
     with torch.no_grad():
-        found = model(input_ids=wanted["ids"]).logits
-    off = ((found - wanted["logits"]).abs().max() / wanted["logits"].abs().max()).item()
+        computed = model(input_ids=wanted["ids"]).logits
+    off = ((computed - wanted["logits"]).abs().max() / wanted["logits"].abs().max()).item()
     tokens = [model.generate(wanted["ids"], pad_token_id=0, use_cache=use, **options) for use in (True, False)]
     if off > 1e-9 or not all(torch.equal(one, wanted["generated"]) for one in tokens):
         different.append([folder, off])

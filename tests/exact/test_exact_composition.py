@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from leanqkv import LeanConfig, LeanError
+from leanqkv.checkpoints.dense import written_out
+from leanqkv.checkpoints.formats import as_stock
 from leanqkv.eliminate import parse_request, transform
-from leanqkv.eliminate.dense import written_out
-from leanqkv.eliminate.elimination import as_stock
 from leanqkv.eliminate.transform import Transformed
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
@@ -23,20 +23,20 @@ SKIPLESS = {"attention_skip": False, "mlp_skip": False}
 
 def apply(start: tuple[LeanConfig, dict[str, Tensor]], *steps: tuple[str, int | None]) -> list[Transformed]:
     """Each step on the result of the one before."""
-    found = [Transformed(*start)]
+    results = [Transformed(*start)]
     for remove, layer in steps:
-        found.append(transform(found[-1].config, dict(found[-1].tensors), parse_request(remove, layer)))
-    return found
+        results.append(transform(results[-1].config, dict(results[-1].tensors), parse_request(remove, layer)))
+    return results
 
 
 def check(results: list[Transformed]) -> None:
     """Each computes what the one before does, to what its own conditions allow."""
     before: Tensor | None = None
     for model in results:
-        found = logits(model.config, model.tensors)
+        computed = logits(model.config, model.tensors)
         if before is not None:
-            assert relative(found, before) <= tolerance(model.conditions)
-        before = found
+            assert relative(computed, before) <= tolerance(model.conditions)
+        before = computed
 
 
 STEPS: dict[str, tuple[dict, tuple[tuple[str, int | None], ...]]] = {
@@ -229,8 +229,8 @@ def test_results_as_classes_of_transformers(case: str, tmp_path: Path) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        found = model.eval()(input_ids=IDS).logits
-    assert relative(found, logits(config, tensors)) <= max(rounding, tolerance(result.conditions))
+        computed = model.eval()(input_ids=IDS).logits
+    assert relative(computed, logits(config, tensors)) <= max(rounding, tolerance(result.conditions))
 
 
 @pytest.mark.parametrize(

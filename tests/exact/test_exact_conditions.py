@@ -36,7 +36,7 @@ def noise(theta: Tensor) -> Tensor:
     return theta.square().sum(0) * torch.linalg.inv(theta).square().sum(1)
 
 
-def quietest(theta: Tensor, heads: int) -> float:
+def least_noise(theta: Tensor, heads: int) -> float:
     """The least sum of `noise` over all bases inside the heads, `sum (sum of sqrt(eig(A B)))^2 / d_k`."""
     total = 0.0
     for columns, rows in zip(theta.chunk(heads, dim=1), torch.linalg.inv(theta).chunk(heads), strict=True):
@@ -86,8 +86,8 @@ def test_the_condition_of_any_spectrum(spectrum: str, large: bool, monkeypatch: 
     values = SPECTRA[spectrum].double()
     left, right = with_condition(160, 1.0, seed=1), with_condition(160, 1.0, seed=2)
     tensors = weights(config) | {attention("query", 0): left @ torch.diag(values) @ right}
-    found = transform(config, tensors, parse_request("query", 0, balance=False)).conditions[attention("query", 0)]
-    assert found == pytest.approx((values.max() / values.min()).item(), rel=0.01)
+    reported = transform(config, tensors, parse_request("query", 0, balance=False)).conditions[attention("query", 0)]
+    assert reported == pytest.approx((values.max() / values.min()).item(), rel=0.01)
 
 
 @pytest.mark.parametrize("slot", ["query", "key", "value", "output"])
@@ -100,8 +100,8 @@ def test_the_balanced_form_is_the_quietest(slot: str) -> None:
         transform(config, tensors, parse_request(slot, 0, balance=balance)).tensors["model.embed_tokens.weight"][:12]
         for balance in (False, True)
     )
-    least = quietest(plain, 3)
-    assert quietest(balanced, 3) == pytest.approx(least, rel=1e-6)
+    least = least_noise(plain, 3)
+    assert least_noise(balanced, 3) == pytest.approx(least, rel=1e-6)
     assert noise(balanced).sum().item() == pytest.approx(least, rel=1e-6)
     assert least < 0.9 * noise(plain).sum().item()
 
@@ -115,8 +115,8 @@ def test_heads_of_unlike_size_do_no_harm(balance: bool) -> None:
     tensors[attention("query", 1)] = with_condition(12, 2.0) * scales
     tensors[attention("key", 1)] = with_condition(12, 2.0, seed=1) / scales
     result = transform(config, tensors, parse_request("query", balance=balance))
-    found = result.conditions[attention("query", 1)]
-    assert found < 10 if balance else found > 1e5
+    reported = result.conditions[attention("query", 1)]
+    assert reported < 10 if balance else reported > 1e5
     assert error(config, tensors, result) <= tolerance(result.conditions)
 
 

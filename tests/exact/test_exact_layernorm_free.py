@@ -134,7 +134,7 @@ def test_the_function_without_norms_is_kept(slot: str, layer: int, source: Path,
 
 def test_what_is_certified_is_the_trick_apart(tmp_path: Path) -> None:
     """The disabled norms are off by about var / 2e12; the elimination is not."""
-    found = {}
+    differences = {}
     for scale in (1.0, 30.0):
         source = tmp_path / f"hub{scale:.0f}"
         model = gpt2(scale)
@@ -145,11 +145,11 @@ def test_what_is_certified_is_the_trick_apart(tmp_path: Path) -> None:
             trick = relative(model.double()(input_ids=IDS).logits, wanted)
         assert relative(ours(source / "out"), wanted) <= min(EXACT, tolerance(certificate["conditions"]))
         assert certificate["exact"]["relative"] <= tolerance(certificate["conditions"])
-        found[scale] = trick, certificate["disabled_norms"]["relative"]
-    for trick, reported in found.values():
+        differences[scale] = trick, certificate["disabled_norms"]["relative"]
+    for trick, reported in differences.values():
         assert trick / 30 < reported < 30 * trick  # on other tokens than these
-    assert found[1.0][0] < 1e-10
-    assert 100 * found[1.0][0] < found[30.0][0] < 1e-7
+    assert differences[1.0][0] < 1e-10
+    assert 100 * differences[1.0][0] < differences[30.0][0] < 1e-7
 
 
 @pytest.mark.parametrize("slot", ["query", "key", "value"])
@@ -165,9 +165,9 @@ def test_as_stock_gpt2(slot: str, dtype: torch.dtype, source: Path, tmp_path: Pa
     parts = model.transformer.h[layer].attn.c_attn.weight.split(D, dim=1)
     assert torch.equal(parts[("query", "key", "value").index(slot)], torch.eye(D, dtype=dtype))
     with torch.no_grad():
-        found = model.double().eval()(input_ids=IDS).logits
+        computed = model.double().eval()(input_ids=IDS).logits
     rounding = torch.finfo(torch.float32).eps * max(certificate["conditions"].values())
-    assert relative(found, reference(source)) <= (EXACT if dtype == torch.float64 else rounding)
+    assert relative(computed, reference(source)) <= (EXACT if dtype == torch.float64 else rounding)
 
 
 def test_stock_needs_heads_whose_basis_is_free(source: Path, tmp_path: Path) -> None:

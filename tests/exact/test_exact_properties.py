@@ -9,8 +9,8 @@ from exact_models import IDS, build, elements, logits, random_config, relative, 
 from expected_eliminations import removed, weights_fewer
 
 from leanqkv import ConfigError, LeanConfig, LeanError, LeanForImageClassification
+from leanqkv.checkpoints.dense import written_out
 from leanqkv.eliminate import parse_request, transform
-from leanqkv.eliminate.dense import written_out
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 
@@ -42,21 +42,21 @@ def test_exact_or_refused(seed: int) -> None:
     expected = weights_fewer(config, remove, layers)
     request = parse_request(remove, None if layers is None else ",".join(map(str, layers)), balance=balance)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    asked = config.to_dict()
+    settings = config.to_dict()
     if expected is None:
         with pytest.raises((LeanError, ConfigError), match=r"\w+ \w+ \w+"):
             transform(config, tensors, request)
         return
     result = transform(config, tensors, request)
-    found = {name: tuple(result.tensors[name].shape) for name in result.tensors}
-    assert found == result.config.plan.parameter_shapes
+    shapes = {name: tuple(result.tensors[name].shape) for name in result.tensors}
+    assert shapes == result.config.plan.parameter_shapes
     assert elements(tensors) - elements(result.tensors) == expected
     if remove not in ("block-diagonal", "single-head"):
         for slot, block in removed(config, remove.split(","), layers):
             name = f"model.layers.{block}.self_attn.{slot[0]}_proj.weight"
             assert name in tensors and name not in result.tensors
     assert relative(logits(result.config, result.tensors), logits(config, tensors)) <= tolerance(result.conditions)
-    assert config.to_dict() == asked
+    assert config.to_dict() == settings
     assert all((tensors[name] == before[name]).all() for name in before)
 
 
@@ -139,14 +139,14 @@ def test_images(remove: str, layer: int | None) -> None:
     tensors = weights(config)
     pixels = torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     result = transform(config, tensors, parse_request(remove, layer))
-    found = []
+    outputs = []
     for one, state in ((config, tensors), (result.config, result.tensors)):
         model = LeanForImageClassification(one).double().eval()
         model.load_state_dict(dict(state), strict=True)
         with torch.no_grad():
-            found.append(model(pixel_values=pixels).logits)
+            outputs.append(model(pixel_values=pixels).logits)
     assert elements(result.tensors) < elements(tensors)
-    assert relative(found[1], found[0]) <= tolerance(result.conditions)
+    assert relative(outputs[1], outputs[0]) <= tolerance(result.conditions)
 
 
 def test_a_prefix_that_sees_itself() -> None:
@@ -156,9 +156,9 @@ def test_a_prefix_that_sees_itself() -> None:
     prefix = torch.zeros_like(IDS)
     prefix[:, :4] = 1
     with torch.no_grad():
-        wanted, found = (
+        wanted, computed = (
             build(one, state)(input_ids=IDS, prefix_mask=prefix).logits
             for one, state in ((config, tensors), (result.config, result.tensors))
         )
     assert relative(wanted, logits(config, tensors)) > 0.01
-    assert relative(found, wanted) <= tolerance(result.conditions)
+    assert relative(computed, wanted) <= tolerance(result.conditions)

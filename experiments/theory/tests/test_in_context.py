@@ -1,29 +1,16 @@
-"""In-context regression (Wu et al. 2025, Theorem 2): exact losses, constructions, the record and its document."""
+"""In-context regression (Wu et al. 2025, Theorem 2): moments, exact losses, constructions, training."""
 
 import itertools
-import json
-import re
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from experiments.theory import in_context_regression as regression
-from experiments.theory.check import RECORD
-from experiments.theory.command import app
-from experiments.theory.in_context_check import CHECK
-from experiments.theory.in_context_record import KIND, Settings
-from experiments.theory.in_context_regression import FLOAT, Task, Weights
-from experiments.theory.in_context_report import markdown_tables
-from experiments.theory.in_context_training import Recipe, errors, forward, initial, train
-from leanqkv.errors import LeanError
+from experiments.theory.in_context import statement as regression
+from experiments.theory.in_context.statement import FLOAT, Task, Weights
+from experiments.theory.in_context.training import Recipe, errors, forward, initial, train
 
-ROOT = Path(__file__).parent.parent.parent.parent
-RESULTS = ROOT / "results" / "theory" / "in-context"
-DOCUMENT = (ROOT / "docs" / "theory.md").read_text().partition("\n## In-context regression")[2].partition("\n## ")[0]
 ATTENTION, FIRST_VALUE = False, True
 
 
@@ -113,19 +100,19 @@ def test_the_optimum_is_one_step_of_gradient_descent():
     tokens, _ = regression.sample(task, 4, torch.Generator().manual_seed(3))
     x, y, last = tokens[..., 0:-1:2], tokens[..., 1::2], tokens[..., -1:]
     step = 1 / (task.n + task.d + 1 + task.sigma**2)
-    found = regression.forward(regression.first_value_optimum(task, 3), tokens, FIRST_VALUE)
-    torch.testing.assert_close(found, (step * y @ x.transpose(1, 2) @ last)[..., 0])
+    predictions = regression.forward(regression.first_value_optimum(task, 3), tokens, FIRST_VALUE)
+    torch.testing.assert_close(predictions, (step * y @ x.transpose(1, 2) @ last)[..., 0])
 
 
 @pytest.mark.parametrize("skip", [ATTENTION, FIRST_VALUE])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_an_optimiser_finds_the_closed_form_and_nothing_below(rows, skip):
     task = Task(2, 4, 0.5)
-    found = regression.optimise(task, rows, skip, starts=4)
+    optimum = regression.optimise(task, rows, skip, starts=4)
     expected = regression.closed_form_loss(task, rows, skip)
-    assert found.loss == pytest.approx(expected, abs=1e-4)
-    assert min(found.losses) > expected - 1e-7
-    assert regression.exact_loss(task, found.weights, skip) == pytest.approx(found.loss, abs=1e-4)
+    assert optimum.loss == pytest.approx(expected, abs=1e-4)
+    assert min(optimum.losses) > expected - 1e-7
+    assert regression.exact_loss(task, optimum.weights, skip) == pytest.approx(optimum.loss, abs=1e-4)
 
 
 def test_the_closed_gap_is_the_least_over_rows_and_positive_everywhere():
@@ -182,8 +169,8 @@ def test_at_one_a_the_first_value_is_worse_inside_the_hypothesis(task):
     assert task.in_hypothesis
     copy = regression.reversing_copy(task)
     attention = regression.split_attention(task, copy)
-    found = regression.exact_loss(task, attention, ATTENTION)
-    assert found == pytest.approx(regression.split_attention_loss(task), abs=1e-8)
+    loss = regression.exact_loss(task, attention, ATTENTION)
+    assert loss == pytest.approx(regression.split_attention_loss(task), abs=1e-8)
     none = torch.zeros(0, task.d, dtype=FLOAT)
     first_value = regression.optimise(task, task.d, FIRST_VALUE, copy=(copy, none), starts=4)
     assert first_value.loss == pytest.approx(regression.reversed_first_value_loss(task), abs=1e-4)
@@ -229,9 +216,9 @@ def test_from_tokens_alone_the_prediction_does_not_know_the_pairs(skip):
     negated[..., 1::2] *= -1
     shuffled[..., 1::2] = tokens[..., [3, 1, 7, 5]]
     parameters = initial(task, False, SMALL)
-    found = forward(parameters, tokens[None], skip)
-    torch.testing.assert_close(forward(parameters, negated[None], skip), found)
-    torch.testing.assert_close(forward(parameters, shuffled[None], skip), found)
+    predictions = forward(parameters, tokens[None], skip)
+    torch.testing.assert_close(forward(parameters, negated[None], skip), predictions)
+    torch.testing.assert_close(forward(parameters, shuffled[None], skip), predictions)
     parameters = initial(task, True, SMALL)
     assert not torch.allclose(forward(parameters, shuffled[None], skip), forward(parameters, tokens[None], skip))
 
@@ -249,90 +236,5 @@ def test_trained_with_positions_the_first_value_wins():
 def test_training_is_paired():
     task = Task(1, 2, 0.5)
     short = replace(SMALL, steps=3, seeds=2)
-    found = [errors(task, train(task, ATTENTION, True, short), ATTENTION, 50, seed=8) for _ in range(2)]
-    assert torch.equal(*found)
-
-
-# Record, document, command
-
-
-def test_the_committed_table_is_that_of_the_committed_record_and_in_the_document():
-    tables = markdown_tables(CHECK.load(RESULTS / "record.json"))
-    assert (RESULTS / "table.md").read_text() == tables
-    assert len(tables.split("\n\n")) == 8
-    for table in tables.split("\n\n"):
-        assert table.strip() in DOCUMENT, table.splitlines()[0]
-    numbers = [line for line in DOCUMENT.splitlines() if line.startswith("| ---:")]
-    assert len(numbers) == 8, "a table of numbers that is not from the record"
-
-
-def test_the_document_takes_its_numbers_from_the_record():
-    """Every decimal in the text outside the tables is one the tables have, or a setting's."""
-    tables = (RESULTS / "table.md").read_text()
-    prose = "\n".join(line for line in DOCUMENT.splitlines() if not line.startswith("|"))
-    for number in re.findall(r"\d+\.\d+", prose):
-        assert number in tables, f"{number} is in no table"
-
-
-def test_the_committed_record_bears_out_what_the_document_says():
-    record = CHECK.load(RESULTS / "record.json")
-    for entry in record["by_rows"]:
-        for key in ("attention", "first_value"):
-            assert entry[key]["loss"] == pytest.approx(entry[key]["theory"], abs=1e-3)
-    for entry in record["grid"]:
-        assert entry["gap"] > 0
-        assert abs(entry["sampled_gap"] - entry["gap"]) < 2 * entry["sampled_half_width"]
-    assert all(entry["gap"] > 0 for entry in record["priors"])
-    assert any(entry["in_hypothesis"] and entry["gap_at_most"] < 0 for entry in record["reversed"])
-    for entry in record["reversed"]:
-        if "gap" in entry:
-            assert entry["attention"]["loss"] <= entry["attention_at_most"] + 1e-6
-            assert entry["first_value"]["loss"] == pytest.approx(entry["first_value_exact"], abs=1e-3)
-    positions = [entry for entry in record["training"] if entry["reads_positions"]]
-    assert len(positions) == 5
-    assert all(entry["gap_of_best"] > entry["gap_of_best_half_width"] for entry in positions)
-    assert sum(entry["gap"] > entry["gap_half_width"] for entry in positions) == 3
-    for entry in record["training"]:
-        if entry["prior"] == 0:
-            reached = entry["first_value_minimum"] if entry["reads_positions"] else entry["zero_loss"]
-            best = entry["first_value"][entry["best_seeds"][1]]
-            assert abs(best - reached) < 2 * entry["best_half_width"][1]
-    assert record["settings"] == json.loads(json.dumps(asdict(Settings())))
-
-
-def test_the_figure_is_drawn_from_the_record_alone(tmp_path):
-    record = CHECK.load(RESULTS / "record.json")
-    CHECK.write(json.loads(json.dumps(record)), tmp_path)
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["figure.png", "table.md"]
-    assert (RESULTS / "figure.png").stat().st_size < 200_000
-
-
-def test_the_command_writes_a_record_and_draws_it_again(tmp_path):
-    out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["in-context", "--quick", "--out", str(out)], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert sorted(file.name for file in out.iterdir()) == ["figure.png", "record.json", "report.html", "table.md"]
-    record = CHECK.load(out / "record.json")
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["settings"]["seed"] == 0
-    first = (out / "table.md").read_text()
-    (out / "table.md").unlink()
-    assert CliRunner().invoke(app, ["in-context", "--redraw", "--out", str(out)]).exit_code == 0
-    assert (out / "table.md").read_text() == first
-
-
-def test_the_command_says_what_is_wrong(tmp_path):
-    def fails(*arguments: str) -> str:
-        result = CliRunner().invoke(app, ["in-context", *arguments])
-        assert isinstance(result.exception, LeanError)
-        assert "\n" not in str(result.exception)
-        return str(result.exception)
-
-    (tmp_path / "file").write_text("")
-    assert "is a file" in fails("--out", str(tmp_path / "file"))
-    assert "there is no" in fails("--redraw", "--out", str(tmp_path))
-    assert "clash" in fails("--quick", "--redraw", "--out", str(tmp_path))
-    (tmp_path / "record.json").write_text(json.dumps({"record": RECORD, "kind": "another"}))
-    assert KIND in fails("--quick", "--out", str(tmp_path))
-    assert json.loads((tmp_path / "record.json").read_text())["kind"] == "another"
+    losses = [errors(task, train(task, ATTENTION, True, short), ATTENTION, 50, seed=8) for _ in range(2)]
+    assert torch.equal(*losses)

@@ -14,7 +14,7 @@ from ..model.plan import LayerPlan
 
 
 def value_layers(plan: LayerPlan) -> tuple[int, ...] | None:
-    """For every query head the layer whose values it attends with; None under MLA, whose heads share a latent."""
+    """Return every query head's layer of values; None under MLA, whose heads share a latent."""
     if plan.latent is not None:
         return None
     held = [source.layer for source in plan.layout.values for _ in range(source.num_heads)]
@@ -23,12 +23,12 @@ def value_layers(plan: LayerPlan) -> tuple[int, ...] | None:
 
 
 def previous_token_scores(patterns: Tensor) -> Tensor:
-    """Weight of the token before, averaged over tokens that have one: [batch, heads, n, n] -> [heads], float64."""
+    """Return the mean weight of the token before, where there is one: [batch, heads, n, n] -> [heads], float64."""
     return patterns.double().diagonal(-1, -2, -1).mean((0, 2))
 
 
 def induction_scores(patterns: Tensor) -> Tensor:
-    """Weight of the token after the earlier occurrence, averaged over the second copy of a text that is two copies.
+    """Return the weight of the token after the earlier occurrence, averaged over the second copy of a doubled text.
 
     patterns: [batch, heads, 2 n, 2 n] on sequences of n tokens given twice: query n + i, key i + 1. Returns [heads],
     float64.
@@ -38,7 +38,7 @@ def induction_scores(patterns: Tensor) -> Tensor:
 
 
 def matching_weights(patterns: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
-    """Induction on any text: the weight of all positions that follow an earlier occurrence of the query's token.
+    """Return induction on any text: the weight of all positions that follow an earlier occurrence of the query's token.
 
     An occurrence right before the query is left out, for what follows it is the query itself.
 
@@ -55,20 +55,20 @@ def matching_weights(patterns: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
 
 
 def uniform_patterns(length: int) -> Tensor:
-    """[1, 1, length, length] of a head that attends to all positions so far alike: what scores are at chance."""
+    """Return [1, 1, length, length] of a head that attends to all positions so far alike: scores at chance."""
     seen = torch.ones(length, length, dtype=torch.float64).tril()
     return (seen / seen.sum(-1, keepdim=True))[None, None]
 
 
 def repeated_tokens(vocab_size: int, sequences: int, period: int, seed: int) -> Tensor:
-    """[sequences, 2 period] int64: random tokens, then the same again."""
+    """Return [sequences, 2 period] int64: random tokens, then the same again."""
     drawn = np.random.default_rng([seed, 2]).integers(0, vocab_size, (sequences, period))
     return torch.from_numpy(np.tile(drawn, 2))
 
 
 @torch.no_grad()
 def copy_losses(model: LeanForCausalLM, tokens: Tensor) -> tuple[float, float]:
-    """Loss in nats over the first and over the second copy of `repeated_tokens`: what the model gains by copying.
+    """Return the loss in nats over the first and over the second copy of `repeated_tokens`: the gain from copying.
 
     The first token of a copy follows from nothing and is left out.
     """

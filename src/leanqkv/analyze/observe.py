@@ -1,4 +1,4 @@
-"""One pass through a model, with what the analyses look at caught on the way."""
+"""One pass through a model that keeps what the analyses need: layer outputs, head outputs, attention weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import attention_implementation
 from ..model.causal_lm import LeanForCausalLM
 
 
@@ -28,18 +29,18 @@ class Observation:
 
 @torch.no_grad()
 def layer_outputs(model: LeanForCausalLM, tokens: Tensor) -> list[Tensor]:
-    """What every block puts out, [batch, positions, hidden_size] each, of `tokens` [batch, positions]."""
-    found: list[Tensor] = []
-    with _hooks(model, lambda block: block.register_forward_hook(lambda _m, _in, out: found.append(out[0]))):
+    """Return every block's output, [batch, positions, hidden_size] each, for `tokens` [batch, positions]."""
+    outputs: list[Tensor] = []
+    with _hooks(model, lambda block: [block.register_forward_hook(lambda _m, _in, out: outputs.append(out[0]))]):
         model.model(input_ids=tokens, use_cache=False)
-    return found
+    return outputs
 
 
 @torch.no_grad()
 def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
-    """Runs `tokens`, [batch, positions] int64, through a model in evaluation mode; its attention is written out for it.
+    """Run `tokens`, [batch, positions] int64, through a model in evaluation mode with eager attention.
 
-    Any mechanism: heads are caught where W_O takes them, and latent attention hands out its weights like any other.
+    Works for any mechanism: heads are read where W_O takes them, and latent attention returns its weights too.
     """
     layers: list[Tensor] = []
     heads: list[Tensor] = []
@@ -56,7 +57,7 @@ def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
             block.self_attn.o_proj.register_forward_pre_hook(attended),
         ]
 
-    chosen = model.config._attn_implementation
+    chosen = attention_implementation(model) or "sdpa"
     model.set_attn_implementation("eager")
     try:
         with _hooks(model, register):
@@ -67,12 +68,11 @@ def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
 
 
 @contextmanager
-def _hooks(model: LeanForCausalLM, register: Callable[[Any], Any]) -> Iterator[None]:
+def _hooks(model: LeanForCausalLM, register: Callable[[Any], list[Any]]) -> Iterator[None]:
     handles = []
     try:
         for block in model.model.layers:
-            made = register(block)
-            handles += made if isinstance(made, list) else [made]
+            handles += register(block)
         yield
     finally:
         for handle in handles:

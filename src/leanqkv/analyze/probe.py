@@ -6,7 +6,7 @@ them: the functions are the same. Heads start at zero; each one's problem is con
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +21,15 @@ PAPER_STEPS = 4000
 BETAS, WEIGHT_DECAY, WARMUP, LAST = (0.9, 0.95), 0.1, 0.1, 0.1
 
 
-@dataclass(frozen=True)
-class Head:
-    """One probe's weights: [vocab_size, hidden_size] and [vocab_size]."""
+class Probe(nn.Linear):
+    """A head from the normed output of a layer, [..., hidden_size], to logits, [..., vocab_size]; zero at first."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
-    def logits(self, states: Tensor) -> Tensor:
-        """[tokens, hidden_size] -> [tokens, vocab_size]."""
-        return F.linear(F.layer_norm(states, states.shape[-1:]), self.weight, self.bias)
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(F.layer_norm(states, states.shape[-1:]))
 
 
 def train_probes(
@@ -40,68 +39,63 @@ def train_probes(
     vocab_size: int,
     rates: Sequence[float] = RATES,
     progress: Callable[[], None] = lambda: None,
-) -> list[list[Head]]:
-    """Trains a probe for every layer and every learning rate, all of them in one pass over the data.
+) -> list[list[Probe]]:
+    """Train a probe for every layer and every learning rate, all of them in one pass over the data.
 
     AdamW, its rate rising over the first tenth of the steps and then following a cosine down to a tenth. No term joins
     two probes, so each is what it would be if it were trained alone; there is no clipping, which would join them.
 
     Args:
         batches: `steps` times the layers' outputs, [tokens, hidden_size] each, and the next tokens, [tokens] int64.
-        progress: is called after each step.
+        progress: called after each step.
 
     Returns:
-        heads by layer, then by rate.
+        probes by layer, then by rate.
     """
-    heads: list[list[Head]] = []
+    probes: list[list[Probe]] = []
     optimizer = schedule = None
     for states, targets in batches:
         if optimizer is None:
-            heads = [[_zeros(vocab_size, layer) for _ in rates] for layer in states]
-            by_rate = list(zip(rates, zip(*heads, strict=True), strict=True))
-            groups = [{"params": [h.weight for h in found], "lr": rate} for rate, found in by_rate]
-            groups += [{"params": [h.bias for h in found], "lr": rate, "weight_decay": 0.0} for rate, found in by_rate]
+            probes = [[Probe(layer.shape[-1], vocab_size).to(layer) for _ in rates] for layer in states]
+            groups: list[dict[str, Any]] = []
+            for rate, at_rate in zip(rates, zip(*probes, strict=True), strict=True):
+                groups.append({"params": [probe.weight for probe in at_rate], "lr": rate})
+                groups.append({"params": [probe.bias for probe in at_rate], "lr": rate, "weight_decay": 0.0})
             optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
             warmup = max(1, round(WARMUP * steps))
             schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=LAST)
-        for layer, found in zip(states, heads, strict=True):
-            for head in found:
-                F.cross_entropy(head.logits(layer), targets).backward()
+        for layer, its in zip(states, probes, strict=True):
+            for probe in its:
+                F.cross_entropy(probe(layer), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert schedule is not None
         schedule.step()
         progress()
-    return heads
-
-
-def _zeros(vocab_size: int, like: Tensor) -> Head:
-    shapes = (vocab_size, like.shape[-1]), (vocab_size,)
-    weight, bias = (nn.Parameter(torch.zeros(s, dtype=like.dtype, device=like.device)) for s in shapes)
-    return Head(weight, bias)
+    return probes
 
 
 @torch.no_grad()
-def probe_losses(heads: Sequence[Sequence[Head]], states: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """Cross-entropy in nats of each sequence, [layers, rates, batch], float64 on the CPU.
+def probe_losses(probes: Sequence[Sequence[Probe]], states: Sequence[Tensor], targets: Tensor) -> Tensor:
+    """Return the cross-entropy in nats of each sequence, [layers, rates, batch], float64 on the CPU.
 
     states: [batch, positions, hidden_size] of every layer; targets: [batch, positions], the next tokens.
     """
     losses = [
-        [F.cross_entropy(h.logits(layer).flatten(0, 1), targets.flatten(), reduction="none") for h in found]
-        for layer, found in zip(states, heads, strict=True)
+        torch.stack([F.cross_entropy(probe(layer).mT, targets, reduction="none") for probe in its])
+        for layer, its in zip(states, probes, strict=True)
     ]
-    return torch.stack([torch.stack(row) for row in losses]).cpu().double().unflatten(-1, targets.shape).mean(-1)
+    return torch.stack(losses).cpu().double().mean(-1)
 
 
 def phases(layers: int) -> tuple[range, range]:
-    """The paper's two phases, layers 0–6 and 7–11 of 12, with the boundary at the same share of another depth."""
+    """Return the paper's two phases, layers 0–6 and 7–11 of 12; at other depths the boundary is at the same share."""
     boundary = 7 * layers // 12
     return range(boundary), range(boundary, layers)
 
 
 def slope_interval(losses: np.ndarray, layers: range) -> tuple[float, float] | None:
-    """Slope in nats a layer of the straight line through the loss of `layers`, and half its 95 % interval.
+    """Return the slope in nats a layer of the straight line through the loss of `layers`, and half its 95 % interval.
 
     losses: [all layers, sequences]. The line is the one of least squares; the interval is Student's t over the
     sequences' slopes, whose mean is that of the mean loss. It is of one trained model and one set of probes. None for
@@ -109,7 +103,5 @@ def slope_interval(losses: np.ndarray, layers: range) -> tuple[float, float] | N
     """
     if len(layers) < 2 or losses.shape[1] < 2:
         return None
-    places = np.array(layers) - np.mean(layers)
-    slopes = places @ losses[list(layers)] / (places @ places)
-    error = slopes.std(ddof=1) / len(slopes) ** 0.5
-    return float(slopes.mean()), float(stats.t.ppf(0.975, len(slopes) - 1) * error)
+    slopes = np.polyfit(layers, losses[list(layers)], 1)[0]
+    return float(slopes.mean()), float(stats.t.ppf(0.975, len(slopes) - 1) * stats.sem(slopes))

@@ -11,7 +11,7 @@ BUCKETS = 8
 
 
 def head_similarity(heads: Tensor) -> Tensor:
-    """Cosine between any two heads' outputs at one token, averaged over tokens.
+    """Return the cosine between any two heads' outputs at one token, averaged over tokens.
 
     heads: [batch, positions, heads, width]. Returns [heads, heads], float64, ones on the diagonal.
 
@@ -23,7 +23,7 @@ def head_similarity(heads: Tensor) -> Tensor:
 
 
 def contributions(output: nn.Module, heads: Tensor) -> Tensor:
-    """What each head adds to the attention's output: its columns of W_O times what it puts out.
+    """Return what each head adds to the attention's output: its columns of W_O times its own output.
 
     output: the layer's o_proj; heads: [batch, positions, heads, width]. Returns [batch, positions, heads, hidden_size].
     """
@@ -35,7 +35,7 @@ def contributions(output: nn.Module, heads: Tensor) -> Tensor:
 
 
 def token_similarity(states: Tensor) -> Tensor:
-    """Cosine between any two tokens of a text, averaged over texts; near 1 everywhere where they are oversmoothed.
+    """Return the cosine between any two tokens of a text, averaged over texts; near 1 where they are oversmoothed.
 
     states: [batch, positions, hidden_size]. Returns [positions, positions], float64, ones on the diagonal.
     """
@@ -44,13 +44,13 @@ def token_similarity(states: Tensor) -> Tensor:
 
 
 def off_diagonal_mean(similarity: Tensor) -> float:
-    """Of all pairs of different heads or tokens; 1 where there is one alone, which is like itself."""
+    """Return the mean over all pairs of different heads or tokens; 1 where there is only one."""
     n = len(similarity)
     return ((similarity.sum() - similarity.trace()) / (n * (n - 1))).item() if n > 1 else 1.0
 
 
 def bucketed(similarity: Tensor, buckets: int = BUCKETS) -> Tensor:
-    """[positions, positions] averaged over `buckets` runs of positions, pairs of a token with itself left out.
+    """Return [positions, positions] averaged over `buckets` runs of positions, without pairs of a token with itself.
 
     Raises:
         ValueError: fewer than two positions a bucket.

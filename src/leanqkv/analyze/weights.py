@@ -4,7 +4,7 @@ Condition numbers say how near W_Q, W_K, W_V and W_O are to not being invertible
 the spread is that of Karbevski & Mijoski 2025, appendix B, https://arxiv.org/abs/2510.23912.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,27 @@ QUERY_KINDS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def attention_spectra(config: LeanConfig, tensors: Mapping[str, Tensor]) -> list[dict[str, dict[str, Any]]]:
-    """Per layer the matrices of its attention, by name within it (`q_proj`, `q_proj.down_proj`, …).
+def attention_spectra(
+    config: LeanConfig, tensors: Mapping[str, Tensor], progress: Callable[[], None] = lambda: None
+) -> list[dict[str, dict[str, Any]]]:
+    """Return per layer the spectra of its attention's matrices, by name within it (`q_proj`, `q_proj.down_proj`, …).
 
     Args:
         tensors: a checkpoint's, under our names.
+        progress: called after each layer.
 
     Returns:
         of each matrix its `shape`, `condition` (largest over smallest singular value, infinite where that is zero),
         `stable_rank` (squared Frobenius norm over squared spectral norm) and `singular_values`, SPECTRUM_POINTS of
         them at most; computed in float64.
     """
-    found = []
+    shapes, spectra = config.plan.parameter_shapes, []
     for plan in config.plan.layers:
         prefix = f"model.layers.{plan.block}.self_attn."
-        names = [name for name in config.plan.parameter_shapes if name.startswith(prefix)]
-        layer = {}
-        for name in names:
-            if len(config.plan.parameter_shapes[name]) == 2:
-                layer[name.removeprefix(prefix).removesuffix(".weight")] = _spectrum(tensors[name])
-        found.append(layer)
-    return found
+        names = [name for name, shape in shapes.items() if name.startswith(prefix) and len(shape) == 2]
+        spectra.append({n.removeprefix(prefix).removesuffix(".weight"): _spectrum(tensors[n]) for n in names})
+        progress()
+    return spectra
 
 
 def _spectrum(weight: Tensor) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _spectrum(weight: Tensor) -> dict[str, Any]:
 
 
 def logit_spread(patterns: Tensor, window: int | None = None) -> float:
-    """Standard deviation of a query's logits over the keys that it sees, root mean square over queries and heads.
+    """Return the standard deviation of a query's logits over the keys that it sees, root mean square over queries.
 
     What a query adds to all its logits alike does not change the softmax and does not count, so the weights say it all:
     [batch, heads, positions, key positions]. The first position sees one key and is left out. A weight that is zero in
@@ -85,32 +85,38 @@ def logit_spread(patterns: Tensor, window: int | None = None) -> float:
 
 
 def logit_spreads(model: LeanForCausalLM, tokens: Tensor) -> list[float]:
-    """`logit_spread` of every layer, on `tokens` [batch, positions]."""
+    """Return `logit_spread` of every layer, on `tokens` [batch, positions]."""
     patterns = observe(model, tokens).patterns
     return [logit_spread(p, plan.window) for p, plan in zip(patterns, model.config.plan.layers, strict=True)]
 
 
 def initial_model(config: LeanConfig, seed: int) -> LeanForCausalLM:
-    """The model that training starts from with that seed; torch's own random state stays as it is."""
+    """Return the model that training starts from with that seed; torch's own random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LeanForCausalLM(config).eval()
 
 
-def initial_spreads(config: LeanConfig, tokens: Tensor, seed: int) -> dict[str, list[float]]:
-    """`logit_spreads` before training, with every kind of query that fits `config`'s shape in place of its own."""
-    found = {}
+def initial_spreads(
+    config: LeanConfig, tokens: Tensor, seed: int, progress: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Return `logit_spreads` before training, with every kind of query that fits `config`'s shape in place of its own.
+
+    progress: called after each of QUERY_KINDS.
+    """
+    spreads = {}
     for name, query in QUERY_KINDS.items():
         try:
-            changed = LeanConfig(**{**config.as_overrides(), "query": [query]})
-            model = initial_model(changed, seed)
+            model = initial_model(LeanConfig(**{**config.as_overrides(), "query": [query]}), seed)
         except ConfigError:
             continue
-        found[name] = logit_spreads(model, tokens)
-    return found
+        finally:
+            progress()
+        spreads[name] = logit_spreads(model, tokens)
+    return spreads
 
 
-def checkpoints(directory: Path) -> Iterator[tuple[int, Path]]:
-    """The complete checkpoints that a run in `directory` still has, with their steps, in order."""
-    found = [path for path in directory.glob("checkpoint-*") if (path / COMPLETE).exists()]
-    yield from sorted((int(path.name.rpartition("-")[2]), path) for path in found)
+def checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """Return the complete checkpoints that a run in `directory` still has, with their steps, in order."""
+    complete = [path for path in directory.glob("checkpoint-*") if (path / COMPLETE).exists()]
+    return sorted((int(path.name.rpartition("-")[2]), path) for path in complete)

@@ -1,4 +1,4 @@
-"""Opening a checkpoint directory of ours."""
+"""Open a checkpoint directory of ours."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..compat import quiet_transformers
 from ..errors import LeanError
 from ..files import read_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.image_classification import LeanForImageClassification
 from ..model.masked_lm import LeanForMaskedLM
-from ..quiet import quiet_transformers
 
 MODELS: dict[str, Any] = {
     "causal_lm": LeanForCausalLM,
@@ -25,13 +25,20 @@ MODELS: dict[str, Any] = {
 }
 
 
-def load_config(directory: Path) -> LeanConfig:
-    """Raises:
-    LeanError: no checkpoint there, or one of another architecture.
-    """
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the config.json of a checkpoint, ours or another; raise a LeanError if there is none."""
     if not (directory / "config.json").is_file():
         raise LeanError(f"{directory} is not a checkpoint: it has no config.json")
-    kind = read_json(directory / "config.json").get("model_type")
+    return read_json(directory / "config.json")
+
+
+def load_config(directory: Path) -> LeanConfig:
+    """Return the configuration of a checkpoint of ours.
+
+    Raises:
+        LeanError: no checkpoint there, or one of another architecture.
+    """
+    kind = read_config(directory).get("model_type")
     if kind != LeanConfig.model_type:
         raise LeanError(f"{directory} is a {kind!r} checkpoint; only {LeanConfig.model_type!r} ones can be opened")
     try:
@@ -41,7 +48,7 @@ def load_config(directory: Path) -> LeanConfig:
 
 
 def load_model(directory: Path) -> PreTrainedModel:
-    """The model in `directory`, on the CPU, in evaluation mode.
+    """Return the model in `directory`, on the CPU, in evaluation mode.
 
     Raises:
         LeanError: as `load_config`, and for weights that are missing, damaged, or not the configuration's.
@@ -49,19 +56,20 @@ def load_model(directory: Path) -> PreTrainedModel:
     config = load_config(directory)
     try:
         with quiet_transformers():
-            loaded = MODELS[config.task].from_pretrained(directory, config=config, output_loading_info=True)
-        model, info = loaded
+            model, info = MODELS[config.task].from_pretrained(directory, config=config, output_loading_info=True)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise LeanError(f"the weights in {directory} cannot be read: {str(error).splitlines()[0]}") from None
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(what):
-            name = sorted(map(str, info[what]))[0]
-            raise LeanError(f"the weights in {directory} do not fit its config.json: {what.replace('_', ' ')}, {name}")
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(problem):
+            name = sorted(map(str, info[problem]))[0]
+            raise LeanError(
+                f"the weights in {directory} do not fit its config.json: {problem.replace('_', ' ')}, {name}"
+            )
     return model.eval()
 
 
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Fills `model` with the tensors that its plan names; a tied head follows its embedding."""
+    """Fill `model` with the tensors that its plan names; a tied head follows its embedding."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in model.config.plan.parameter_shapes:

@@ -8,10 +8,10 @@ M_MMAP_THRESHOLD, BYTES = -3, 2**20
 
 
 def give_back_freed_memory() -> None:
-    """Keeps what is resident near what is used, from now on, in this process.
+    """Return freed memory to the system from now on, so that this process's resident size follows its use.
 
-    glibc raises that threshold up to 32 MiB by itself, keeps smaller blocks that are freed, and cannot give those back
-    that lie below one still in use: over the layers of a large model that grows. Other allocators are left alone.
+    glibc raises that threshold up to 32 MiB by itself and keeps smaller freed blocks; over the layers of a large model
+    they add up. Other allocators are left alone.
     """
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, BYTES)

@@ -1,4 +1,4 @@
-"""Opening a checkpoint, ours or one of transformers: its configuration, and its tensors under our names."""
+"""Open a checkpoint, ours or one of transformers: its configuration, and its tensors under our names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,40 +8,48 @@ from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from ..errors import LeanError
-from ..files import read_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from .families import FAMILIES, import_tensors
 from .families.family import EMBEDDING, HEAD
-from .load import load_config, load_weights
-from .tensors import LazyTensors, check_stored, open_tensors, read_tied
+from .load import MODELS, load_config, load_weights, read_config
+from .tensors import LazyTensors, StoredTensors, check_stored, open_tensors, read_tied
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`tensors` are exactly those of `config.plan.parameter_shapes`, each read when it is asked for. `family`: the
-    model_type of the class of transformers that it was written by; None where it is one of ours."""
+    """A checkpoint whose weights are read when they are asked for.
+
+    Attributes:
+        tensors: exactly those of `config.plan.parameter_shapes`.
+        stored: the tensors of its files, under the names that they have there.
+        family: the model_type of the class of transformers that wrote it; None for one of ours.
+    """
 
     directory: Path
     config: LeanConfig
     tensors: Mapping[str, Tensor]
+    stored: StoredTensors
     family: str | None
+
+    @property
+    def architecture(self) -> str:
+        """The name of the class that wrote it."""
+        return MODELS[self.config.task].__name__ if self.family is None else FAMILIES[self.family].architecture
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Opens a directory of ours, or one of a family of transformers. No weights are read yet.
+    """Open a directory of ours, or one of a family of transformers. No weights are read yet.
 
     Raises:
         LeanError: no checkpoint, or one of a class that is not supported; a configuration that cannot be expressed
             here; weights that are missing, damaged, or not the configuration's.
     """
-    if not (directory / "config.json").is_file():
-        raise LeanError(f"{directory} is not a checkpoint: it has no config.json")
-    hf = read_json(directory / "config.json")
+    hf = read_config(directory)
     kind = hf.get("model_type")
     if kind == LeanConfig.model_type:
-        config = load_config(directory)
-        return Checkpoint(directory, config, _own_tensors(directory, config), None)
+        config, stored = load_config(directory), open_tensors(directory)
+        return Checkpoint(directory, config, _own_tensors(config, stored), stored, None)
     if kind not in FAMILIES:
         raise LeanError(
             f"{directory} is a {kind!r} checkpoint; only {', '.join([LeanConfig.model_type, *FAMILIES])} can be opened"
@@ -51,13 +59,12 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         config = family.lean_config(hf)
     except LeanError as error:
         raise LeanError(f"{directory / 'config.json'}: {error}") from None
-    return Checkpoint(directory, config, import_tensors(family, config, open_tensors(directory), hf), kind)
+    stored = open_tensors(directory)
+    return Checkpoint(directory, config, import_tensors(family, config, stored, hf), stored, kind)
 
 
 def open_causal_lm(directory: Path) -> Checkpoint:
-    """Raises:
-    LeanError: as `open_checkpoint`, and for a model of another task.
-    """
+    """Open a checkpoint as `open_checkpoint` does; raise a LeanError if it does not predict the next token."""
     opened = open_checkpoint(directory)
     if (task := opened.config.task) != "causal_lm":
         raise LeanError(f"{directory} holds a model for {task}, which does not predict the next token")
@@ -65,7 +72,7 @@ def open_causal_lm(directory: Path) -> Checkpoint:
 
 
 def causal_lm(opened: Checkpoint) -> LeanForCausalLM:
-    """The model of a checkpoint, in float32 whatever is stored, on the CPU, in evaluation mode."""
+    """Return the model of a checkpoint, in float32 whatever is stored, on the CPU, in evaluation mode."""
     with no_init_weights():
         model = LeanForCausalLM(opened.config)
     model.tie_weights()
@@ -73,8 +80,7 @@ def causal_lm(opened: Checkpoint) -> LeanForCausalLM:
     return model.eval()
 
 
-def _own_tensors(directory: Path, config: LeanConfig) -> LazyTensors:
-    stored = open_tensors(directory)
+def _own_tensors(config: LeanConfig, stored: StoredTensors) -> LazyTensors:
     shapes = config.plan.parameter_shapes
     check_stored(stored, shapes, lambda name: bool(config.tie_word_embeddings) and name == HEAD)
 

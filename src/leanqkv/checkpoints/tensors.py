@@ -22,25 +22,6 @@ WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# The names that safetensors gives dtypes in a file.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 # Elements looked at together for NaN and Inf: 16 MiB of float32.
 CHUNK_ELEMENTS = 2**22
 
@@ -75,10 +56,10 @@ class LazyTensors(Mapping[str, Tensor]):
 class StoredTensors(LazyTensors):
     """The tensors in a directory of weights. Names, `shapes` and `dtypes` are known without reading any data.
 
-    A tensor is a view of its file, mapped for this one read: it stays valid, and its pages go when it goes.
+    A tensor is a view of its file, mapped for this one read. It stays valid, and its pages go when it goes.
     """
 
-    def __init__(self, directory: Path, files: Mapping[str, "_SafetensorsFile | _PickledFile"]):
+    def __init__(self, directory: Path, files: Mapping[str, "_File"]):
         super().__init__({name: file.shapes[name] for name, file in files.items()}, self._read)
         self.directory = directory
         self.dtypes = {name: file.dtypes[name] for name, file in files.items()}
@@ -88,42 +69,32 @@ class StoredTensors(LazyTensors):
         return self._files[name].read(name)
 
     def file(self, name: str) -> Path:
-        """Which file holds the tensor."""
+        """Return the path of the file that holds the tensor."""
         return self._files[name].path
 
 
-class _SafetensorsFile:
+class _File:
+    """A file of weights, safetensors or of torch.save: `shapes` and `dtypes` of its tensors, each read on its own."""
+
     def __init__(self, path: Path):
         self.path = path
-        self.shapes: dict[str, Shape] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        with _naming(path), safe_open(path, framework="pt") as opened:
-            names = opened.keys()
-            for name in names:
-                entry = opened.get_slice(name)
-                if (kind := entry.get_dtype()) not in DTYPES:
-                    raise LeanError(f"{path}: {name} has dtype {kind}, which cannot be read here")
-                self.shapes[name], self.dtypes[name] = tuple(entry.get_shape()), DTYPES[kind]
+        with _naming(path), path.open("rb") as file:
+            # What torch.save wrote before PyTorch 1.6 is no zip archive and cannot be mapped: it is held whole.
+            self._mapped = path.suffix == ".safetensors" or file.read(4) == b"PK\x03\x04"
+        tensors = self._load()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        self._held = None if self._mapped else tensors
 
     def read(self, name: str) -> Tensor:
-        with _naming(self.path, name), safe_open(self.path, framework="pt") as opened:
-            return opened.get_tensor(name)
-
-
-class _PickledFile:
-    """A file of torch.save. One written before PyTorch 1.6 is no zip archive and cannot be mapped: it is kept whole."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        with _naming(path), path.open("rb") as opened:
-            self._mapped = opened.read(4) == b"PK\x03\x04"
-        contents = self._load()
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in contents.items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in contents.items()}
-        self._kept = None if self._mapped else contents
+        return (self._load(name) if self._held is None else self._held)[name]
 
     def _load(self, wanted: str | None = None) -> dict[str, Tensor]:
+        """Return the tensor `wanted`, or all, as views of the mapped file: no data is read."""
         with _naming(self.path, wanted):
+            if self.path.suffix == ".safetensors":
+                with safe_open(self.path, framework="pt") as file:
+                    return {name: file.get_tensor(name) for name in ([wanted] if wanted else file.keys())}
             contents: Any = torch.load(self.path, map_location="cpu", mmap=self._mapped, weights_only=True)
         if not isinstance(contents, Mapping):
             raise LeanError(f"{self.path} holds no state dict but a {type(contents).__name__}")
@@ -135,67 +106,57 @@ class _PickledFile:
                 )
         return {name: tensor.detach() for name, tensor in contents.items()}
 
-    def read(self, name: str) -> Tensor:
-        contents = self._load(name) if self._kept is None else self._kept
-        return contents[name]
-
 
 @contextmanager
 def _naming(path: Path, name: str | None = None) -> Iterator[None]:
-    """Says of which file, and of which tensor, the trouble is."""
-    what = f"{path} cannot be read" if name is None else f"{path}: {name} cannot be read"
+    """Turn whatever a reader raises into a LeanError that names the file, and the tensor."""
     try:
         yield
     except (LeanError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes its reader raise anything
-        # What PyTorch says to a pickle of other things is a page long, and advises to run the file's code.
+        # PyTorch's own message about a pickle of other things is a page long, and advises to run the file's code.
         if refused := isinstance(error, UnpicklingError) and re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise LeanError(
                 f"{path} holds more than tensors ({refused[1]}), and reading that can run code; save the model's state "
                 "dict alone, best as safetensors"
             ) from None
-        told = str(error).strip() if isinstance(error, (OSError, RuntimeError, SafetensorError)) else ""
-        raise LeanError(f"{what}: {told.splitlines()[0] if told else 'it is damaged, or no file of weights'}") from None
+        reason = str(error).strip() if isinstance(error, (OSError, RuntimeError, SafetensorError)) else ""
+        raise LeanError(
+            f"{path}{f': {name}' if name else ''} cannot be read: "
+            + (reason.splitlines()[0] if reason else "it is damaged, or no file of weights")
+        ) from None
 
 
 def open_tensors(directory: Path) -> StoredTensors:
-    """The weights in `directory`, safetensors or those of torch.save, in one file or in shards with an index.
+    """Open the weights in `directory`, safetensors or those of torch.save, in one file or in shards with an index.
 
     Raises:
         LeanError: no weights; a file that is missing, damaged or no state dict of tensors; an index and its shards that
             disagree. Names the file, and the tensor.
     """
-    found = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
-    if found is None:
+    weights = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
+    if weights is None:
         raise LeanError(f"{directory} has no weights: there is none of {', '.join(WEIGHTS)}")
-    if found.suffix != ".json":
-        file = _open_file(found)
+    if weights.suffix != ".json":
+        file = _File(weights)
         return StoredTensors(directory, dict.fromkeys(file.shapes, file))
-    shards = read_json(found).get("weight_map")
+    shards = read_json(weights).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        raise LeanError(f"{found} has no weight_map from the tensors' names to the files they are in")
-    opened = {}
+        raise LeanError(f"{weights} has no weight_map from the tensors' names to the files they are in")
+    files: dict[str, _File] = {}
     for shard in dict.fromkeys(shards.values()):
         if not (directory / shard).is_file():
-            raise LeanError(f"{directory / shard} is missing: {found.name} names it")
-        opened[shard] = _open_file(directory / shard)
+            raise LeanError(f"{directory / shard} is missing: {weights.name} names it")
+        files[shard] = _File(directory / shard)
     for name, shard in shards.items():
-        if name not in opened[shard].shapes:
-            raise LeanError(f"{directory / shard} does not hold {name}, which {found.name} says is in it")
-    return StoredTensors(directory, {name: opened[shard] for name, shard in shards.items()})
-
-
-def _open_file(path: Path) -> _SafetensorsFile | _PickledFile:
-    return _SafetensorsFile(path) if path.suffix == ".safetensors" else _PickledFile(path)
+        if name not in files[shard].shapes:
+            raise LeanError(f"{directory / shard} does not hold {name}, which {weights.name} says is in it")
+    return StoredTensors(directory, {name: files[shard] for name, shard in shards.items()})
 
 
 def check_stored(stored: StoredTensors, expected: Mapping[str, Shape], ignorable: Callable[[str], bool]) -> None:
-    """That `stored` holds the expected tensors, floating, and besides them only what may be ignored.
-
-    Raises:
-        LeanError: naming the tensors and what is wrong with them.
-    """
+    """Raise a LeanError unless `stored` holds the expected tensors, floating, and besides them only ignorable ones."""
     misfit = f"the weights in {stored.directory} do not fit its config.json"
     for what, names in (
         ("lack", [name for name in expected if name not in stored]),
@@ -216,11 +177,7 @@ def check_stored(stored: StoredTensors, expected: Mapping[str, Shape], ignorable
 
 
 def read_tied(stored: StoredTensors, embedding: str, head: str) -> Tensor:
-    """The embedding that a model with tied weights uses for its head, too; a file may hold the head once more.
-
-    Raises:
-        LeanError: the file's head is another matrix.
-    """
+    """Return the embedding of a model with a tied head; raise a LeanError if the file holds another head."""
     tensor = stored[embedding]
     if head in stored and not torch.equal(tensor, stored[head]):
         raise LeanError(
@@ -230,34 +187,22 @@ def read_tied(stored: StoredTensors, embedding: str, head: str) -> Tensor:
     return tensor
 
 
-class _Finite(Mapping[str, Tensor]):
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        self._tensors = tensors
+def finite(tensors: Mapping[str, Tensor]) -> LazyTensors:
+    """Return the same tensors; reading one that has NaN or infinite values raises a LeanError with their number."""
 
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
+    def read(name: str) -> Tensor:
+        tensor = tensors[name]
         if count := count_nonfinite(tensor):
             raise LeanError(f"{name} has {count:,} values that are NaN or infinite, of {tensor.numel():,}")
         return tensor
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def finite(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The same tensors; one that has a NaN or an infinite value raises a LeanError when it is read, with their
-    number."""
-    return _Finite(tensors)
+    if isinstance(tensors, LazyTensors):
+        return LazyTensors(tensors.shapes, read)
+    return LazyTensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, read)
 
 
 def count_nonfinite(tensor: Tensor) -> int:
-    """How many values are NaN or infinite, without a temporary of the tensor's size."""
+    """Return how many values are NaN or infinite, without a temporary of the tensor's size."""
     rows = tensor if tensor.ndim else tensor[None]
     count = 0
     for chunk in rows.split(max(1, CHUNK_ELEMENTS * len(rows) // max(1, rows.numel()))):
@@ -268,7 +213,7 @@ def count_nonfinite(tensor: Tensor) -> int:
 
 
 def weights_hash(directory: Path) -> str:
-    """SHA-256 over the files of weights, in the order of their names."""
+    """Return the SHA-256 of the files of weights, in the order of their names."""
     digest = hashlib.sha256()
     for file in sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")):
         with file.open("rb") as opened:

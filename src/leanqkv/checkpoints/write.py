@@ -1,4 +1,4 @@
-"""Writing a checkpoint tensor by tensor: sharded, resumable, whole or absent."""
+"""Write a checkpoint tensor by tensor: sharded, resumable, whole or absent."""
 
 import errno
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,9 +30,7 @@ Progress = Callable[[int, int], None]
 
 
 def check_free(out: Path) -> None:
-    """Raises:
-    LeanError: `out` exists and is not an empty directory.
-    """
+    """Raise a LeanError if `out` exists and is not an empty directory: nothing is ever written over."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another --out")
 
@@ -47,15 +46,15 @@ def write_checkpoint(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes `tensors` as safetensors shards of at most `shard_bytes` (a larger tensor has one to itself).
+    """Write `tensors` as safetensors shards of at most `shard_bytes` (a larger tensor has one to itself).
 
-    Everything is written beside `out` and renamed when it is complete. Interrupted, the same call goes on after the
-    last whole shard; its partial directory is taken over only if `job`, what decides the content, is the same.
+    Everything is written beside `out` and renamed when it is complete. After an interruption the same call goes on
+    after the last whole shard. It takes over a partial directory only if `job`, which decides the content, is the same.
 
     Args:
         shapes: name and shape of every tensor, in the order in which they are read; one shard is in memory at a time.
-        dtype: what floating tensors are stored in.
-        finish: writes what else belongs to the checkpoint into the directory it is given.
+        dtype: of the stored floating tensors.
+        finish: writes the other files of the checkpoint into the directory it is given.
         progress: called with bytes done and bytes in all.
 
     Raises:
@@ -64,28 +63,27 @@ def write_checkpoint(
     """
     check_free(out)
     partial = out.with_name(f".{out.name}.partial")
-    job = {**job, "dtype": str(dtype), "shard_bytes": shard_bytes}
-    if partial.exists() and (not (partial / JOB).exists() or read_json(partial / JOB) != _plain(job)):
+    stored_job = json.loads(json.dumps({**job, "dtype": str(dtype), "shard_bytes": shard_bytes}))
+    if partial.exists() and (not (partial / JOB).exists() or read_json(partial / JOB) != stored_job):
         shutil.rmtree(partial)
-    shards = list(_shards(shapes, dtype, shard_bytes))
-    names = [_shard_name(i, len(shards)) for i in range(len(shards))]
-    size = {name: sum(_bytes(shapes[t], dtype) for t in shard) for name, shard in zip(names, shards, strict=True)}
-    missing = sum(size[name] for name in names if not (partial / name).exists())
-    place = next(parent for parent in out.absolute().parents if parent.exists())
-    if missing > (free := shutil.disk_usage(place).free):
-        raise LeanError(f"the disk has {free / 1e6:,.1f} MB free at {place}, {missing / 1e6:,.1f} MB are needed")
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
+    shards = {file: (names, sum(sizes[name] for name in names)) for file, names in split.filename_to_tensors.items()}
+    _check_room(out, sum(size for file, (_, size) in shards.items() if not (partial / file).exists()))
     partial.mkdir(parents=True, exist_ok=True)
-    write_json(partial / JOB, _plain(job))
-    done, total = 0, sum(size.values())
+    write_json(partial / JOB, stored_job)
+    report = progress or (lambda done, total: None)
+    done, total = 0, sum(sizes.values())
     try:
-        for name, shard in zip(names, shards, strict=True):
-            if not (partial / name).exists():
-                _write_shard(partial / name, shard, tensors, dtype, _offset_progress(progress, done, total))
-            done += size[name]
-            _offset_progress(progress, 0, total)(done)
-        if len(shards) > 1:
-            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        for file, (names, size) in shards.items():
+            if not (partial / file).exists():
+                for part in _write_shard(partial / file, names, tensors, dtype):
+                    report(done + part, total)
+            done += size
+            report(done, total)
+        if split.is_sharded:
+            index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
             write_json(partial / "model.safetensors.index.json", index)
         finish(partial)
     except LeanError:  # starting again would not help
@@ -98,7 +96,7 @@ def write_checkpoint(
 
 
 def save_config(config: LeanConfig, directory: Path) -> None:
-    """Writes config.json and the model's code, as `save_pretrained` does, without building the model."""
+    """Write config.json and the model's code, as `save_pretrained` does, without building the model."""
     from transformers.dynamic_module_utils import custom_object_save
 
     model = MODELS[config.task].__new__(MODELS[config.task])  # it is only asked for its class and its configuration
@@ -109,24 +107,22 @@ def save_config(config: LeanConfig, directory: Path) -> None:
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy the files of `source` that are about the text: tokenizer, chat template, generation settings."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
 
 
-def _write_shard(
-    file: Path, names: list[str], tensors: Mapping[str, Tensor], dtype: torch.dtype, progress: Callable[[int], None]
-) -> None:
+def _write_shard(file: Path, names: list[str], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[int]:
+    """Collect the tensors of a shard and write it; yield the bytes collected after each tensor."""
     shard: dict[str, Tensor] = {}
-    done = 0
     for name in names:
         tensor = tensors[name]
         # A copy of its own: a view of a mapped file, or of another tensor, cannot be written.
         shard[name] = tensor.to(dtype, copy=True).contiguous() if tensor.is_floating_point() else tensor.clone()
         if not shard[name].isfinite().all():
             raise LeanError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold")
-        done += shard[name].nbytes
-        progress(done)
+        yield sum(tensor.nbytes for tensor in shard.values())
     temporary = partial_name(file)
     try:
         save_file(shard, temporary, metadata={"format": "pt"})
@@ -139,36 +135,7 @@ def _write_shard(
         temporary.unlink(missing_ok=True)
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> Iterator[list[str]]:
-    shard: list[str] = []
-    filled = 0
-    for name, shape in shapes.items():
-        size = _bytes(shape, dtype)
-        if shard and filled + size > limit:
-            yield shard
-            shard, filled = [], 0
-        shard.append(name)
-        filled += size
-    yield shard
-
-
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _shard_name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
-
-
-def _plain(job: Mapping[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(job))
-
-
-def _offset_progress(progress: Progress | None, done: int, total: int) -> Callable[[int], None]:
-    """Reports bytes of a part as bytes of the whole, of which `done` came before."""
-
-    def tell(part: int) -> None:
-        if progress is not None:
-            progress(done + part, total)
-
-    return tell
+def _check_room(out: Path, needed: int) -> None:
+    existing = next(parent for parent in out.absolute().parents if parent.exists())
+    if needed > (free := shutil.disk_usage(existing).free):
+        raise LeanError(f"the disk has {free / 1e6:,.1f} MB free at {existing}, {needed / 1e6:,.1f} MB are needed")

@@ -12,7 +12,7 @@ from .options import SOURCE, Dtype, Out, as_dtype, console
 if TYPE_CHECKING:
     from torch import Tensor
 
-# How far two checkpoints may lie apart and still be called one function, relative to the largest logit, in float64.
+# The largest difference of logits at which two checkpoints are one function, relative to the largest logit, in float64.
 TOLERANCE = 1e-3
 Text = Annotated[
     Path | None, typer.Option(help="Text to compare on. Default: random tokens from a fixed seed.", show_default=False)
@@ -29,9 +29,9 @@ def eliminate(
     layer: Annotated[
         str, typer.Option(help="Of query, key, value, output: 3, or 0,2, counted from 0; or all.")
     ] = "all",
-    stock: Annotated[
-        str, typer.Option("--format", help="strict: ours, with fewer tensors. stock: a class of transformers.")
-    ] = "strict",
+    format: Annotated[str, typer.Option(help="strict: ours, with fewer tensors. stock: a class of transformers.")] = (
+        "strict"
+    ),
     family: Annotated[
         str | None, typer.Option(help="Which class with --format stock: llama, gpt2, … Default: the plainest.")
     ] = None,
@@ -55,28 +55,18 @@ def eliminate(
     leanqkv eliminate hf/llama --remove block-diagonal --format stock --out hf/llama-vo
     """
     from ..checkpoints.memory import give_back_freed_memory
-    from ..eliminate.elimination import eliminate_directory
-    from ..eliminate.transform import parse_request
+    from ..eliminate import eliminate_directory, parse_request
     from ..errors import LeanError
 
-    if stock not in ("strict", "stock"):
-        raise LeanError(f"--format is strict or stock, found {stock!r}")
-    if family is not None and stock != "stock":
+    if format not in ("strict", "stock"):
+        raise LeanError(f"--format is strict or stock, found {format!r}")
+    if family is not None and format != "stock":
         raise LeanError("--family chooses a class of transformers; it needs --format stock")
     request = parse_request(remove, layer, max_condition=max_condition, balance=not plain)
+    settings = {"dtype": as_dtype(dtype), "stock": format == "stock", "family": family, "inputs": _inputs(source, text)}
     give_back_freed_memory()
     with progress_bar("reading", in_bytes=True) as bar:
-        report = eliminate_directory(
-            source,
-            out,
-            request,
-            dtype=as_dtype(dtype),
-            stock=stock == "stock",
-            family=family,
-            inputs=_inputs(source, text),
-            progress=bar,
-            message=bar.describe,
-        )
+        report = eliminate_directory(source, out, request, **settings, progress=bar, message=bar.start)
     _print_certificate(report)
     console.print(f"{out}: certificate.json", highlight=False)
 
@@ -94,12 +84,11 @@ def verify(
     leanqkv verify runs/a runs/b --text book.txt
     """
     from ..checkpoints.memory import give_back_freed_memory
-    from ..eliminate.elimination import verify as run
+    from ..eliminate import verify as compare
 
     give_back_freed_memory()
-    with progress_bar("reading", in_bytes=True) as bar:
-        bar.describe("comparing")
-        report = run(source, other, _inputs(source, text))
+    with progress_bar("reading") as bar:
+        report = compare(source, other, _inputs(source, text), bar.start)
     console.print(_difference_table(report))
     relative = report["fp64"]["result"]["relative"]
     if relative <= tolerance:
@@ -111,23 +100,22 @@ def verify(
 
 def _print_certificate(report: dict[str, Any]) -> None:
     before, after = report["parameters"]["before"], report["parameters"]["after"]
-    change = f"{before:,} -> {after:,} parameters ({after / before - 1:+.1%})"
-    console.print(change, highlight=False)
+    lines = [f"{before:,} -> {after:,} parameters ({after / before - 1:+.1%})"]
     if after > before:
-        console.print("more than before: the head was tied to the embedding and no longer can be", highlight=False)
+        lines.append("more than before: the head was tied to the embedding and no longer can be")
     if report["conditions"]:
         name, worst = max(report["conditions"].items(), key=lambda item: item[1])
-        console.print(f"worst condition number: {worst:.3g}, {name}", highlight=False)
+        lines.append(f"worst condition number: {worst:.3g}, {name}")
     if report["exact"]:
-        console.print(
-            f"before rounding to {report['dtype']}: logits differ by {report['exact']['relative']:.1e}", highlight=False
-        )
+        lines.append(f"before rounding to {report['dtype']}: logits differ by {report['exact']['relative']:.1e}")
     if "disabled_norms" in report:
-        console.print(
-            f"the norms that the epsilon disables: {report['disabled_norms']['relative']:.1e} from the function "
-            "without norms, which is what is reproduced",
-            highlight=False,
+        relative = report["disabled_norms"]["relative"]
+        lines.append(
+            f"the norms that the epsilon disables: the original differs by {relative:.1e} from the function without "
+            "norms, which is the one reproduced"
         )
+    for line in lines:
+        console.print(line, highlight=False)
     console.print(_difference_table(report["dtypes"]))
 
 
@@ -145,7 +133,7 @@ def _difference_table(report: dict[str, Any]) -> Table:
 
 
 def _inputs(source: Path, text: Path | None) -> "dict[str, Tensor] | None":
-    """The beginning of `text` as two sequences of up to 64 of the model's tokens, or None without a text."""
+    """Return the beginning of `text` as two sequences of up to 64 of the model's tokens, or None without a text."""
     from ..checkpoints.open import open_checkpoint
     from ..data.tokenizer import load_tokenizer
     from ..errors import LeanError

@@ -1,7 +1,9 @@
-"""Options that several commands take, and what they do with them."""
+"""Options that several commands take, and the work on them that these commands share."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +12,8 @@ import typer
 from ..progress import console, progress_bar
 
 if TYPE_CHECKING:
-    from ..data import ImageData, TokenData
     from ..model.config import LeanConfig
-    from ..train import Precision
+    from ..train.tasks import Data as PreparedData
 
 NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"
 
@@ -38,36 +39,110 @@ TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datase
 MaxDocuments = Annotated[int | None, typer.Option(min=1, help="Read no more documents than that.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps; the warm-up scales along.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences or images per step, over all processes.")]
-MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="So many at a time; the rest is accumulated.")]
+MicroBatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Sequences or images at a time; the rest is accumulated.")
+]
 ContextLength = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence. Default: all positions.")]
 LearningRate = Annotated[float | None, typer.Option(help="Peak; the minimum scales along.")]
-MinLearningRate = Annotated[float | None, typer.Option(help="End of the cosine.")]
 WeightDecay = Annotated[float | None, typer.Option(min=0, help="On matrices only.")]
 WarmupSteps = Annotated[int | None, typer.Option(min=0)]
-ScheduleSteps = Annotated[
-    int | None, typer.Option(min=1, help="Length of the cosine; a longer run stays at its minimum. Default: the steps.")
-]
 PrecisionOption = Annotated[
     str, typer.Option(help="auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.")
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps. Default: what there is.")]
-KeepCheckpoints = Annotated[
-    bool, typer.Option("--keep-checkpoints", help="Keep the weights of every validation, for `leanqkv analyze`.")
-]
-EvaluateEvery = Annotated[int, typer.Option(min=1, help="Steps between validations, which are checkpoints too.")]
-EvaluationSequences = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Validation sequences, the same each time. Default: 128; of images the whole test split.",
-        show_default=False,
-    ),
-]
-TEXT_EVALUATION = 128
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps. Default: an accelerator if there is one.")]
 
 
-def recipe_overrides(**given: Any) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
+@dataclass(frozen=True)
+class TextOptions:
+    """The text that a command reads."""
+
+    data: Data = None
+    text_field: TextField = "text"
+    max_documents: MaxDocuments = None
+
+
+@dataclass(frozen=True)
+class DataOptions(TextOptions):
+    """The data of a run."""
+
+    tokenizer: Tokenizer = None
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """What is to differ from the recipe of a model; None keeps the recipe's value."""
+
+    steps: Steps = None
+    batch_size: BatchSize = None
+    learning_rate: LearningRate = None
+    min_learning_rate: Annotated[float | None, typer.Option(help="End of the cosine.")] = None
+    weight_decay: WeightDecay = None
+    warmup_steps: WarmupSteps = None
+    schedule_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length of the cosine; a longer run stays at its minimum. Default: the steps."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is done."""
+
+    out: Annotated[Path, typer.Option(help="Directory of the run; goes on where an earlier start of it left off.")]
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the batches, and of new weights.")] = 0
+    micro_batch_size: MicroBatchSize = None
+    context_length: ContextLength = None
+    precision: PrecisionOption = "auto"
+    device: Device = None
+    evaluate_every: Annotated[
+        int, typer.Option(min=1, help="Steps between validations, which are checkpoints too.")
+    ] = 50
+    evaluation_sequences: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Validation sequences, the same each time. Default: 128; of images the whole test split.",
+            show_default=False,
+        ),
+    ] = None
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False
+    keep_checkpoints: Annotated[
+        bool, typer.Option("--keep-checkpoints", help="Keep the weights of every validation, for `leanqkv analyze`.")
+    ] = False
+
+
+def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
+    """Let parameters of a Typer command be dataclasses of options: every field is an option of the command line.
+
+    Options without a default come first.
+    """
+    signature = inspect.signature(command)
+    groups: dict[str, Any] = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if is_dataclass(parameter.annotation)
+    }
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        parameters += inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    # Typer reads both.
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def recipe_overrides(**options: Any) -> dict[str, Any]:
+    """Return the options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def prepare(
@@ -76,81 +151,24 @@ def prepare(
     tokenizer: str | None,
     text_field: str,
     max_documents: int | None,
-) -> "TokenData | ImageData":
-    """Text or images, as the models read."""
-    from ..data import ImageData, prepare_data, prepare_images
-    from ..errors import LeanError
-    from ..train.tasks import reads_images
+) -> "PreparedData":
+    """Return the data that all these models can be trained on, and print its sizes."""
+    from ..train.tasks import prepare
 
-    images = reads_images(configs[0])
-    if any(reads_images(config) != images for config in configs):
-        raise LeanError("models of text and models of images cannot be compared with each other")
-    for option, given in (
-        ("--tokenizer", tokenizer is not None),
-        ("--text-field", text_field != "text"),
-        ("--max-documents", max_documents is not None),
-    ):
-        if images and given:
-            raise LeanError(f"{option} is about text; a model of images does not read any")
+    text = {"tokenizer": tokenizer, "text_field": text_field, "max_documents": max_documents}
     with progress_bar("reading the data") as bar:
-
-        def progress(stage: str, done: int) -> None:
-            bar.describe(f"{stage}, {done:,} {'images' if images else 'documents'}" if done else stage)
-
-        data: TokenData | ImageData
-        if images:
-            data = prepare_images(source, progress=progress)
-        else:
-            data = prepare_data(
-                source,
-                vocab_size=min(config.vocab_size for config in configs),
-                tokenizer=tokenizer,
-                text_field=text_field,
-                max_documents=max_documents,
-                progress=progress,
-            )
-    if isinstance(data, ImageData):
-        sizes = f"{data.train_images:,} training and {data.test_images:,} test images"
-    else:
-        sizes = f"{data.train_tokens:,} training and {data.validation_tokens:,} validation tokens"
-    console.print(f"data: {data.description}; {sizes}", highlight=False)
+        data = prepare(configs, source, bar.describe, **text)
+    console.print(f"data: {data.description}; {data.sizes()}", highlight=False)
     return data
 
 
-def evaluation_size(data: "TokenData | ImageData", text: int) -> int:
-    """How much is evaluated unless asked for otherwise."""
-    from ..data import ImageData
-
-    return data.test_images if isinstance(data, ImageData) else text
-
-
-def precision_for(
-    asked: str, out: Path, config: Any, recipe: Any, micro: int | None, context: int, device: str
-) -> "Precision":
-    """The precision asked for; with "auto" that of the run in `out`, or the fastest one on this machine."""
-    from ..files import read_json
-    from ..train import choose_precision, parse_precision
-    from ..train.directory import SPEC
-
-    if asked == "auto" and (out / SPEC).exists():
-        found = read_json(out / SPEC)
-        earlier = parse_precision(found["precision"])
-        assert earlier is not None
-        return replace(earlier, timings=found["precision_timings"])
-    with progress_bar("timing precisions") as bar:
-        chosen = parse_precision(asked) or choose_precision(
-            config,
-            batch_size=micro or recipe.batch_size,
-            context_length=context,
-            steps=recipe.steps,
-            device=device,
-            progress=bar.describe,
-        )
-    console.print(f"precision: {chosen}", highlight=False)
-    return chosen
+def evaluation_size(data: "PreparedData", sequences: int) -> int:
+    """Return how many sequences or images an evaluation takes unless the user says otherwise."""
+    return data.evaluation_size(sequences)
 
 
 def outcome(record: dict[str, Any]) -> str:
+    """Return the result of a run, for the terminal."""
     if record["diverged"]:
         return f"diverged at step {record['diverged']['step']}"
     rate = f", {record['tokens_per_second']:,.0f} tokens/s" if record["tokens_per_second"] else ""
@@ -160,6 +178,7 @@ def outcome(record: dict[str, Any]) -> str:
 
 
 def as_dtype(name: str | None) -> Any:
+    """Return the torch dtype of --dtype, or None."""
     from ..eliminate.certify import DTYPES
     from ..errors import LeanError
 

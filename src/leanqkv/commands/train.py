@@ -1,36 +1,24 @@
 """`leanqkv train` and `uptrain`."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..progress import console, progress_bar, training_display
 from .options import (
     NAME_HELP,
     SOURCE,
-    TEXT_EVALUATION,
     BatchSize,
-    ContextLength,
-    Data,
-    Device,
-    EvaluateEvery,
-    EvaluationSequences,
-    KeepCheckpoints,
-    LearningRate,
-    MaxDocuments,
-    MicroBatchSize,
-    MinLearningRate,
-    PrecisionOption,
-    ScheduleSteps,
-    Steps,
-    TextField,
-    Tokenizer,
-    WarmupSteps,
-    WeightDecay,
-    console,
+    DataOptions,
+    RecipeOptions,
+    RunOptions,
+    TextOptions,
     evaluation_size,
+    option_groups,
     outcome,
-    precision_for,
     prepare,
     recipe_overrides,
 )
@@ -38,31 +26,13 @@ from .options import (
 if TYPE_CHECKING:
     from ..model.config import LeanConfig
     from ..presets import Recipe
+    from ..train import Precision, RunSpec
+    from ..train.tasks import Data as PreparedData
 
 
+@option_groups
 def train(
-    name: Annotated[str, typer.Argument(help=NAME_HELP)],
-    out: Annotated[Path, typer.Option(help="Directory of the run; goes on where an earlier start of it left off.")],
-    data: Data = None,
-    steps: Steps = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the batches.")] = 0,
-    batch_size: BatchSize = None,
-    micro_batch_size: MicroBatchSize = None,
-    context_length: ContextLength = None,
-    learning_rate: LearningRate = None,
-    min_learning_rate: MinLearningRate = None,
-    weight_decay: WeightDecay = None,
-    warmup_steps: WarmupSteps = None,
-    schedule_steps: ScheduleSteps = None,
-    precision: PrecisionOption = "auto",
-    device: Device = None,
-    tokenizer: Tokenizer = None,
-    text_field: TextField = "text",
-    max_documents: MaxDocuments = None,
-    evaluate_every: EvaluateEvery = 50,
-    evaluation_sequences: EvaluationSequences = None,
-    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False,
-    keep_checkpoints: KeepCheckpoints = False,
+    name: Annotated[str, typer.Argument(help=NAME_HELP)], data: DataOptions, recipe: RecipeOptions, run: RunOptions
 ) -> None:
     """Train one model; the same command goes on after an interruption, with the same losses.
 
@@ -72,64 +42,28 @@ def train(
 
     leanqkv train vit-tiny+skipv1 --data cifar10 --out runs/cifar10
     """
-    from ..presets import preset, recipe
+    from .. import presets
 
-    overrides = recipe_overrides(
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        min_learning_rate=min_learning_rate,
-        weight_decay=weight_decay,
-        warmup_steps=warmup_steps,
-        schedule_steps=schedule_steps,
-    )
-    run_one(
-        name,
-        preset(name),
-        recipe(name, **overrides),
-        out,
-        data=data,
-        tokenizer=tokenizer,
-        text_field=text_field,
-        max_documents=max_documents,
-        precision=precision,
-        device=device,
-        context_length=context_length,
-        micro_batch_size=micro_batch_size,
-        evaluation_sequences=evaluation_sequences,
-        evaluate_every=evaluate_every,
-        keep_checkpoints=keep_checkpoints,
-        gradient_checkpointing=gradient_checkpointing,
-        seed=seed,
-    )
+    train_model(name, presets.preset(name), presets.recipe(name, **recipe_overrides(**vars(recipe))), data, run)
 
 
+@option_groups
 def uptrain(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")],
-    out: Annotated[Path, typer.Option(help="Directory of the run; goes on where an earlier start of it left off.")],
-    data: Data = None,
+    text: TextOptions,
+    run: RunOptions,
     teacher: Annotated[
         Path | None, typer.Option(help="Checkpoint whose predictions are matched as well.", show_default=False)
     ] = None,
     distillation: Annotated[
         float, typer.Option(min=0, max=1, help="With --teacher: share of KL(teacher || model) in the loss.")
     ] = 0.5,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of the batches.")] = 0,
     batch_size: BatchSize = 16,
-    micro_batch_size: MicroBatchSize = None,
-    context_length: ContextLength = None,
     learning_rate: Annotated[float, typer.Option(help="Peak, as in P3's uptraining.")] = 1.5e-4,
     min_learning_rate: Annotated[float | None, typer.Option(help="Default: a tenth.", show_default=False)] = None,
     weight_decay: Annotated[float, typer.Option(min=0, help="On matrices only.")] = 0.1,
     warmup_steps: Annotated[int | None, typer.Option(min=0, help="Default: a tenth.", show_default=False)] = None,
-    precision: PrecisionOption = "auto",
-    device: Device = None,
-    text_field: TextField = "text",
-    max_documents: MaxDocuments = None,
-    evaluate_every: EvaluateEvery = 50,
-    evaluation_sequences: EvaluationSequences = None,
-    keep_checkpoints: KeepCheckpoints = False,
 ) -> None:
     """Go on training a checkpoint, such as a converted one; dropout is off, as in the paper's uptraining.
 
@@ -141,15 +75,19 @@ def uptrain(
     leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --teacher runs/baseline --out runs/distilled
     """
     from ..checkpoints.open import open_checkpoint
-    from ..checkpoints.tensors import weights_hash
     from ..errors import LeanError
     from ..model.config import LeanConfig
     from ..presets import Recipe
+    from ..train.tasks import task_of
 
     overrides = open_checkpoint(source).config.as_overrides()
     config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
-    if teacher is not None and (found := open_checkpoint(teacher).config.vocab_size) != config.vocab_size:
-        raise LeanError(f"the teacher has {found:,} tokens, the model {config.vocab_size:,}: they cannot be compared")
+    has_tokenizer = task_of(config, source.name).has_tokenizer
+    if teacher is not None:
+        if not has_tokenizer:
+            raise LeanError(f"--teacher is for models of text, and {source} is not one; leave it out")
+        if (tokens := open_checkpoint(teacher).config.vocab_size) != config.vocab_size:
+            raise LeanError(f"the teacher has {tokens:,} tokens, the model {config.vocab_size:,}; they must agree")
     recipe = Recipe(
         steps,
         batch_size or 16,
@@ -158,103 +96,111 @@ def uptrain(
         weight_decay,
         steps // 10 if warmup_steps is None else warmup_steps,
     )
-    record = run_one(
-        source.name,
-        config,
-        recipe,
-        out,
-        data=data,
-        tokenizer=str(source),
-        text_field=text_field,
-        max_documents=max_documents,
-        precision=precision,
-        device=device,
-        context_length=context_length,
-        micro_batch_size=micro_batch_size,
-        evaluation_sequences=evaluation_sequences,
-        evaluate_every=evaluate_every,
-        keep_checkpoints=keep_checkpoints,
-        seed=seed,
-        role="uptrain",
-        initial=source,
-        teacher=teacher,
-        initial_sha256=weights_hash(source),
-        teacher_sha256=None if teacher is None else weights_hash(teacher),
-        distillation=0.0 if teacher is None else distillation,
-    )
+    data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
+    record = train_model(source.name, config, recipe, data, run, source, teacher, distillation)
     console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}", highlight=False)
 
 
-def run_one(
+def train_model(
     name: str,
     config: "LeanConfig",
     recipe: "Recipe",
-    out: Path,
-    *,
-    data: str | None,
-    tokenizer: str | None,
-    text_field: str,
-    max_documents: int | None,
-    precision: str,
-    device: str | None,
-    context_length: int | None,
-    micro_batch_size: int | None,
-    evaluation_sequences: int | None,
+    data: DataOptions,
+    run: RunOptions,
     initial: Path | None = None,
     teacher: Path | None = None,
-    keep_checkpoints: bool = False,
-    **settings: Any,
+    distillation: float = 0.0,
 ) -> dict[str, Any]:
-    """Reads the data, chooses the precision, trains, and returns the record; `settings` are further fields of the
-    RunSpec. Arguments are those of the command line.
+    """Read the data, choose the precision, train, and return the record.
 
     Raises:
-        LeanError: whatever does not fit together, before anything is read or written where that is possible.
+        LeanError: options that do not fit together, before anything is read or written if possible.
     """
-    from ..environment import check_device, default_device
-    from ..progress import training_display
-    from ..train import RunSpec, train
+    from ..checkpoints.tensors import weights_hash
+    from ..environment import check_device
+    from ..train import RunSpec, parse_precision
     from ..train.directory import check_out
-    from ..train.tasks import check_fit, check_trainable
+    from ..train.tasks import check_fit, task_of
 
-    check_trainable(name, config)
-    check_out(out)
-    context = context_length or config.max_position_embeddings
+    task_of(config, name)
+    check_out(run.out)
+    check_device(run.device)
+    parse_precision(run.precision)
+    context = run.context_length or config.max_position_embeddings
     assert context is not None
-    prepared = prepare(data, [config], tokenizer, text_field, max_documents)
+    prepared = prepare(data.data, [config], data.tokenizer, data.text_field, data.max_documents)
     check_fit(name, config, prepared, context)
-    arithmetic = precision_for(
-        precision, out, config, recipe, micro_batch_size, context, check_device(device or default_device())
-    )
+    precision = _precision(run, config, recipe, context)
+    start: dict[str, Any] = {}
+    if initial is not None:
+        with progress_bar("hashing the weights"):
+            start = {"role": "uptrain", "initial_sha256": weights_hash(initial)}
+            if teacher is not None:
+                start |= {"teacher_sha256": weights_hash(teacher), "distillation": distillation}
     spec = RunSpec(
         name=name,
         config=config.as_overrides(),
         recipe=recipe,
+        seed=run.seed,
         context_length=context,
-        precision=str(arithmetic),
-        precision_timings=arithmetic.timings,
+        precision=str(precision),
+        precision_timings=precision.timings,
         data_sha256=prepared.sha256,
-        micro_batch_size=micro_batch_size,
-        evaluation_sequences=evaluation_sequences or evaluation_size(prepared, TEXT_EVALUATION),
-        **settings,
+        micro_batch_size=run.micro_batch_size,
+        evaluation_sequences=run.evaluation_sequences or evaluation_size(prepared, RunSpec.evaluation_sequences),
+        evaluate_every=run.evaluate_every,
+        gradient_checkpointing=run.gradient_checkpointing,
+        **start,
     )
+    return _train(spec, prepared, run, initial, teacher)
+
+
+def _train(
+    spec: "RunSpec", data: "PreparedData", run: RunOptions, initial: Path | None, teacher: Path | None
+) -> dict[str, Any]:
+    """Train, showing the progress and the outcome."""
+    from ..train import train
+
     with training_display() as display:
-        display.start(recipe.steps)
-
-        def progress(step: int, total: int, loss: float | None, rate: float | None) -> None:
-            display.update(name, step, total, loss, rate)
-
+        display.start(spec.recipe.steps)
         record = train(
             spec,
-            prepared,
-            out,
-            device=device,
+            data,
+            run.out,
+            device=run.device,
             initial=initial,
             teacher=teacher,
-            keep_checkpoints=keep_checkpoints,
-            progress=progress,
+            keep_checkpoints=run.keep_checkpoints,
+            progress=partial(display.update, spec.name),
         )
-        display.finish(name, recipe.steps, outcome(record))
-    contents = [name for name in ("model.safetensors", "tokenizer.json", "record.json") if (out / name).exists()]
-    console.print(f"{out}: {', '.join(contents)}", highlight=False)
+        display.finish(spec.name, spec.recipe.steps, outcome(record))
+    files = [file for file in ("model.safetensors", "tokenizer.json", "record.json") if (run.out / file).exists()]
+    console.print(f"{run.out}: {', '.join(files)}", highlight=False)
     return record
+
+
+def _precision(run: RunOptions, config: "LeanConfig", recipe: "Recipe", context_length: int) -> "Precision":
+    """Return the precision asked for; of "auto" that of the run in `out`, or the fastest one on this machine."""
+    from ..environment import check_device
+    from ..files import read_json
+    from ..train import choose_precision, parse_precision
+    from ..train.directory import SPEC
+
+    precision = parse_precision(run.precision)
+    if precision is None and (run.out / SPEC).exists():
+        spec = read_json(run.out / SPEC)
+        precision = parse_precision(spec["precision"])
+        assert precision is not None
+        return replace(precision, timings=spec["precision_timings"])
+    if precision is None:
+        with progress_bar("timing precisions") as bar:
+            precision = choose_precision(
+                config,
+                batch_size=run.micro_batch_size or recipe.batch_size,
+                context_length=context_length,
+                steps=recipe.steps,
+                device=check_device(run.device),
+                progress=bar.describe,
+            )
+    console.print(f"precision: {precision}", highlight=False)
+    return precision

@@ -381,9 +381,7 @@ def _finite(output: Tensor, layer: int) -> Tensor:
 
 def _eager(config: LeanConfig) -> LeanConfig:
     """The same model, whose attention hands out its patterns."""
-    found = with_fields(config)
-    found._attn_implementation = "eager"
-    return found
+    return with_fields(config, attn_implementation="eager")
 
 
 def _with_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

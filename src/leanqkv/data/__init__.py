@@ -1,4 +1,4 @@
-"""Text and images in, batches out: corpora, tokenizer, files, and the batch plan every run of a comparison shares."""
+"""Data: corpora, tokenizers, prepared files of tokens and images, and the batch plan that compared runs share."""
 
 from .batches import BatchPlan, batch_plan, collate, image_plan, make_batch_plan, make_image_plan
 from .corpus import Corpus, open_corpus

@@ -1,5 +1,4 @@
-"""The batch plan: which tokens or images make up every training batch and every evaluation, decided once, before any
-model.
+"""The batch plan: the tokens or images of every training batch and every evaluation, drawn once, before any model.
 
 P1 section 5 and P2 section 3.1: all models of a comparison see the same tokens in the same order and are evaluated on
 the same tokens.
@@ -19,8 +18,9 @@ from ..files import partial_name
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Start offsets into the token files; a sequence is the `context_length` tokens from there on, and its targets the
-    same shifted by one. Of images, their indices.
+    """Start offsets of sequences in the token files, or indices of images.
+
+    A sequence is the `context_length` tokens from its start, and its targets the same shifted by one.
 
     Attributes:
         train_starts: [steps, batch_size]; row i is optimizer step i.
@@ -33,6 +33,7 @@ class BatchPlan:
     sha256: str
 
     def record(self) -> dict[str, Any]:
+        """Return a record's entry on the plan."""
         steps, batch_size = self.train_starts.shape
         return {
             "sha256": self.sha256,
@@ -42,37 +43,28 @@ class BatchPlan:
         }
 
 
-def batch_plan(
-    directory: Path, *, seed: int, steps: int, batch_size: int, context_length: int, **sizes: int
-) -> BatchPlan:
-    """The plan saved in `directory`, made and saved there first if need be; arguments as `make_batch_plan`."""
-    return _saved(
-        directory,
-        f"seed{seed}-{steps}x{batch_size}x{context_length}",
-        lambda: make_batch_plan(seed=seed, steps=steps, batch_size=batch_size, context_length=context_length, **sizes),
-    )
+def batch_plan(directory: Path, **sizes: int) -> BatchPlan:
+    """Return the plan saved in `directory`, made and saved there on first use; arguments as `make_batch_plan`."""
+    stem = "seed{seed}-{steps}x{batch_size}x{context_length}".format(**sizes)
+    return _saved(directory, stem, lambda: make_batch_plan(**sizes))
 
 
-def image_plan(directory: Path, *, seed: int, steps: int, batch_size: int, **sizes: int) -> BatchPlan:
-    """The same for images; arguments as `make_image_plan`."""
-    return _saved(
-        directory,
-        f"seed{seed}-{steps}x{batch_size}-images",
-        lambda: make_image_plan(seed=seed, steps=steps, batch_size=batch_size, **sizes),
-    )
+def image_plan(directory: Path, **sizes: int) -> BatchPlan:
+    """Return the same for images; arguments as `make_image_plan`."""
+    stem = "seed{seed}-{steps}x{batch_size}-images".format(**sizes)
+    return _saved(directory, stem, lambda: make_image_plan(**sizes))
 
 
 def _saved(directory: Path, stem: str, make: Callable[[], BatchPlan]) -> BatchPlan:
     files = [directory / f"{stem}-{part}.npy" for part in ("train", "evaluation")]
     if not all(file.exists() for file in files):
-        made = make()
+        plan = make()
         directory.mkdir(parents=True, exist_ok=True)
-        for file, array in zip(files, (made.train_starts, made.evaluation_starts), strict=True):
+        for file, array in zip(files, (plan.train_starts, plan.evaluation_starts), strict=True):
             with (partial := partial_name(file)).open("wb") as stream:
                 np.save(stream, array)
             partial.replace(file)
-    train, evaluation = (np.load(file, mmap_mode="r") for file in files)
-    return BatchPlan(train, evaluation, _digest(train, evaluation))
+    return _plan(*(np.load(file, mmap_mode="r") for file in files))
 
 
 def make_batch_plan(
@@ -85,38 +77,39 @@ def make_batch_plan(
     evaluation_sequences: int,
     seed: int,
 ) -> BatchPlan:
-    """Draws the starts uniformly. Training starts depend on `seed` (and a plan with more steps begins with the same
-    batches); evaluation starts do not.
+    """Draw the starts uniformly.
+
+    Training starts depend on `seed`, and a plan with more steps begins with the same batches. Evaluation starts do not.
     """
     train = np.random.default_rng([seed, 0]).integers(0, train_tokens - context_length, (steps, batch_size))
     evaluation = np.random.default_rng([0, 1]).integers(0, validation_tokens - context_length, evaluation_sequences)
-    return BatchPlan(train, evaluation, _digest(train, evaluation))
+    return _plan(train, evaluation)
 
 
 def make_image_plan(
     *, train_images: int, test_images: int, batch_size: int, steps: int, evaluation_images: int, seed: int
 ) -> BatchPlan:
-    """Draws an order of all training images for every epoch, of which the batches are cut one after another, across
-    the ends of epochs too. The evaluation takes the whole test split, or that many images of it, which do not depend
-    on `seed`.
+    """Draw an order of all training images for every epoch and cut batches from it, across the ends of epochs too.
+
+    The evaluation takes `evaluation_images` of the test split, the same for every seed.
     """
     random = np.random.default_rng([seed, 0])
     epochs = -(-steps * batch_size // train_images)
     order = np.concatenate([random.permutation(train_images) for _ in range(epochs)])
     train = order[: steps * batch_size].reshape(steps, batch_size)
     evaluation = np.sort(np.random.default_rng([0, 1]).permutation(test_images)[:evaluation_images])
-    return BatchPlan(train, evaluation, _digest(train, evaluation))
+    return _plan(train, evaluation)
 
 
-def _digest(train: np.ndarray, evaluation: np.ndarray) -> str:
+def _plan(train: np.ndarray, evaluation: np.ndarray) -> BatchPlan:
     digest = hashlib.sha256()
     for array in (train, evaluation):
         digest.update(np.ascontiguousarray(array, dtype="<i8").data)
-    return digest.hexdigest()
+    return BatchPlan(train, evaluation, digest.hexdigest())
 
 
 def collate(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, context_length: int) -> dict[str, torch.Tensor]:
-    """One batch: `input_ids` and, one token on, `shift_labels`, both int64 [batch, context_length]."""
+    """Return one batch: `input_ids` and, one token on, `shift_labels`, both int64 [batch, context_length]."""
     windows = np.asarray(starts)[:, None] + np.arange(context_length + 1)
     batch = torch.from_numpy(tokens[windows].astype(np.int64))
     return {"input_ids": batch[:, :-1].contiguous(), "shift_labels": batch[:, 1:].contiguous()}

@@ -1,5 +1,6 @@
-"""Where prepared data is kept, whole or not at all."""
+"""The cache of prepared data: directories that are complete or absent."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,20 +9,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What there is to say about a directory's content; written last.
+# What describes a directory's content.
 ABOUT = "data.json"
 
 
 def cache_directory() -> Path:
-    """$LEANQKV_CACHE, else leanqkv under $XDG_CACHE_HOME or ~/.cache."""
+    """Return $LEANQKV_CACHE, else leanqkv under $XDG_CACHE_HOME or ~/.cache."""
     if "LEANQKV_CACHE" in os.environ:
         return Path(os.environ["LEANQKV_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanqkv"
 
 
-def made_once(directory: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What `fill` says about the files that it writes into a directory, which then becomes `directory`; or what an
-    earlier call was told."""
+def made_once(kind: str, content: str, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Return the description of cached data and its `directory`, which `fill` writes and describes on first use.
+
+    Args:
+        kind: the folder of the cache.
+        content: identifies the data.
+        fill: is given a temporary directory, which is renamed when it is complete.
+    """
+    directory = cache_directory() / kind / hashlib.sha256(content.encode()).hexdigest()[:24]
     if not (directory / ABOUT).exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -34,4 +41,4 @@ def made_once(directory: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[s
                     raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    return json.loads((directory / ABOUT).read_text())
+    return {**json.loads((directory / ABOUT).read_text()), "directory": directory}

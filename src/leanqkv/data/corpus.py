@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import LeanError
+from ..errors import LeanError, first_line
+from ..files import add_file
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -21,7 +22,7 @@ class Corpus:
     """A stream of documents.
 
     Attributes:
-        description: what a report says the data is.
+        description: the data, as a report names it.
         fingerprint: hex digest; equal for equal content in equal order (of a hub dataset: for its name and version).
         documents: makes a fresh iterator over the documents, each a str.
     """
@@ -32,7 +33,7 @@ class Corpus:
 
 
 def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
-    """The corpus that `source` names.
+    """Return the corpus that `source` names.
 
     Args:
         source: None or "stdlib" for the Python source of this interpreter's standard library; a text, JSONL or Parquet
@@ -47,9 +48,14 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
     path = Path(source)
     if path.exists():
         return _local_files(path, text_field)
-    if path.suffix or source.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source):
+    if looks_like_path(source) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source):
         raise LeanError(f"no data at {source}: there is no such file or folder")
     return _hub_dataset(source, text_field)
+
+
+def looks_like_path(source: str) -> bool:
+    """Tell a path that does not exist from the name of a Hugging Face dataset."""
+    return bool(Path(source).suffix) or source.startswith((".", "/", "~"))
 
 
 def _standard_library() -> Corpus:
@@ -85,29 +91,24 @@ def _local_files(path: Path, text_field: str) -> Corpus:
 
 def _files_corpus(description: str, root: Path, files: Sequence[Path], text_field: str) -> Corpus:
     digest = hashlib.sha256(text_field.encode())
-    size = 0
     for file in files:
         digest.update(f"\0{file.relative_to(root)}\0".encode())
-        with file.open("rb") as stream:
-            while block := stream.read(2**20):
-                digest.update(block)
-                size += len(block)
+        add_file(digest, file)
+    size = sum(file.stat().st_size for file in files)
     if not size:
         raise LeanError(f"the data is empty: {description} in {root} has no bytes")
-    return Corpus(
-        f"{description}, {size / 1e6:.1f} MB",
-        digest.hexdigest(),
-        lambda: (document for file in files for document in _read(file, text_field)),
-    )
 
+    def documents() -> Iterator[str]:
+        for file in files:
+            suffix = file.suffix.lower()
+            if suffix in JSONL_SUFFIXES:
+                yield from _read_jsonl(file, text_field)
+            elif suffix == ".parquet":
+                yield from _read_parquet(file, text_field)
+            else:
+                yield from _read_text(file)
 
-def _read(file: Path, text_field: str) -> Iterator[str]:
-    suffix = file.suffix.lower()
-    if suffix in JSONL_SUFFIXES:
-        return _read_jsonl(file, text_field)
-    if suffix == ".parquet":
-        return _read_parquet(file, text_field)
-    return _read_text(file)
+    return Corpus(f"{description}, {size / 1e6:.1f} MB", digest.hexdigest(), documents)
 
 
 def _read_text(file: Path) -> Iterator[str]:
@@ -142,23 +143,21 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
-        raise LeanError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from None
-    if text_field not in table.schema_arrow.names:
-        columns = ", ".join(table.schema_arrow.names)
-        raise LeanError(f"{file} has no column {text_field!r} (found: {columns}); give --text-field")
-    if (
-        not pyarrow.types.is_string(kind := table.schema_arrow.field(text_field).type)
-        and kind != pyarrow.large_string()
-    ):
+        raise LeanError(f"{file} is not a Parquet file: {first_line(error)}") from None
+    schema = table.schema_arrow
+    if text_field not in schema.names:
+        raise LeanError(f"{file} has no column {text_field!r} (found: {', '.join(schema.names)}); give --text-field")
+    kind = schema.field(text_field).type
+    if not pyarrow.types.is_string(kind) and not pyarrow.types.is_large_string(kind):
         raise LeanError(f"{file}: column {text_field!r} holds {kind}, not text; give --text-field")
     for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
         yield from (text for text in batch.column(0).to_pylist() if text)
 
 
-def _field(record: object, text_field: str, where: str) -> str:
+def _field(record: object, text_field: str, place: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise LeanError(f"{where} has no text in field {text_field!r} (found: {found}); give --text-field")
+        fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise LeanError(f"{place} has no text in field {text_field!r} (found: {fields}); give --text-field")
     return record[text_field]
 
 
@@ -168,10 +167,10 @@ def _hub_dataset(source: str, text_field: str) -> Corpus:
     name, _, config = source.partition(":")
     try:
         stream = datasets.load_dataset(name, config or None, split="train", streaming=True)
-    except Exception as error:  # the library raises a dozen kinds; each means that the data is not to be had
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # the library raises a dozen kinds; each means that the dataset cannot be read
         raise LeanError(
-            f"no data at {source}: no such file or folder, and the dataset of that name cannot be loaded ({reason})"
+            f"no data at {source}: no such file or folder, and the dataset of that name cannot be loaded "
+            f"({first_line(error)})"
         ) from None
     digest = hashlib.sha256(f"{source}\0{text_field}\0{stream.info.version}\0{stream.info.download_checksums}".encode())
     return Corpus(

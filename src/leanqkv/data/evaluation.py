@@ -1,4 +1,4 @@
-"""Text to evaluate on: one run of tokens, and how many bytes of text it stands for."""
+"""Text to evaluate on: one array of tokens, and the number of bytes of the text."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -24,22 +24,32 @@ class EvaluationText:
 
     Attributes:
         tokens: [tokens], unsigned integers.
-        bytes: of the documents in UTF-8; None where only tokens are at hand, and no text.
+        bytes: of the documents in UTF-8; None for files of tokens without their text.
         text_sha256: of the documents, each followed by a NUL byte: the same for every tokenizer; None without text.
-        tokens_sha256: of the tokens as little-endian int64.
+
+    Raises:
+        LeanError: fewer than two tokens.
     """
 
     description: str
     split: str
     tokens: np.ndarray
-    documents: int | None
-    bytes: int | None
-    text_sha256: str | None
-    tokens_sha256: str
+    documents: int | None = None
+    bytes: int | None = None
+    text_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        if (count := len(self.tokens)) < 2:
+            raise LeanError(
+                f"the {self.split} text of {self.description} is too short: {count} token{'s' * (count != 1)} found, "
+                "two needed, since the first is not predicted; give more text"
+            )
 
     def record(self) -> dict[str, Any]:
-        """What a record says about the text; no path of this machine."""
-        return {**{name: value for name, value in vars(self).items() if name != "tokens"}, "tokens": len(self.tokens)}
+        """Return a record's entry on the text; no path of this machine."""
+        about = {name: value for name, value in vars(self).items() if name != "tokens"}
+        digest = hashlib.sha256(self.tokens.astype("<i8").data).hexdigest()
+        return {**about, "tokens_sha256": digest, "tokens": len(self.tokens)}
 
 
 def evaluation_text(
@@ -50,17 +60,18 @@ def evaluation_text(
     split: str = "whole",
     text_field: str = "text",
     max_documents: int | None = None,
-    progress: Callable[[str, int], None] = lambda stage, done: None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> EvaluationText:
-    """The text of `source`, tokenized; nothing is cached.
+    """Return the text of `source`, tokenized; nothing is cached.
 
     Args:
         source: as `prepare_data` takes it.
         tokenizer: a directory or hub name; not read where `source` holds tokens.
-        split: "whole", or "validation" for what `prepare_data` holds out of the same source.
+        split: "whole", or "validation" for the part of the same source that `prepare_data` holds out.
+        progress: called with the current phase and how much of it is done.
 
     Raises:
-        LeanError: source or tokenizer missing, unreadable or of more tokens than the model; less text than two tokens.
+        LeanError: source or tokenizer missing, unreadable or of more tokens than the model; fewer than two tokens.
     """
     if split not in SPLITS:
         raise LeanError(f"there is no split {split!r}: {suggest(split, SPLITS)}")
@@ -68,39 +79,27 @@ def evaluation_text(
         if max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: --max-documents does not apply to it")
         parts = [stored.validation()] if split == "validation" else [stored.train(), stored.validation()]
-        return _checked(stored.description, split, np.concatenate(parts), None, None, None)
+        return EvaluationText(stored.description, split, np.concatenate(parts))
     corpus = open_corpus(source, text_field)
     chosen = fitting_tokenizer(tokenizer, vocab_size)
-    documents = tokenized(islice(corpus.documents(), max_documents), chosen, progress)
+    labelled = tokenized(islice(corpus.documents(), max_documents), chosen, progress)
+    documents = _held_out(labelled, chosen) if split == "validation" else ((text, ids) for text, ids, _ in labelled)
     digest, runs, size = hashlib.sha256(), [], 0
-    for text, ids in _held_out(documents, chosen) if split == "validation" else (found[:2] for found in documents):
+    for text, ids in documents:
         encoded = text.encode()
         digest.update(encoded + b"\0")
         size += len(encoded)
         runs.append(np.array(ids, dtype="uint32"))
     if not size:
         raise LeanError(f"there is nothing to evaluate on: the {split} text of {source} is empty")
-    # Nothing comes after the last document.
-    tokens = np.concatenate(runs)[:-1]
-    return _checked(corpus.description, split, tokens, len(runs), size, digest.hexdigest())
-
-
-def _checked(
-    description: str, split: str, tokens: np.ndarray, documents: int | None, size: int | None, text_sha256: str | None
-) -> EvaluationText:
-    if len(tokens) < 2:
-        raise LeanError(
-            f"the {split} text of {description} is too short: {len(tokens)} in tokens, and it takes two, since the "
-            "first is not predicted"
-        )
-    digest = hashlib.sha256(tokens.astype("<i8").data).hexdigest()
-    return EvaluationText(description, split, tokens, documents, size, text_sha256, digest)
+    tokens = np.concatenate(runs)[:-1]  # nothing comes after the last document
+    return EvaluationText(corpus.description, split, tokens, len(runs), size, digest.hexdigest())
 
 
 def _held_out(
     documents: Iterator[tuple[str, list[int], bool]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[str, list[int]]]:
-    """The documents held out for validation; of too few documents the last part, as much as training holds out."""
+    """Yield the documents held out for validation; of too few documents the tail that training holds out."""
     early, any_held_out = [], False
     for text, ids, held_out in documents:
         if held_out:

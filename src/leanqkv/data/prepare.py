@@ -1,17 +1,17 @@
 """Tokenizes a corpus once, into memory-mapped files cached by content, however much larger than memory it is."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import LeanError
-from .cache import cache_directory, made_once
+from ..files import hash_files
+from .cache import made_once
 from .corpus import open_corpus
 from .tokenizer import load_tokenizer, train_tokenizer
 
@@ -28,8 +28,10 @@ class TokenData:
         directory: holds train.bin, validation.bin and the tokenizer (a nanoGPT folder: train.bin and val.bin).
         dtype: of the token files, "uint16" or "uint32".
         sha256: of the training tokens, then the validation tokens.
-        bytes_per_token: UTF-8 bytes of text per token; None where the text is not at hand.
+        bytes_per_token: UTF-8 bytes of text per token; None for files of tokens without their text.
     """
+
+    kind: ClassVar[str] = "text"
 
     directory: Path
     description: str
@@ -43,9 +45,11 @@ class TokenData:
     validation_file: str = "validation.bin"
 
     def train(self) -> np.ndarray:
+        """Return the training tokens, [train_tokens]."""
         return np.memmap(self.directory / self.train_file, dtype=self.dtype, mode="r", shape=(self.train_tokens,))
 
     def validation(self) -> np.ndarray:
+        """Return the held-out tokens, [validation_tokens]."""
         # For a lone nanoGPT file the validation split is the tail of the same file.
         offset = self.train_tokens if self.validation_file == self.train_file else 0
         return np.memmap(
@@ -57,12 +61,15 @@ class TokenData:
         )
 
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
+        """Return the tokenizer, or None for files of tokens without one."""
         directory = self.directory / "tokenizer"
         return load_tokenizer(directory) if directory.is_dir() else None
 
     def require(self, context_length: int) -> None:
-        """Raises:
-        LeanError: a split too short for one sequence of `context_length` tokens and its last target.
+        """Check that both splits hold a sequence of `context_length` tokens and its last target.
+
+        Raises:
+            LeanError: a split is shorter.
         """
         for split, tokens in (("training", self.train_tokens), ("validation", self.validation_tokens)):
             if tokens <= context_length:
@@ -71,9 +78,17 @@ class TokenData:
                     "give more data or a smaller --context-length"
                 )
 
+    def sizes(self) -> str:
+        """Return the sizes of the splits, in words."""
+        return f"{self.train_tokens:,} training and {self.validation_tokens:,} validation tokens"
+
+    def evaluation_size(self, sequences: int) -> int:
+        """Return how many sequences an evaluation takes unless the user says otherwise."""
+        return sequences
+
     def record(self) -> dict[str, Any]:
-        """What a run record says about the data; no path of this machine."""
-        return {name: value for name, value in asdict(self).items() if name not in ("directory",)}
+        """Return a record's entry on the data; no path of this machine."""
+        return {name: value for name, value in asdict(self).items() if name != "directory"}
 
 
 def prepare_data(
@@ -83,45 +98,47 @@ def prepare_data(
     tokenizer: str | None = None,
     text_field: str = "text",
     max_documents: int | None = None,
-    progress: Callable[[str, int], None] = lambda stage, done: None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> TokenData:
-    """Token files of `source`, made on first use and found again by content hash afterwards.
+    """Return token files of `source`, made on first use and read from the cache afterwards, by content hash.
 
     Args:
         source: see `open_corpus`; or a nanoGPT `.bin` file, or a folder with train.bin and val.bin.
         vocab_size: the model's vocabulary, which every token must fit into.
         tokenizer: a directory or hub name; None trains a byte-level BPE of `vocab_size` on the corpus.
         max_documents: read no more than that many.
-        progress: called with a stage and the number of documents done.
+        progress: called with the current phase and how much of it is done.
 
     Raises:
         LeanError: data or tokenizer missing, unreadable, empty, or with more tokens than the model has.
     """
-    if source is not None and (found := nanogpt(Path(source), vocab_size)) is not None:
+    if source is not None and (tokens := nanogpt(Path(source), vocab_size)) is not None:
         if tokenizer is not None or max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: --tokenizer and --max-documents do not apply to it")
-        return found
-    progress("reading", 0)
+        return tokens
+    progress("reading the data")
     corpus = open_corpus(source, text_field)
     named = fitting_tokenizer(tokenizer, vocab_size) if tokenizer is not None else None
     about_tokenizer = named.backend_tokenizer.to_str() if named is not None else f"bpe {vocab_size}"
     content = f"{FORMAT}\0{corpus.fingerprint}\0{about_tokenizer}\0{max_documents}"
-    key = hashlib.sha256(content.encode()).hexdigest()[:24]
 
     def fill(directory: Path) -> dict[str, Any]:
-        progress("training the tokenizer", 0)
-        chosen = named or train_tokenizer(islice(corpus.documents(), max_documents), vocab_size)
+        chosen = named
+        if chosen is None:
+            progress("training the tokenizer")
+            chosen = train_tokenizer(islice(corpus.documents(), max_documents), vocab_size, progress)
         chosen.save_pretrained(directory / "tokenizer")
-        facts = _write_tokens(directory, islice(corpus.documents(), max_documents), chosen, progress)
+        facts = write_tokens(directory, islice(corpus.documents(), max_documents), chosen, progress)
         return {"description": corpus.description, "vocab_size": len(chosen), **facts}
 
-    directory = cache_directory() / "data" / key
-    return TokenData(directory=directory, **made_once(directory, fill))
+    return TokenData(**made_once("data", content, fill))
 
 
 def fitting_tokenizer(name: str | Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Raises:
-    LeanError: as `load_tokenizer`, and for a tokenizer with more tokens than the model's `vocab_size`.
+    """Return the tokenizer of a directory or a hub name, for a model of `vocab_size` tokens.
+
+    Raises:
+        LeanError: as `load_tokenizer`, and for a tokenizer with more tokens than the model.
     """
     tokenizer = load_tokenizer(name)
     if len(tokenizer) > vocab_size:
@@ -132,29 +149,43 @@ def fitting_tokenizer(name: str | Path, vocab_size: int) -> PreTrainedTokenizerF
 
 
 def tokenized(
-    documents: Iterator[str], tokenizer: PreTrainedTokenizerFast, progress: Callable[[str, int], None]
+    documents: Iterator[str], tokenizer: PreTrainedTokenizerFast, progress: Callable[[str], None]
 ) -> Iterator[tuple[str, list[int], bool]]:
-    """Each document, its tokens and the end-of-text token after them, and whether it is held out for validation."""
-    done = 0
-    while batch := list(islice(documents, 256)):
+    """Yield each document, its tokens with an end-of-text token after them, and whether it is held out."""
+    done = characters = 0
+    progress("tokenizing")
+    for batch in _batches(documents):
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         for document, encoding in zip(batch, encodings, strict=True):
             yield document, [*encoding.ids, tokenizer.eos_token_id], done % VALIDATION_SHARE == VALIDATION_SHARE - 1
             done += 1
-        progress("tokenizing", done)
+        characters += sum(map(len, batch))
+        progress(f"tokenizing, {done:,} documents, {characters / 1e6:,.1f} million characters")
 
 
-def _write_tokens(
-    directory: Path,
-    documents: Iterator[str],
-    tokenizer: PreTrainedTokenizerFast,
-    progress: Callable[[str, int], None],
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Yield lists of 256 documents, or of fewer with 8 Mi characters, between which progress is reported."""
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == 256 or characters >= 2**23:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def write_tokens(
+    directory: Path, documents: Iterator[str], tokenizer: PreTrainedTokenizerFast, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Appends every document and an end-of-text token to train.bin or validation.bin."""
+    """Write every document and an end-of-text token to train.bin or validation.bin, and return their description."""
     dtype = np.dtype("uint16" if len(tokenizer) <= 2**16 else "uint32")
     size = 0
     counts = {"train": 0, "validation": 0}
-    with (directory / "train.bin").open("wb") as train, (directory / "validation.bin").open("wb") as validation:
+    files = {split: directory / f"{split}.bin" for split in counts}
+    with files["train"].open("wb") as train, files["validation"].open("wb") as validation:
         for document, tokens, held_out in tokenized(documents, tokenizer, progress):
             (validation if held_out else train).write(np.array(tokens, dtype=dtype).tobytes())
             counts["validation" if held_out else "train"] += len(tokens)
@@ -164,30 +195,21 @@ def _write_tokens(
     if not counts["validation"]:
         counts["validation"] = counts["train"] // VALIDATION_SHARE
         counts["train"] -= counts["validation"]
-        with (directory / "train.bin").open("rb+") as train:
+        with files["train"].open("rb+") as train:
             train.seek(counts["train"] * dtype.itemsize)
-            (directory / "validation.bin").write_bytes(train.read())
+            files["validation"].write_bytes(train.read())
             train.truncate(counts["train"] * dtype.itemsize)
     return {
         "dtype": dtype.name,
         "train_tokens": counts["train"],
         "validation_tokens": counts["validation"],
-        "sha256": _sha256(directory / "train.bin", directory / "validation.bin"),
+        "sha256": hash_files(*files.values()),
         "bytes_per_token": size / (counts["train"] + counts["validation"]),
     }
 
 
-def _sha256(*files: Path) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(2**20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def nanogpt(path: Path, vocab_size: int) -> TokenData | None:
-    """nanoGPT's token files, uint16 as its data scripts write them; None if `path` is something else."""
+    """Return nanoGPT's token files, uint16 as its data scripts write them; None if `path` is something else."""
     if path.is_dir() and (path / "train.bin").exists():
         train, validation = path / "train.bin", path / "val.bin"
         if not validation.exists():
@@ -196,20 +218,9 @@ def nanogpt(path: Path, vocab_size: int) -> TokenData | None:
         train = validation = path
     else:
         return None
-    counts = []
-    for file in dict.fromkeys((train, validation)):
-        size = file.stat().st_size
-        if size % 2:
-            raise LeanError(f"{file} is cut off: {size} bytes are not a whole number of 16-bit tokens")
-        if not size:
-            raise LeanError(f"the data is empty: {file} has no bytes")
-        counts.append(size // 2)
-        largest = _largest(np.memmap(file, dtype="uint16", mode="r"))
-        if largest >= vocab_size:
-            raise LeanError(
-                f"{file} has token {largest}, the model's vocabulary ends at {vocab_size - 1}; set vocab_size"
-            )
-    if train == validation:
+    files = list(dict.fromkeys((train, validation)))
+    counts = [_count_tokens(file, vocab_size) for file in files]
+    if len(files) == 1:
         counts = [counts[0] - counts[0] // VALIDATION_SHARE, counts[0] // VALIDATION_SHARE]
     return TokenData(
         directory=train.parent,
@@ -217,7 +228,7 @@ def nanogpt(path: Path, vocab_size: int) -> TokenData | None:
         dtype="uint16",
         train_tokens=counts[0],
         validation_tokens=counts[1],
-        sha256=_sha256(*dict.fromkeys((train, validation))),
+        sha256=hash_files(*files),
         vocab_size=vocab_size,
         bytes_per_token=None,
         train_file=train.name,
@@ -225,5 +236,15 @@ def nanogpt(path: Path, vocab_size: int) -> TokenData | None:
     )
 
 
-def _largest(tokens: np.ndarray) -> int:
-    return max(int(tokens[start : start + 2**24].max()) for start in range(0, len(tokens), 2**24))
+def _count_tokens(file: Path, vocab_size: int) -> int:
+    """Return the number of uint16 tokens in `file`, each of which the model must have."""
+    size = file.stat().st_size
+    if size % 2:
+        raise LeanError(f"{file} is cut off: {size} bytes are not a whole number of 16-bit tokens")
+    if not size:
+        raise LeanError(f"the data is empty: {file} has no bytes")
+    tokens = np.memmap(file, dtype="uint16", mode="r")
+    largest = max(int(tokens[start : start + 2**24].max()) for start in range(0, len(tokens), 2**24))
+    if largest >= vocab_size:
+        raise LeanError(f"{file} has token {largest}, the model's vocabulary ends at {vocab_size - 1}; set vocab_size")
+    return size // 2

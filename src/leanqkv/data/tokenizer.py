@@ -1,20 +1,23 @@
-"""The tokenizer: a named one, or a byte-level BPE trained on the corpus at hand."""
+"""The tokenizer: a named one, or a byte-level BPE trained on the corpus."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..errors import LeanError
+from ..errors import LeanError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
-# Merges settle long before this much text; more would only take longer.
+# The merges hardly change after this much text.
 TRAINING_CHARACTERS = 16 * 2**20
 
 
-def train_tokenizer(documents: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` tokens, trained on the first 16 Mi characters of `documents`."""
+def train_tokenizer(
+    documents: Iterator[str], vocab_size: int, progress: Callable[[str], None] = lambda doing: None
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of at most `vocab_size` tokens on the first 16 Mi characters of `documents`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -24,22 +27,22 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int) -> PreTrainedToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_leading(documents, TRAINING_CHARACTERS), trainer)
+    tokenizer.train_from_iterator(_leading(documents, TRAINING_CHARACTERS, progress), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a directory or a hub name.
+    """Return the fast tokenizer of a directory or a hub name.
 
     Raises:
         LeanError: none there, or none that marks the end of a text.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name))
-    except Exception as error:  # as many kinds as there are ways not to find one
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # transformers raises a dozen kinds; each means that there is no usable tokenizer
+        reason = first_line(error)
         if Path(name).is_dir() and not (Path(name) / "tokenizer.json").exists():
             reason = "it has no tokenizer.json; put the files of the tokenizer that goes with the model there"
         raise LeanError(f"no tokenizer at {name}: {reason}") from None
@@ -48,9 +51,20 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer  # type: ignore[return-value]
 
 
-def _leading(documents: Iterator[str], characters: int) -> Iterator[str]:
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None) -> Tensor:
+    """Return the token ids of a prompt, [1, length]; an empty one is the token that texts begin with."""
+    # A tokenizer of ours adds no token to a prompt, as in training; LLaMA's puts one before it.
+    text = prompt or tokenizer.bos_token or tokenizer.eos_token
+    return tokenizer(text, return_tensors="pt", add_special_tokens=bool(prompt))["input_ids"]
+
+
+def _leading(documents: Iterator[str], characters: int, progress: Callable[[str], None]) -> Iterator[str]:
+    read = reported = 0
     for document in documents:
-        yield document[:characters]
-        characters -= len(document)
-        if characters <= 0:
+        yield document[: characters - read]
+        read += len(document)
+        if read - reported >= 2**20:
+            progress(f"training the tokenizer, {min(read, characters) / 1e6:.0f} million characters read")
+            reported = read
+        if read >= characters:
             return

@@ -1,13 +1,13 @@
 """Exact weight elimination: the same function from fewer weights, with a certificate."""
 
 from .audit import findings, spectra, weight_table
-from .elimination import Elimination, convert_format, eliminate, eliminate_directory, verify
+from .certify import verify
+from .elimination import Elimination, eliminate, eliminate_directory
 from .transform import Request, parse_request, transform
 
 __all__ = [
     "Elimination",
     "Request",
-    "convert_format",
     "eliminate",
     "eliminate_directory",
     "findings",

@@ -1,47 +1,54 @@
-"""What could be eliminated from a model, what that would save, and what stands in the way: nothing is changed.
+"""Tell what could be eliminated from a model, what that would save, and what stands in the way; nothing is changed.
 
 The results are those of Karbevski & Mijoski 2025 (Propositions 3.2 and 4.1, Theorems 4.2-4.4) and Graef 2024 (Table
 1); the speed predicted is Graef's (section 4): decoding at batch 1 is limited by reading the weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..checkpoints.disabled_norms import norms_disabled, why_norms_stay, without_norms
+from ..checkpoints.stream import PROJECTIONS, Stream
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from . import block_diagonal, layernorm_free, single_head
+from . import block_diagonal, single_head
 from .linalg import FULL_SPECTRUM, Factored
-from .projections import PROJECTIONS, Removal, check, remove_projections, why_not
-from .stream import Stream
+from .projections import Removal, assign_bases, remove_projections, why_not
+from .transform import BLOCK_DIAGONAL, SINGLE_HEAD
 
 WAYS = (("query", "output"), ("key", "output"), ("value", "output"), ("query",), ("key",), ("value",), ("output",))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One way to eliminate: whether it holds for the model.
+    """One way to eliminate: whether it is exact for the model.
 
     Attributes:
-        remove, layer: as for `leanqkv eliminate`; layer None: all layers, a list: any one of them.
+        remove: as for `leanqkv eliminate`.
+        layers: any one of them; None: all at once.
         source: the statement it rests on.
         applies: whether it is exact here.
-        why_not: the reason it is not, or where it does not hold if it holds elsewhere.
+        why_not: why it is not, or where it is not if it is elsewhere.
         saves: numbers fewer to store, for the best of the layers; negative where untying a head costs more.
         parameters: of the model after it.
     """
 
     remove: str
-    layer: tuple[int, ...] | None
+    layers: tuple[int, ...] | None
     source: str
     applies: bool
     why_not: str | None
     saves: int
     parameters: int
+
+    @property
+    def share(self) -> float:
+        """What it saves, of all parameters."""
+        return self.saves / (self.parameters + self.saves)
 
     @property
     def speedup(self) -> float:
@@ -61,36 +68,37 @@ class Spectrum:
 
 
 def findings(config: LeanConfig) -> list[Finding]:
-    """Every result for this configuration; no weights are read."""
-    found = [_block_diagonal(config), _single_head(config)]
-    free, source = config, ""
-    if layernorm_free.norms_disabled(config):
-        if reason := layernorm_free.why_not(config):
-            found.append(_refused(config, "query", "P1 Remark 2", f"its disabled norms stay: {reason}"))
-            return found
-        free, source = _without_norms(config), "P1 Remark 2, "
-    for slots in WAYS:
-        found.extend(_projections(config, free, slots, source))
-    return found
+    """Return every result for this configuration; no weights are read."""
+    results = [_block_diagonal(config), _single_head(config)]
+    norm_free, source = config, ""
+    if norms_disabled(config):
+        if reason := why_norms_stay(config):
+            return [*results, _refused(config, "query", "P1 Remark 2", f"its disabled norms stay: {reason}")]
+        norm_free, source = without_norms(config, NO_TENSORS)[0], "P1 Remark 2, "
+    return results + [_projections(config, norm_free, slots, source) for slots in WAYS]
 
 
 def spectra(
-    config: LeanConfig, tensors: Mapping[str, Tensor], progress: Callable[[str], None] | None = None
+    config: LeanConfig, tensors: Mapping[str, Tensor], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Iterator[Spectrum]:
-    """The linear projections of every layer's attention, one tensor in memory at a time."""
-    seen = set()
-    for layer in config.plan.layers:
-        for slot, projection in PROJECTIONS.items():
-            name = f"model.layers.{layer.block}.self_attn.{projection}.weight"
-            if name in seen or name not in tensors or getattr(layer, slot).kind != "linear":
-                continue
-            seen.add(name)
-            if progress is not None:
-                progress(name)
-            yield spectrum(name, tensors[name])
+    """Yield the spectrum of each linear projection of every layer's attention, with one tensor in memory at a time.
+
+    progress: called with tensors done and tensors in all.
+    """
+    names = {
+        f"model.layers.{layer.block}.self_attn.{projection}.weight": None
+        for layer in config.plan.layers
+        for slot, projection in PROJECTIONS.items()
+        if getattr(layer, slot).kind == "linear"
+    }
+    present = [name for name in names if name in tensors]
+    for done, name in enumerate(present):
+        progress(done, len(present))
+        yield spectrum(name, tensors[name])
 
 
 def spectrum(name: str, weight: Tensor) -> Spectrum:
+    """Return rank, condition number and smallest singular value of one matrix."""
     rows, columns = weight.shape
     if rows == columns > FULL_SPECTRUM:
         largest, smallest = Factored(weight).extremes
@@ -103,7 +111,7 @@ def spectrum(name: str, weight: Tensor) -> Spectrum:
 
 
 def weight_table(config: LeanConfig) -> dict[str, float]:
-    """The rows of Graef's table (section 4) for this shape: weights per layer, in all, and without Q and P.
+    """Return the rows of Graef's table (section 4) for this shape: weights per layer, in all, and without Q and P.
 
     As there, embeddings of input and output are counted both, norms and biases not at all. The last three rows are
     arithmetic: whether Q and P can go exactly is another question (`findings`).
@@ -128,27 +136,21 @@ def weight_table(config: LeanConfig) -> dict[str, float]:
     }
 
 
-def report(config: LeanConfig, spectrum_list: list[Spectrum]) -> dict[str, Any]:
-    """All of it as JSON."""
-    plan = config.plan
-    return {
-        "parameters": plan.count_parameters().total,
-        "kv_bytes_per_token_bf16": plan.kv_bytes_per_token(torch.bfloat16),
-        "findings": [asdict(finding) | {"speedup": finding.speedup} for finding in findings(config)],
-        "spectra": [asdict(found) for found in spectrum_list],
-    }
-
-
-def _count(config: LeanConfig) -> int:
-    return config.plan.count_parameters().total
+def _exact(
+    config: LeanConfig, remove: str, source: str, saves: int, layers: tuple[int, ...] | None = None, reason: str = ""
+) -> Finding:
+    return Finding(remove, layers, source, True, reason or None, saves, _count(config) - saves)
 
 
 def _refused(config: LeanConfig, remove: str, source: str, reason: str) -> Finding:
     return Finding(remove, None, source, False, reason, 0, _count(config))
 
 
+def _count(config: LeanConfig) -> int:
+    return config.plan.count_parameters().total
+
+
 def _block_diagonal(config: LeanConfig) -> Finding:
-    source = "P1 Prop. 3.2"
     reasons = []
     for side, pair in (("keys", "Q-K"), ("values", "V-O")):
         blocks, refused = block_diagonal.eligible(config, side)
@@ -157,42 +159,41 @@ def _block_diagonal(config: LeanConfig) -> Finding:
         elif refused:
             numbers = ", ".join(map(str, refused))
             reasons.append(f"{pair} not in layers {numbers}: {next(iter(refused.values()))}")
-    saves = block_diagonal.saved(config)
-    return Finding("block-diagonal", None, source, saves > 0, "; ".join(reasons) or None, saves, _count(config) - saves)
+    if saves := block_diagonal.saved(config):
+        return _exact(config, BLOCK_DIAGONAL, "P1 Prop. 3.2", saves, reason="; ".join(reasons))
+    return _refused(config, BLOCK_DIAGONAL, "P1 Prop. 3.2", "; ".join(reasons))
 
 
 def _single_head(config: LeanConfig) -> Finding:
-    source = "P1 Prop. 4.1"
     if reason := single_head.why_not(config):
-        return _refused(config, "single-head", source, reason)
-    after = _count(single_head.merge_single_head(config, _NOTHING)[0])
-    return Finding("single-head", None, source, True, None, _count(config) - after, after)
+        return _refused(config, SINGLE_HEAD, "P1 Prop. 4.1", reason)
+    after = single_head.merge_single_head(config, NO_TENSORS)[0]
+    return _exact(config, SINGLE_HEAD, "P1 Prop. 4.1", _count(config) - _count(after))
 
 
-def _projections(original: LeanConfig, config: LeanConfig, slots: tuple[str, ...], prefix: str) -> Iterator[Finding]:
+def _projections(original: LeanConfig, config: LeanConfig, slots: tuple[str, ...], prefix: str) -> Finding:
+    """One of WAYS for `original`, whose disabled norms are removed in `config`."""
     name, source, stream = ",".join(slots), prefix + _source(config, slots), Stream(config)
+    centered = config is not original
     removals = [Removal(slot, layer) for slot in slots for layer in range(config.num_hidden_layers)]
-
-    def refused(removal: Removal) -> str | None:
-        reason = why_not(config, removal, stream)
-        return reason or (layernorm_free.why_not_after(config, removal) if config is not original else None)
-
-    reason = next(filter(None, map(refused, removals)), None)
+    refused = {removal: why_not(config, removal, stream, centered) for removal in removals}
+    reason = next(filter(None, refused.values()), None)
     if reason is None:
         try:
-            check(config, removals)
+            assign_bases(config, removals, stream, centered)
         except LeanError:
             reason = f"of all layers at once: each needs a basis of its own for the stream, and {stream.why_joined()}"
-    possible = [removal for removal in removals if refused(removal) is None]
+
+    def saves(removals: list[Removal]) -> int:
+        return _count(original) - _count(remove_projections(config, NO_TENSORS, removals)[0])
+
     if reason is None:
-        after = _count(remove_projections(config, _NOTHING, removals)[0])
-        yield Finding(name, None, source, True, None, _count(original) - after, after)
-    elif len(slots) > 1 or not possible:
-        yield _refused(original, name, source, reason)
-    else:
-        after = min(_count(remove_projections(config, _NOTHING, [removal])[0]) for removal in possible)
-        layers = tuple(removal.layer for removal in possible)
-        yield Finding(name, layers, source, True, reason, _count(original) - after, after)
+        return _exact(original, name, source, saves(removals))
+    possible = [removal for removal in removals if refused[removal] is None]
+    if len(slots) > 1 or not possible:
+        return _refused(original, name, source, reason)
+    layers = tuple(removal.layer for removal in possible)
+    return _exact(original, name, source, max(saves([removal]) for removal in possible), layers, reason)
 
 
 def _source(config: LeanConfig, slots: tuple[str, ...]) -> str:
@@ -205,13 +206,9 @@ def _source(config: LeanConfig, slots: tuple[str, ...]) -> str:
     return "P4 Fig. 2" if not config.attention_skip and not config.mlp_skip else "P1 Thm 4.2"
 
 
-def _without_norms(config: LeanConfig) -> LeanConfig:
-    return layernorm_free.without_norms(config, _NOTHING)[0]
-
-
-def _no_tensor(name: str) -> Tensor:
+def _read_nothing(name: str) -> Tensor:
     raise AssertionError(f"{name} was read, though only shapes are asked for")
 
 
 # Eliminations are lazy: their configuration is known without any weights.
-_NOTHING = LazyTensors({}, _no_tensor)
+NO_TENSORS = LazyTensors({}, _read_nothing)

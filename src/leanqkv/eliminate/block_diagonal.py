@@ -1,11 +1,12 @@
-"""An identity block in every head of W_K (where W_Q can absorb it) and of W_V (where W_O can).
+"""Remove an identity block from every head of W_K (where W_Q can absorb it) and of W_V (where W_O can).
 
 Karbevski & Mijoski 2025, Proposition 3.2 and the remark after it: with D the inverse transpose of a d_k x d_k block of
 W_K (the inverse of one of W_V), the block becomes the identity, and `n_kv d_k^2` numbers a projection need not be
 stored. Holds for any norm and any skips. https://arxiv.org/abs/2510.23912
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,84 +22,81 @@ WINDOWS = 64
 SLOTS = {"keys": ("key", "k_proj"), "values": ("value", "v_proj")}
 
 
-def eligible(config: LeanConfig, side: str) -> tuple[list[int], dict[int, str]]:
-    """Blocks whose projection of `side`, "keys" or "values", can hold the identity, and for the others why not.
+def eligible(config: LeanConfig, side: str) -> tuple[dict[int, list[Head]], dict[int, str]]:
+    """Return the blocks whose projection of `side`, "keys" or "values", can hold the identity, and why others cannot.
 
-    A block can where none of its heads is blocked and no head shares a basis with one that has taken it already.
+    A block can if none of its heads is blocked and no head shares a basis with one that has taken it already. Each
+    comes with the classes of its heads.
     """
     classes = HeadClasses(config, side)
     taken: set[Head] = set()
-    blocks: list[int] = []
+    blocks: dict[int, list[Head]] = {}
     reasons: dict[int, str] = {}
-    for layer in config.plan.layers:
-        own = [classes.made[head] for head in classes.made if head[0] == layer.block]
-        if layer.block in blocks or layer.block in reasons:
-            continue
+    for block in dict.fromkeys(layer.block for layer in config.plan.layers):
+        own = [classes.made[head] for head in classes.made if head[0] == block]
         if not own:
-            reasons[layer.block] = "it computes none of its own"
+            reasons[block] = "it computes none of its own"
         elif reason := next((classes.blocked[c] for c in own if c in classes.blocked), None):
-            reasons[layer.block] = reason
+            reasons[block] = reason
         elif len(set(own)) < len(own):
-            reasons[layer.block] = "some of its heads are averaged and share one basis"
+            reasons[block] = "some of its heads are averaged and share one basis"
         elif taken & set(own):
-            reasons[layer.block] = "its values are mixed with another layer's, which takes the one basis they share"
+            reasons[block] = "its values are mixed with another layer's, which takes the one basis they share"
         elif config.hidden_size <= free_columns(config, side):
-            reasons[layer.block] = "its one head is as wide as the stream"
+            reasons[block] = "its one head is as wide as the stream"
         else:
-            blocks.append(layer.block)
+            blocks[block] = own
             taken |= set(own)
     return blocks, reasons
 
 
 def saved(config: LeanConfig) -> int:
-    """Numbers that need not be stored any more."""
-    total = 0
-    for side in SLOTS:
-        width = free_columns(config, side)
-        for block in eligible(config, side)[0]:
-            total += sum(head[0] == block for head in HeadClasses(config, side).made) * width**2
-    return total
+    """Return how many numbers need not be stored any more."""
+    return sum(
+        len(heads) * free_columns(config, side) ** 2 for side in SLOTS for heads in eligible(config, side)[0].values()
+    )
 
 
 def make_blocks_identity(
-    config: LeanConfig, tensors: Mapping[str, Tensor], *, search: bool = True
+    config: LeanConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    search: bool = True,
+    message: Callable[[str], None] = lambda text: None,
 ) -> tuple[LeanConfig, LazyTensors, dict[str, float]]:
-    """The same function with identity blocks wherever `eligible`.
+    """Return the same function with identity blocks wherever `eligible`.
 
     Args:
         search: take for every projection the window of the input whose worst head is best conditioned, among up to 64;
             otherwise the first columns.
+        message: is called with the name of each step.
 
     Returns:
-        the configuration (`block_identity` keys and values), its tensors, lazy, float64 where they changed; and the
+        the configuration (`block_identity` keys and values); its tensors, lazy, float64 where they changed; and the
         condition number of the worst head's block by tensor name.
 
     Raises:
         LeanError: not a single projection is eligible; says why.
     """
     conditions: dict[str, float] = {}
-    new, changed_tensors = config, tensors
-    starts: dict[str, tuple[int, int]] = {}
+    windows: dict[str, tuple[int, int]] = {}  # start and width
+    new, changed = config, tensors
     for side, (slot, projection) in SLOTS.items():
-        classes, width = HeadClasses(config, side), free_columns(config, side)
+        width = free_columns(config, side)
         bases: dict[Head, HeadBasis] = {}
-        blocks, _ = eligible(config, side)
-        for block in blocks:
+        specs: dict[int, dict[str, Any]] = {}
+        for block, classes in eligible(config, side)[0].items():
             name = f"model.layers.{block}.self_attn.{projection}.weight"
+            message(f"solving: the identity blocks of {name}")
             weight = tensors[name].double().unflatten(0, (-1, config.head_dim))[:, -width:]  # [heads, width, d]
-            start, conditions[name] = _window(weight, search)
-            starts[name] = start, width
-            for head, columns in enumerate(weight[..., start : start + width]):
+            start, conditions[name] = _best_start(weight, search)
+            windows[name] = start, width
+            for head_class, columns in zip(classes, weight[..., start : start + width], strict=True):
                 # Columns of the stored weight are rows of W: its block is the transpose.
-                bases[classes.made[block, head]] = HeadBasis(columns.T.clone())
-        changed_tensors = change_heads(config, changed_tensors, side, bases)
-        specs = {}
-        for layer in config.plan.layers:
-            name = f"model.layers.{layer.block}.self_attn.{projection}.weight"
-            if layer.block in blocks:
-                specs[layer.layer] = {"type": "block_identity", "start": starts[name][0], "width": None}
-                if width < config.head_dim:  # type: ignore[operator]
-                    specs[layer.layer]["width"] = width
+                bases[head_class] = HeadBasis(columns.T.clone())
+            spec = {"type": "block_identity", "start": start, "width": None if width == config.head_dim else width}
+            specs |= {layer.layer: spec for layer in config.plan.layers if layer.block == block}
+        changed = change_heads(config, changed, side, bases)
         new = set_mechanisms(new, slot, specs)
     if not conditions:
         reasons = {**eligible(config, "keys")[1], **eligible(config, "values")[1]}
@@ -106,10 +104,10 @@ def make_blocks_identity(
 
     def compute(name: str) -> Tensor:
         source = name.replace("plain_weight", "weight")
-        if source not in starts:
-            return changed_tensors[name]
-        start, width = starts[source]
-        heads = changed_tensors[source].unflatten(0, (-1, config.head_dim))
+        if source not in windows:
+            return changed[name]
+        start, width = windows[source]
+        heads = changed[source].unflatten(0, (-1, config.head_dim))
         if name != source:
             return heads[:, :-width].flatten(0, 1)
         heads = heads[:, -width:]
@@ -118,15 +116,15 @@ def make_blocks_identity(
     return new, LazyTensors(new.plan.parameter_shapes, compute), conditions
 
 
-def _window(weight: Tensor, search: bool) -> tuple[int, float]:
-    """Where the block starts whose worst head is best conditioned, and that condition; weight: [heads, width, d]."""
+def _best_start(weight: Tensor, search: bool) -> tuple[int, float]:
+    """Return where the best conditioned window starts and its worst head's condition; weight: [heads, width, d]."""
     width, d = weight.shape[1:]
     last = d - width
     starts = range(0, last + 1, max(1, last // (WINDOWS - 1))) if search else (0,)
 
     def worst(start: int) -> float:
         values = torch.linalg.svdvals(weight[..., start : start + width])
-        ratios = values[:, 0] / values[:, -1]
-        return float(ratios.nan_to_num(torch.inf).max())
+        return float((values[:, 0] / values[:, -1]).nan_to_num(torch.inf).max())
 
-    return min(((start, worst(start)) for start in starts), key=lambda found: (found[1], found[0]))
+    condition, start = min((worst(start), start) for start in starts)
+    return start, condition

@@ -1,4 +1,4 @@
-"""Which of the equal forms of an elimination to take: bases inside the heads in which little is lost to rounding.
+"""Choose among the equal forms of an elimination: bases inside the heads in which rounding loses little.
 
 W_Q can be replaced by W_Q D with any block-diagonal D that W_K absorbs (heads.py), and so can W_K, W_V and W_O. A
 stream in the basis Theta = W_Q D is rounded coordinate by coordinate, to a share of each coordinate's size, and what
@@ -29,9 +29,9 @@ SIDES = {"query": "keys", "key": "keys", "value": "values", "output": "values"}
 def balance_for_rounding(
     config: LeanConfig, tensors: Mapping[str, Tensor], removals: Iterable[Removal]
 ) -> Mapping[str, Tensor]:
-    """The same function, with heads in whose basis removing `removals` loses least to rounding.
+    """Return the same function, with heads in whose basis removing `removals` loses least to rounding.
 
-    Under rotary positions the rotated columns stay as they are; heads that are blocked (QK-norm, a nonlinear query)
+    Under rotary positions the rotated columns stay as they are. Heads that are blocked (QK-norm, a nonlinear query)
     stay whole, and so do those of a singular weight.
     """
     bases: dict[str, dict[Head, HeadBasis]] = {"keys": {}, "values": {}}
@@ -48,25 +48,64 @@ def balance_for_rounding(
         inverse, info = torch.linalg.inv_ex(weight.T)
         if info:
             continue
-        duals = _cut(config, inverse, width)
-        for head, numbers in _heads_of(config, removal).items():
-            if head in bases[side]:
+        weight_rows, inverse_rows = (rows.unflatten(0, (-1, config.head_dim))[:, -width:] for rows in (weight, inverse))
+        for head_class, heads in _free_heads(config, removal).items():
+            if head_class in bases[side]:
                 continue
-            rows = _cut(config, weight, width)[numbers]
-            columns, dual = (torch.einsum("hix,hjx->ij", part, part) / len(part) for part in (rows, duals[numbers]))
+            columns, rows = (
+                torch.einsum("hix,hjx->ij", part, part) / len(heads)
+                for part in (weight_rows[heads], inverse_rows[heads])
+            )
             if removal.slot == "output":
-                columns, dual = dual, columns  # Theta is the inverse
-            change = _even(columns, dual)
+                columns, rows = rows, columns  # Theta is the inverse
+            change = _balanced(columns, rows)
             if change is not None:
                 query = removal.slot == "query"
-                bases[side][head] = HeadBasis(change.T if query else change, inverse=not query)
-    return _with(config, tensors, bases)
+                bases[side][head_class] = HeadBasis(change.T if query else change, inverse=not query)
+    for side, of_side in bases.items():
+        if of_side:
+            tensors = change_heads(config, tensors, side, of_side)
+    return tensors
 
 
-def _even(columns: Tensor, dual: Tensor) -> Tensor | None:
-    """D [n, n] with `D^T columns D = D^-1 dual D^-T`, of constant diagonal; None where a Gram matrix is singular."""
+def keep_mean_zero(config: LeanConfig, tensors: Mapping[str, Tensor], removal: Removal) -> Mapping[str, Tensor]:
+    """Return the same function with heads such that the change of basis that removes `removal` keeps the mean zero.
+
+    `x Theta` has mean zero for every x of mean zero if and only if `Theta 1` is a multiple of 1. With Theta = W D and
+    D_h a multiple of the reflection that takes 1 to v_h, where `W v = 1`, it is; the heads' columns stay orthogonal.
+
+    Raises:
+        LeanError: no such basis: the weight is an output projection, singular, or its heads are not free.
+    """
+    side, d = SIDES[removal.slot], config.hidden_size
+    width = free_columns(config, side)
+    if removal.slot == "output":
+        raise LeanError(f"{removal} cannot go in a model whose class subtracts the mean; remove a query, key or value")
+    free = _free_heads(config, removal)
+    if width != config.head_dim or any(len(heads) > 1 for heads in free.values()) or len(free) * width != d:
+        raise LeanError(f"{removal}: no basis inside its heads keeps the mean zero, for they are not all free")
+    weight, ones = tensors[weight_name(config, removal)].double(), torch.ones(d, dtype=torch.float64)
+    try:
+        directions = torch.linalg.solve(weight.T, ones).unflatten(0, (-1, width))
+    except RuntimeError:
+        raise LeanError(f"{removal} is singular") from None
+    directions = directions / directions.norm(dim=1).median()  # any multiple of 1 will do
+    bases: dict[Head, HeadBasis] = {}
+    for head_class, (head,) in free.items():
+        length = directions[head].norm() / math.sqrt(width)
+        across = ones[:width] - directions[head] / length
+        reflection = torch.eye(width, dtype=torch.float64)
+        if across.norm() > 0:
+            reflection -= 2 * torch.outer(across, across) / across.square().sum()
+        # D^T = length * reflection makes the rows of W_Q; W_K and W_V are made by S^-T.
+        bases[head_class] = HeadBasis(reflection / length, inverse=removal.slot == "query")
+    return change_heads(config, tensors, side, bases)
+
+
+def _balanced(columns: Tensor, rows: Tensor) -> Tensor | None:
+    """D [n, n] with `D^T columns D = D^-1 rows D^-T`, of constant diagonal; None where a Gram matrix is singular."""
     lower, info = torch.linalg.cholesky_ex(columns)
-    squares, vectors = torch.linalg.eigh(lower.T @ dual @ lower)
+    squares, vectors = torch.linalg.eigh(lower.T @ rows @ lower)
     if info or squares[0] <= 0:
         return None
     balanced = torch.linalg.solve_triangular(lower.T, vectors, upper=True) * squares.sqrt().sqrt()
@@ -80,65 +119,14 @@ def _spreading(n: int) -> Tensor:
     return torch.from_numpy(dct(np.eye(n), norm="ortho"))
 
 
-def keeping_the_mean(config: LeanConfig, tensors: Mapping[str, Tensor], removal: Removal) -> Mapping[str, Tensor]:
-    """The same function with heads such that the change of basis that removes `removal` keeps the mean zero.
-
-    `x Theta` has mean zero for every x of mean zero if and only if `Theta 1` is a multiple of 1. With Theta = W D and
-    D_h a multiple of the reflection that takes 1 to v_h, where `W v = 1`, it is; the heads' columns stay orthogonal.
-
-    Raises:
-        LeanError: no such basis: the weight is an output projection, singular, or its heads are not free.
-    """
-    side, width = SIDES[removal.slot], free_columns(config, SIDES[removal.slot])
-    if removal.slot == "output":
-        raise LeanError(f"{removal} cannot go in a model whose class subtracts the mean; remove a query, key or value")
-    heads = _heads_of(config, removal)
-    d = config.hidden_size
-    if width != config.head_dim or any(len(numbers) > 1 for numbers in heads.values()) or len(heads) * width != d:
-        raise LeanError(f"{removal}: no basis inside its heads keeps the mean zero, for they are not all free")
-    weight = tensors[weight_name(config, removal)].double()
-    ones = torch.ones(d, dtype=torch.float64)
-    try:
-        directions = torch.linalg.solve(weight.T, ones).unflatten(0, (-1, width))
-    except RuntimeError:
-        raise LeanError(f"{removal} is singular") from None
-    directions = directions / directions.norm(dim=1).median()  # any multiple of 1 will do
-    side_bases: dict[Head, HeadBasis] = {}
-    for head, (number,) in heads.items():
-        direction = directions[number]
-        length = direction.norm() / math.sqrt(width)
-        across = ones[:width] - direction / length
-        reflection = torch.eye(width, dtype=torch.float64)
-        if across.norm() > 0:
-            reflection -= 2 * torch.outer(across, across) / across.square().sum()
-        # D^T = length * reflection makes the rows of W_Q; W_K and W_V are made by S^-T.
-        consumes = removal.slot == "query"
-        side_bases[head] = HeadBasis(reflection / length, inverse=consumes)
-    return _with(config, tensors, {side: side_bases})
-
-
-def _heads_of(config: LeanConfig, removal: Removal) -> dict[Head, list[int]]:
-    """Of every class of heads with a free basis, the numbers of the weight's heads in it."""
+def _free_heads(config: LeanConfig, removal: Removal) -> dict[Head, list[int]]:
+    """Per class of heads with a free basis, the numbers of the weight's heads in it."""
+    if config.kv_lora_rank is not None:
+        return {}
     classes = HeadClasses(config, SIDES[removal.slot])
-    of_head = classes.consumed if removal.slot in ("query", "output") else classes.made
-    block = config.plan.layers[removal.layer].block
-    found: dict[Head, list[int]] = {}
-    if config.kv_lora_rank is None:
-        for (of_block, head), of in of_head.items():
-            if of_block == block and of not in classes.blocked:
-                found.setdefault(of, []).append(head)
-    return found
-
-
-def _cut(config: LeanConfig, rows: Tensor, width: int) -> Tensor:
-    """[heads, width, hidden_size]: the last `width` rows of every head"""
-    return rows.unflatten(0, (-1, config.head_dim))[:, -width:]
-
-
-def _with(
-    config: LeanConfig, tensors: Mapping[str, Tensor], bases: Mapping[str, Mapping[Head, HeadBasis]]
-) -> Mapping[str, Tensor]:
-    for side, of_side in bases.items():
-        if of_side:
-            tensors = change_heads(config, tensors, side, of_side)
-    return tensors
+    class_of = classes.consumed if removal.slot in ("query", "output") else classes.made
+    free: dict[Head, list[int]] = {}
+    for (block, head), head_class in class_of.items():
+        if block == config.plan.layers[removal.layer].block and head_class not in classes.blocked:
+            free.setdefault(head_class, []).append(head)
+    return free

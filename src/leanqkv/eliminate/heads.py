@@ -8,76 +8,76 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from scipy.cluster.hierarchy import DisjointSet
 from torch import Tensor
 
 from ..checkpoints.tensors import LazyTensors
 from ..model.config import LeanConfig
-from ..model.layout import HeadSource
 from ..model.plan import LayerPlan
 
-Head = tuple[int, int]  # block of weights, head
+Head = tuple[int, int]  # layer or block of weights, head
 
 
 @dataclass(frozen=True)
 class HeadBasis:
-    """S, or its inverse: what makes the heads becomes `S^-T` times its rows, what consumes them `S` times its rows."""
+    """A basis S, or its inverse, of heads: their projection becomes `S^-T` times its rows, its consumer `S` times its
+    rows."""
 
     matrix: Tensor  # [width, width], float64
     inverse: bool = False
 
     def make(self, rows: Tensor) -> Tensor:
+        """Return the rows of W_K or W_V in this basis."""
         return self.matrix.T @ rows if self.inverse else torch.linalg.solve(self.matrix.T, rows)
 
     def consume(self, rows: Tensor) -> Tensor:
+        """Return the rows of W_Q or W_O in this basis."""
         return torch.linalg.solve(self.matrix, rows) if self.inverse else self.matrix @ rows
 
 
 class HeadClasses:
     """The heads of `side`, "keys" or "values", that share a basis.
 
-    made[block, head] and consumed[block, query head] name the class of each head's projection (W_K or W_V) and of each
-    query head's (W_Q or W_O); `blocked` says of classes why their basis must stay.
+    Attributes:
+        made: (block, head) of W_K or W_V -> its class.
+        consumed: (block, query head) of W_Q or W_O -> its class.
+        blocked: class -> why its basis must stay.
     """
 
     def __init__(self, config: LeanConfig, side: str):
-        self.side = side
-        self._parent: dict[Head, Head] = {}
-        slot = "key" if side == "keys" else "value"
+        layers = config.plan.layers
+        slot, consumer = ("key", "query") if side == "keys" else ("value", "output")
+        classes = DisjointSet((layer.layer, head) for layer in layers for head in range(_held_heads(layer, side)))
         made: dict[Head, Head] = {}
         consumed: dict[Head, Head] = {}
         blocked: dict[Head, str] = {}
         group = config.num_attention_heads // config.num_key_value_heads  # type: ignore[operator]
-        whole = _blocked_everywhere(config, side)
-        for layer in config.plan.layers:
-            for head, joined in _joined(config, layer, side):
-                self._join((layer.layer, head), joined)
-            own = layer.computed_key_heads if side == "keys" else layer.computed_value_heads
-            for head in range(own):
-                self._join(made.setdefault((layer.block, head), (layer.layer, head)), (layer.layer, head))
-                if reason := whole or _blocked_maker(layer, slot):
+        nowhere = _blocked_everywhere(config, side)
+        for layer in layers:
+            for head, other in _added_heads(layer, side):
+                classes.merge((layer.layer, head), other)
+            for head in range(computed_heads(layer, side)):
+                classes.merge(made.setdefault((layer.block, head), (layer.layer, head)), (layer.layer, head))
+                if reason := nowhere or _why_blocked(layer, slot):
                     blocked.setdefault((layer.layer, head), reason)
-            consumer = "query" if side == "keys" else "output"
-            for place, source in enumerate(_flat(layer.layout.keys if side == "keys" else layer.layout.values)):
-                for query_head in range(place * group, (place + 1) * group):
-                    self._join(consumed.setdefault((layer.block, query_head), source), source)
+            sources = layer.layout.keys if side == "keys" else layer.layout.values
+            attended = [(source.layer, head) for source in sources for head in range(source.start, source.stop)]
+            for query_head, source_head in enumerate(head for head in attended for _ in range(group)):
+                classes.merge(consumed.setdefault((layer.block, query_head), source_head), source_head)
                 if (kind := getattr(layer, consumer).kind) != "linear":
-                    blocked.setdefault(source, f"the {consumer} of layer {layer.layer} is {kind!r}")
-        self.made = {head: self._find(node) for head, node in made.items()}
-        self.consumed = {head: self._find(node) for head, node in consumed.items()}
-        self.blocked = {self._find(node): reason for node, reason in blocked.items()}
+                    blocked.setdefault(source_head, f"the {consumer} of layer {layer.layer} is {kind!r}")
+        self.made = {head: classes[node] for head, node in made.items()}
+        self.consumed = {head: classes[node] for head, node in consumed.items()}
+        self.blocked = {classes[node]: reason for node, reason in blocked.items()}
 
-    def _find(self, node: Head) -> Head:
-        while (parent := self._parent.get(node, node)) != node:
-            node = parent
-        return node
 
-    def _join(self, one: Head, other: Head) -> None:
-        first, second = sorted((self._find(one), self._find(other)))
-        self._parent[second] = first
+def computed_heads(layer: LayerPlan, side: str) -> int:
+    """Return how many heads the layer's W_K or W_V makes."""
+    return layer.computed_key_heads if side == "keys" else layer.computed_value_heads
 
 
 def free_columns(config: LeanConfig, side: str) -> int:
-    """How many of a head's last columns a change of basis may touch: those that no rotary position turns."""
+    """Return how many of a head's last columns a change of basis may touch: those that no rotary position turns."""
     if side == "values" or config.position_embedding_type != "rope":
         return config.head_dim  # type: ignore[return-value]
     assert config.rope_parameters is not None
@@ -88,31 +88,29 @@ def free_columns(config: LeanConfig, side: str) -> int:
 def change_heads(
     config: LeanConfig, tensors: Mapping[str, Tensor], side: str, bases: Mapping[Head, HeadBasis]
 ) -> LazyTensors:
-    """The tensors of the same function with other bases in the heads of the classes in `bases`; lazy.
+    """Return the lazy tensors of the same function with other bases in the heads of the classes in `bases`.
 
-    A basis is as wide as the last columns of a head that it acts on; the columns before them stay.
+    A basis acts on as many of a head's last columns as it is wide; the columns before them stay.
     """
     classes = HeadClasses(config, side)
     maker, consumer = ("k_proj", "q_proj") if side == "keys" else ("v_proj", "o_proj")
-    of_tensor: dict[str, tuple[Mapping[Head, Head], int, Callable[[HeadBasis, Tensor], Tensor]]] = {}
+    changes: dict[str, tuple[Mapping[Head, Head], int, Callable[[HeadBasis, Tensor], Tensor]]] = {}
     for layer in config.plan.layers:
         name = f"model.layers.{layer.block}.self_attn"
         for kind in ("weight", "bias"):
-            of_tensor[f"{name}.{maker}.{kind}"] = (classes.made, layer.block, HeadBasis.make)
-            if side == "keys":
-                of_tensor[f"{name}.{consumer}.{kind}"] = (classes.consumed, layer.block, HeadBasis.consume)
-        if side == "values":
-            of_tensor[f"{name}.{consumer}.weight"] = (classes.consumed, layer.block, HeadBasis.consume)
+            changes[f"{name}.{maker}.{kind}"] = (classes.made, layer.block, HeadBasis.make)
+            if side == "keys" or kind == "weight":
+                changes[f"{name}.{consumer}.{kind}"] = (classes.consumed, layer.block, HeadBasis.consume)
 
     def compute(name: str) -> Tensor:
-        if name not in of_tensor:
+        if name not in changes:
             return tensors[name]
-        found, block, change = of_tensor[name]
+        class_of, block, change = changes[name]
         by_columns = name.endswith("o_proj.weight")
         rows = tensors[name].T if by_columns else tensors[name]
         heads = rows.double().reshape(-1, config.head_dim, *rows.shape[1:]).clone()  # type: ignore[arg-type]
         for head in range(len(heads)):
-            basis = bases.get(found[block, head])
+            basis = bases.get(class_of[block, head])
             if basis is not None:
                 part = heads[head, -len(basis.matrix) :]
                 part.copy_(change(basis, part.reshape(len(part), -1)).view_as(part))
@@ -122,13 +120,12 @@ def change_heads(
     return LazyTensors(config.plan.parameter_shapes, compute)
 
 
-def _flat(sources: tuple[HeadSource, ...]) -> Iterator[Head]:
-    for source in sources:
-        for head in range(source.start, source.stop):
-            yield source.layer, head
+def _held_heads(layer: LayerPlan, side: str) -> int:
+    """How many heads other layers can attend with: the computed ones, and means of them."""
+    return computed_heads(layer, side) + (layer.layout.derived_value_heads if side == "values" else 0)
 
 
-def _joined(config: LeanConfig, layer: LayerPlan, side: str) -> Iterator[tuple[int, Head]]:
+def _added_heads(layer: LayerPlan, side: str) -> Iterator[tuple[int, Head]]:
     """Heads of `layer` that are added to other heads, and so must share their basis."""
     layout = layer.layout
     if side == "keys" or layout.mixer is None:
@@ -136,10 +133,10 @@ def _joined(config: LeanConfig, layer: LayerPlan, side: str) -> Iterator[tuple[i
     if layout.mixed_with is not None:
         for head in range(layer.computed_value_heads):
             yield head, (layout.mixed_with, head)
-    n, pooled = layer.computed_value_heads, layout.derived_value_heads
-    for head in range(pooled):
-        yield n + head, (layer.layer, head)
-        yield n + head, (layer.layer, n - pooled + head)
+    computed, means = layer.computed_value_heads, layout.derived_value_heads
+    for head in range(means):
+        yield computed + head, (layer.layer, head)
+        yield computed + head, (layer.layer, computed - means + head)
 
 
 def _blocked_everywhere(config: LeanConfig, side: str) -> str | None:
@@ -155,7 +152,7 @@ def _blocked_everywhere(config: LeanConfig, side: str) -> str | None:
     return None
 
 
-def _blocked_maker(layer: LayerPlan, slot: str) -> str | None:
+def _why_blocked(layer: LayerPlan, slot: str) -> str | None:
     kind = getattr(layer, slot).kind
     if layer.reuses_keys:
         return f"the keys of layer {layer.layer} are its values"

@@ -1,4 +1,4 @@
-"""Solving with square matrices in float64: one factorisation, its condition number, never an inverse."""
+"""Solving with square matrices in float64: one factorization, its condition number, never an inverse."""
 
 import math
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import scipy.sparse.linalg as sparse
 import torch
 from torch import Tensor
 
-# Up to this size singular values are computed outright; above, the two extreme ones by Lanczos on the factorisation.
+# Up to this size all singular values are computed; above, the two extreme ones by Lanczos on the factorization.
 FULL_SPECTRUM = 1024
 # Rows that are multiplied at a time: bounds the float64 copies of an embedding or a head.
 CHUNK_ROWS = 8192
 
 
 class Factored:
-    """A square float64 matrix A with its LU factorisation."""
+    """A square float64 matrix A with its LU factorization."""
 
     def __init__(self, matrix: Tensor):
         """matrix: [d, d], any floating dtype; converted to float64 without rounding."""
@@ -25,7 +25,7 @@ class Factored:
         self.singular = bool(info != 0)
 
     def solve(self, right: Tensor, transposed: bool = False) -> Tensor:
-        """`A^-1 right`, or `A^-T right`; right: [d, n]."""
+        """Return `A^-1 right`, or `A^-T right`; right: [d, n]."""
         return torch.linalg.lu_solve(self._lu, self._pivots, right, adjoint=transposed)
 
     @cached_property
@@ -35,10 +35,10 @@ class Factored:
         if d <= FULL_SPECTRUM:
             values = torch.linalg.svdvals(self.matrix)
             return float(values[0]), 0.0 if self.singular else float(values[-1])
-        largest = math.sqrt(_extreme(d, lambda v: self.matrix.T @ (self.matrix @ v)))
+        largest = math.sqrt(_largest_eigenvalue(d, lambda v: self.matrix.T @ (self.matrix @ v)))
         if self.singular:
             return largest, 0.0
-        return largest, 1 / math.sqrt(_extreme(d, lambda v: self.solve(self.solve(v, transposed=True))))
+        return largest, 1 / math.sqrt(_largest_eigenvalue(d, lambda v: self.solve(self.solve(v, transposed=True))))
 
     @property
     def condition(self) -> float:
@@ -47,9 +47,8 @@ class Factored:
         return largest / smallest if smallest else math.inf
 
 
-def _extreme(d: int, product: Callable[[Tensor], Tensor]) -> float:
-    """The largest eigenvalue of a symmetric positive operator on [d], by Lanczos from a fixed start, to one part in a
-    thousand."""
+def _largest_eigenvalue(d: int, product: Callable[[Tensor], Tensor]) -> float:
+    """Return that of a symmetric positive operator on [d], by Lanczos from a fixed start, to one part in a thousand."""
 
     def apply(vector: np.ndarray) -> np.ndarray:
         return product(torch.from_numpy(vector.reshape(d, 1).copy())).numpy().reshape(d)
@@ -62,37 +61,32 @@ def _extreme(d: int, product: Callable[[Tensor], Tensor]) -> float:
 class Basis:
     """A change of basis of a stream of row vectors, `x -> x Theta`, by a factored matrix A or its inverse.
 
-    What writes the stream is changed by `write`, what reads it by `read`; both take rows [n, d] of any floating dtype
-    and return float64.
+    Tensors that write the stream are changed by `write`, those that read it by `read`. Both take rows [n, d] of any
+    floating dtype and return float64.
     """
 
-    def __init__(self, factor: Callable[[], Factored], inverse: bool = False, contragredient: bool = False):
-        """Theta is A; its inverse with `inverse`; then with `contragredient` that to the power -T. `factor` is called
-        whenever A is needed, so that a large one need not stay in memory."""
-        self.factor, self.inverse, self.contragredient = factor, inverse, contragredient
+    def __init__(self, factor: Callable[[], Factored], inverse: bool = False, transposed: bool = False):
+        """Theta is A, its inverse, its transpose, or the transpose of its inverse. `factor` is called whenever A is
+        needed, so that a large one need not stay in memory."""
+        self.factor, self.inverse, self.transposed = factor, inverse, transposed
 
     def write(self, rows: Tensor) -> Tensor:
-        """`rows Theta`"""
-        return self._apply(rows, self.contragredient)
+        """Return `rows Theta`."""
+        factor = self.factor()
+        result = torch.empty(rows.shape, dtype=torch.float64)
+        for start in range(0, len(rows), CHUNK_ROWS):
+            part = rows[start : start + CHUNK_ROWS].double()
+            if self.inverse:
+                changed = factor.solve(part.T, transposed=not self.transposed).T
+            else:
+                changed = part @ (factor.matrix.T if self.transposed else factor.matrix)
+            result[start : start + CHUNK_ROWS] = changed
+        return result
 
     def read(self, rows: Tensor) -> Tensor:
-        """`rows Theta^-T`: the rows of a weight [out, in] that is to read `x Theta` as it read `x`."""
-        return self._apply(rows, not self.contragredient)
+        """Return `rows Theta^-T`: the rows of a weight [out, in] that is to read `x Theta` as it read `x`."""
+        return self.transposed_inverse().write(rows)
 
     def transposed_inverse(self) -> "Basis":
-        """Theta^-T: reads what this one writes, and the other way round."""
-        return Basis(self.factor, self.inverse, not self.contragredient)
-
-    def _apply(self, rows: Tensor, reading: bool) -> Tensor:
-        factor = self.factor()
-        if reading == self.inverse:  # a product, no solve
-            matrix = factor.matrix.T if self.inverse else factor.matrix
-            return _by_chunks(rows, lambda part: part @ matrix)
-        return _by_chunks(rows, lambda part: factor.solve(part.T, transposed=self.inverse).T)
-
-
-def _by_chunks(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    found = torch.empty(rows.shape, dtype=torch.float64)
-    for start in range(0, len(rows), CHUNK_ROWS):
-        found[start : start + CHUNK_ROWS] = function(rows[start : start + CHUNK_ROWS].double())
-    return found
+        """Return Theta^-T: reads what this one writes, and the other way round."""
+        return Basis(self.factor, not self.inverse, not self.transposed)

@@ -1,4 +1,4 @@
-"""One attention head: (W_Q, W_K, W_V, W_O) become two matrices, W_K W_Q^T and W_V W_O.
+"""Merge the four matrices of one attention head, (W_Q, W_K, W_V, W_O), into two: W_K W_Q^T and W_V W_O.
 
 Karbevski & Mijoski 2025, Proposition 4.1: `Attn(X, W_Q, W_K, W_V, W_O) = Attn(X, Id, W_K W_Q^T, W_V W_O, Id)`, whatever
 the norm and the skips. https://arxiv.org/abs/2510.23912
@@ -16,8 +16,7 @@ from ..presets.edit import set_mechanisms
 
 
 def why_not(config: LeanConfig) -> str | None:
-    """What keeps the four matrices from becoming two, or None."""
-    layers = config.plan.layers
+    """Return why the four matrices cannot become two, or None."""
     if config.num_attention_heads != 1:
         return f"it has {config.num_attention_heads} heads a layer, and the identity holds for one"
     if config.kv_lora_rank is not None:
@@ -30,7 +29,7 @@ def why_not(config: LeanConfig) -> str | None:
         return "QK-norm acts between W_Q and W_K"
     if config.key_value["type"] != "projected":  # type: ignore[index]
         return "its layers share keys or values, which their different W_Q and W_O read"
-    for layer in layers:
+    for layer in config.plan.layers:
         for slot in ("query", "key", "value", "output"):
             if (kind := getattr(layer, slot).kind) != "linear":
                 return f"the {slot} of layer {layer.layer} is {kind!r}, not a plain matrix"
@@ -38,27 +37,22 @@ def why_not(config: LeanConfig) -> str | None:
 
 
 def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
-    """The same function with two attention matrices a layer instead of four; no matrix is inverted.
+    """Return the same function with two attention matrices a layer instead of four; no matrix is inverted.
 
-    Without biases the query and the output are identities, as in the paper. With them the key is one, and not the
-    query: what the query's bias adds to the scores is then a bias still, `b_Q W_K^T`, and nothing need be solved for.
-    The key's bias adds the same to all of a query's scores and goes. `b_V W_O + b_O` is the value's: attention weights
-    sum to one.
-
-    Raises:
-        LeanError: `why_not`.
+    Without biases the query and the output are identities, as in the paper. With them the key is the identity, not the
+    query: what the query's bias adds to the scores is then still a bias, `b_Q W_K^T`, and nothing need be solved for.
+    The key's bias adds the same to all of a query's scores and goes. `b_V W_O + b_O` is the value's bias: attention
+    weights sum to one. Raises a LeanError with the reason where `why_not` has one.
     """
     if reason := why_not(config):
         raise LeanError(f"four matrices cannot become two: {reason}")
     biased = bool(config.attention_bias)
-    gone: Mapping[str, dict] = {
+    specs = {
         "key" if biased else "query": {"type": "identity", "scale": 1.0},
-        "output": {"type": "identity", "bias": True}
-        if config.attention_output_bias and not biased
-        else {"type": "identity"},
+        "output": {"type": "identity", "bias": bool(config.attention_output_bias) and not biased},
     }
     new = config
-    for slot, spec in gone.items():
+    for slot, spec in specs.items():
         new = set_mechanisms(new, slot, dict.fromkeys(range(config.num_hidden_layers), spec))
 
     def compute(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a model is worth: loss on held-out text, loss and accuracy on held-out images, accuracy on tasks."""
+"""Evaluation: loss on held-out text, loss and accuracy on held-out images, accuracy on downstream tasks."""
 
 from .images import image_outcomes
 from .loss import sequence_losses

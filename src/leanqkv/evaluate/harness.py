@@ -3,7 +3,7 @@
 import io
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,21 +12,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from ..errors import LeanError
+from ..errors import LeanError, first_line
 from ..model.causal_lm import LeanForCausalLM
 
 # Names for several tasks. p3: Wu et al. 2025, appendix C.3, where `acc` is the figure in the tables.
 TASK_SETS: Mapping[str, tuple[str, ...]] = {
-    "p3": (*("hellaswag", "arc_challenge", "arc_easy", "piqa", "winogrande", "openbookqa", "sciq", "boolq", "rte"),)
+    "p3": ("hellaswag", "arc_challenge", "arc_easy", "piqa", "winogrande", "openbookqa", "sciq", "boolq", "rte")
 }
-
-
-# lm-eval's own default: which examples stand before a question, in tasks that put some there.
+# lm-eval's default; it decides the examples before a question, in tasks with such examples.
 FEW_SHOT_SEED = 1234
 
 
 def load_tasks(names: Sequence[str], include_path: Path | None = None) -> dict[str, dict[str, Any]]:
-    """lm-eval's tasks of these names with their data, as its TaskManager loads them: `tasks` and `groups` by name.
+    """Return lm-eval's tasks of these names with their data, as its TaskManager loads them: `tasks` and `groups`.
 
     Args:
         names: tasks, groups and tags of lm-eval, and sets of `TASK_SETS`.
@@ -44,8 +42,8 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> dict[s
         manager = TaskManager(include_path=include_path, include_defaults=False)
         if set(names) - set(manager.all_tasks):  # lm-eval brings thousands of files, which take seconds to read
             manager = TaskManager(include_path=include_path)
-    except Exception as error:  # as many kinds as there are ways to write YAML
-        raise LeanError(f"the tasks in {include_path} cannot be read: {_first_line(error)}") from None
+    except Exception as error:  # YAML and lm-eval raise many kinds; each means that the folder cannot be read
+        raise LeanError(f"the tasks in {include_path} cannot be read: {first_line(error)}") from None
     known = [*manager.all_tasks, *TASK_SETS]
     for name in names:
         if name not in known:
@@ -57,15 +55,15 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> dict[s
     for name in names:
         try:
             with _quiet():
-                found = manager.load([name])
-        except Exception as error:  # as many kinds as there are ways to write a task, or not to find its data
-            raise LeanError(f"the task {name} cannot be loaded: {_first_line(error)}") from None
+                loaded_task = manager.load([name])
+        except Exception as error:  # lm-eval and datasets raise many kinds
+            raise LeanError(f"the task {name} cannot be loaded: {first_line(error)}") from None
         for kind, entries in loaded.items():
-            entries.update(found[kind])
+            entries.update(loaded_task[kind])
     for name, task in loaded["tasks"].items():
-        for what, attribute in (("runs code that a model wrote", "UNSAFE_CODE"), ("shows images", "MULTIMODAL")):
+        for reason, attribute in (("runs code that a model wrote", "UNSAFE_CODE"), ("shows images", "MULTIMODAL")):
             if getattr(task, attribute, False):
-                raise LeanError(f"the task {name} {what}, which is not done here; leave it out")
+                raise LeanError(f"the task {name} {reason}, which is not supported; leave it out")
     return loaded
 
 
@@ -77,24 +75,32 @@ def task_figures(
     limit: int | None = None,
     batch_size: int = 8,
     autocast_dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] = lambda sequences: None,
 ) -> dict[str, dict[str, Any]]:
-    """Per task its metrics, each with its standard error over examples as `NAME_stderr`, and how it was run:
-    `examples` scored, `of` how many, `shots`, `version`. Groups of tasks have figures of their own, without `examples`.
+    """Return each task's metrics, with the standard error over examples as `NAME_stderr`, and its settings.
+
+    The settings are `examples` scored, `of` how many, `shots` and `version`. Groups of tasks have figures of their own,
+    without `examples`.
 
     Args:
         tasks: of `load_tasks`.
-        limit: only so many examples of each.
+        limit: examples of each task to score; None for all.
         autocast_dtype: of the arithmetic; None for that of the weights.
+        progress: called with the number of sequences that the model has read.
 
     Raises:
         LeanError: logits that are NaN.
     """
     lm_eval = _lm_eval()
+    sequences = 0
 
     def check(module: Any, inputs: Any, output: Any) -> None:
-        # lm-eval would take the first answer for the likeliest one.
+        nonlocal sequences
+        # Of NaN, lm-eval would take the first answer for the likeliest one.
         if output.logits.isnan().any():
-            raise LeanError("the model's logits are NaN: nothing can be told from them")
+            raise LeanError("the model's logits are NaN, so its answers cannot be scored; check the weights")
+        sequences += len(output.logits)
+        progress(sequences)
 
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
@@ -111,37 +117,33 @@ def task_figures(
                 mixed_precision_dtype=autocast_dtype,
                 softmax_dtype=torch.promote_types(model.dtype, torch.float32),
             )
-            found = lm_eval.evaluate(lm, dict(tasks), limit=limit, log_samples=False)
+            results = lm_eval.evaluate(lm, dict(tasks), limit=limit, log_samples=False)
     finally:
         hook.remove()
-    return {name: _figures(name, values, found) for name, values in found["results"].items()}
+    return {name: _figures(name, results) for name in results["results"]}
 
 
 def mean_accuracy(figures: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Of the tasks' `acc`, each task counting alike; None where one has none."""
+    """Return the mean of the tasks' `acc`, each task with the same weight; None if a task has none."""
     accuracies = [values.get("acc") for values in figures.values() if values["examples"] is not None]
     return None if None in accuracies else sum(accuracies) / len(accuracies)  # type: ignore[arg-type]
 
 
-def _figures(name: str, values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    # A metric is named with the filter of answers that it was taken after, and "none" for none.
+def _figures(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    # A metric's name ends in the filter that the answers went through, "none" without one.
     metrics = {
         key.removesuffix(",none"): value
-        for key, value in values.items()
+        for key, value in results["results"][name].items()
         if "," in key and isinstance(value, int | float)
     }
-    counts = found["n-samples"].get(name, {})
+    counts = results["n-samples"].get(name, {})
     return {
         **metrics,
         "examples": counts.get("effective"),
         "of": counts.get("original"),
-        "shots": found["n-shot"].get(name),
-        "version": found["versions"].get(name),
+        "shots": results["n-shot"].get(name),
+        "version": results["versions"].get(name),
     }
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _lm_eval() -> Any:
@@ -151,14 +153,14 @@ def _lm_eval() -> Any:
         import lm_eval.tasks
     except ImportError as error:
         raise LeanError(
-            f"tasks are run by lm-eval, which is not installed ({error}): pip install 'leanqkv[eval]'"
+            f"--tasks needs lm-eval, which is not installed ({error}): pip install 'leanqkv[eval]'"
         ) from None
     return lm_eval
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No remarks of lm-eval's, and no bars of its or of datasets' where no terminal is."""
+    """Silence lm-eval's remarks and, without a terminal, its and datasets' progress bars."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """Validation loss on fixed sequences."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -10,7 +10,18 @@ from torch import nn
 from ..data import collate
 
 
-@torch.no_grad()
+@contextmanager
+def scoring(model: nn.Module) -> Iterator[torch.device]:
+    """Turn dropout and gradients off while the body runs; yields the model's device."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield next(model.parameters()).device
+    finally:
+        model.train(training)
+
+
 def sequence_losses(
     model: nn.Module,
     tokens: np.ndarray,
@@ -19,15 +30,12 @@ def sequence_losses(
     batch_size: int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> torch.Tensor:
-    """Mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
+    """Return the mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
 
     Every sequence is `context_length` targets, so the mean over sequences is the mean over tokens.
     """
-    training = model.training
-    model.eval()
-    device = next(model.parameters()).device
     losses = []
-    try:
+    with scoring(model) as device:
         for first in range(0, len(starts), batch_size):
             batch = collate(tokens, starts[first : first + batch_size], context_length)
             targets = batch["shift_labels"].to(device)
@@ -36,6 +44,4 @@ def sequence_losses(
                 logits = model.forward(input_ids=batch["input_ids"].to(device), use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
             losses.append(loss.view_as(targets).cpu().double().mean(1))
-    finally:
-        model.train(training)
     return torch.cat(losses)

@@ -1,4 +1,4 @@
-"""Loss over every token of a text, in windows that overlap."""
+"""Loss over every token of a text, in overlapping windows."""
 
 import math
 from collections.abc import Callable
@@ -10,22 +10,23 @@ from torch import Tensor, nn
 
 from ..data import collate
 from ..errors import LeanError
+from .loss import scoring
 
 
 def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple[int, int]]:
-    """Per window its first token and how many targets it scores, which are the last ones of its `context_length`.
+    """Return each window's first token, and the number of its last targets that it scores.
 
-    Every window is `context_length` tokens, each of which has the next one for its target (a shorter text is one
-    window). The first scores all its targets, each later one the `stride` after those, the last one what is left. So
-    every token but the first is scored once, with at least `context_length - stride + 1` tokens before it unless it
-    is among the first `context_length`.
+    Every window is `context_length` tokens, each of which has the next one as its target (a shorter text is one
+    window). The first window scores all its targets, each later one the next `stride`, the last one the rest. So every
+    token except the first is scored exactly once, with at least `context_length - stride + 1` tokens before it unless
+    it is among the first `context_length`.
 
     Raises:
-        LeanError: a stride that would leave tokens out, or none.
+        LeanError: a stride beyond the window, which would leave tokens out, or below 1.
     """
     if not 1 <= stride <= context_length:
         raise LeanError(
-            f"a stride of {stride} does not fit windows of {context_length} tokens: it is from 1 to {context_length}"
+            f"a stride of {stride} does not fit windows of {context_length} tokens; give one from 1 to {context_length}"
         )
     targets = tokens - 1
     length = done = min(context_length, targets)
@@ -37,7 +38,6 @@ def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple
     return windows
 
 
-@torch.no_grad()
 def strided_losses(
     model: nn.Module,
     tokens: np.ndarray,
@@ -48,7 +48,7 @@ def strided_losses(
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
-    """Cross-entropy in nats of every token but the first, float64 [len(tokens) - 1], with dropout off.
+    """Return the cross-entropy in nats of every token but the first, float64 [len(tokens) - 1], with dropout off.
 
     Args:
         tokens: [tokens], integers; at least two.
@@ -61,12 +61,9 @@ def strided_losses(
     """
     windows = strided_windows(len(tokens), context_length, stride)
     length = min(context_length, len(tokens) - 1)
-    training = model.training
-    model.eval()
-    device = next(model.parameters()).device
     losses: list[Tensor] = []
     done = 0
-    try:
+    with scoring(model) as device:
         # The first window alone, since it scores more than the others.
         for batch in windows[:1], *(windows[i : i + batch_size] for i in range(1, len(windows), batch_size)):
             scored = max(count for _, count in batch)
@@ -81,24 +78,22 @@ def strided_losses(
             for row, (_, count) in zip(loss.view_as(targets).cpu().double(), batch, strict=True):
                 losses.append(row[-count:])
                 if not losses[-1].isfinite().all():
-                    at = done + int((~losses[-1].isfinite()).int().argmax())
+                    token = done + int((~losses[-1].isfinite()).int().argmax()) + 2
                     raise LeanError(
-                        f"the loss is not finite at token {at + 2:,} of {len(tokens):,}: the model's logits are NaN or "
+                        f"the loss is not finite at token {token:,} of {len(tokens):,}: the model's logits are NaN or "
                         "infinite there"
                     )
                 done += count
             progress(done, len(tokens) - 1)
-    finally:
-        model.train(training)
     return torch.cat(losses)
 
 
 def loss_figures(losses: Tensor, text_bytes: int | None) -> dict[str, float | int | None]:
-    """What a text's losses come to.
+    """Return the figures of a text's losses.
 
     `loss`: mean in nats per token. `perplexity`: its exponential. `bits_per_byte`: the sum in bits over the bytes of
-    the text in UTF-8, comparable between tokenizers; None where the bytes are not known. `tokens`: how many were
-    scored.
+    the text in UTF-8, comparable between tokenizers; None if the number of bytes is unknown. `tokens`: the number of
+    scored tokens.
     """
     mean = losses.mean().item()
     return {

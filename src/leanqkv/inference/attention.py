@@ -8,17 +8,16 @@ and for all that the kernel is not made for, attention is PyTorch's.
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-NAME = "leanqkv_decode"
+from ..compat import compile_cpp
+from ..model.attention import attend
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POINTERS = ("query", "keys", "values", "mask", "output")
 _SIZES = ("batch", "heads", "group", "length", "head_dim", "value_dim", "threads")
@@ -38,27 +37,31 @@ class _Call(ctypes.Structure):
     ]
 
 
-def decode_attention(
-    module: nn.Module,
+def attend_one_query(
+    attention: nn.Module,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scaling: float,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """As transformers' sdpa attention: query [batch, heads, positions, head_dim]; key, value [batch, heads / group, key
-    positions, head_dim], values also of another width; returns [batch, positions, heads, width of the values]."""
-    if scaling is not None and (output := split_values(query, key, [value], attention_mask, scaling)) is not None:
+) -> tuple[Tensor, Tensor | None]:
+    """As `model.attention.attend`, in whose place it is put: by the kernel where that applies."""
+    output = one_query_attention(query, key, values, mask, scaling)
+    if output is not None:
         return output, None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return attend(attention, query, key, values, mask, scaling, **kwargs)
 
 
-def split_values(
-    query: Tensor, key: Tensor, values: list[Tensor], attention_mask: Tensor | None, scaling: float
+def one_query_attention(
+    query: Tensor, key: Tensor, values: Sequence[Tensor], attention_mask: Tensor | None, scaling: float
 ) -> Tensor | None:
-    """The same where the values of some heads lie in one tensor and those of the others in another, as a layer's own
-    and those that it borrows do; [batch, positions, heads, head_dim]. None where the kernel does not apply."""
+    """Attention by the kernel, [batch, positions, heads, width of the values], or None where it does not apply.
+
+    query: [batch, heads, 1, head_dim]; key: [batch, heads / group size, key positions, head_dim].
+    values: of consecutive key heads, each [batch, its heads, key positions, width]: a layer's own values
+    lie in one tensor and borrowed ones in another.
+    """
     tensors = (query, key, *values)
     if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
         return None
@@ -98,11 +101,8 @@ def split_values(
     return output
 
 
-decode_attention.split_values = split_values  # type: ignore[attr-defined]  # see LeanAttention._attend
-
-
-def _fit(query: Tensor, key: Tensor, values: list[Tensor], mask: Tensor | None) -> bool:
-    """Whether the shapes are the kernel's, which reads what it is told to; PyTorch says what is wrong with others."""
+def _fit(query: Tensor, key: Tensor, values: Sequence[Tensor], mask: Tensor | None) -> bool:
+    """Whether the kernel takes these shapes. It checks no bounds; others go to PyTorch, which reports errors."""
     batch, heads, length, head_dim = key.shape
     own = [(batch, value.shape[1], length, values[0].shape[-1]) for value in values]
     return (
@@ -126,20 +126,12 @@ def _additive(mask: Tensor) -> Tensor:
 @functools.cache
 def _kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
     """attention.cpp by dtype, or None where nothing can be compiled."""
-    source = Path(__file__).with_suffix(".cpp").read_text()
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        library = CppCodeCache.load(source, extra_flags=("-w", "-ffp-contract=fast"))
-    except Exception:  # no compiler, or no room for what it writes: as many kinds of error
+    library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
+    if library is None:
         return None
-    found = {}
+    kernels = {}
     for dtype in DTYPES:
         kernel = getattr(library, f"attend_{str(dtype).removeprefix('torch.')}")
         kernel.argtypes, kernel.restype = [ctypes.c_void_p], None
-        found[dtype] = kernel
-    return found
-
-
-AttentionInterface.register(NAME, decode_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+        kernels[dtype] = kernel
+    return kernels

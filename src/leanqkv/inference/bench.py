@@ -5,17 +5,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from ..checkpoints.load import load_weights
+from ..checkpoints.open import open_checkpoint
+from ..environment import git_commit, hardware, versions
+from ..errors import LeanError
+from ..files import RECORD_FORMAT
 from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
+from ..presets import preset
 from . import Decoder
 from .memory import PeakMemory, weight_bytes
 
-# A model, a context and a batch are being measured: name, done, all.
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Called before every measurement with the model's name, how many are done and how many there are.
 Progress = Callable[[str, int, int], None]
 
 
@@ -24,12 +32,12 @@ class Row:
     """One model at one context and batch.
 
     Attributes:
-        context: tokens of the prompt of every sequence.
-        cache: bytes that the cache holds for the context, by its storages; `cache_formula` what the plan says.
+        context: tokens of every prompt.
+        cache: bytes of the cache after the prompt, measured on its storages; `cache_formula`: the same by the plan.
         weights: bytes of the parameters and buffers.
-        activations: the most bytes that a prefill holds at one time beside weights and cache.
-        prefill: milliseconds per 100 tokens of a sequence, every round.
-        decode: new tokens per second over the batch, every round.
+        activations: peak bytes of a prefill beside weights and cache.
+        prefill: milliseconds per 100 tokens of a sequence, of every round.
+        decode: new tokens per second over the batch, of every round.
     """
 
     model: str
@@ -43,11 +51,76 @@ class Row:
     decode: tuple[float, ...]
 
     def as_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        for what in ("prefill", "decode"):
-            values = found[what]
-            found[what] = {"median": median(values), "min": min(values), "max": max(values), "rounds": list(values)}
-        return found
+        spreads = {
+            name: {"median": median(values), "min": min(values), "max": max(values), "rounds": list(values)}
+            for name, values in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        return asdict(self) | spreads
+
+
+def bench_record(
+    names: Sequence[str],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    *,
+    new_tokens: int,
+    rounds: int,
+    dtype: str,
+    device: str,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Return the record of a benchmark: models, measurements, hardware and versions.
+
+    Args:
+        names: directories, or configurations by name, whose weights are random.
+        dtype: of DTYPES.
+
+    Raises:
+        LeanError: a name of neither, or a model that cannot decode so many tokens.
+    """
+    models: dict[str, Any] = {name: build_model(name, max(contexts) + new_tokens) for name in names}
+    for model in models.values():
+        model.to(device, DTYPES[dtype]).eval()
+    rows = measure(models, contexts, batches, new_tokens=new_tokens, rounds=rounds, progress=progress)
+    return {
+        "record": RECORD_FORMAT,
+        "models": {
+            name: {
+                "parameters": model.config.plan.count_parameters().total,
+                "kv_bytes_per_token": model.config.plan.kv_bytes_per_token(DTYPES[dtype]),
+                "weights": weight_bytes(model),
+                "config": model.config.as_overrides(),
+            }
+            for name, model in models.items()
+        },
+        "dtype": dtype,
+        "new_tokens": new_tokens,
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+        "rows": [row.as_json() for row in rows],
+        "hardware": hardware(torch.device(device).type),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def build_model(name: str, tokens: int) -> LeanForCausalLM:
+    """Return the model in a directory, or of a configuration's name with random weights.
+
+    Raises:
+        LeanError: neither, or a model that cannot decode up to `tokens` tokens.
+    """
+    checkpoint = open_checkpoint(Path(name)) if Path(name).exists() else None
+    config = preset(name) if checkpoint is None else checkpoint.config
+    if config.task != "causal_lm":
+        raise LeanError(f"{name} is a model for {config.task}, which has no cache and decodes nothing")
+    limit = config.max_position_embeddings
+    if config.position_embedding_type == "learned" and tokens > limit:
+        raise LeanError(f"{name} has {limit} positions; the longest --context and --new-tokens are {tokens}")
+    model = LeanForCausalLM(config)
+    if checkpoint is not None:
+        load_weights(model, checkpoint.tensors)
+    return model
 
 
 def measure(
@@ -59,8 +132,9 @@ def measure(
     rounds: int = 3,
     progress: Progress = lambda name, done, total: None,
 ) -> list[Row]:
-    """Measures every model at every context and batch; models take turns in every round, so that what slows the
-    machine down slows all of them.
+    """Measure every model at every context and batch.
+
+    The models take turns in every round, so that whatever slows the machine down slows all of them.
 
     Args:
         new_tokens: decoded after the context in every round.
@@ -69,39 +143,41 @@ def measure(
         ValueError: a context with its new tokens is longer than a model's positions.
     """
     decoders = {name: Decoder(model) for name, model in models.items()}
-    weights = {name: weight_bytes(model) for name, model in models.items()}
     vocabulary = min(model.config.vocab_size for model in models.values())
     cells = list(product(batches, contexts))
-    found = []
+    rows = []
     for number, (batch, context) in enumerate(cells):
-        generator = torch.Generator().manual_seed(context)
-        prompt = torch.randint(vocabulary, (batch, context), generator=generator)
+        prompt = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(context))
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
         memory: dict[str, tuple[int, int]] = {}
         for name, decoder in decoders.items():
             progress(name, number * len(models) + len(memory), len(cells) * len(models))
             memory[name] = _memory(decoder, prompt)
-            _time(decoder, prompt, 2)  # what is compiled for these sizes is, before anything is timed
+            _time(decoder, prompt, 2)  # compiles what depends on the sizes before anything is timed
         for _, (name, decoder) in product(range(rounds), decoders.items()):
             times[name].append(_time(decoder, prompt, new_tokens))
         for name, model in models.items():
-            held, activations = memory[name]
+            cache, activations = memory[name]
             prefill, decode = zip(*times[name], strict=True)
-            formula = batch * model.config.plan.kv_bytes(context, next(model.parameters()).dtype)
-            found.append(
+            rows.append(
                 Row(
-                    *(name, context, batch, held, formula, weights[name], activations),
+                    model=name,
+                    context=context,
+                    batch=batch,
+                    cache=cache,
+                    cache_formula=batch * model.config.plan.kv_bytes(context, next(model.parameters()).dtype),
+                    weights=weight_bytes(model),
+                    activations=activations,
                     prefill=tuple(1e5 * seconds / context for seconds in prefill),
                     decode=tuple(batch * new_tokens / seconds for seconds in decode),
                 )
             )
-        for decoder in decoders.values():
-            decoder.cache = None
-    return found
+            decoders[name].cache = None
+    return rows
 
 
 def _memory(decoder: Decoder, prompt: torch.Tensor) -> tuple[int, int]:
-    """Bytes of the cache after the prompt, and the most that was held beside it and the weights."""
+    """Return the bytes of the cache after the prompt, and the most that was held beside it and the weights."""
     device = next(decoder.model.parameters()).device
     with ExitStack() as stack:
         if device.type == "cuda":
@@ -111,13 +187,13 @@ def _memory(decoder: Decoder, prompt: torch.Tensor) -> tuple[int, int]:
             counted = stack.enter_context(PeakMemory())
         decoder.prefill(prompt.to(device), room=0)
     assert decoder.cache is not None
-    held = cache_bytes(decoder.cache)
+    cache = cache_bytes(decoder.cache)
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else counted.peak
-    return held, peak - held
+    return cache, peak - cache
 
 
 def _time(decoder: Decoder, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds of the prefill and of all decoding steps."""
+    """Return the seconds of the prefill and of all decoding steps."""
     device = next(decoder.model.parameters()).device
     tokens = prompt.to(device)
     started = _now(device)

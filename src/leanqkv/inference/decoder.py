@@ -8,8 +8,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache
 
+from ..compat import attention_implementation
+from ..model.attention import LeanAttention
+from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
-from .attention import NAME
+from .attention import attend_one_query
 from .cache import allocate_cache
 from .linear import packed
 
@@ -18,16 +21,21 @@ PREFILL_CHUNK_TOKENS = 512
 
 
 def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
-    """A copy for inference that shares the parameters: packed linear layers (linear.py), and the attention of one query
-    (attention.py) in place of "sdpa". It is a model like any other; `generate` is transformers'."""
-    found = packed(model).eval()
-    if found.config._attn_implementation == "sdpa":
-        found.config._attn_implementation = NAME
-    return found
+    """A copy for inference that shares the parameters; `generate` is still transformers'.
+
+    Its linear layers are packed (linear.py), the projections of one input are one product (joined.py), and in place of
+    "sdpa" there is the kernel for attention of one query (attention.py).
+    """
+    copied = packed(model).eval()
+    if attention_implementation(copied) == "sdpa":
+        for module in copied.modules():
+            if isinstance(module, LeanAttention | LatentAttention):
+                module.attend = attend_one_query
+    return copied
 
 
 class Decoder:
-    """Generates from a model, with the tokens that `model.generate` gives, and less work around each step.
+    """Generate the tokens that `model.generate` gives, with less work around each step.
 
     The cache has exactly as many places as there will be tokens. On a CPU the linear layers are packed copies
     (linear.py), so a Decoder holds the model's matrices a second time; make it once and use it often. Changes of the
@@ -59,7 +67,7 @@ class Decoder:
         pad_token_id: int | None = None,
         callback: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
-        """Continues `input_ids` [batch, length], padded on the left where `attention_mask` [batch, length] is 0.
+        """Continue `input_ids` [batch, length], padded on the left where `attention_mask` [batch, length] is 0.
 
         Sampling is among all tokens but for `top_k` and `top_p` (transformers' own default is the 50 likeliest), and
         takes from torch's global generator what `model.generate` takes. A sequence ends with one of
@@ -99,8 +107,8 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, room: int) -> Tensor:
-        """Takes in a prompt, as `generate` does, into a new cache with room for `room` tokens more. Returns the logits
-        of the token that follows, [batch, vocab_size].
+        """Read a prompt into a new cache with room for `room` more tokens; return the next token's logits [batch,
+        vocab_size]. Arguments as `generate`.
 
         Raises:
             ValueError: an empty prompt, or more tokens than the model has positions.
@@ -123,7 +131,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
-        """Takes in one token more of every sequence, [batch]; returns the logits of the next, [batch, vocab_size]."""
+        """Read one more token of every sequence, [batch]; return the next token's logits [batch, vocab_size]."""
         if self._mask is not None:
             self._mask = torch.cat((self._mask, self._mask.new_ones(len(tokens), 1)), dim=1)
         return self._forward(tokens[:, None], self._mask)
@@ -144,14 +152,14 @@ class Decoder:
         ).logits[:, -1]
 
     def _warpers(self, temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
-        found = LogitsProcessorList()
+        warpers = LogitsProcessorList()
         if temperature != 1.0:
-            found.append(TemperatureLogitsWarper(temperature))
+            warpers.append(TemperatureLogitsWarper(temperature))
         if top_k:
-            found.append(TopKLogitsWarper(top_k))
+            warpers.append(TopKLogitsWarper(top_k))
         if top_p is not None and top_p < 1.0:
-            found.append(TopPLogitsWarper(top_p))
-        return found
+            warpers.append(TopPLogitsWarper(top_p))
+        return warpers
 
     def _ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
         ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id

@@ -7,10 +7,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..model.fused import join
+from ..compat import has_hooks, pack_linear, packing_works
+from .joined import join_projections
 
 # Rows that the layout is chosen for; others are computed as well.
 ROWS = 8
@@ -30,21 +30,12 @@ class PackedLinear(nn.Module):
 
 
 def _packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-    return lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
+    return pack_linear(weight, bias, ROWS)
 
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this build of PyTorch can, for such a weight."""
-    return (
-        weight.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and (
-            weight.dtype == torch.float32
-            or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        )
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+    return weight.device.type == "cpu" and packing_works(weight.dtype)
 
 
 def packed(model: nn.Module) -> Any:
@@ -54,22 +45,15 @@ def packed(model: nn.Module) -> Any:
     hooks, adapters or a way of their own to multiply stay as they are.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    found = copy.deepcopy(model, shared)
-    modules: list[Any] = list(found.modules())
-    in_joined: set[int] = set()
-    for module in modules:
-        if not hasattr(module, "joinable_inputs") or not all(can_pack(weight) for weight in module.parameters()):
-            continue
-        projections = module.joinable_inputs()
-        module.joined = join(projections, _packed_product)
-        if module.joined is not None:
-            in_joined |= {id(projections[i].input_layer) for i in module.joined.members}
-    for module in modules:
+    packed_model = copy.deepcopy(model, shared)
+    joined: list[nn.Linear] = []
+    if all(can_pack(weight) for weight in model.parameters()):
+        joined = join_projections(packed_model, _packed_product)
+    joined_ids = {id(layer) for layer in joined}
+    for module in list(packed_model.modules()):
         for name, child in module.named_children():
             if not isinstance(child, nn.Linear) or type(child).forward is not nn.Linear.forward:
                 continue
-            if id(child) in in_joined:
-                continue
-            if can_pack(child.weight) and not (child._forward_hooks or child._forward_pre_hooks):
+            if id(child) not in joined_ids and can_pack(child.weight) and not has_hooks(child):
                 setattr(module, name, PackedLinear(child))
-    return found
+    return packed_model

@@ -1,36 +1,23 @@
 """Memory that tensors hold, by counting storages: the same on every device, and to the byte."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+# Documented in PyTorch's notes on extending it, whatever the name of the module says.
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each once and whole."""
-    storages = {}
-    for tensor in tensors:
-        storage = _storage(tensor)
-        if storage is None:
-            storages[id(tensor)] = tensor.numel() * tensor.element_size()
-        else:
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _storage(tensor: Tensor) -> Any:
-    """None for an opaque layout, such as that of a packed weight, which has a size and no storage."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
+    """Return the bytes of the storages behind `tensors`, each once and whole."""
+    return sum(storage.nbytes() for storage in _storages(tuple(tensors)).values())
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, tied ones once."""
+    """Return the bytes of a model's parameters and buffers, tied ones once."""
     return held_bytes((*model.parameters(), *model.buffers()))
 
 
@@ -44,33 +31,36 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen: dict[int, Any] = {}
+        self._live: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {self._key(tensor) for tensor in tree_leaves((args, kwargs or {})) if isinstance(tensor, Tensor)}
+        before = _storages((args, kwargs or {}))
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (key := self._key(tensor)) not in before and key not in self._seen:
-                self._follow(tensor, key)
+        for key, storage in _storages(result).items():
+            if key not in before and key not in self._live:
+                self._live.add(key)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, key, storage.nbytes())
         self.peak = max(self.peak, self.now)
         return result
 
-    @staticmethod
-    def _key(tensor: Tensor) -> int:
-        storage = _storage(tensor)
-        return id(tensor) if storage is None else storage._cdata
+    def _free(self, key: int, size: int) -> None:
+        self._live.discard(key)
+        self.now -= size
 
-    def _follow(self, tensor: Tensor, key: int) -> None:
-        storage = _storage(tensor)
-        if storage is None:
-            return
-        size = storage.nbytes()
-        if not size:
-            return
-        self.now += size
 
-        def freed() -> None:
-            self.now -= size
-            self._seen.pop(key, None)
+def _storages(values: Any) -> dict[int, Any]:
+    """Return the storages behind the tensors in nested sequences and dictionaries, by their identity."""
+    storages = (tensor.untyped_storage() for tensor in _tensors(values))
+    return {id(storage): storage for storage in storages}
 
-        self._seen[key] = weakref.finalize(storage, freed)
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        if values.layout == torch.strided:  # A packed weight has no storage that could be seen.
+            yield values
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)

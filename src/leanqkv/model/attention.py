@@ -1,5 +1,9 @@
-"""query x key/value x output -> the calls into scaled-dot-product attention."""
+"""Self-attention whose keys and values may lie in several layers: query x key/value x output.
 
+`LeanAttention.forward` reads from top to bottom: project, split into heads, cache, attend, project back.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -7,14 +11,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .fused import Joined, project
 from .layout import HeadSource
-from .plan import LayerPlan
+from .plan import BlockWeights, LayerPlan
 from .position import rotate
 
 
 class KeyValues(NamedTuple):
-    """What a layer computed and others may borrow; None for what it does not compute.
+    """Keys and values that a layer computed and that later layers may borrow; None for what it does not compute.
 
     keys, values: [batch, heads, positions, head_dim] with their whole history; they may be the cache's own tensors, so
     they are never changed in place. new_values: those of this call's positions alone, before any mixing or caching.
@@ -26,60 +29,70 @@ class KeyValues(NamedTuple):
     new_values: Tensor | None
 
 
-class JoinableInputs(nn.Module):
-    """Attention whose first products may be one.
+def attend(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scaling: float,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled dot-product attention of one group of heads whose values lie in one tensor or in several.
 
-    joined: what `fused.join` made of `joinable_inputs` for inference alone: it does not follow the weights.
+    One call for each tensor of values: copying them into one at every decoding step costs more (P3, appendix B.2).
+
+    Args:
+        query: [batch, heads, positions, head_dim]; key: [batch, heads / group size, key positions, head_dim].
+        values: of consecutive key heads, each [batch, its heads, key positions, head_dim].
+
+    Returns:
+        output [batch, positions, heads, head_dim]; weights [batch, heads, positions, key positions] or None.
+    """
+    config = attention.config
+    attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention)
+    dropout = config.attention_dropout if attention.training else 0.0
+    group_size = query.shape[1] // key.shape[1]
+    outputs, start = [], 0
+    for value in values:
+        stop = start + value.shape[1]
+        heads = query[:, start * group_size : stop * group_size], key[:, start:stop], value
+        outputs.append(attention_function(attention, *heads, mask, dropout=dropout, scaling=scaling, **kwargs))
+        start = stop
+    return concatenate_heads(outputs)
+
+
+class LeanAttention(nn.Module):
+    """Self-attention with heads of keys and values.
+
+    The weights are those of a block; how they are wired, and with which other layers, is in the plan of the layer that
+    is computed with them (layers may share a block). Inference replaces two steps by faster ones that give the same:
+    `project` (inference/joined.py) and `attend` (inference/attention.py).
     """
 
-    config: Any
-    joined: Joined | None = None
+    attend = staticmethod(attend)
 
-    def input_projections(self) -> list[nn.Module | None]:
-        """The projections of a layer's input, the query first."""
-        raise NotImplementedError
-
-    def joinable_inputs(self) -> list[nn.Module | None]:
-        """Those of this layer's own input, which that of a query made from the MLP below is not."""
-        projections = self.input_projections()
-        return projections[1:] if getattr(projections[0], "needs_mlp_hidden", False) else projections
-
-    def project_inputs(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> list[Tensor | None]:
-        """What `input_projections` give, in order; None for those that are not there."""
-        query, *_ = projections = self.input_projections()
-        joinable = self.joinable_inputs()
-        projected = project(joinable, hidden_states, self.config.fuse_projections, self.joined)
-        if len(joinable) == len(projections):
-            return projected
-        assert query is not None
-        return [query(hidden_states, mlp_hidden), *projected]
-
-
-class LeanAttention(JoinableInputs):
-    """Self-attention with heads of keys and values, wired as the plan of the layer that calls it says."""
-
-    def __init__(self, config, plan: LayerPlan):
+    def __init__(self, config, weights: BlockWeights):
         super().__init__()
         self.config = config
-        self.layer_idx = plan.layer
-        self.head_dim = plan.head_dim
+        self.layer_idx = weights.layer
+        self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.is_causal = not config.bidirectional
-        self.q_proj = plan.query.cls(config, plan.num_query_heads, plan.query.options)
-        self.k_proj = self.v_proj = None
-        if plan.computed_key_heads:
-            self.k_proj = plan.key.cls(config, plan.computed_key_heads, plan.key.options)
-        if plan.computed_value_heads and not plan.reuses_keys:
-            self.v_proj = plan.value.cls(config, plan.computed_value_heads, plan.value.options)
-        self.o_proj = plan.output.cls(config, plan.num_query_heads, plan.output.options)
-        self.q_norm = nn.RMSNorm(plan.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(plan.head_dim, eps=config.norm_eps) if config.qk_norm and self.k_proj else None
-        self.mixer = make_mixer(config, plan)
+        self.query_reads_mlp = weights.query_reads_mlp
+        self.q_proj = weights.query.build(config, weights.num_query_heads)
+        self.k_proj = weights.key.build(config, weights.num_key_heads) if weights.num_key_heads else None
+        computes_values = weights.num_value_heads and not weights.reuses_keys
+        self.v_proj = weights.value.build(config, weights.num_value_heads) if computes_values else None
+        self.o_proj = weights.output.build(config, weights.num_query_heads)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm and self.k_proj else None
+        self.mixer = weights.build_mixer(config)
 
     def forward(
         self,
         hidden_states: Tensor,
-        plan: LayerPlan,
+        layer: LayerPlan,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         borrowed: dict[int, KeyValues] | None = None,
@@ -87,81 +100,58 @@ class LeanAttention(JoinableInputs):
         mlp_hidden: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
-        """Attends.
+        """Attention of one layer.
 
         Args:
-            hidden_states: [batch, positions, hidden_size], already normed.
-            plan: of the layer that this call is; blocks that share weights differ in it.
+            hidden_states: [batch, positions, hidden_size], after the block's norm.
+            layer: where the heads come from and what is cached.
             position_embeddings: rotary `(cos, sin)`, or None without RoPE.
             attention_mask: as `masks.py` makes it for the attention implementation in use.
-            borrowed: what the layers computed that this one borrows from.
+            borrowed: keys and values of the earlier layers that this one borrows from.
             past_key_values: the cache; what this layer computes is appended to it.
-            mlp_hidden: [batch, positions, intermediate_size], of the block before, for the query that is made from it.
+            mlp_hidden: [batch, positions, intermediate_size], of the previous block, for `mlp-query`.
 
         Returns:
             output [batch, positions, hidden_size]; attention weights [batch, heads, positions, key positions] (eager
             attention alone, else None); this layer's own keys and values.
         """
-        borrowed = borrowed or {}
-        projected = self.project_inputs(hidden_states, mlp_hidden)
-        queries: Any = self._heads(projected[0], self.q_norm, position_embeddings)
-        keys = self._heads(projected[1], self.k_norm, position_embeddings)
-        values = self._heads(projected[2], None, None)
-        if plan.reuses_keys and plan.computed_value_heads:
-            assert keys is not None
-            values = keys[:, : plan.computed_value_heads]
-        new_values = values
-        if self.mixer is not None:
-            values = mix(self.mixer, values, plan, borrowed, hidden_states)
-            if plan.layout.mixed_with is None:
-                new_values = values
-        keys, values = update_cache(past_key_values, plan, keys, values)
-        own = KeyValues(keys, values, new_values)
-        sources = {**borrowed, plan.layer: own}
+        query, key, value = self.project(hidden_states, mlp_hidden)
+        query = self._split_heads(query, self.q_norm, position_embeddings)
+        key = self._split_heads(key, self.k_norm, position_embeddings)
+        value = self._split_heads(value, None, None)
+        if layer.reuses_keys and layer.computed_value_heads:
+            value = key[:, : layer.computed_value_heads]
 
-        found = [
-            self._attend(
-                queries[:, group.queries],
-                slice_heads(sources[group.keys.layer].keys, group.keys),
-                [slice_heads(sources[source.layer].values, source) for source in group.values],
-                attention_mask,
-                plan.attention_scale(group.keys.layer),
-                **kwargs,
-            )
-            for group in plan.groups
-        ]
-        output, weights = _joined_heads(found)
-        if plan.reuses_keys and position_embeddings is not None:
+        new_values = value
+        if self.mixer is not None:
+            value = mix(self.mixer, value, layer, borrowed, hidden_states)
+        key, value = update_cache(past_key_values, layer, key, value)
+        own = KeyValues(key, value, new_values)
+
+        sources = {**(borrowed or {}), layer.layer: own}
+        outputs = []
+        for group in layer.groups:
+            group_key = slice_heads(sources[group.keys.layer].keys, group.keys)
+            group_values = [slice_heads(sources[source.layer].values, source) for source in group.values]
+            scaling = layer.attention_scale(group.keys.layer)
+            group_query = query[:, group.queries]
+            outputs.append(self.attend(self, group_query, group_key, group_values, attention_mask, scaling, **kwargs))
+        output, attention_weights = concatenate_heads(outputs)
+
+        if layer.reuses_keys and position_embeddings is not None:
             cos, sin = position_embeddings
             output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
-        output = self.o_proj(output.flatten(2))
-        return output, weights, own
+        return self.o_proj(output.flatten(2)), attention_weights, own
 
-    def _attend(
-        self, query: Tensor, key: Tensor, values: list[Tensor], mask: Tensor | None, scaling: float, **kwargs
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention of heads whose values lie in one or several tensors: one call for each of these, unless the
-        attention function has a `split_values` that takes them all, and does not return None."""
-        attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        if len(values) > 1 and hasattr(attend, "split_values"):
-            output = attend.split_values(query, key, values, mask, scaling)
-            if output is not None:
-                return output, None
-        size = query.shape[1] // key.shape[1]
-        dropout = self.config.attention_dropout if self.training else 0.0
-        found, start = [], 0
-        for value in values:
-            stop = start + value.shape[1]
-            heads = query[:, start * size : stop * size], key[:, start:stop]
-            found.append(attend(self, *heads, value, mask, dropout=dropout, scaling=scaling, **kwargs))
-            start = stop
-        return _joined_heads(found)
+    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any]:
+        """Query, key and value, each [batch, positions, width]; None for what the layer does not compute."""
+        query = self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
+        key = self.k_proj(hidden_states) if self.k_proj is not None else None
+        value = self.v_proj(hidden_states) if self.v_proj is not None else None
+        return query, key, value
 
-    def input_projections(self) -> list[nn.Module | None]:
-        return [self.q_proj, self.k_proj, self.v_proj]
-
-    def _heads(self, projected: Tensor | None, norm, position_embeddings) -> Tensor | None:
-        """[batch, positions, width] cut into heads, [batch, heads, positions, head_dim], normed and rotated."""
+    def _split_heads(self, projected: Tensor | None, norm: nn.Module | None, position_embeddings) -> Any:
+        """[batch, positions, width] to [batch, heads, positions, head_dim], normed and rotated."""
         if projected is None:
             return None
         heads = projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -173,41 +163,42 @@ class LeanAttention(JoinableInputs):
 
 
 def slice_heads(tensor: Tensor | None, source: HeadSource) -> Tensor:
+    """The heads of `tensor` [batch, heads, ...] that `source` names, as a view."""
     assert tensor is not None
     return tensor[:, source.start : source.stop]
 
 
-def _joined_heads(found: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+def concatenate_heads(outputs: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
     """Outputs [batch, positions, heads, head_dim] and weights [batch, heads, positions, key positions] of all calls."""
-    if len(found) == 1:
-        return found[0]
-    outputs, weights = zip(*found, strict=True)
-    return torch.cat(outputs, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
+    if len(outputs) == 1:
+        return outputs[0]
+    heads, weights = zip(*outputs, strict=True)
+    return torch.cat(heads, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
 
 
-def make_mixer(config, plan: LayerPlan) -> nn.Module | None:
-    return plan.layout.mixer(config, plan.key_value.options) if plan.layout.mixer is not None else None
-
-
-def mix(mixer: nn.Module, values, plan: LayerPlan, borrowed: dict[int, KeyValues], hidden_states: Tensor) -> Tensor:
-    """Passes a layer's new values, [batch, heads, positions, head_dim], through its mixer; see HeadLayout."""
-    lender = plan.layout.mixed_with
-    lent = borrowed[lender].new_values if lender is not None else None
+def mix(
+    mixer: nn.Module, values: Any, layer: LayerPlan, borrowed: dict[int, KeyValues] | None, hidden_states: Tensor
+) -> Tensor:
+    """A layer's new values [batch, heads, positions, head_dim] after its mixer; see HeadLayout."""
+    lent = None
+    if layer.layout.mixed_with is not None:
+        assert borrowed is not None
+        lent = borrowed[layer.layout.mixed_with].new_values
     return autocast(mixer(values, lent, hidden_states))
 
 
-def update_cache(past_key_values: Cache | None, plan: LayerPlan, keys: Any, values: Any) -> tuple[Any, Any]:
-    """Appends what the plan says is cached and returns keys and values with their history."""
-    if past_key_values is None or not plan.cached:
+def update_cache(past_key_values: Cache | None, layer: LayerPlan, keys: Any, values: Any) -> tuple[Any, Any]:
+    """Keys and values with their history, after appending what the plan says is cached."""
+    if past_key_values is None or not layer.cached:
         return keys, values
     tensors = {"keys": keys, "values": values}
-    first, *others = (tensors[cached.name] for cached in plan.cached)
+    first, *others = (tensors[cached.name] for cached in layer.cached)
     # transformers' layers hold two tensors and measure their length by the first.
-    histories = past_key_values.update(first, others[0] if others else first[:, :0], plan.layer)
-    for cached, history in zip(plan.cached, histories, strict=False):
+    histories = past_key_values.update(first, others[0] if others else first[:, :0], layer.layer)
+    for cached, history in zip(layer.cached, histories, strict=False):
         tensors[cached.name] = history
-    if plan.reuses_keys and len(plan.cached) == 1 and values is not None:
-        tensors["values"] = tensors["keys"][:, : plan.computed_value_heads]
+    if layer.reuses_keys and len(layer.cached) == 1 and values is not None:
+        tensors["values"] = tensors["keys"][:, : layer.computed_value_heads]
     return tensors["keys"], tensors["values"]
 
 
@@ -229,15 +220,15 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention written out, with its weights; grouped heads are expanded by view.
 
-    query: [batch, heads, positions, head_dim]; key, value: [batch, heads / group, key positions, head_dim];
+    query: [batch, heads, positions, head_dim]; key, value: [batch, heads / group size, key positions, head_dim];
     attention_mask: additive. Returns [batch, positions, heads, head_dim] and the weights.
     """
-    group = query.shape[1] // key.shape[1]
-    grouped = query.unflatten(1, (-1, group))
+    group_size = query.shape[1] // key.shape[1]
+    grouped = query.unflatten(1, (-1, group_size))
     scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
-    output = (weights.unflatten(1, (-1, group)) @ value.unsqueeze(2)).flatten(1, 2)
+    output = (weights.unflatten(1, (-1, group_size)) @ value.unsqueeze(2)).flatten(1, 2)
     return output.transpose(1, 2), weights

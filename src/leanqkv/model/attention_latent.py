@@ -11,46 +11,53 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import JoinableInputs, KeyValues, autocast, eager_attention, make_mixer, mix
-from .fused import InputLinear
-from .plan import LatentShape, LayerPlan
+from .attention import KeyValues, attend, autocast, mix
+from .plan import BlockWeights, LatentShape, LayerPlan
 from .position import rotate
 
 
-class LatentAttention(JoinableInputs):
+class LatentAttention(nn.Module):
     """MLA of one layer, computed in whichever of two equal forms costs less.
 
     Expanded: keys and values are made of the latent for every head, and attended to as usual: cheapest where there are
     as many queries as keys. Absorbed: W_uk is folded into the query and W_uv into the output, so that every head
     attends to the latent itself: cheapest when decoding, where expanding would touch the whole history at each step.
     The latent of a layer may come in pieces from several layers (SkipV1-MLA); the absorbed form never joins them.
+    As in LeanAttention, inference may replace `project` and `attend`.
     """
 
-    def __init__(self, config, plan: LayerPlan):
+    attend = staticmethod(attend)
+
+    def __init__(self, config, weights: BlockWeights):
         super().__init__()
-        assert plan.latent is not None
-        self.config, self.layer_idx = config, plan.layer
-        self.latent: LatentShape = plan.latent
-        self.head_dim, self.num_heads = plan.head_dim, plan.num_query_heads
+        assert weights.latent is not None
+        self.config, self.layer_idx = config, weights.layer
+        self.latent: LatentShape = weights.latent
+        self.head_dim, self.num_heads = config.head_dim, weights.num_query_heads
         self.num_key_value_groups = 1
         self.is_causal = not config.bidirectional
-        d, bias, rope = config.hidden_size, config.attention_bias, plan.latent.rope_dim
+        self.query_reads_mlp = weights.query_reads_mlp
+        d, bias, rope_dim, columns = (
+            config.hidden_size,
+            config.attention_bias,
+            self.latent.rope_dim,
+            weights.num_value_heads,
+        )
         width = self.num_heads * self.head_dim
-        self.q_proj = plan.query.cls(config, self.num_heads, plan.query.options)
-        self.q_rope_proj = InputLinear(d, self.num_heads * rope, bias=bias) if rope else None
-        self.k_rope_proj = InputLinear(d, rope, bias=bias) if plan.computed_key_heads else None
-        self.kv_down_proj = InputLinear(d, plan.computed_value_heads, bias=bias) if plan.computed_value_heads else None
-        self.k_up_proj = nn.Linear(plan.latent.rank, width, bias=False)
-        self.v_up_proj = nn.Linear(plan.latent.rank, width, bias=False)
-        self.o_proj = plan.output.cls(config, self.num_heads, plan.output.options)
-        self.mixer = make_mixer(config, plan)
+        self.q_proj = weights.query.build(config, self.num_heads)
+        self.q_rope_proj = nn.Linear(d, self.num_heads * rope_dim, bias=bias) if rope_dim else None
+        self.k_rope_proj = nn.Linear(d, rope_dim, bias=bias) if weights.num_key_heads else None
+        self.kv_down_proj = nn.Linear(d, columns, bias=bias) if columns else None
+        self.k_up_proj = nn.Linear(self.latent.rank, width, bias=False)
+        self.v_up_proj = nn.Linear(self.latent.rank, width, bias=False)
+        self.o_proj = weights.output.build(config, self.num_heads)
+        self.mixer = weights.build_mixer(config)
 
     def forward(
         self,
         hidden_states: Tensor,
-        plan: LayerPlan,
+        layer: LayerPlan,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         borrowed: dict[int, KeyValues] | None = None,
@@ -58,36 +65,35 @@ class LatentAttention(JoinableInputs):
         mlp_hidden: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
-        """As LeanAttention.forward; this layer's own rotary key [batch, 1, positions, rope_dim] and latent columns
-        [batch, positions, columns] take the places of keys and values."""
-        borrowed = borrowed or {}
-        query, query_rope, key_rope, latent = self.project_inputs(hidden_states, mlp_hidden)
-        assert query is not None
+        """Attention of one layer, as LeanAttention.forward; this layer's own rotary key [batch, 1, positions, rope_dim]
+        and latent columns [batch, positions, columns] take the places of keys and values."""
+        query, query_rope, key_rope, latent = self.project(hidden_states, mlp_hidden)
         query = autocast(query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
         query_rope, key_rope = (self._rotated(x, position_embeddings) for x in (query_rope, key_rope))
-        new_latent = latent
+        # A mixer, and a layer that mixes this one's values in, see heads: each latent column is one, of width 1.
+        new_values = None if latent is None else latent.transpose(1, 2)[..., None]
         if self.mixer is not None:
-            assert latent is not None
-            # A mixer sees heads [batch, heads, positions, head_dim]: each latent column is one, of width 1.
-            latent = mix(self.mixer, latent.transpose(1, 2)[..., None], plan, borrowed, hidden_states)
-            latent = latent.squeeze(-1).transpose(1, 2)
+            latent = mix(self.mixer, new_values, layer, borrowed, hidden_states).squeeze(-1).transpose(1, 2)
         elif latent is not None:
             latent = autocast(latent)
-        key_rope, latent = self._store(past_key_values, plan, key_rope, latent)
-        lent = None if new_latent is None else new_latent.transpose(1, 2)[..., None]
-        own = KeyValues(key_rope, latent, lent)
-        sources = {**borrowed, plan.layer: own}
-        pieces: list[Any] = [sources[s.layer].values[..., s.start : s.stop] for s in plan.layout.values]  # type: ignore[index]
-        key_rope = sources[plan.layout.keys[0].layer].keys if plan.layout.keys else None
+        key_rope, latent = self._update_cache(past_key_values, layer, key_rope, latent)
+        own = KeyValues(key_rope, latent, new_values)
 
-        attend = self._absorbed if self._absorbing_pays(query, pieces, attention_mask) else self._expanded
-        output, weights = attend(
-            query, query_rope, pieces, key_rope, attention_mask, plan.attention_scale(plan.layer), **kwargs
-        )
+        sources = {**(borrowed or {}), layer.layer: own}
+        pieces: list[Any] = [sources[s.layer].values[..., s.start : s.stop] for s in layer.layout.values]  # type: ignore[index]
+        key_rope = sources[layer.layout.keys[0].layer].keys if layer.layout.keys else None
+        form = self._absorbed if self._absorbing_pays(query, pieces, attention_mask) else self._expanded
+        scaling = layer.attention_scale(layer.layer)
+        output, weights = form(query, query_rope, pieces, key_rope, attention_mask, scaling, **kwargs)
         return self.o_proj(output.flatten(2)), weights, own
 
-    def input_projections(self) -> list[nn.Module | None]:
-        return [self.q_proj, self.q_rope_proj, self.k_rope_proj, self.kv_down_proj]
+    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any, Any]:
+        """Query, rotary query, rotary key and latent, each [batch, positions, width]; None for what is not computed."""
+        query = self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
+        query_rope = self.q_rope_proj(hidden_states) if self.q_rope_proj is not None else None
+        key_rope = self.k_rope_proj(hidden_states) if self.k_rope_proj is not None else None
+        latent = self.kv_down_proj(hidden_states) if self.kv_down_proj is not None else None
+        return query, query_rope, key_rope, latent
 
     def _rotated(self, projected: Tensor | None, position_embeddings) -> Tensor | None:
         if projected is None:
@@ -95,14 +101,16 @@ class LatentAttention(JoinableInputs):
         heads = projected.unflatten(-1, (-1, self.latent.rope_dim)).transpose(1, 2)
         return autocast(rotate(heads, position_embeddings))
 
-    def _store(self, past_key_values: Cache | None, plan: LayerPlan, key_rope: Any, latent: Any) -> tuple[Any, Any]:
-        """Appends latent and rotary key to the cache, side by side as one head, and returns views of the history."""
-        if past_key_values is None or not plan.cached:
+    def _update_cache(
+        self, past_key_values: Cache | None, layer: LayerPlan, key_rope: Any, latent: Any
+    ) -> tuple[Any, Any]:
+        """Rotary key and latent with their history; the cache holds the two side by side as one head."""
+        if past_key_values is None or not layer.cached:
             return key_rope, latent
         columns = 0 if latent is None else latent.shape[-1]
         parts = [part for part in (None if latent is None else latent[:, None], key_rope) if part is not None]
         new = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        history, _ = past_key_values.update(new, new[:, :0], plan.layer)
+        history, _ = past_key_values.update(new, new[:, :0], layer.layer)
         return history[..., columns:] if key_rope is not None else None, history[:, 0, :, :columns] if columns else None
 
     def _absorbing_pays(self, query: Tensor, pieces: list[Tensor], mask: Any) -> bool:
@@ -123,9 +131,7 @@ class LatentAttention(JoinableInputs):
         if query_rope is not None:
             query = torch.cat((query, query_rope), dim=-1)
             key = torch.cat((key, key_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        return attend(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        return self.attend(self, query, key, [value], mask, scaling, **kwargs)
 
     def _absorbed(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
         t = query.shape[2]

@@ -1,4 +1,4 @@
-"""One transformer block: attention and MLP, one after the other or side by side, with the skips and norms asked for."""
+"""One transformer block: attention and MLP, serial or parallel, with or without skips and norms."""
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -8,7 +8,7 @@ from .attention import KeyValues, LeanAttention
 from .attention_latent import LatentAttention
 from .mlp import MLPS
 from .norm import make_norm
-from .plan import LayerPlan
+from .plan import BlockWeights, LayerPlan
 
 
 class LeanBlock(GradientCheckpointingLayer):
@@ -18,11 +18,11 @@ class LeanBlock(GradientCheckpointingLayer):
     brackets; a parallel block has one.
     """
 
-    def __init__(self, config, plan: LayerPlan):
+    def __init__(self, config, weights: BlockWeights):
         super().__init__()
         self.config = config
         self.input_layernorm = make_norm(config, config.hidden_size)
-        self.self_attn = (LatentAttention if plan.latent else LeanAttention)(config, plan)
+        self.self_attn = (LatentAttention if weights.latent else LeanAttention)(config, weights)
         if config.block_type != "parallel_shared_norm":
             self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLPS[config.mlp_type](config)
@@ -31,7 +31,7 @@ class LeanBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        plan: LayerPlan,
+        layer: LayerPlan,
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         borrowed: dict[int, KeyValues] | None = None,
@@ -39,12 +39,16 @@ class LeanBlock(GradientCheckpointingLayer):
         mlp_hidden: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, KeyValues, Tensor]:
-        """The block's output [batch, positions, hidden_size], its own keys and values (see LeanAttention) and the MLP's
-        by-product (see mlp.py)."""
+        """One layer; arguments as LeanAttention.forward.
+
+        Returns:
+            output [batch, positions, hidden_size]; the layer's own keys and values (see LeanAttention); what the MLP
+            hands out beside its output (see mlp.py).
+        """
         normed = self.input_layernorm(hidden_states)
         attended, _, key_values = self.self_attn(
             normed,
-            plan,
+            layer,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             borrowed=borrowed,

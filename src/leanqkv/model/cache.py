@@ -5,11 +5,13 @@ through `config.layer_types`. What a layer stores is what the plan says it compu
 where they are computed, and a layer that computes nothing stores nothing.
 """
 
-from functools import cache
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -23,15 +25,23 @@ LAYER_TYPE = "leanqkv_attention"
 class LeanDynamicLayer(DynamicLayer):
     """Grows with every token; keys and values may differ in their number of heads."""
 
-    _layer_type = LAYER_TYPE
-
     def crop(self, tokens_to_remove: int) -> None:
         if self.is_initialized:  # a layer that computes nothing never is
             super().crop(tokens_to_remove)
 
 
-class _UnequalHeads(StaticLayer):
-    """Static buffers for values with their own number of heads; the parent makes as many as there are key heads."""
+class LeanDynamicWindowLayer(DynamicSlidingWindowLayer):
+    """Keeps the last `sliding_window - 1` tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        histories = super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = _own(self.keys), _own(self.values)
+        return histories
+
+
+class LeanStaticLayer(StaticLayer):
+    """Allocated once for `max_cache_len` tokens; the parent makes as many value heads as there are key heads."""
 
     # `early_initialization` assumes as many value heads as key heads; buffers are made at the first update instead.
     supports_early_init = False
@@ -51,37 +61,8 @@ class _UnequalHeads(StaticLayer):
         self.is_initialized = True
 
 
-class LeanStaticLayer(_UnequalHeads):
-    """Allocated once for `max_cache_len` tokens."""
-
-    _layer_type = LAYER_TYPE
-
-
-@cache
-def windowed_layer_type(window: int) -> str:
-    """The layer type of attention within the last `window` positions; transformers passes no window to layer types of
-    others, so every window is a type of its own."""
-    name = f"{LAYER_TYPE}_window_{window}"
-
-    class LeanDynamicWindowLayer(DynamicSlidingWindowLayer):
-        _layer_type = name
-
-        def __init__(self, **kwargs):
-            super().__init__(sliding_window=window)
-
-        def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-            histories = super().update(key_states, value_states, *args, **kwargs)
-            assert self.keys is not None and self.values is not None
-            self.keys, self.values = _own(self.keys), _own(self.values)
-            return histories
-
-    class LeanStaticWindowLayer(_UnequalHeads, StaticSlidingWindowLayer):
-        _layer_type = name
-
-        def __init__(self, max_cache_len: int, **kwargs):
-            super().__init__(max_cache_len=max_cache_len, sliding_window=window)
-
-    return name
+class LeanStaticWindowLayer(LeanStaticLayer, StaticSlidingWindowLayer):
+    """The same for a window."""
 
 
 def _own(window: Tensor) -> Tensor:
@@ -89,10 +70,33 @@ def _own(window: Tensor) -> Tensor:
     return window.clone() if window.untyped_storage().nbytes() > 2 * window.nbytes else window
 
 
-def layer_type(plan) -> str:
-    """The cache layer for a layer of this plan. One that computes nothing never updates its own, which then allocates
-    nothing."""
-    return LAYER_TYPE if plan.window is None else windowed_layer_type(plan.window)
+def layer_type(layer) -> str:
+    """The name under which transformers finds the cache layer for a layer of the plan.
+
+    transformers passes no window to layer types of others, so every window is a type of its own. A layer that computes
+    nothing never updates its cache layer, which then allocates nothing.
+    """
+    if layer.window is None:
+        return LAYER_TYPE
+    name = f"{LAYER_TYPE}_window_{layer.window}"
+
+    def make_dynamic(**kwargs) -> LeanDynamicWindowLayer:
+        return LeanDynamicWindowLayer(sliding_window=layer.window)
+
+    def make_static(max_cache_len: int, **kwargs) -> LeanStaticWindowLayer:
+        return LeanStaticWindowLayer(max_cache_len=max_cache_len, sliding_window=layer.window)
+
+    _register(name, make_dynamic, make_static)
+    return name
+
+
+def _register(name: str, make_dynamic: Callable, make_static: Callable) -> None:
+    """Tell transformers' DynamicCache and StaticCache what to make for the layer type `name`."""
+    DYNAMIC_LAYER_TYPE_MAPPING[name] = make_dynamic  # type: ignore[assignment]
+    STATIC_LAYER_TYPE_MAPPING[name] = make_static  # type: ignore[assignment]
+
+
+_register(LAYER_TYPE, LeanDynamicLayer, LeanStaticLayer)
 
 
 def cache_bytes(past_key_values: Cache) -> int:

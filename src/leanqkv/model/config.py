@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .cache import layer_type
 from .plan import Plan, make_plan
 from .registry import ConfigError, suggest
+from .tasks import TASKS
 
 # A whole number that may be left out: `__post_init__` fills it in (but for the vocabulary of a model of images).
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ CHOICES = {
     "block_type": ("serial", "parallel", "parallel_shared_norm"),
     "mlp_type": ("mlp", "gated", "moe"),
     "mask_type": ("causal", "prefix", "bidirectional"),
-    "task": ("causal_lm", "masked_lm", "image_classification"),
+    "task": tuple(TASKS),
     "hidden_act": tuple(ACT2FN),
 }
 
@@ -39,13 +40,6 @@ OPTIONAL_SIZES = {
     *("num_key_value_heads", "head_dim", "num_hidden_groups", "kv_lora_rank", "sliding_window"),
     *("num_local_experts", "num_experts_per_tok", "vocab_size", "image_size", "patch_size", "num_channels"),
 }
-# What only a model of text has, and what it is where left out; and what only a model of images has.
-TEXT = {
-    "vocab_size": 50304,
-    "tie_word_embeddings": True,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-}
-IMAGES = ("image_size", "patch_size", "num_channels")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 
 # What transformers itself writes into a config.json or passes along when it loads one, beyond declared fields.
@@ -53,6 +47,8 @@ _TRANSFORMERS_KEYS = {
     *("auto_map", "model_type", "name_or_path", "_name_or_path", "_commit_hash", "num_labels", "torch_dtype"),
     *("attn_implementation", "experts_implementation", "output_attentions", "quantization_config"),
 }
+# Keys that earlier checkpoints hold and that never decided the function: read over.
+_RETIRED_KEYS = ("fuse_projections",)
 
 
 @strict
@@ -91,8 +87,6 @@ class LeanConfig(PreTrainedConfig):
             `[{"type": "identity", "layers": [0, 3]}]`; without `layers`, all of them.
         key_value: how heads are shared between layers, for example `{"type": "first_layer_values", "ratio": 0.5}`.
         depth_average: DenseFormer's averages over depth, `{"dilation": 1, "period": 1}`; null: none.
-        fuse_projections: compute projections of the same input in one matrix product where that is faster. Changes no
-            result beyond rounding, and no tensor's name.
     Training:
         attention_dropout, hidden_dropout, embedding_dropout: active in training mode alone.
         initializer_range: standard deviation of the initial draws; scaled_residual_init: 1 / sqrt(2 L) of it for the
@@ -143,7 +137,6 @@ class LeanConfig(PreTrainedConfig):
     output: list | None = None
     key_value: dict | None = None
     depth_average: dict | None = None
-    fuse_projections: bool = True
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -155,6 +148,8 @@ class LeanConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any):
+        for name in _RETIRED_KEYS:
+            kwargs.pop(name, None)
         known = {field.name for field in fields(self)} | _TRANSFORMERS_KEYS
         # Generation settings may be passed to `from_pretrained`, which routes them through the configuration.
         known |= set(GenerationConfig._get_default_generation_params())
@@ -164,16 +159,16 @@ class LeanConfig(PreTrainedConfig):
         if self.mask_type is None:
             self.mask_type = "causal" if self.task == "causal_lm" else "bidirectional"
         for name, choices in CHOICES.items():
-            found = getattr(self, name)
-            if found not in choices:
-                raise ConfigError(f"{name} {found!r} is not known: {suggest(str(found), choices)}")
-        self._check_task(kwargs.get("num_labels"))
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} {value!r} is not known: {suggest(str(value), choices)}")
+        TASKS[self.task].check(self, kwargs.get("num_labels"))
         for name in SIZES:
-            found = getattr(self, name)
-            if found is None and name in OPTIONAL_SIZES:
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL_SIZES:
                 continue
-            if not isinstance(found, int) or found < 1:
-                raise ConfigError(f"{name} must be a whole number, at least 1, found {found!r}")
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number, at least 1, found {value!r}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
@@ -203,51 +198,6 @@ class LeanConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if rope_parameters is None:
             self.rope_parameters = None  # transformers fills in defaults that nothing here would read
-
-    def _check_task(self, num_labels: int | None) -> None:
-        """Refuses what has no meaning for the task and fills in what it leaves open."""
-        if self.task == "image_classification":
-            for name in TEXT:
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{name} has no meaning with task {self.task!r}: images have no vocabulary")
-            if self.problem_type not in (None, "single_label_classification"):
-                raise ConfigError(f"problem_type {self.problem_type!r}: an image has one label here, leave it out")
-            self._check_image(num_labels)
-            return
-        for name in IMAGES:
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{name} needs task 'image_classification', found {self.task!r}")
-        if num_labels not in (None, 2):  # 2 is what transformers says of every model
-            raise ConfigError(f"num_labels needs task 'image_classification', found {self.task!r}")
-        for name, default in TEXT.items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
-        if self.max_position_embeddings is None:
-            self.max_position_embeddings = 1024
-
-    def _check_image(self, num_labels: int | None) -> None:
-        if self.num_channels is None:
-            self.num_channels = 3
-        for name in ("image_size", "patch_size"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"task {self.task!r} needs {name}")
-        size, patch = self.image_size, self.patch_size
-        if not size or not patch or size < 1 or patch < 1 or size % patch:
-            raise ConfigError(f"patch_size ({patch}) must divide image_size ({size}), both at least 1")
-        tokens = 1 + (size // patch) ** 2
-        if self.max_position_embeddings not in (None, tokens):
-            raise ConfigError(
-                f"max_position_embeddings ({self.max_position_embeddings}) is decided by the image: a class token and "
-                f"{tokens - 1} patches, {tokens}; leave it out"
-            )
-        self.max_position_embeddings = tokens
-        named = None if self.id2label is None else len(self.id2label)
-        labels = next((count for count in (num_labels, named) if count is not None), 2)
-        if not isinstance(labels, int) or labels < 2:
-            raise ConfigError(f"num_labels must be a whole number, at least 2, found {labels!r}")
-        if named not in (None, labels):
-            raise ConfigError(f"num_labels ({labels}) is not the number of labels in id2label ({named})")
-        self.num_labels = labels
 
     def _check_positions(self) -> None:
         if self.kv_lora_rank is None and self.qk_rope_head_dim is not None:
@@ -343,7 +293,7 @@ class LeanConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Tells transformers' DynamicCache and StaticCache which cache layer to make; see cache.py."""
+        """The name of every layer's cache layer for transformers' DynamicCache and StaticCache; see cache.py."""
         return [layer_type(layer) for layer in self.plan.layers]
 
     def validate_layer_type(self) -> None:

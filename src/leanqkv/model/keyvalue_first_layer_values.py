@@ -16,7 +16,7 @@ INJECTIONS = ("second_half", "pooling", "dynamic", "odd_even", "resformer")
 
 
 class PooledHeads(nn.Module):
-    """Appends the means that the later layers inject: of head j and head kept + j, for the s injected heads."""
+    """Append the means that later layers inject: of heads j and kept + j, for each of the s injected heads."""
 
     def __init__(self, config, options):
         super().__init__()
@@ -26,13 +26,9 @@ class PooledHeads(nn.Module):
         shared = floor(self.ratio * values.shape[1])
         return torch.cat((values, (values[:, :shared] + values[:, -shared:]) / 2), dim=1)
 
-    @staticmethod
-    def parameter_shapes(config, options) -> dict[str, tuple[int, ...]]:
-        return {}
-
 
 class AddedHeads(PooledHeads):
-    """Adds the source layer's heads at the same positions to the layer's own: `V_h + V1_h`."""
+    """Add the source layer's heads at the same positions to the layer's own: `V_h + V1_h`."""
 
     def forward(self, values: Tensor, lent: Tensor | None, hidden_states: Tensor) -> Tensor:
         assert lent is not None

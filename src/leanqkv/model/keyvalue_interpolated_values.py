@@ -17,14 +17,14 @@ MODES = ("fixed", "per_layer", "per_token")
 class Interpolation(nn.Module):
     """`lambda V + (1 - lambda) V_1`, lambda a number, a weight of the layer, or each token's `sigmoid(x w + b)`."""
 
-    weight: Tensor
-    bias: Tensor
-
     def __init__(self, config, options):
         super().__init__()
         self.mode, self.start = options.mode, options.weight
-        for name, shape in self.parameter_shapes(config, options).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        if options.mode == "per_token":
+            self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
+            self.bias = nn.Parameter(torch.empty(1))
+        elif options.mode == "per_layer":
+            self.weight = nn.Parameter(torch.empty(1))
 
     def initial_values(self) -> dict[str, float]:
         if self.mode == "per_token":
@@ -40,12 +40,6 @@ class Interpolation(nn.Module):
         else:
             share = self.weight if self.mode == "per_layer" else self.start
         return share * values + (1 - share) * lent
-
-    @staticmethod
-    def parameter_shapes(config, options) -> dict[str, tuple[int, ...]]:
-        if options.mode == "per_token":
-            return {"weight": (1, config.hidden_size), "bias": (1,)}
-        return {"weight": (1,)} if options.mode == "per_layer" else {}
 
 
 class InterpolatedValues:

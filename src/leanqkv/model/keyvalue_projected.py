@@ -20,7 +20,3 @@ class ProjectedKeyValue:
         return HeadLayout(
             counts.num_query_heads, heads(layer, 0, counts.num_key_heads), heads(layer, 0, counts.num_value_heads)
         )
-
-    @staticmethod
-    def clash(config, counts: HeadCounts, options: Options) -> str | None:
-        return None

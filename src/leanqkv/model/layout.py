@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """What a layer that shares nothing would have. With multi-head latent attention (MLA) the latent's columns stand
+    """The heads of a layer that shares nothing. With multi-head latent attention (MLA) the latent's columns stand
     in for the value heads and the one rotary key for the key heads: they are what is computed, borrowed and cached."""
 
     num_layers: int
@@ -63,7 +63,7 @@ class HeadGroup:
 
 
 def head_groups(layout: HeadLayout) -> tuple[HeadGroup, ...]:
-    """Cuts a layer's heads where the source of its keys changes, and their values where theirs does.
+    """Split a layer's heads where the source of the keys changes, and their values where the source of the values does.
 
     SkipV1Former becomes one group with two sources of values, the layer's own and the first layer's, so that no heads
     of different layers ever have to be copied into one tensor.
@@ -78,11 +78,11 @@ def head_groups(layout: HeadLayout) -> tuple[HeadGroup, ...]:
 
 
 def _between(sources: tuple[HeadSource, ...], start: int, stop: int) -> tuple[HeadSource, ...]:
-    """What the heads `start .. stop - 1` of all these come from."""
-    found, edge = [], 0
+    """The sources of heads `start .. stop - 1`, counted over all of `sources`."""
+    parts, edge = [], 0
     for source in sources:
         first, last = max(start, edge), min(stop, edge + source.num_heads)
         if first < last:
-            found.append(HeadSource(source.layer, source.start + first - edge, source.start + last - edge))
+            parts.append(HeadSource(source.layer, source.start + first - edge, source.start + last - edge))
         edge += source.num_heads
-    return tuple(found)
+    return tuple(parts)

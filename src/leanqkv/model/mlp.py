@@ -1,13 +1,12 @@
 """The feed-forward half of a block, by `config.mlp_type`.
 
-Every kind returns its output and a by-product that others may need: the hidden activations of an MLP, the router's
-logits of a mixture of experts.
+Every kind returns its output and an auxiliary tensor, `mlp_aux` in block.py: the hidden activations of an MLP, which
+the next layer's query may read, or the router's logits of a mixture of experts, which its loss needs.
 """
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from .fused import InputLinear, Joined, project
 from .moe import MixtureOfExperts
 
 
@@ -33,41 +32,24 @@ class MLP(nn.Module):
         hidden = self.hidden(hidden_states)
         return self.down_proj(hidden), hidden
 
-    @staticmethod
-    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
-        d, ff = config.hidden_size, config.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {"up_proj.weight": (ff, d), "down_proj.weight": (d, ff)}
-        if config.mlp_bias:
-            shapes |= {"up_proj.bias": (ff,), "down_proj.bias": (d,)}
-        return shapes
-
 
 class GatedMLP(MLP):
     """`(act(x W_gate) * x W_up) W_down` (LLaMA's SwiGLU with `hidden_act` "silu"; Shazeer 2020, arXiv 2002.05202).
 
-    joined: as an attention's (attention.py).
+    As in LeanAttention, inference may replace `project`.
     """
-
-    joined: Joined | None = None
 
     def __init__(self, config):
         super().__init__(config)
-        self.up_proj, self.gate_proj = (
-            InputLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias) for _ in range(2)
-        )
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def hidden(self, hidden_states: Tensor) -> Tensor:
-        gate, up = project(self.joinable_inputs(), hidden_states, fuse=False, joined=self.joined)
+        gate, up = self.project(hidden_states)
         return self.activation(gate) * up
 
-    def joinable_inputs(self) -> list[nn.Module | None]:
-        return [self.gate_proj, self.up_proj]
-
-    @staticmethod
-    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
-        d, ff = config.hidden_size, config.intermediate_size
-        shapes = MLP.parameter_shapes(config) | {"gate_proj.weight": (ff, d)}
-        return shapes | ({"gate_proj.bias": (ff,)} if config.mlp_bias else {})
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up projection, each [..., intermediate_size]."""
+        return self.gate_proj(hidden_states), self.up_proj(hidden_states)
 
 
 MLPS = {"mlp": MLP, "gated": GatedMLP, "moe": MixtureOfExperts}

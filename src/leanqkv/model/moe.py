@@ -14,14 +14,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 class Experts(nn.Module):
     """`num_local_experts` gated MLPs; stacked tensors [expert, out, in]."""
 
-    gate_proj: Tensor
-    up_proj: Tensor
-    down_proj: Tensor
-
     def __init__(self, config):
         super().__init__()
-        for name, shape in self.parameter_shapes(config).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        n, d, ff = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Parameter(torch.empty(n, ff, d))
+        self.up_proj = nn.Parameter(torch.empty(n, ff, d))
+        self.down_proj = nn.Parameter(torch.empty(n, d, ff))
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -37,11 +35,6 @@ class Experts(nn.Module):
             share = weights[index, place, None]
             output = output.index_add(0, index, (F.linear(hidden, self.down_proj[expert]) * share).to(output.dtype))
         return output
-
-    @staticmethod
-    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
-        n, d, ff = config.num_local_experts, config.hidden_size, config.intermediate_size
-        return {"gate_proj": (n, ff, d), "up_proj": (n, ff, d), "down_proj": (n, d, ff)}
 
 
 class MixtureOfExperts(nn.Module):
@@ -62,11 +55,6 @@ class MixtureOfExperts(nn.Module):
         shares, chosen = shares.topk(self.top_k, dim=-1)
         shares = shares / shares.sum(-1, keepdim=True)
         return self.experts(tokens, chosen, shares.to(tokens.dtype)).view_as(hidden_states), logits
-
-    @staticmethod
-    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
-        experts = {f"experts.{name}": shape for name, shape in Experts.parameter_shapes(config).items()}
-        return {"router.weight": (config.num_local_experts, config.hidden_size), **experts}
 
 
 def load_balancing_loss(config, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:

@@ -32,14 +32,3 @@ def make_norm(config, width: int) -> nn.Module:
     if config.norm_type == "rmsnorm":
         return nn.RMSNorm(width, eps=config.norm_eps)
     return DynamicTanh(width, config.norm_bias) if config.norm_type == "dyt" else nn.Identity()
-
-
-def norm_shapes(config, width: int) -> dict[str, tuple[int, ...]]:
-    if config.norm_type == "none":
-        return {}
-    shapes: dict[str, tuple[int, ...]] = {"weight": (width,)}
-    if config.norm_type == "dyt":
-        shapes["alpha"] = (1,)
-    if config.norm_bias:
-        shapes["bias"] = (width,)
-    return shapes

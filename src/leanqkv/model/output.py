@@ -20,17 +20,6 @@ class LinearOutput(nn.Linear):
     def __init__(self, config, num_heads: int, options: Options):
         super().__init__(num_heads * config.head_dim, config.hidden_size, bias=config.attention_output_bias)
 
-    @staticmethod
-    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"weight": (config.hidden_size, num_heads * config.head_dim)}
-        if config.attention_output_bias:
-            shapes["bias"] = (config.hidden_size,)
-        return shapes
-
-    @staticmethod
-    def clash(config, num_heads: int, options: Options) -> str | None:
-        return None
-
 
 class IdentityOutput(nn.Module):
     """The heads side by side (+ b) are the output."""
@@ -45,10 +34,6 @@ class IdentityOutput(nn.Module):
 
     def forward(self, heads: Tensor) -> Tensor:
         return heads if self.bias is None else heads + self.bias
-
-    @staticmethod
-    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
-        return {"bias": (config.hidden_size,)} if options.bias else {}
 
     @staticmethod
     def clash(config, num_heads: int, options: Options) -> str | None:

@@ -28,12 +28,3 @@ class PatchEmbedding(nn.Module):
             raise ValueError(f"pixel_values must be scaled to numbers around zero, found {pixel_values.dtype}")
         patches = self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
         return torch.cat((self.class_token.to(patches.dtype).expand(len(patches), 1, -1), patches), dim=1)
-
-    @staticmethod
-    def parameter_shapes(config) -> dict[str, tuple[int, ...]]:
-        d, size = config.hidden_size, config.patch_size
-        return {
-            "class_token": (1, d),
-            "projection.weight": (d, config.num_channels, size, size),
-            "projection.bias": (d,),
-        }

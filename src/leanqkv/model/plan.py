@@ -5,7 +5,7 @@ cannot disagree, and none of them needs a model to be built.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from types import SimpleNamespace
@@ -16,9 +16,6 @@ import torch
 from .depth_average import averaged_inputs
 from .depth_average import clash as depth_average_clash
 from .layout import HeadCounts, HeadGroup, HeadLayout, HeadSource, head_groups
-from .mlp import MLPS
-from .norm import norm_shapes
-from .patch_embedding import PatchEmbedding
 from .registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES, ConfigError, Mechanism, make_mechanism
 
 
@@ -41,6 +38,41 @@ class LatentShape:
 
     rank: int
     rope_dim: int
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """The weights of one block's attention: which mechanisms, and how many heads each computes.
+
+    Layers that share a block agree in all of it but `layer`, the first layer that uses the block. Under MLA the value
+    heads are latent columns and the key heads the one rotary key.
+    """
+
+    layer: int = field(compare=False)
+    query: Mechanism
+    key: Mechanism
+    value: Mechanism
+    output: Mechanism
+    key_value: Mechanism
+    mixer: Any
+    num_query_heads: int
+    num_key_heads: int
+    num_value_heads: int
+    latent: LatentShape | None
+
+    @property
+    def reuses_keys(self) -> bool:
+        """Whether the keys are the values (`keys-as-values`)."""
+        return self.value.cls.__dict__.get("reuses_keys", False)
+
+    @property
+    def query_reads_mlp(self) -> bool:
+        """Whether the query is made from the hidden activations of the previous block's MLP (`mlp-query`)."""
+        return getattr(self.query.cls, "needs_mlp_hidden", False)
+
+    def build_mixer(self, config) -> Any:
+        """The module that new values pass through before they are cached (see HeadLayout), or None."""
+        return self.mixer(config, self.key_value.options) if self.mixer is not None else None
 
 
 @dataclass(frozen=True)
@@ -72,8 +104,8 @@ class LayerPlan:
         return self.layout.num_query_heads
 
     def attention_scale(self, key_layer: int) -> float:
-        """Factor on q k^T: `1 / sqrt(head_dim)` times what the query asks for and what the keys ask for, wherever they
-        come from."""
+        """Factor on q k^T: `1 / sqrt(head_dim)` times the `scale` options of the query and of the layer that made the
+        keys."""
         width = self.head_dim + (self.latent.rope_dim if self.latent else 0)
         return width**-0.5 * getattr(self.query.options, "scale", 1.0) * dict(self.key_scales).get(key_layer, 1.0)
 
@@ -90,27 +122,39 @@ class LayerPlan:
 
     @cached_property
     def cached(self) -> tuple[CachedTensor, ...]:
-        """What the layer must keep of every token so that it and its borrowers can attend to it later."""
+        """The tensors that the layer keeps of every token, for itself and for the layers that borrow from it."""
         values = self.computed_value_heads + self.layout.derived_value_heads
         if self.latent is not None:
             width = values + self.computed_key_heads * self.latent.rope_dim
-            found = [CachedTensor("latent", 1, width)] if width else []
+            tensors = [CachedTensor("latent", 1, width)] if width else []
         else:
             if self.reuses_keys and self.layout.mixer is None:
                 values = 0  # the keys are the values
             heads = {"keys": self.computed_key_heads, "values": values}
-            found = [CachedTensor(name, number, self.head_dim) for name, number in heads.items() if number]
-        return tuple(found) if self.caches else ()
+            tensors = [CachedTensor(name, number, self.head_dim) for name, number in heads.items() if number]
+        return tuple(tensors) if self.caches else ()
 
     @property
-    def weights(self) -> tuple:
-        """What layers that share a block must have in common: the mechanisms and how many heads each makes."""
-        mechanisms = (self.query, self.key, self.value, self.output, self.layout.mixer)
-        return (*mechanisms, self.num_query_heads, self.computed_key_heads, self.computed_value_heads)
+    def weights(self) -> BlockWeights:
+        """The weights that it computes with."""
+        return BlockWeights(
+            layer=self.layer,
+            query=self.query,
+            key=self.key,
+            value=self.value,
+            output=self.output,
+            key_value=self.key_value,
+            mixer=self.layout.mixer,
+            num_query_heads=self.num_query_heads,
+            num_key_heads=self.computed_key_heads,
+            num_value_heads=self.computed_value_heads,
+            latent=self.latent,
+        )
 
-    @property
+    @cached_property
     def reuses_keys(self) -> bool:
-        return self.value.cls.__dict__.get("reuses_keys", False)
+        """Whether its keys are its values (`keys-as-values`)."""
+        return self.weights.reuses_keys
 
 
 @dataclass(frozen=True)
@@ -124,20 +168,33 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """`layers[i]` describes layer i; `parameter_shapes` names every tensor of the checkpoint once (tied ones too)."""
+    """`layers[i]` describes layer i."""
 
     layers: tuple[LayerPlan, ...]
-    parameter_shapes: dict[str, tuple[int, ...]]
+    config: Any = field(repr=False, compare=False)
     routes: bool  # whether the blocks hand out router logits (experts)
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of a checkpoint, by name; tied tensors once."""
+        from .shapes import parameter_shapes  # which builds blocks, and these are built from plans
+
+        return parameter_shapes(self.config, self)
+
+    @property
+    def blocks(self) -> list[BlockWeights]:
+        """The weights of every block, `model.layers.{i}`: those of the first layer that uses it."""
+        first_users = {layer.block: layer.weights for layer in reversed(self.layers)}
+        return [first_users[block] for block in sorted(first_users)]
 
     @property
     def passes_more_than_hidden_states(self) -> bool:
-        """Whether the loss depends on something that a block returns beside its output."""
+        """Whether the loss depends on tensors that a block returns beside its output."""
         return bool(self.lenders) or self.routes or any(layer.lends_mlp_hidden for layer in self.layers)
 
     @property
     def lenders(self) -> set[int]:
-        """Layers from which another layer needs something."""
+        """Layers whose keys, values or new values another layer needs."""
         return set().union(*(layer.lenders for layer in self.layers))
 
     def count_parameters(self) -> ParameterCount:
@@ -165,7 +222,11 @@ def make_plan(config) -> Plan:
     Raises:
         ConfigError: an unknown mechanism or option, or a combination that cannot be built; names the clash.
     """
-    config = SimpleNamespace(**vars(config))  # transformers' own attribute access takes longer than all of this
+    fields = SimpleNamespace(**vars(config))  # transformers' own attribute access takes longer than all of this
+    return Plan(tuple(_make_layers(fields)), config, config.mlp_type == "moe")
+
+
+def _make_layers(config) -> list[LayerPlan]:
     num_layers = config.num_hidden_layers
     queries = _per_layer(config, "query", QUERIES)
     keys = _per_layer(config, "key", KEYS)
@@ -176,7 +237,7 @@ def make_plan(config) -> Plan:
     if latent is not None:
         counts = HeadCounts(num_layers, config.num_attention_heads, int(latent.rope_dim > 0), latent.rank)
     key_value = make_mechanism(KEY_VALUES, "key_value", config.key_value)
-    if reason := key_value.cls.clash(config, counts, key_value.options):
+    if reason := key_value.clash(config, counts):
         raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
     averaged = {}
     if config.depth_average is not None:
@@ -215,36 +276,36 @@ def make_plan(config) -> Plan:
         (_refuse_latent if latent else _refuse)(config, layer)
         layers.append(layer)
     _refuse_across(config, layers)
-    return Plan(tuple(layers), _parameter_shapes(config, layers), config.mlp_type == "moe")
+    return layers
 
 
-def _refuse(config, plan: LayerPlan) -> None:
+def _refuse(config, layer: LayerPlan) -> None:
     for slot, mechanism, heads in (
-        ("query", plan.query, plan.num_query_heads),
-        ("key", plan.key, plan.computed_key_heads),
-        ("value", plan.value, plan.computed_value_heads),
-        ("output", plan.output, plan.num_query_heads),
+        ("query", layer.query, layer.num_query_heads),
+        ("key", layer.key, layer.computed_key_heads),
+        ("value", layer.value, layer.computed_value_heads),
+        ("output", layer.output, layer.num_query_heads),
     ):
-        if reason := mechanism.cls.clash(config, heads, mechanism.options):
-            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {plan.layer}: {reason}")
-        named = {layer for spec in getattr(config, slot) for layer in spec.get("layers") or ()}
-        if not heads and plan.layer in named:
+        if reason := mechanism.clash(config, heads):
+            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {layer.layer}: {reason}")
+        named = {index for spec in getattr(config, slot) for index in spec.get("layers") or ()}
+        if not heads and layer.layer in named:
             raise ConfigError(
-                f"{slot} {mechanism.kind!r} in layer {plan.layer}: it computes no {slot}s of its own, they come from "
+                f"{slot} {mechanism.kind!r} in layer {layer.layer}: it computes no {slot}s of its own, they come from "
                 "another layer; leave it out of `layers`"
             )
-    if plan.reuses_keys and plan.computed_value_heads > plan.computed_key_heads:
+    if layer.reuses_keys and layer.computed_value_heads > layer.computed_key_heads:
         raise ConfigError(
-            f"value 'keys' in layer {plan.layer}: it computes {plan.computed_value_heads} value heads but only "
-            f"{plan.computed_key_heads} keys of its own, so there is nothing to reuse as values"
+            f"value 'keys' in layer {layer.layer}: it computes {layer.computed_value_heads} value heads but only "
+            f"{layer.computed_key_heads} keys of its own, so there is nothing to reuse as values"
         )
 
 
-def _refuse_latent(config, plan: LayerPlan) -> None:
-    for slot, mechanism in (("key", plan.key), ("value", plan.value)):
+def _refuse_latent(config, layer: LayerPlan) -> None:
+    for slot, mechanism in (("key", layer.key), ("value", layer.value)):
         if mechanism.kind != "linear":
             raise ConfigError(
-                f"{slot} {mechanism.kind!r} in layer {plan.layer}: with a latent (kv_lora_rank) keys and values are "
+                f"{slot} {mechanism.kind!r} in layer {layer.layer}: with a latent (kv_lora_rank) keys and values are "
                 f"made from it, there is no {slot} projection to replace"
             )
     if config.num_key_value_heads != config.num_attention_heads:
@@ -257,9 +318,9 @@ def _refuse_latent(config, plan: LayerPlan) -> None:
             "qk_norm cannot act with a latent (kv_lora_rank): it norms every head's key, and the keys are never made "
             "when decoding from the latent"
         )
-    for slot, mechanism in (("query", plan.query), ("output", plan.output)):
-        if reason := mechanism.cls.clash(config, plan.num_query_heads, mechanism.options):
-            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {plan.layer}: {reason}")
+    for slot, mechanism in (("query", layer.query), ("output", layer.output)):
+        if reason := mechanism.clash(config, layer.num_query_heads):
+            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {layer.layer}: {reason}")
 
 
 def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
@@ -285,7 +346,7 @@ def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
 
 
 def _per_layer(config, slot: str, table) -> list[Mechanism]:
-    """Which mechanism each layer uses for one slot; what no entry names is linear."""
+    """The mechanism of each layer for one slot; layers that no entry names are linear."""
     linear = make_mechanism(table, slot, {"type": "linear"})
     chosen = [linear] * config.num_hidden_layers
     claimed: dict[int, str] = {}
@@ -318,73 +379,3 @@ def _check_layers(layers: Sequence[int] | None, slot: str, kind: str, num_layers
                 f"{slot} {kind!r}: layers must be whole numbers from 0 to {num_layers - 1}, found {layer!r}"
             )
     return layers
-
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def _within(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-    return {f"{name}.{tensor}": shape for tensor, shape in shapes.items()}
-
-
-def _parameter_shapes(config, layers: Sequence[LayerPlan]) -> Shapes:
-    d = config.hidden_size
-    mlp: Any = MLPS[config.mlp_type]
-    images = config.task == "image_classification"
-    if images:
-        shapes: Shapes = _within("model.embed_patches", PatchEmbedding.parameter_shapes(config))
-    else:
-        shapes = {"model.embed_tokens.weight": (config.vocab_size, d)}
-    if config.position_embedding_type == "learned":
-        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, d)
-    for plan in layers:
-        block = f"model.layers.{plan.block}"
-        shapes |= _within(f"{block}.input_layernorm", norm_shapes(config, d))
-        shapes |= _within(f"{block}.self_attn", _attention_shapes(config, plan))
-        if config.block_type != "parallel_shared_norm":
-            shapes |= _within(f"{block}.post_attention_layernorm", norm_shapes(config, d))
-        shapes |= _within(f"{block}.mlp", mlp.parameter_shapes(config))
-        if plan.averaged:
-            shapes[f"model.depth_averages.{plan.layer}.weight"] = (len(plan.averaged),)
-    shapes |= _within("model.norm", norm_shapes(config, d))
-    if images:
-        labels = len(config.id2label)
-        shapes |= {"classifier.weight": (labels, d), "classifier.bias": (labels,)}
-    elif not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, d)
-    return shapes
-
-
-def _attention_shapes(config, plan: LayerPlan) -> Shapes:
-    shapes: Shapes = {}
-
-    def add(name: str, mechanism: Mechanism, heads: int) -> None:
-        if heads:
-            shapes.update(_within(name, mechanism.cls.parameter_shapes(config, heads, mechanism.options)))
-
-    add("q_proj", plan.query, plan.num_query_heads)
-    add("o_proj", plan.output, plan.num_query_heads)
-    if plan.layout.mixer is not None:
-        shapes |= _within("mixer", plan.layout.mixer.parameter_shapes(config, plan.key_value.options))
-    if plan.latent is not None:
-        return shapes | _latent_shapes(config, plan, plan.latent)
-    add("k_proj", plan.key, plan.computed_key_heads)
-    add("v_proj", plan.value, plan.computed_value_heads)
-    if config.qk_norm:
-        shapes["q_norm.weight"] = (config.head_dim,)
-        if plan.computed_key_heads:
-            shapes["k_norm.weight"] = (config.head_dim,)
-    return shapes
-
-
-def _latent_shapes(config, plan: LayerPlan, latent: LatentShape) -> Shapes:
-    d, heads = config.hidden_size, plan.num_query_heads
-    linear = {
-        "q_rope_proj": heads * latent.rope_dim,
-        "k_rope_proj": plan.computed_key_heads * latent.rope_dim,
-        "kv_down_proj": plan.computed_value_heads,
-    }
-    shapes: Shapes = {f"{name}.weight": (width, d) for name, width in linear.items() if width}
-    if config.attention_bias:
-        shapes |= {f"{name}.bias": (width,) for name, width in linear.items() if width}
-    return shapes | {f"{name}.weight": (heads * plan.head_dim, latent.rank) for name in ("k_up_proj", "v_up_proj")}

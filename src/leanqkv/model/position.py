@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the leading dimensions of each head, pairing dimension i with i + n/2 (the LLaMA and NeoX convention).
+    """Rotate the leading dimensions of each head, pairing dimension i with i + n/2 (the LLaMA and NeoX convention).
 
     heads: [batch, heads, positions, head_dim]; position_embeddings: what RotaryEmbedding gives, of n <= head_dim
     dimensions.

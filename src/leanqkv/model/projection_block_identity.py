@@ -25,17 +25,15 @@ class BlockIdentityProjection(nn.Module):
         start: int = 0
         width: int | None = None
 
-    weight: Tensor
-    plain_weight: Tensor | None
-    bias: Tensor | None
-
     def __init__(self, config, num_heads: int, options: Options):
         super().__init__()
-        width = config.head_dim if options.width is None else options.width
+        d, head_dim = config.hidden_size, config.head_dim
+        width = head_dim if options.width is None else options.width
         self.num_heads, self.start, self.stop = num_heads, options.start, options.start + width
-        shapes = self.parameter_shapes(config, num_heads, options)
-        for name in ("weight", "plain_weight", "bias"):
-            self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])) if name in shapes else None)
+        plain = num_heads * (head_dim - width)
+        self.weight = nn.Parameter(torch.empty(num_heads * width, d - width))
+        self.plain_weight = nn.Parameter(torch.empty(plain, d)) if plain else None
+        self.bias = nn.Parameter(torch.empty(num_heads * head_dim)) if config.attention_bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         elsewhere = torch.cat((hidden_states[..., : self.start], hidden_states[..., self.stop :]), dim=-1)
@@ -46,17 +44,6 @@ class BlockIdentityProjection(nn.Module):
             heads = torch.cat((plain, heads), dim=-1)
         joined = heads.flatten(-2)
         return joined if self.bias is None else joined + self.bias
-
-    @staticmethod
-    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
-        d, n = config.hidden_size, config.head_dim
-        width = n if options.width is None else options.width
-        shapes: dict[str, tuple[int, ...]] = {"weight": (num_heads * width, d - width)}
-        if width < n:
-            shapes["plain_weight"] = (num_heads * (n - width), d)
-        if config.attention_bias:
-            shapes["bias"] = (num_heads * n,)
-        return shapes
 
     @staticmethod
     def clash(config, num_heads: int, options: Options) -> str | None:

@@ -26,10 +26,6 @@ class IdentityProjection(nn.Module):
         return kept if self.bias is None else kept + self.bias
 
     @staticmethod
-    def parameter_shapes(config, num_heads: int, options) -> dict[str, tuple[int, ...]]:
-        return {"bias": (num_heads * config.head_dim,)} if options.bias else {}
-
-    @staticmethod
     def clash(config, num_heads: int, options) -> str | None:
         if config.num_attention_heads * config.head_dim != config.hidden_size:
             return (

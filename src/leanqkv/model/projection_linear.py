@@ -5,10 +5,10 @@ Vaswani et al. 2017, https://arxiv.org/abs/1706.03762
 
 from dataclasses import dataclass
 
-from .fused import InputLinear
+from torch import nn
 
 
-class LinearProjection(InputLinear):
+class LinearProjection(nn.Linear):
     """`X W`, from `hidden_size` to `num_heads * head_dim`, with a bias where `config.attention_bias` says so."""
 
     @dataclass(frozen=True)
@@ -17,15 +17,3 @@ class LinearProjection(InputLinear):
 
     def __init__(self, config, num_heads: int, options: Options):
         super().__init__(config.hidden_size, num_heads * config.head_dim, bias=config.attention_bias)
-
-    @staticmethod
-    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
-        width = num_heads * config.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"weight": (width, config.hidden_size)}
-        if config.attention_bias:
-            shapes["bias"] = (width,)
-        return shapes
-
-    @staticmethod
-    def clash(config, num_heads: int, options: Options) -> str | None:
-        return None

@@ -6,7 +6,6 @@ https://github.com/MarkoKarbevski/beyond_query_linearity
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -44,44 +43,13 @@ class NonlinearQuery(nn.Module):
         self.anchor = nn.Linear(d, width, bias=config.attention_bias) if options.anchor == "linear" else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._above(hidden_states, self.down_proj(self.norm_in(hidden_states)))
+        return self.from_bottleneck(hidden_states, self.down_proj(self.norm_in(hidden_states)))
 
-    @property
-    def input_layer(self) -> nn.Linear:
-        return self.down_proj
-
-    def input_map(self) -> tuple[Tensor, None]:
-        """W_1 with the weight of the norm before it folded in: `RMSNorm(X) W_1 = (X diag(g) W_1) / rms(X)`."""
-        if isinstance(self.norm_in, nn.RMSNorm):
-            return self.down_proj.weight * self.norm_in.weight, None
-        return self.down_proj.weight, None
-
-    def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
-        if isinstance(self.norm_in, nn.RMSNorm):
-            wide = torch.promote_types(hidden_states.dtype, torch.float32)
-            length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=wide)
-            mean_square = length.square() / hidden_states.shape[-1]
-            mapped = mapped * torch.rsqrt(mean_square + self.eps).to(mapped.dtype)
-        return self._above(hidden_states, mapped)
-
-    def _above(self, hidden_states: Tensor, bottleneck: Tensor) -> Tensor:
+    def from_bottleneck(self, hidden_states: Tensor, bottleneck: Tensor) -> Tensor:
+        """The query, from `RMSNorm(X) W_1` [..., rank]."""
         residual = self.norm_out(self.up_proj(self.activation(bottleneck)))
         anchor = hidden_states[..., : self.width] if self.anchor is None else self.anchor(hidden_states)
         return (anchor + residual) / 2
-
-    @staticmethod
-    def parameter_shapes(config, num_heads: int, options: Options) -> dict[str, tuple[int, ...]]:
-        d, width, rank = config.hidden_size, num_heads * config.head_dim, _rank(config, options)
-        shapes: dict[str, tuple[int, ...]] = {"down_proj.weight": (rank, d), "up_proj.weight": (width, rank)}
-        if options.norm_in:
-            shapes["norm_in.weight"] = (d,)
-        if options.norm_out:
-            shapes["norm_out.weight"] = (width,)
-        if options.anchor == "linear":
-            shapes["anchor.weight"] = (width, d)
-            if config.attention_bias:
-                shapes["anchor.bias"] = (width,)
-        return shapes
 
     @staticmethod
     def clash(config, num_heads: int, options: Options) -> str | None:

@@ -19,10 +19,7 @@ class ResidualQuery(LinearProjection):
         scale: float = 1.0
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.finish(hidden_states, super().forward(hidden_states))
-
-    def finish(self, hidden_states: Tensor, mapped: Tensor) -> Tensor:
-        return (hidden_states[..., : self.out_features] + mapped) / 2
+        return (hidden_states[..., : self.out_features] + super().forward(hidden_states)) / 2
 
     @staticmethod
     def clash(config, num_heads: int, options) -> str | None:

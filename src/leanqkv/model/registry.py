@@ -65,6 +65,17 @@ class Mechanism:
     cls: Any = field(repr=False)
     options: Any
 
+    def build(self, config, num_heads: int) -> Any:
+        """The module, for so many heads."""
+        return self.cls(config, num_heads, self.options)
+
+    def clash(self, config, heads: Any) -> str | None:
+        """Why it cannot be built in this configuration, or None; a class without `clash` goes with everything.
+
+        heads: their number; of a key/value mechanism, the HeadCounts.
+        """
+        return self.cls.clash(config, heads, self.options) if hasattr(self.cls, "clash") else None
+
 
 def suggest(name: str, valid: Iterable[str]) -> str:
     """The tail of an error message about an unknown `name`: the nearest valid names, or all of them."""
@@ -74,7 +85,7 @@ def suggest(name: str, valid: Iterable[str]) -> str:
 
 
 def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any]) -> Mechanism:
-    """Checks one `{"type": ..., **options}` against `table` and fills in the defaults of what it leaves out.
+    """Check one `{"type": ..., **options}` against `table` and fill in the defaults.
 
     Raises:
         ConfigError: unknown type or option (with the nearest names), or an option of the wrong type.

@@ -1,4 +1,4 @@
-"""Embedding -> blocks. What sets variants apart is in the plan; nothing here asks which one it is."""
+"""Embedding, blocks, final norm. The plan says how variants differ; no code here asks which variant it runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +21,9 @@ from .depth_average import DepthAverage
 from .initial import normal
 from .masks import make_masks
 from .norm import make_norm
-from .patch_embedding import PatchEmbedding
 from .position import RotaryEmbedding
 from .registry import ConfigError
+from .tasks import TASKS
 
 # The matrices of a block that write the residual stream (`config.scaled_residual_init`).
 RESIDUAL_OUTPUTS = ("o_proj.weight", "mlp.down_proj.weight", "mlp.experts.down_proj")
@@ -59,8 +59,8 @@ class LeanPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fills one module's own tensors with its `initial_values`, where it has some; else vectors with ones (biases
-        zeros) and matrices from N(0, initializer_range^2)."""
+        """Fill a module's own tensors: with its `initial_values` if it has any; otherwise vectors with ones, biases
+        with zeros, and matrices from N(0, initializer_range^2)."""
         if isinstance(module, RotaryEmbedding):
             frequencies, _ = module.frequencies()
             init.copy_(module.inv_freq, frequencies)
@@ -97,16 +97,13 @@ class LeanModel(LeanPreTrainedModel):
         # checkpoint is loaded on the meta device.
         self._initial_seed = int(torch.randint(2**62, (), device="cpu"))
         self.plan = plan = config.plan
-        if config.task != "image_classification":
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        else:
-            self.embed_patches = PatchEmbedding(config)
-            self.main_input_name, self._input_embed_layer = "pixel_values", "embed_patches"
+        self.task = TASKS[config.task]
+        self.main_input_name, self._input_embed_layer = self.task.main_input_name, self.task.embedding_name
+        setattr(self, self.task.embedding_name, self.task.make_embedding(config))  # embed_tokens or embed_patches
         learned = config.position_embedding_type == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.dropout = nn.Dropout(config.embedding_dropout)
-        first_users = {layer.block: layer for layer in reversed(plan.layers)}
-        self.layers = nn.ModuleList(LeanBlock(config, first_users[block]) for block in sorted(first_users))
+        self.layers = nn.ModuleList(LeanBlock(config, weights) for weights in plan.blocks)
         self.depth_averages = nn.ModuleDict(
             {str(layer.layer): DepthAverage(layer.averaged) for layer in plan.layers if layer.averaged}
         )
@@ -129,7 +126,7 @@ class LeanModel(LeanPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> MoeModelOutputWithPast:
-        """Runs the blocks.
+        """Final hidden states [batch, positions, hidden_size].
 
         Args:
             input_ids: [batch, positions], or `inputs_embeds` [batch, positions, hidden_size] in its place.
@@ -139,72 +136,73 @@ class LeanModel(LeanPreTrainedModel):
             past_key_values: a transformers Cache made from this model's configuration.
             prefix_mask: [batch, positions], with `mask_type` "prefix": 1 for the tokens that see each other.
         """
-        config = self.config
-        if config.task == "image_classification":
-            inputs_embeds = self._embed_image(pixel_values, input_ids, inputs_embeds, attention_mask)
-        elif pixel_values is not None:
-            raise ValueError(f"pixel_values need a model of images, this one's task is {config.task!r}")
-        elif (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
-        if prefix_mask is not None and config.mask_type != "prefix":
-            raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {config.mask_type!r}")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        if config.bidirectional:
-            use_cache = False
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=config)
+        inputs_embeds = self.task.embed(
+            self.get_input_embeddings(), input_ids, inputs_embeds, pixel_values, attention_mask
+        )
+        if prefix_mask is not None and self.config.mask_type != "prefix":
+            raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {self.config.mask_type!r}")
+        if use_cache and past_key_values is None and not self.config.bidirectional:
+            past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
-        masks = make_masks(config, self.plan, inputs_embeds, attention_mask, prefix_mask, past_key_values, position_ids)
+        masks = make_masks(
+            self.config, self.plan, inputs_embeds, attention_mask, prefix_mask, past_key_values, position_ids
+        )
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(position_ids)
         hidden_states = self.dropout(hidden_states)
         position_embeddings = self.rotary_emb(hidden_states, position_ids) if self.rotary_emb is not None else None
+        hidden_states, router_logits = self._run_layers(
+            hidden_states, masks, position_embeddings, past_key_values, **kwargs
+        )
+        return MoeModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
+            past_key_values=past_key_values,
+            router_logits=router_logits,
+        )
+
+    def _run_layers(
+        self,
+        hidden_states: Tensor,
+        masks: dict[int | None, Any],
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        past_key_values: Cache | None,
+        **kwargs,
+    ) -> tuple[Tensor, Any]:
+        """The stream [batch, positions, hidden_size] after the last layer, and the router logits of every layer with
+        experts. Keys and values that a later layer borrows are carried along in `borrowed`."""
         lenders = self.plan.lenders
-        borrowed: dict[int, KeyValues] = {}  # only what a later layer needs is carried along
+        borrowed: dict[int, KeyValues] = {}
         mlp_hidden = None
         outputs, router_logits = [hidden_states], []
-        for plan in self.plan.layers:
-            hidden_states, key_values, mlp_aux = self.layers[plan.block](
+        for layer in self.plan.layers:
+            hidden_states, key_values, mlp_aux = self.layers[layer.block](
                 hidden_states,
-                plan,
-                attention_mask=masks[plan.window],
+                layer,
+                attention_mask=masks[layer.window],
                 position_embeddings=position_embeddings,
                 borrowed=borrowed,
                 past_key_values=past_key_values,
                 mlp_hidden=mlp_hidden,
                 **kwargs,
             )
-            if plan.layer in lenders:
-                borrowed = {**borrowed, plan.layer: key_values}
-            mlp_hidden = mlp_aux if plan.lends_mlp_hidden else None
-            if config.mlp_type == "moe":
+            if layer.layer in lenders:
+                borrowed = {**borrowed, layer.layer: key_values}
+            mlp_hidden = mlp_aux if layer.lends_mlp_hidden else None
+            if self.plan.routes:
                 router_logits.append(mlp_aux)
             if self.depth_averages:
                 outputs.append(hidden_states)
-                if plan.averaged:
-                    hidden_states = self.depth_averages[str(plan.layer)](outputs)
-        return MoeModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states),
-            past_key_values=past_key_values,
-            router_logits=tuple(router_logits) or None,
-        )
-
-    def _embed_image(self, pixel_values: Tensor | None, *others: Tensor | None) -> Tensor:
-        if pixel_values is None or any(other is not None for other in others):
-            raise ValueError(
-                "a model of images takes pixel_values, and neither input_ids nor inputs_embeds nor an attention_mask: "
-                "all images have the same tokens, none of them padding"
-            )
-        return self.embed_patches(pixel_values)
+                if layer.averaged:
+                    hidden_states = self.depth_averages[str(layer.layer)](outputs)
+        return hidden_states, tuple(router_logits) or None
 
 
 def require_task(config: LeanConfig, task: str, model: type) -> None:
-    """Refuses a configuration that another class builds."""
+    """Refuse a configuration that another class builds."""
     if config.task != task:
         raise ConfigError(
             f"{model.__name__} builds models of task {task!r}, found {config.task!r} in the configuration"

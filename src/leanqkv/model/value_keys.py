@@ -19,11 +19,3 @@ class KeysAsValues(nn.Module):
     @dataclass(frozen=True)
     class Options:
         pass
-
-    @staticmethod
-    def parameter_shapes(config, num_heads: int, options) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    @staticmethod
-    def clash(config, num_heads: int, options) -> str | None:
-        return None

@@ -1,145 +1,95 @@
 """The figures of an analysis."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..compare.statistics import average
+from . import analysis_measures as measures
+from .analysis_measures import SCORES, Architecture, Measure, Model, Record
 from .figures import Drawing, Series, heat_map, measured_lines
 
-Model = Mapping[str, Any]
-Groups = Sequence[tuple[str, Sequence[Model]]]  # architectures and their models
+Figure = tuple[str, Drawing]  # with its caption
+Curve = dict[int, float | None]
 
 
-def drawings(record: Mapping[str, Any], groups: Groups) -> list[tuple[str, Drawing]]:
-    """Each with its caption."""
-
-    def lines(name: str, values: Callable[[Model], Sequence[float]], up: str, caption: str) -> tuple[str, Drawing]:
-        series = [
-            Series(label, style, average({i: dict(enumerate(values(model))) for i, model in enumerate(models)}))
-            for style, (label, models) in enumerate(groups)
-        ]
-        return caption, measured_lines(name, series, "layer", up, caption, from_zero=False)
-
-    over = "mean and range over seeds."
-    found = []
-    if all(model["probe"] for model in record["models"].values()):
-        caption = f"Linear probe on every layer's output, {over}"
-        found.append(lines("probe", lambda m: m["probe"]["losses"], "validation loss", caption))
-    for name, caption in (
-        ("heads", "Cosine similarity of two heads' outputs before W_O"),
-        ("contributions", "Cosine similarity of what two heads add to the output, after W_O"),
-        ("tokens", "Cosine similarity of two tokens of a text"),
-    ):
-        values = _similarity(name)
-        found.append(lines(f"similar-{name}", values, "cosine similarity", f"{caption}, by layer; {over}"))
-    spread = f"Spread of the attention logits, by layer; {over}"
-    found.append(lines("spread", lambda m: m["logit_spread"], "standard deviation", spread))
-    found += _over_training(groups)
-    found += _spectra(groups)
-    found += _head_maps(record)
-    found += _similarity_maps(groups)
-    return found
+def drawings(record: Record) -> list[Figure]:
+    """Return every figure with its caption."""
+    groups, matrices = measures.architectures(record), measures.conditions(record)
+    figures = [_by_layer(groups, measure) for measure in measures.layer_measures(record)]
+    if any(len(model["training"]) > 1 for model in record["models"].values()):
+        figures += [_over_training(groups, measure) for measure in (measures.SPREAD, *matrices.values())]
+    figures += [_spectrum(groups, matrix) for matrix in matrices]
+    figures += [_head_map(record, score, title) for score, title in SCORES.items()]
+    return figures + [figure for place, group in enumerate(groups) for figure in _similarity_maps(group, place)]
 
 
-def _similarity(name: str) -> Callable[[Model], list[float]]:
-    return lambda model: [at["mean"] for at in model["similarity"][name]]
+def _lines(groups: Sequence[Architecture], curves: Callable[[Model], list[Curve]], caption: str, **axes: Any) -> Figure:
+    """Mean and range of every architecture's curves, of which points without a value are left out."""
+    series = []
+    for style, group in enumerate(groups):
+        drawn = [curve for model in group.models.values() for curve in curves(model)]
+        known = [{at: value for at, value in curve.items() if value is not None} for curve in drawn]
+        if points := average(dict(enumerate(known))):
+            series.append(Series(group.name, style, points))
+    return caption, measured_lines(series=series, description=caption, **axes)
 
 
-def _over_training(groups: Groups) -> list[tuple[str, Drawing]]:
-    """From the first weights over every checkpoint; none where there is nothing between start and end."""
-    if not any(len(model["training"]) > 1 for _, models in groups for model in models):
-        return []
-    over = "mean over layers; mean and range over seeds."
-
-    def drawn(name: str, value: Callable[[Model], float | None], up: str, what: str) -> tuple[str, Drawing]:
-        series = []
-        for style, (label, models) in enumerate(groups):
-            curves = [{at["step"]: value(at) for at in model["training"]} for model in models]
-            known = [{step: found for step, found in curve.items() if found is not None} for curve in curves]
-            if points := average(dict(enumerate(known))):
-                series.append(Series(label, style, points))
-        caption = f"{what} over training, {over}"
-        return caption, measured_lines(name, series, "step", up, caption, from_zero=False)
-
-    def condition(matrix: str) -> Callable[[Model], float | None]:
-        def mean(stage: Model) -> float | None:
-            logarithms = [np.log10(layer[matrix]) for layer in stage["condition"] if layer.get(matrix)]
-            return float(np.mean(logarithms)) if logarithms else None
-
-        return mean
-
-    stages = [stage for _, models in groups for model in models for stage in model["training"]]
-    matrices = dict.fromkeys(name for stage in stages for layer in stage["condition"] for name in layer)
-    found = [
-        drawn(
-            "spread-training",
-            lambda stage: float(np.mean(stage["logit_spread"])),
-            "standard deviation",
-            "Spread of the attention logits",
-        )
-    ]
-    for matrix in matrices:
-        found.append(drawn(f"condition-{matrix}", condition(matrix), "log₁₀ κ", f"Condition number of {matrix}"))
-    return found
+def _by_layer(groups: Sequence[Architecture], measure: Measure) -> Figure:
+    caption = f"{measure.title}, by layer; mean and range over seeds."
+    axes = {"name": measure.name, "across": "layer", "up": measure.unit, "from_zero": False}
+    return _lines(groups, lambda model: [dict(enumerate(measure.of(model)))], caption, **axes)
 
 
-def _spectra(groups: Groups) -> list[tuple[str, Drawing]]:
+def _over_training(groups: Sequence[Architecture], measure: Measure) -> Figure:
+    """From the first weights over every checkpoint."""
+
+    def curves(model: Model) -> list[Curve]:
+        return [{stage["step"]: measure.mean(stage) for stage in model["training"]}]
+
+    caption = f"{measure.title}, over training; mean over layers, mean and range over seeds."
+    axes = {"name": f"{measure.name}-training", "across": "step", "up": measure.unit, "from_zero": False}
+    return _lines(groups, curves, caption, **axes)
+
+
+def _spectrum(groups: Sequence[Architecture], matrix: str) -> Figure:
     """Singular values against their rank, both relative, averaged over layers and models."""
-    names = dict.fromkeys(name for _, models in groups for m in models for layer in m["spectra"] for name in layer)
-    found = []
-    for name in names:
-        series = []
-        for style, (label, models) in enumerate(groups):
-            matrices = [layer[name]["singular_values"] for m in models for layer in m["spectra"] if name in layer]
-            curves = [
-                {round(100 * i / max(1, len(values) - 1)): value / values[0] for i, value in enumerate(values)}
-                for values in matrices
-                if values[0]
-            ]
-            if curves:
-                series.append(Series(label, style, average(dict(enumerate(curves)))))
-        caption = f"Singular values of {name} over the largest; mean and range over layers and seeds."
-        found.append((caption, measured_lines(f"spectrum-{name}", series, "rank, %", "σ / σ₁", caption)))
-    return found
+
+    def curves(model: Model) -> list[Curve]:
+        spectra = [layer[matrix]["singular_values"] for layer in model["spectra"] if matrix in layer]
+        return [
+            {round(100 * rank / max(1, len(spectrum) - 1)): s / spectrum[0] for rank, s in enumerate(spectrum)}
+            for spectrum in spectra
+            if spectrum[0]
+        ]
+
+    caption = f"Singular values of {matrix} over the largest; mean and range over layers and seeds."
+    return _lines(groups, curves, caption, name=f"spectrum-{matrix}", across="rank, %", up="σ / σ₁")
 
 
-def _head_maps(record: Mapping[str, Any]) -> list[tuple[str, Drawing]]:
-    found = []
-    for score in ("previous_token", "induction", "matching"):
-        blocks = {label: _padded(model["heads"][score]) for label, model in record["models"].items()}
-        named = score.replace("_", "-")
-        caption = f"The {named} score of every head of every model."
-        found.append((caption, heat_map(f"map-{named}", blocks, "heads", "layer", f"{named} score", caption)))
-    return found
+def _head_map(record: Record, score: str, title: str) -> Figure:
+    scores = {label: model["heads"][score] for label, model in record["models"].items()}
+    blocks = {}
+    for label, rows in scores.items():
+        blocks[label] = np.full((len(rows), max(map(len, rows))), np.nan)  # layers may differ in their number of heads
+        for layer, row in enumerate(rows):
+            blocks[label][layer, : len(row)] = row
+    caption = f"The {title} score of every head of every model."
+    return caption, heat_map(f"map-{title}", blocks, "heads", "layer", f"{title} score", caption)
 
 
-def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Layers may have different numbers of heads."""
-    width = max(map(len, rows))
-    return np.array([[*row, *[np.nan] * (width - len(row))] for row in rows])
-
-
-def _similarity_maps(groups: Groups) -> list[tuple[str, Drawing]]:
-    """Of each architecture's first model, since heads of two seeds have nothing to do with each other; tokens' of the
-    mean over all its models."""
-    found = []
-    for place, (label, models) in enumerate(groups):
-        for name, which in (("heads", "before"), ("contributions", "after")):
-            maps = _maps(models[0], name)
-            caption = f"{label}: cosine similarity of heads {which} W_O, layer by layer, of its first model."
-            drawn = heat_map(f"map-{name}{place}", maps, "head, by layer", "head", "cosine similarity", caption)
-            found.append((caption, drawn))
-        means = {
-            layer: np.mean([_maps(m, "tokens")[layer] for m in models], axis=0) for layer in _maps(models[0], "tokens")
-        }
-        caption = f"{label}: cosine similarity of tokens, by eighths of the text, layer by layer, mean over its models."
-        along = "eighth of the text, by layer"
-        drawn = heat_map(f"map-tokens{place}", means, along, "eighth of the text", "cosine similarity", caption)
-        found.append((caption, drawn))
-    return found
-
-
-def _maps(model: Model, name: str) -> dict[str, np.ndarray]:
-    return {f"layer {layer}": np.array(at["map"]) for layer, at in enumerate(model["similarity"][name])}
+def _similarity_maps(group: Architecture, place: int) -> list[Figure]:
+    """Heads of the first model, since those of two seeds have nothing to do with each other; tokens of all models."""
+    figures = []
+    for name, models, side, what in (
+        ("heads", [group.first], "head", "heads before W_O, of its first model"),
+        ("contributions", [group.first], "head", "heads after W_O, of its first model"),
+        ("tokens", group.models.values(), "eighth of the text", "tokens, mean over its models"),
+    ):
+        maps = np.mean([[layer["map"] for layer in model["similarity"][name]] for model in models], axis=0)
+        blocks = {f"layer {layer}": block for layer, block in enumerate(maps)}
+        caption = f"{group.name}: cosine similarity of {what}, layer by layer."
+        drawing = heat_map(f"map-{name}{place}", blocks, f"{side}, by layer", side, "cosine similarity", caption)
+        figures.append((caption, drawing))
+    return figures

@@ -1,4 +1,4 @@
-"""An inference benchmark as a terminal table and a page (P3, Fig. 6 and 7)."""
+"""An inference benchmark as a terminal table, a Markdown table and a page (P3, Fig. 6 and 7)."""
 
 from pathlib import Path
 from typing import Any
@@ -13,37 +13,38 @@ from .html import render
 from .text import compact, markdown_table
 
 RECORD = "bench.json"
+SIZES, TIMES = ("cache", "cache_formula", "activations"), ("prefill", "decode")
 HEADERS = (
     *("model", "batch", "context", "KV cache, MB", "by formula, MB", "activations, MB", "prefill, ms / 100 tokens"),
     "decoding, tokens/s",
 )
 SHORT_HEADERS = ("model", "batch", "context", "KV MB", "by plan", "peak MB", "prefill", "decode")
+CAPTION = (
+    "KV MB: of the cache, and what the plan says; peak MB: activations beside it; prefill: ms per 100 tokens; "
+    "decode: tokens/s"
+)
 MB = 1e6
 
 
 def table(record: dict[str, Any]) -> Table:
-    """Every row of the record, times as medians; a terminal has no room for their ranges."""
-    caption = (
-        "KV MB: of the cache, and what the plan says; peak MB: activations beside it; prefill: ms per 100 tokens; "
-        "decode: tokens/s"
-    )
-    found = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
-    found.add_column(SHORT_HEADERS[0], overflow="fold")
+    """Return every row of the record for a terminal, which has room for the median times alone."""
+    shown = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    shown.add_column(SHORT_HEADERS[0], overflow="fold")
     for header in SHORT_HEADERS[1:]:
-        found.add_column(header, justify="right", no_wrap=True, min_width=len(header))
+        shown.add_column(header, justify="right", no_wrap=True, min_width=len(header))
     for row in record["rows"]:
-        sizes = (f"{row[what] / MB:.4g}" for what in _SIZES)
-        times = (f"{row[what]['median']:.4g}" for what in _TIMES)
-        found.add_row(row["model"], str(row["batch"]), f"{row['context']:,}", *sizes, *times)
-    return found
+        numbers = [row[name] / MB for name in SIZES] + [row[name]["median"] for name in TIMES]
+        shown.add_row(row["model"], str(row["batch"]), f"{row['context']:,}", *(f"{n:.4g}" for n in numbers))
+    return shown
 
 
 def markdown(record: dict[str, Any]) -> str:
+    """Return every row of the record as a Markdown table, times with their range over the rounds."""
     return markdown_table(HEADERS, map(_cells, record["rows"]))
 
 
 def write_page(directory: Path) -> Path:
-    """Writes `report.html` and `table.md` beside bench.json, from it alone; returns the page's path.
+    """Write `report.html` and `table.md` beside bench.json, from it alone; return the page's path.
 
     Raises:
         LeanError: no such record there, or a damaged one.
@@ -67,73 +68,61 @@ def write_page(directory: Path) -> Path:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    times = [f"{row[what]['median']:,.1f} ({row[what]['min']:,.1f}–{row[what]['max']:,.1f})" for what in _TIMES]
-    sizes = [f"{row[what] / MB:,.2f}" for what in _SIZES]
+    times = [f"{time['median']:,.1f} ({time['min']:,.1f}–{time['max']:,.1f})" for time in (row[name] for name in TIMES)]
+    sizes = [f"{row[name] / MB:,.2f}" for name in SIZES]
     return [row["model"], str(row["batch"]), f"{row['context']:,}", *sizes, *times]
 
 
-_SIZES, _TIMES = ("cache", "cache_formula", "activations"), ("prefill", "decode")
-
-
 def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
-    rows, names = record["rows"], list(record["models"])
-    most = max(row["batch"] for row in rows)
-
-    def series(batch: int, what: str, scale: float = 1.0) -> list[figures.Series]:
-        found = []
-        for style, name in enumerate(names):
-            mine = [row for row in rows if (row["model"], row["batch"]) == (name, batch)]
-            spread = [row[what] if isinstance(row[what], dict) else dict.fromkeys(_EDGES, row[what]) for row in mine]
-            points = [
-                Band(row["context"], *(scale * at[edge] for edge in _EDGES))
-                for row, at in zip(mine, spread, strict=True)
-            ]
-            found.append(figures.Series(name, style, points))
-        return found
-
-    context = "context, tokens"
-    lines = figures.measured_lines
-    drawn = [
+    """Return captions and drawings: cache, cache per token, memory, then times at every batch size."""
+    batches = sorted({row["batch"] for row in record["rows"]})
+    least, most = batches[0], batches[-1]
+    longest = max(row["context"] for row in record["rows"])
+    at_longest = {(row["model"], row["batch"]): row for row in record["rows"] if row["context"] == longest}
+    per_token = []
+    for style, (name, model) in enumerate(record["models"].items()):
+        size = at_longest[name, least]["cache"] / longest / least
+        per_token.append(figures.Series(name, style, [Band(model["parameters"], size, size, size)]))
+    memory = {
+        name: {part: at_longest[name, most][part] / MB for part in ("weights", "cache", "activations")}
+        for name in record["models"]
+    }
+    context, lines = "context, tokens", figures.measured_lines
+    drawings = [
         (
             f"KV cache against context, batch {most}; measured on the tensors.",
-            lines("kv", series(most, "cache", 1 / MB), context, "KV cache, MB", "KV cache against context."),
+            lines("kv", _series(record, most, "cache"), context, "KV cache, MB", "KV cache against context."),
         ),
         (
             "KV cache per token against size; measured at the longest context.",
-            lines("size", _per_token(record), "parameters", "KV bytes per token", "KV bytes per token against size."),
+            lines("size", per_token, "parameters", "KV bytes per token", "KV bytes per token against size."),
         ),
         (
             f"Memory while a prompt of the longest context is taken in, batch {most}.",
-            figures.stacked_bars("memory", _memory(record, most), "MB", "Weights, cache and activations."),
+            figures.stacked_bars("memory", memory, "MB", "Weights, cache and activations."),
         ),
     ]
-    for batch in sorted({row["batch"] for row in rows}):
-        for what, up in (("prefill", "prefill, ms per 100 tokens"), ("decode", "new tokens per second")):
-            text = f"{'Prefill' if what == 'prefill' else 'Decoding'} at batch {batch}; median and range of the rounds."
-            drawn.append((text, lines(f"{what}{batch}", series(batch, what), context, up, text)))
-    return drawn
+    for batch in batches:
+        for name, title, unit in (
+            ("prefill", "Prefill", "prefill, ms per 100 tokens"),
+            ("decode", "Decoding", "new tokens per second"),
+        ):
+            text = f"{title} at batch {batch}; median and range of the rounds."
+            series = _series(record, batch, name)
+            drawings.append((text, lines(f"{name}{batch}", series, context, unit, text)))
+    return drawings
 
 
-_EDGES = ("median", "min", "max")
-
-
-def _longest(record: dict[str, Any], batch: int) -> dict[str, dict[str, Any]]:
-    rows = [row for row in record["rows"] if row["batch"] == batch]
-    context = max(row["context"] for row in rows)
-    return {row["model"]: row for row in rows if row["context"] == context}
-
-
-def _per_token(record: dict[str, Any]) -> list[figures.Series]:
-    least = min(row["batch"] for row in record["rows"])
-    found = []
-    for style, (name, row) in enumerate(_longest(record, least).items()):
-        size = row["cache"] / row["context"] / least
-        found.append(figures.Series(name, style, [Band(record["models"][name]["parameters"], size, size, size)]))
-    return found
-
-
-def _memory(record: dict[str, Any], batch: int) -> dict[str, dict[str, float]]:
-    return {
-        name: {what: row[what] / MB for what in ("weights", "cache", "activations")}
-        for name, row in _longest(record, batch).items()
-    }
+def _series(record: dict[str, Any], batch: int, quantity: str) -> list[figures.Series]:
+    """Return one line per model over the contexts: a size in MB, or a time with its range."""
+    series = []
+    for style, name in enumerate(record["models"]):
+        rows = [row for row in record["rows"] if (row["model"], row["batch"]) == (name, batch)]
+        bands = [
+            Band(row["context"], *(row[quantity][edge] for edge in ("median", "min", "max")))
+            if quantity in TIMES
+            else Band(row["context"], *[row[quantity] / MB] * 3)
+            for row in rows
+        ]
+        series.append(figures.Series(name, style, bands))
+    return series

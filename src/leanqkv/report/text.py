@@ -42,8 +42,12 @@ def seeds(count: int) -> str:
     return f"{count} seed" if count == 1 else f"{count} seeds"
 
 
-def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table for GitHub, the first column to the left, the others to the right; cells are Markdown already."""
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]], align: str | None = None) -> str:
+    """Return a table for GitHub; cells are Markdown already.
+
+    align: l or r for each column; by default the first is to the left, the others to the right.
+    """
     # Not padded, as tabulate has it: one longer cell would change every line of a committed table.
-    lines = [headers, ["---"] + ["---:"] * (len(headers) - 1), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rules = {"l": "---", "r": "---:"}
+    ruler = [rules[side] for side in align or "l" + "r" * (len(headers) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (headers, ruler, *rows))

@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, its checkpoints, and what is put there at the end."""
+"""The directory of a run: its owner, its checkpoints, and the files put there at the end."""
 
 import errno
 import json
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -25,7 +26,7 @@ COMPLETE = "complete"
 
 @contextmanager
 def only_here(out: Path) -> Iterator[None]:
-    """Holds `out` against a second process on the same run; several processes of one run are one."""
+    """Lock `out` against a second process on the same run; the processes of torchrun are one."""
     if int(os.environ.get("RANK", "0")):
         yield
         return
@@ -38,7 +39,7 @@ def only_here(out: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_full_is_an_error(out: Path) -> Iterator[None]:
-    """Every library reports a full disk in its own way; this makes it one line."""
+    """Turn every library's own error about a full disk into one line."""
     try:
         yield
     except Exception as error:
@@ -52,45 +53,41 @@ def disk_full_is_an_error(out: Path) -> Iterator[None]:
 
 
 def check_out(out: Path) -> None:
-    """Raises:
-    LeanError: `out` holds something that is not a run.
+    """Check that a run can be started or continued in `out`.
+
+    Raises:
+        LeanError: `out` holds something that is not a run.
     """
-    if (
-        out.exists()
-        and not (out / SPEC).exists()
-        and (not out.is_dir() or any(not file.name.startswith(".") for file in out.iterdir()))
-    ):
-        raise LeanError(f"{out} is not empty and not a run of ours; choose another --out")
+    if (out / SPEC).exists() or not out.exists():
+        return
+    if not out.is_dir() or any(not file.name.startswith(".") for file in out.iterdir()):
+        raise LeanError(f"{out} is not empty and not a run of leanqkv; choose another --out")
 
 
 def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
-    """Makes `out` this run's own; returns the record if the run is already done."""
-    spec_file = out / SPEC
-    if spec_file.exists():
-        found = read_json(spec_file)
-        wanted = spec.as_json()
-        different = [key for key in wanted if key != "precision_timings" and found.get(key) != wanted[key]]
-        if different:
-            shown = "; ".join(
-                f"{key}: {_short(found.get(key))} there, {_short(wanted[key])} asked" for key in different
-            )
-            raise LeanError(f"{out} holds another run ({shown}); choose another --out or delete it")
-        if (out / RECORD).exists():
-            return read_json(out / RECORD)
+    """Write the specification to `out`, or compare it with the one there; return the record of a finished run.
+
+    Raises:
+        LeanError: `out` holds another run, or something that is not a run.
+    """
+    if not (out / SPEC).exists():
+        check_out(out)
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / SPEC, spec.as_json())
         return None
-    check_out(out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(spec_file, spec.as_json())
-    return None
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    earlier, wanted = read_json(out / SPEC), spec.as_json()
+    differences = [
+        f"{key}: {shorten(json.dumps(earlier.get(key)), 80)} there, {shorten(json.dumps(value), 80)} asked"
+        for key, value in wanted.items()
+        if key != "precision_timings" and earlier.get(key) != value
+    ]
+    if differences:
+        raise LeanError(f"{out} holds another run ({'; '.join(differences)}); choose another --out or delete it")
+    return read_json(out / RECORD) if (out / RECORD).exists() else None
 
 
 def last_checkpoint(out: Path) -> str | None:
-    """The newest complete checkpoint; what was cut off while being written is removed."""
+    """Return the newest complete checkpoint; remove those that were cut off."""
     complete = []
     for checkpoint in out.glob("checkpoint-*"):
         if (checkpoint / COMPLETE).exists():
@@ -103,8 +100,10 @@ def last_checkpoint(out: Path) -> str | None:
 def finish(
     out: Path, model: PreTrainedModel, task: TrainingTask, record: dict[str, Any], keep_checkpoints: bool
 ) -> None:
-    """Puts the final model and, last of all, the record in place; then drops the checkpoints, or what is not the model
-    from each of them."""
+    """Put the final model and, last of all, the record in place; then delete the checkpoints.
+
+    With `keep_checkpoints`, the checkpoints keep the files that a model is loaded from.
+    """
     if record["diverged"] is None:
         partial = out / ".partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -116,14 +115,9 @@ def finish(
         partial.rmdir()
     write_json(out / RECORD, record)
     for checkpoint in out.glob("checkpoint-*"):
-        if keep_checkpoints and record["diverged"] is None:
-            _thin(checkpoint)
-        else:
+        if not keep_checkpoints or record["diverged"] is not None:
             shutil.rmtree(checkpoint)
-
-
-def _thin(checkpoint: Path) -> None:
-    """Leaves of a checkpoint what a model is read from, without what training would go on from."""
-    for file in checkpoint.iterdir():
-        if file.suffix not in (".json", ".safetensors", ".py") and file.name != COMPLETE:
-            file.unlink()
+            continue
+        for file in checkpoint.iterdir():
+            if file.suffix not in (".json", ".safetensors", ".py") and file.name != COMPLETE:
+                file.unlink()

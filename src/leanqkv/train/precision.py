@@ -1,4 +1,4 @@
-"""Precision: bf16 autocast or fp32, compiled or not, which attention; chosen by timing the real model."""
+"""Precision: bf16 autocast or fp32, compiled or not, and the attention; chosen by timing the real model."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from .tasks import build, random_batch
+from .tasks import task_of
 
 ATTENTION = ("sdpa", "eager")
 TIMED_STEPS = 4
@@ -26,7 +26,7 @@ class Precision:
         dtype: "fp32", or "bf16" for autocast.
         compiled: torch.compile of the whole model.
         attention: "sdpa" or "eager"; eager is the faster one on some CPUs once compiled, for short contexts.
-        timings: name -> milliseconds a step of what `choose_precision` tried.
+        timings: name -> milliseconds per step of each precision that `choose_precision` tried.
     """
 
     dtype: str = "fp32"
@@ -38,25 +38,27 @@ class Precision:
         return "+".join([self.dtype, *(["compile"] if self.compiled else []), self.attention])
 
     def autocast(self, device: str) -> AbstractContextManager:
+        """Return the context of a forward pass."""
         return torch.autocast(device, torch.bfloat16) if self.dtype == "bf16" else nullcontext()
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Sets the attention implementation and compiles, in place: tensor names stay as they are."""
+        """Set the attention implementation and compile, in place: tensor names stay as they are."""
         model.set_attn_implementation(self.attention)
         if self.compiled:
             model.compile(dynamic=False)
 
     def record(self) -> dict[str, Any]:
+        """Return a record's entry on the precision."""
         return {"choice": str(self), "milliseconds_per_step": self.timings}
 
 
 def parse_precision(text: str) -> Precision | None:
-    """`fp32`, `bf16+compile`, `bf16+compile+eager`, ...; None for `auto`."""
+    """Return the precision that `fp32`, `bf16+compile`, `bf16+compile+eager` and so on name; None for `auto`."""
     if text == "auto":
         return None
     dtype, *rest = text.split("+")
     if dtype not in ("fp32", "bf16") or set(rest) - {"compile", *ATTENTION} or {*ATTENTION} <= {*rest}:
-        raise LeanError(f"precision {text!r} is not known: auto, or fp32 or bf16 with +compile and +sdpa or +eager")
+        raise LeanError(f"precision {text!r} is not known; give auto, or fp32 or bf16 with +compile, +sdpa or +eager")
     return Precision(dtype, "compile" in rest, next((name for name in ATTENTION if name in rest), "sdpa"))
 
 
@@ -67,21 +69,28 @@ def choose_precision(
     context_length: int,
     steps: int,
     device: str,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> Precision:
-    """Times a few training steps of the real model in each precision, plain and compiled, and takes the one with the
-    smallest estimated time for the whole run: set-up (compiling) plus `steps` steps.
+    """Return the precision with the smallest estimated time for a run: set-up (compiling) plus `steps` steps.
+
+    Times a few training steps of the real model in each precision, plain and compiled.
+
+    Args:
+        progress: called with the precision that is timed next.
+
+    Raises:
+        LeanError: several processes, or a model that cannot be trained on this device.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise LeanError("precision auto times one process; for several give one, for example bf16+compile")
+        raise LeanError("--precision auto times one process; for several give one, for example bf16+compile")
     timed: dict[Precision, tuple[float, float]] = {}
     failures: list[Exception] = []
 
     def measure(precision: Precision) -> None:
         progress(f"timing {precision}")
         try:
-            timed[precision] = _time(config, precision, batch_size, context_length, device)
-        except Exception as error:  # no compiler, no bf16 or no room on this device: not a choice here
+            timed[precision] = time_steps(config, precision, batch_size, context_length, device)
+        except Exception as error:  # without a compiler, bf16 or the memory for it, this is no choice
             failures.append(error)
 
     for dtype in ("fp32", "bf16"):
@@ -98,17 +107,21 @@ def choose_precision(
     return Precision(best.dtype, best.compiled, best.attention, timings)
 
 
-def _time(
+def time_steps(
     config: LeanConfig, precision: Precision, batch_size: int, context_length: int, device: str
 ) -> tuple[float, float]:
-    """Seconds until the first step is done, and seconds of the fastest step after that, the one least disturbed."""
+    """Return the seconds of the first training step, compiling included, and of the fastest step after it.
+
+    The fastest step is the one that other processes disturbed least. The random state is left as it was.
+    """
     state = torch.get_rng_state()
     try:
-        torch._dynamo.reset()
-        model = build(config)
-        model.to(device)  # type: ignore[arg-type]
+        torch.compiler.reset()
+        task = task_of(config)
+        model: Any = task.model_class(config)
+        model.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        batch = random_batch(config, batch_size, context_length, device)
+        batch = task.random_batch(config, batch_size, context_length, device)
         precision.apply(model)
         seconds = []
         for _ in range(TIMED_STEPS + 1):

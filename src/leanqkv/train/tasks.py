@@ -1,21 +1,26 @@
-"""What a run on text and a run on images do each in their own way: fit, batches, evaluation, what is saved along."""
+"""The two tasks that models are trained on: the next token of a text, and the class of an image.
+
+A task is everything that a run does differently for text and for images: the model's class, the data, the batches, the
+evaluation, and the files beside the model. All other code asks `task_of(config)`, never which of the two it is.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..data import (
-    BatchPlan,
     ImageData,
     TokenData,
     batch_plan,
     collate,
     image_batch,
     image_plan,
+    prepare_data,
+    prepare_images,
     processor_settings,
     scaled_pixels,
 )
@@ -29,104 +34,18 @@ from .spec import RunSpec
 
 Data = TokenData | ImageData
 Autocast = Callable[[], AbstractContextManager]
+Progress = Callable[[str], None]
 
 
-def build(config: LeanConfig) -> PreTrainedModel:
-    """The model to train."""
-    return (LeanForImageClassification if reads_images(config) else LeanForCausalLM)(config)
+class TextTask:
+    """Next-token prediction. An instance belongs to one run, static methods to all of them."""
 
+    reads = "text"
+    has_tokenizer = True
+    model_class = LeanForCausalLM
 
-def reads_images(config: LeanConfig) -> bool:
-    return config.task == "image_classification"
-
-
-def random_batch(config: LeanConfig, batch_size: int, context_length: int, device: str) -> dict[str, Any]:
-    """Inputs of a training step's shape, for timing."""
-    if reads_images(config):
-        assert config.num_channels and config.image_size and config.num_labels
-        pixels = torch.rand(batch_size, config.num_channels, config.image_size, config.image_size, device=device)
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch_size,), device=device)}
-    tokens = torch.randint(config.vocab_size, (batch_size, context_length), device=device)
-    return {"input_ids": tokens, "shift_labels": tokens, "use_cache": False}
-
-
-def check_trainable(name: str, config: LeanConfig) -> None:
-    """Raises:
-    LeanError: a model that is neither a next-token model nor an image classifier.
-    """
-    if config.task == "masked_lm":
-        raise LeanError(
-            f"{name} is a masked language model; what is trained here are next-token models and image classifiers. "
-            "Train it with transformers' Trainer and DataCollatorForLanguageModeling"
-        )
-    if config.mask_type == "prefix":
-        raise LeanError(
-            f"{name} attends to prefixes, and text in windows has none: it would train as a causal model. Leave "
-            "mask_type out, or train it with transformers' Trainer on batches with a prefix_mask"
-        )
-
-
-def check_fit(name: str, config: LeanConfig, data: Data, context_length: int) -> None:
-    """Raises:
-    LeanError: data of another kind than the model's; sequences longer than its positions or than the data, or tokens
-        beyond its vocabulary; images of another number of channels or classes than the model's.
-    """
-    check_trainable(name, config)
-    if isinstance(data, ImageData) != reads_images(config):
-        kinds = ("images", "text") if reads_images(config) else ("text", "images")
-        raise LeanError(f"{name} is a model of {kinds[0]}, the data ({data.description}) is {kinds[1]}")
-    if isinstance(data, ImageData):
-        _check_images(name, config, data, context_length)
-        return
-    if config.position_embedding_type == "learned" and context_length > config.max_position_embeddings:
-        raise LeanError(
-            f"a context of {context_length} is longer than the {config.max_position_embeddings} positions of {name}"
-        )
-    if data.vocab_size > config.vocab_size:
-        raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
-    data.require(context_length)
-
-
-def _check_images(name: str, config: LeanConfig, data: ImageData, context_length: int) -> None:
-    if context_length != config.max_position_embeddings:
-        raise LeanError(
-            f"{name} cuts an image into {config.max_position_embeddings} tokens, {context_length} are asked for; leave "
-            "out --context-length, and compare models of one image_size and patch_size"
-        )
-    for what, found, field in (
-        ("channels", data.channels, "num_channels"),
-        ("classes", len(data.labels), "num_labels"),
-    ):
-        if (expected := getattr(config, field)) != found:
-            raise LeanError(f"the images have {found} {what}, {name} {expected}; give it as {name}+{field}={found}")
-
-
-class TrainingTask(Protocol):
-    """One run's data, and what it does with it."""
-
-    plan: BatchPlan
-
-    def prepare(self, model: PreTrainedModel) -> None:
-        """Sets what the model is to know of the data."""
-
-    def save(self, directory: Path) -> None:
-        """Writes what belongs beside the model: the tokenizer; how pixels are scaled."""
-
-    def collate(self, starts: Sequence[int]) -> dict[str, torch.Tensor]:
-        """A batch of entries of the plan, on the CPU."""
-        ...
-
-    def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The model's inputs, of a batch on the device."""
-        ...
-
-    def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
-        """`loss`, and of images `accuracy`, on the plan's evaluation."""
-        ...
-
-
-class TextTask(TrainingTask):
     def __init__(self, spec: RunSpec, data: TokenData, batches: Path):
+        """Make the batch plan, or read the one saved in `batches`."""
         self.context_length = spec.context_length
         self.plan = batch_plan(
             batches,
@@ -140,29 +59,62 @@ class TextTask(TrainingTask):
         )
         self.tokens, self.validation, self.tokenizer = data.train(), data.validation(), data.tokenizer()
 
-    def prepare(self, model: PreTrainedModel) -> None:
+    @staticmethod
+    def prepare_data(configs: Sequence[LeanConfig], source: str | None, progress: Progress, **text: Any) -> TokenData:
+        """Return data for all these models, made on first use; `text` holds options that are about text."""
+        vocab_size = min(config.vocab_size for config in configs)
+        return prepare_data(source, vocab_size=vocab_size, progress=progress, **text)
+
+    @staticmethod
+    def check_data(name: str, config: LeanConfig, data: TokenData, context_length: int) -> None:
+        """Check that data of the right kind fits the model."""
+        positions = config.max_position_embeddings
+        if config.position_embedding_type == "learned" and context_length > positions:
+            raise LeanError(f"a context of {context_length} is longer than the {positions} positions of {name}")
+        if data.vocab_size > config.vocab_size:
+            raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
+        data.require(context_length)
+
+    @staticmethod
+    def random_batch(config: LeanConfig, batch_size: int, context_length: int, device: str) -> dict[str, Any]:
+        """Return inputs of a training step's shape, for timing."""
+        tokens = torch.randint(config.vocab_size, (batch_size, context_length), device=device)
+        return {"input_ids": tokens, "shift_labels": tokens, "use_cache": False}
+
+    def configure(self, model: PreTrainedModel) -> None:
+        """Give the model the facts of the data that it saves."""
         if self.tokenizer is not None:
             assert model.generation_config is not None
             model.generation_config.eos_token_id = self.tokenizer.eos_token_id
             model.generation_config.pad_token_id = self.tokenizer.pad_token_id
 
     def save(self, directory: Path) -> None:
+        """Write the files that belong beside the model."""
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
 
     def collate(self, starts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return a batch of entries of the plan, on the CPU."""
         return collate(self.tokens, starts, self.context_length)
 
     def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's inputs, of a batch that is on the device."""
         return batch
 
     def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
+        """Return the metrics on the plan's evaluation, `loss` in nats among them."""
         starts = self.plan.evaluation_starts
         losses = sequence_losses(model, self.validation, starts, self.context_length, batch_size, autocast)
         return {"loss": losses.mean().item()}
 
 
-class ImageTask(TrainingTask):
+class ImageTask:
+    """Classification of images: the methods of TextTask, for images."""
+
+    reads = "images"
+    has_tokenizer = False
+    model_class = LeanForImageClassification
+
     def __init__(self, spec: RunSpec, data: ImageData, batches: Path):
         self.size, self.channels, self.labels = spec.config["image_size"], data.channels, data.labels
         self.plan = image_plan(
@@ -176,7 +128,35 @@ class ImageTask(TrainingTask):
         )
         self.train, self.test = data.train(), data.test()
 
-    def prepare(self, model: PreTrainedModel) -> None:
+    @staticmethod
+    def prepare_data(configs: Sequence[LeanConfig], source: str | None, progress: Progress, **text: Any) -> ImageData:
+        for name, value in text.items():
+            if value not in (None, "text"):  # the defaults
+                option = "--" + name.replace("_", "-")
+                raise LeanError(f"{option} is about text, and a model of images reads none; leave it out")
+        return prepare_images(source, progress=progress)
+
+    @staticmethod
+    def check_data(name: str, config: LeanConfig, data: ImageData, context_length: int) -> None:
+        if context_length != config.max_position_embeddings:
+            raise LeanError(
+                f"{name} cuts an image into {config.max_position_embeddings} tokens, not {context_length}; "
+                "leave out --context-length, and compare models of one image_size and patch_size"
+            )
+        for noun, count, field in (
+            ("channels", data.channels, "num_channels"),
+            ("classes", len(data.labels), "num_labels"),
+        ):
+            if (expected := getattr(config, field)) != count:
+                raise LeanError(f"the images have {count} {noun}, {name} {expected}; give it as {name}+{field}={count}")
+
+    @staticmethod
+    def random_batch(config: LeanConfig, batch_size: int, context_length: int, device: str) -> dict[str, Any]:
+        assert config.num_channels and config.image_size and config.num_labels
+        pixels = torch.rand(batch_size, config.num_channels, config.image_size, config.image_size, device=device)
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch_size,), device=device)}
+
+    def configure(self, model: PreTrainedModel) -> None:
         model.config.id2label = dict(enumerate(self.labels))
         model.config.label2id = {label: number for number, label in enumerate(self.labels)}
 
@@ -194,6 +174,49 @@ class ImageTask(TrainingTask):
         return {"loss": losses.mean().item(), "accuracy": hits.double().mean().item()}
 
 
-def make_task(spec: RunSpec, data: Data, batches: Path) -> TrainingTask:
-    """Makes the batch plan too, or finds the one saved in `batches`."""
-    return ImageTask(spec, data, batches) if isinstance(data, ImageData) else TextTask(spec, data, batches)
+TrainingTask = TextTask | ImageTask
+TASKS: dict[str, Any] = {"causal_lm": TextTask, "image_classification": ImageTask}
+
+
+def task_of(config: LeanConfig, name: str = "the model") -> Any:
+    """Return the task that a model is trained on: the class TextTask or ImageTask.
+
+    Raises:
+        LeanError: a model that cannot be trained here.
+    """
+    if config.task not in TASKS:
+        raise LeanError(
+            f"{name} is a masked language model; leanqkv trains next-token models and image classifiers. "
+            "Train it with transformers' Trainer and DataCollatorForLanguageModeling"
+        )
+    if config.mask_type == "prefix":
+        raise LeanError(
+            f"{name} attends to prefixes, which windows of a text do not have: it would train as a causal model. Leave "
+            "mask_type out, or train it with transformers' Trainer on batches with a prefix_mask"
+        )
+    return TASKS[config.task]
+
+
+def prepare(configs: Sequence[LeanConfig], source: str | None, progress: Progress, **text: Any) -> Data:
+    """Return the data that all these models can be trained on; arguments as `prepare_data` takes them.
+
+    Raises:
+        LeanError: models of different tasks; data that is missing, unreadable, or not for this task.
+    """
+    tasks = {task_of(config) for config in configs}
+    if len(tasks) > 1:
+        raise LeanError("models of text and models of images cannot be compared with each other")
+    return tasks.pop().prepare_data(configs, source, progress, **text)
+
+
+def check_fit(name: str, config: LeanConfig, data: Data, context_length: int) -> None:
+    """Check that a model can be trained on `data` in sequences of `context_length` tokens.
+
+    Raises:
+        LeanError: data of another kind than the model's; sequences longer than its positions or than the data, tokens
+            beyond its vocabulary; images of another number of channels or classes than the model's.
+    """
+    task = task_of(config, name)
+    if data.kind != task.reads:
+        raise LeanError(f"{name} is a model of {task.reads}, the data ({data.description}) is {data.kind}")
+    task.check_data(name, config, data, context_length)

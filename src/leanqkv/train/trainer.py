@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
+from transformers.trainer_callback import PrinterCallback
 
 from ..data import BatchPlan
 from ..presets import Recipe
@@ -19,9 +26,6 @@ from .directory import COMPLETE
 from .precision import Precision
 from .spec import RunSpec
 from .tasks import TrainingTask
-
-# What an evaluation finds, and where the trainer's log has it.
-EVALUATED = {"loss": "eval_loss", "accuracy": "eval_accuracy"}
 
 # step, steps, training loss (None until the first is known), tokens per second
 Progress = Callable[[int, int, float | None, float | None], None]
@@ -41,29 +45,39 @@ class Sequences(Dataset):
 
 
 class LeanTrainer(Trainer):
-    """Trainer with our autocast, our validation, and the time of every logging interval in the log."""
+    """Trainer over the batch plan, with the run's autocast and validation, and the time of every logging interval."""
 
     def __init__(
         self,
-        *,
-        precision: Precision,
+        spec: RunSpec,
         task: TrainingTask,
-        validate: Callable[[torch.nn.Module], dict[str, float]],
-        teacher: torch.nn.Module | None = None,
-        distillation: float = 0.0,
-        **kwargs: Any,
+        precision: Precision,
+        model: PreTrainedModel,
+        arguments: TrainingArguments,
+        teacher: Any = None,
+        progress: Progress = lambda *_: None,
     ):
-        super().__init__(**kwargs)
-        self.teacher, self.distillation = teacher, distillation
-        self.precision = precision
-        self.task = task
-        self.validate = validate
+        if spec.gradient_checkpointing:
+            # transformers is about to drop the older name, and its older versions have no other.
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        precision.apply(model)
+        optimizer = make_optimizer(model, spec.recipe)
+        super().__init__(
+            model=model,
+            args=arguments,
+            train_dataset=Sequences(task.plan),
+            eval_dataset=Sequences(task.plan),
+            data_collator=task.collate,
+            optimizers=(optimizer, make_schedule(optimizer, spec.recipe)),
+            callbacks=[Watch(spec, progress)],
+        )
+        self.remove_callback(PrinterCallback)
+        self.spec, self.task, self.precision = spec, task, precision
+        self.teacher = None if teacher is None else teacher.eval().requires_grad_(False).to(arguments.device)
         self.interval_start: float | None = None
 
-    def compute_loss_context_manager(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(self.precision.autocast(self.args.device.type))
-        return stack
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager:
+        return self.precision.autocast(self.args.device.type)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return self.task.finish(super()._prepare_inputs(inputs))
@@ -71,22 +85,24 @@ class LeanTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The model's loss; with a teacher, mixed with the mean KL(teacher || model) of the next token, in nats."""
+        """Return the model's loss; with a teacher, mixed with the mean KL(teacher || model) per token, in nats."""
         if self.teacher is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         with torch.no_grad():
             expected = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
-        expected, found = (logits.flatten(0, 1).float().log_softmax(-1) for logits in (expected, outputs.logits))
+        target, prediction = (logits.flatten(0, 1).float().log_softmax(-1) for logits in (expected, outputs.logits))
         # Sequences are of one length, so the mean over a micro-batch weighs as the model's own loss does.
-        divergence = torch.nn.functional.kl_div(found, expected, reduction="batchmean", log_target=True)
-        loss = (1 - self.distillation) * loss + self.distillation * divergence
+        divergence = torch.nn.functional.kl_div(prediction, target, reduction="batchmean", log_target=True)
+        loss = (1 - self.spec.distillation) * loss + self.spec.distillation * divergence
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         paused = time.perf_counter()
-        found = self.validate(self.accelerator.unwrap_model(self.model))
-        metrics = {f"eval_{name}": value for name, value in found.items()}
+        model = self.accelerator.unwrap_model(self.model)
+        batch_size = self.args.per_device_train_batch_size
+        figures = self.task.evaluate(model, batch_size, self.autocast_smart_context_manager)
+        metrics = {f"eval_{name}": value for name, value in figures.items()}
         self.log(metrics)
         if self.interval_start is not None:
             self.interval_start += time.perf_counter() - paused
@@ -102,7 +118,7 @@ class LeanTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
-    """Progress, an end to runs that diverge, and the mark of complete checkpoints."""
+    """Report progress, stop runs that diverge, and mark checkpoints as complete."""
 
     def __init__(self, spec: RunSpec, progress: Progress):
         self.spec, self.progress = spec, progress
@@ -127,7 +143,7 @@ class Watch(TrainerCallback):
 
 
 def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices (embeddings among them) and not on vectors, as nanoGPT and the papers."""
+    """Return AdamW with weight decay on matrices (embeddings too) and not on vectors, as in nanoGPT and the papers."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -135,8 +151,10 @@ def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then a cosine to the minimum over `schedule_steps`, of which a run may see only a part; a longer
-    run stays at the minimum."""
+    """Return a linear warm-up, then a cosine to the minimum over `schedule_steps`.
+
+    A shorter run sees only a part of the cosine, a longer run stays at the minimum.
+    """
     length = recipe.schedule_steps or recipe.steps
     schedule = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer,
@@ -154,15 +172,14 @@ def _held(factor: Callable[[int], float], length: int, step: int) -> float:
 
 
 def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
-    """Curves and figures of a run, from the trainer's log."""
+    """Return a record's curves and figures, from the trainer's log."""
+    training = [{"step": entry["step"], "loss": entry["loss"]} for entry in history if "loss" in entry]
     # By step: the trainer evaluates the last one twice.
-    trained = {entry["step"]: {"loss": entry["loss"]} for entry in history if "loss" in entry}
-    evaluated = {
-        entry["step"]: {name: entry[key] for name, key in EVALUATED.items() if key in entry}
-        for entry in history
-        if "eval_loss" in entry
-    }
-    training, evaluations = ([{"step": step, **at} for step, at in found.items()] for found in (trained, evaluated))
+    evaluated = {entry["step"]: entry for entry in history if "eval_loss" in entry}
+    evaluations = [
+        {"step": step, **{key.removeprefix("eval_"): entry[key] for key in entry if key.startswith("eval_")}}
+        for step, entry in evaluated.items()
+    ]
     seconds = [entry["seconds"] for entry in history if "seconds" in entry]
     bad = next((entry for entry in (*training, *evaluations) if not math.isfinite(entry["loss"])), None)
     last = evaluations[-1] if evaluations and bad is None else None

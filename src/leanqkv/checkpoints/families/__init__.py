@@ -15,27 +15,26 @@ __all__ = ["FAMILIES", "Family", "choose_family", "export_tensors", "import_tens
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GPT2)}
 
 
-def choose_family(config: LeanConfig, asked: str | None = None) -> Family:
-    """The family that `asked` names, or the one that holds the model with the fewest biases of zeros, the plainest
-    first.
+def choose_family(config: LeanConfig, name: str | None = None) -> Family:
+    """Return the family called `name`, or the plainest one that holds the model with the fewest biases of zeros.
 
     Raises:
-        LeanError: `asked` is none, or cannot hold the model; no family can. Says why.
+        LeanError: there is no such family, or it cannot hold the model; no family can. Says why.
     """
-    if asked is not None:
-        if asked not in FAMILIES:
-            raise LeanError(f"there is no family {asked!r}: {suggest(asked, FAMILIES)}")
-        FAMILIES[asked].to_stock(config)
-        return FAMILIES[asked]
-    reasons = {name: family.reasons(config) for name, family in FAMILIES.items()}
-    if able := [FAMILIES[name] for name, found in reasons.items() if not found]:
+    if name is not None:
+        if name not in FAMILIES:
+            raise LeanError(f"there is no family {name!r}: {suggest(name, FAMILIES)}")
+        FAMILIES[name].to_stock(config)
+        return FAMILIES[name]
+    reasons = {family.model_type: family.reasons(config) for family in FAMILIES.values()}
+    if able := [FAMILIES[name] for name in reasons if not reasons[name]]:
         return min(able, key=lambda family: family.zeros(config))
-    nearest = min(map(len, reasons.values()))
-    alike = defaultdict(list)
-    for name, found in reasons.items():
-        if len(found) == nearest:
-            alike["; ".join(found)].append(FAMILIES[name].architecture)
+    fewest = min(map(len, reasons.values()))
+    nearest = defaultdict(list)
+    for name, why in reasons.items():
+        if len(why) == fewest:
+            nearest["; ".join(why)].append(FAMILIES[name].architecture)
     raise LeanError(
         "no class of transformers can hold this model, the nearest are "
-        + ", ".join(f"{' and '.join(names)} ({why})" for why, names in alike.items())
+        + ", ".join(f"{' and '.join(names)} ({why})" for why, names in nearest.items())
     )

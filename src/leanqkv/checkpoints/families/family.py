@@ -1,4 +1,4 @@
-"""A class of transformers as data: what its configuration and its tensors are in ours, read in both directions.
+"""A class of transformers as data: its configuration and its tensors in terms of ours, read in both directions.
 
 The tables of the families are in gpt2.py, gpt_neox.py and llama.py.
 """
@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from ...compat import quiet_transformers
 from ...errors import LeanError
 from ...model.config import LeanConfig
 from ...model.registry import suggest
-from ...quiet import quiet_transformers
 from ..tensors import LazyTensors, Shape, StoredTensors, check_stored, read_tied
 
 # Settings of every family that have the same name here and there.
@@ -40,7 +40,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Settings that a checkpoint's function does not depend on: what a class has no place for is left out.
 IN_TRAINING = {
     *("attention_dropout", "hidden_dropout", "embedding_dropout"),
-    *("initializer_range", "scaled_residual_init", "use_cache", "fuse_projections", "router_aux_loss_coef"),
+    *("initializer_range", "scaled_residual_init", "use_cache", "router_aux_loss_coef"),
 }
 # Settings that say nothing more where the one they belong to already differs.
 BELONGS_TO = {
@@ -68,63 +68,66 @@ class Packed:
 
     @property
     def shape(self) -> Shape:
+        """The shape of theirs."""
         shape = (len(self.parts) * self.part_shape[0], *self.part_shape[1:])
         return shape[::-1] if self.transposed else shape
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Theirs, of shape `shape`, made of the parts in order."""
+        """Return theirs, of shape `shape`, made of the parts in order."""
         rows = tensors[0]
         if len(tensors) > 1:
             rows = torch.stack([tensor.unflatten(0, (self.heads, -1)) for tensor in tensors], dim=1).flatten(0, 2)
         return (rows.T if self.transposed else rows).contiguous()
 
     def unpack(self, tensor: Tensor, part: int) -> Tensor:
-        """Ours, of shape `part_shape`: the part with that index."""
+        """Return ours, of shape `part_shape`: the part with that index."""
         rows = tensor.T if self.transposed else tensor
         return rows.unflatten(0, (self.heads, len(self.parts), -1))[:, part].flatten(0, 1).contiguous()
 
 
 @dataclass(frozen=True)
 class Family:
-    """A class of transformers that a LeanConfig can describe.
+    """A class of transformers that a LeanConfig can describe."""
 
-    model_type, architecture: its names in transformers.
-    fixed: settings of ours that are the same in every model of the class.
-    settings: ours -> theirs, where the value is the same.
-    biases: which biases a model has: always (true), never (false), or where that setting of theirs says so.
-    ordinary: what its config.json must say where it says anything, beside ORDINARY.
-    read, write: the settings that need more than another name, from theirs to ours and back.
-    prefix: of the base model's tensors; a checkpoint of the base model alone does without.
-    modules: their modules outside of the layers -> ours.
-    layer, layer_modules: their name of layer `{}`; their modules in it -> ours, those side by side in one of theirs.
-    head: their name of our `lm_head`; `head_too` is another that files use.
-    ignorable: ends of the names of stored tensors that hold no weights.
-    interleaved: modules side by side take turns head by head. transposed: the layers' matrices are [in, out].
-    divisors: our tensors that hold theirs divided by a number, from their config.json.
-    """
-
+    # Its names in transformers.
     model_type: str
     architecture: str
+    # Settings of ours that are the same in every model of the class.
     fixed: Mapping[str, Any]
+    # Settings, ours -> theirs, whose value is the same.
     settings: Mapping[str, str]
+    # Which biases a model has: always (true), never (false), or as that setting of theirs says.
     biases: Mapping[str, bool | str]
+    # The prefix of the base model's tensors; a checkpoint of the base model alone does without.
     prefix: str
+    # Their modules outside of the layers -> ours.
     modules: Mapping[str, str]
+    # Their name of layer `{}`, and their modules in it -> ours, those side by side in one of theirs.
     layer: str
     layer_modules: Mapping[str, tuple[str, ...]]
+    # Their name of our `lm_head`, and another that files use.
     head: str
     head_too: str | None = None
+    # Ends of the names of stored tensors that hold no weights.
     ignorable: tuple[str, ...] = ()
+    # Values that its config.json must have where it has any, beside ORDINARY.
     ordinary: Mapping[str, Any] = field(default_factory=dict)
+    # Settings that need more than another name, from theirs to ours and back.
     read: Callable[[PreTrainedConfig], dict[str, Any]] = lambda stock: {}
     write: Callable[[LeanConfig], dict[str, Any]] = lambda config: {}
+    # Rotary positions: None for a class without, else whether it can rotate a part of each head.
+    partial_rope: bool | None = None
+    # Modules side by side take turns head by head.
     interleaved: bool = False
+    # The layers' matrices are [in, out].
     transposed: bool = False
+    # From their config.json: our tensors that hold theirs divided by a number.
     divisors: Callable[[LeanConfig, Mapping[str, Any]], dict[str, int]] = lambda config, hf: {}
 
-    def to_lean(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of the LeanConfig that is the same function as the config.json `hf`, whose gaps the class's own
-        defaults fill.
+    def lean_config(self, hf: Mapping[str, Any]) -> LeanConfig:
+        """Return the configuration that is the same function as the config.json `hf`.
+
+        The class's own defaults fill the gaps of `hf`.
 
         Raises:
             LeanError: a value that is not valid, or that no LeanConfig can express; names key and value.
@@ -135,21 +138,14 @@ class Family:
         try:
             with quiet_transformers():
                 stock = CONFIG_MAPPING[self.model_type](**deepcopy(dict(hf)))
+            return self._read(stock)
         except INVALID as error:
             raise LeanError(_one_line(error)) from None
-        return self._read(stock)
-
-    def lean_config(self, hf: Mapping[str, Any]) -> LeanConfig:
-        """`to_lean` as a LeanConfig.
-
-        Raises:
-            LeanError: as `to_lean`.
-        """
-        return _lean_config(self.to_lean(hf))
 
     def to_stock(self, config: LeanConfig) -> PreTrainedConfig:
-        """The configuration of the class that is the same function. Dropout that the class has no place for is left
-        out: it acts in training alone.
+        """Return the configuration of the class that is the same function.
+
+        Dropout that the class has no place for is left out: it acts in training alone.
 
         Raises:
             LeanError: the class cannot hold such a model; says why.
@@ -159,7 +155,7 @@ class Family:
         return self._write(config)
 
     def reasons(self, config: LeanConfig) -> list[str]:
-        """Why the class cannot hold the model; none where it can.
+        """Return why the class cannot hold the model; nothing where it can.
 
         Whatever does not come back from the class's own configuration as it was is a reason, so that no setting can be
         forgotten here.
@@ -167,44 +163,45 @@ class Family:
         if config.task != "causal_lm":
             return [f"task is {config.task!r}, it is a causal_lm"]
         try:
-            returned = _lean_config(self._read(self._write(config)))
+            returned = self._read(self._write(config))
         except (*INVALID, LeanError) as error:
             return [_one_line(error)]
-        wanted, found = _function(config), _function(returned)
-        differ = {
-            name
-            for name, value in wanted.items()
-            # A bias that the model has not is one of zeros.
-            if value != found[name] and not (name in self.biases and found[name])
-        }
-        shown = (name for name in wanted if name in differ and BELONGS_TO.get(name) not in differ)
-        return [f"{name} is {_show(wanted[name])}, it has {_show(found[name])}" for name in shown]
+        ours, theirs = _function(config), _function(returned)
+        # A bias that the model does not have is one of zeros.
+        zeros = {name for name in self.biases if theirs[name]}
+        differ = {name for name, value in ours.items() if value != theirs[name] and name not in zeros}
+        return [
+            f"{name} is {_show(ours[name])}, it has {_show(theirs[name])}"
+            for name in ours
+            if name in differ and BELONGS_TO.get(name) not in differ
+        ]
 
     def tensor_map(self, config: LeanConfig) -> list[Packed]:
-        """Every tensor of the class's checkpoint, and which of ours make it up. Those of ours that
-        `config.plan.parameter_shapes` lacks are biases of zeros."""
+        """Return every tensor of the class's checkpoint with those of ours that make it up.
+
+        Those of ours that `config.plan.parameter_shapes` lacks are biases of zeros.
+        """
         shapes = config.plan.parameter_shapes
-        found: list[Packed] = []
-        for theirs, ours in self.modules.items():
-            found += self._pack(config, shapes, self.prefix + theirs, [f"model.{ours}"])
+        modules = [(self.prefix + theirs, [f"model.{ours}"], False) for theirs, ours in self.modules.items()]
         for layer in range(config.num_hidden_layers):
             block = self.prefix + self.layer.format(layer)
             for theirs, parts in self.layer_modules.items():
                 names = [f"model.layers.{layer}.{part}" for part in parts]
-                found += self._pack(config, shapes, f"{block}.{theirs}", names, self.transposed)
+                modules.append((f"{block}.{theirs}", names, self.transposed))
         if HEAD in shapes:
-            found += self._pack(config, shapes, self.head, [HEAD.removesuffix(".weight")])
-        named = {part for packed in found for part in packed.parts}
+            modules.append((self.head, [HEAD.removesuffix(".weight")], False))
+        tensor_map = [packed for module in modules for packed in self._pack(config, *module)]
+        named = {part for packed in tensor_map for part in packed.parts}
         assert set(shapes) <= named, set(shapes) - named
-        return found
+        return tensor_map
 
     def zeros(self, config: LeanConfig) -> int:
-        """How many tensors of ours the class has and the model has not: its biases of zeros."""
+        """Return how many tensors of ours the class has and the model has not: its biases of zeros."""
         parts = {part for packed in self.tensor_map(config) for part in packed.parts}
         return len(parts - set(config.plan.parameter_shapes))
 
     def stored_names(self, stored: Collection[str]) -> dict[str, str]:
-        """Their name -> the name in the file, where prefix and head may be written in another way."""
+        """Return their name -> the name in the file, where prefix and head may be written in another way."""
         prefixed = any(name.startswith(self.prefix) for name in stored)
         names = {}
         for name in stored:
@@ -214,16 +211,9 @@ class Family:
                 names[name if prefixed else self.prefix + name] = name
         return names
 
-    def _pack(
-        self,
-        config: LeanConfig,
-        shapes: Mapping[str, Shape],
-        theirs: str,
-        ours: Sequence[str],
-        transposed: bool = False,
-    ) -> Iterator[Packed]:
+    def _pack(self, config: LeanConfig, theirs: str, ours: Sequence[str], transposed: bool) -> Iterator[Packed]:
         weights = tuple(f"{name}.weight" for name in ours)
-        shape = shapes[weights[0]]
+        shape = config.plan.parameter_shapes[weights[0]]
         heads = config.num_attention_heads if self.interleaved and len(ours) > 1 else 1
         yield Packed(f"{theirs}.weight", weights, shape, heads, transposed and len(shape) == 2)
         bias = BIASES.get(ours[0].rpartition(".")[2])
@@ -232,68 +222,44 @@ class Family:
 
     def _has_bias(self, config: LeanConfig, bias: str) -> bool:
         """Whether the class's model has it; one setting of theirs may stand for several of ours."""
-        named = self.biases[bias]
-        if isinstance(named, bool):
-            return named
-        return any(getattr(config, ours) for ours, theirs in self.biases.items() if theirs == named)
+        setting = self.biases[bias]
+        if isinstance(setting, bool):
+            return setting
+        return any(getattr(config, ours) for ours, theirs in self.biases.items() if theirs == setting)
 
-    def _read(self, stock: PreTrainedConfig) -> dict[str, Any]:
+    def _read(self, stock: PreTrainedConfig) -> LeanConfig:
         overrides = {name: getattr(stock, name) for name in COMMON} | dict(self.fixed)
         for ours, theirs in self.settings.items():
             overrides[ours] = getattr(stock, theirs)
-        if (found := overrides["hidden_act"]) not in ACT2FN:
-            raise LeanError(f"{self.settings['hidden_act']} {found!r} is not known: {suggest(str(found), ACT2FN)}")
-        for ours, named in self.biases.items():
-            overrides[ours] = named if isinstance(named, bool) else getattr(stock, named)
+        if (activation := overrides["hidden_act"]) not in ACT2FN:
+            known = suggest(str(activation), ACT2FN)
+            raise LeanError(f"{self.settings['hidden_act']} {activation!r} is not known: {known}")
+        for ours, setting in self.biases.items():
+            overrides[ours] = setting if isinstance(setting, bool) else getattr(stock, setting)
         overrides |= self.read(stock)
+        if self.partial_rope is not None:
+            overrides["rope_parameters"] = _read_rope(stock, self.partial_rope)
         # Whole numbers and null may stand for a rate there.
         dropouts = [name for name in overrides if name.endswith("_dropout")]
-        return overrides | {name: float(overrides[name] or 0) for name in dropouts}
+        return LeanConfig(**overrides | {name: float(overrides[name] or 0) for name in dropouts})
 
     def _write(self, config: LeanConfig) -> PreTrainedConfig:
         values = {name: getattr(config, name) for name in COMMON}
         values |= {theirs: getattr(config, ours) for ours, theirs in self.settings.items()}
-        for bias, named in self.biases.items():
-            if isinstance(named, str):
-                values[named] = self._has_bias(config, bias)
+        for bias, setting in self.biases.items():
+            if isinstance(setting, str):
+                values[setting] = self._has_bias(config, bias)
+        values |= deepcopy(self.write(config))
+        if self.partial_rope is not None:
+            values["rope_parameters"] = _write_rope(config, self.partial_rope)
         with quiet_transformers():
-            return CONFIG_MAPPING[self.model_type](
-                **values, **deepcopy(self.write(config)), architectures=[self.architecture]
-            )
-
-
-def read_rope(stock: PreTrainedConfig, partial: bool) -> dict[str, Any]:
-    """Our `rope_parameters`; `partial`: whether the class can rotate a part of each head.
-
-    Raises:
-        LeanError: a kind that is not known, or parameters for each kind of layer; a part, where the class has none.
-    """
-    parameters: Any = stock.rope_parameters
-    kind, kinds = parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
-    if kind not in kinds:
-        raise LeanError(f"rope_parameters {parameters}: rope_type {kind!r} is not known: {suggest(str(kind), kinds)}")
-    # The class reads no other key.
-    found = {key: value for key, value in parameters.items() if key in RopeParameters.__annotations__}
-    share = found.pop("partial_rotary_factor", None)
-    if share not in (None, 1.0):
-        if not partial:
-            raise LeanError(f"partial_rotary_factor {share!r} cannot be expressed here: the class rotates whole heads")
-        found["partial_rotary_factor"] = share
-    return {"rope_parameters": found}
-
-
-def write_rope(config: LeanConfig, partial: bool) -> dict[str, Any]:
-    """The inverse of `read_rope`."""
-    found = dict(config.rope_parameters or {})
-    share = found.pop("partial_rotary_factor", None)
-    # Where it is left out, a class that can rotate a part has a default of its own.
-    found |= {"partial_rotary_factor": 1.0 if share is None else share} if partial else {}
-    return {"rope_parameters": found or None}
+            return CONFIG_MAPPING[self.model_type](**values, architectures=[self.architecture])
 
 
 def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf: Mapping[str, Any]) -> LazyTensors:
-    """The tensors of a family's checkpoint under our names: exactly `config.plan.parameter_shapes`, each read when it
-    is asked for. `hf` is the checkpoint's config.json, `config` what `family.lean_config` makes of it.
+    """Return the tensors of a family's checkpoint under our names: exactly `config.plan.parameter_shapes`.
+
+    `hf` is the checkpoint's config.json, `config` the configuration that `family.lean_config` makes of it.
 
     Raises:
         LeanError: tensors missing, left over, of another shape or dtype; when the embedding is read, a head in the file
@@ -307,11 +273,11 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf
         {names.get(packed.name, packed.name): packed.shape for packed in tensor_map},
         lambda name: name == head or name.endswith(family.ignorable),
     )
-    places = {part: (packed, i) for packed in tensor_map for i, part in enumerate(packed.parts)}
+    sources = {part: (packed, i) for packed in tensor_map for i, part in enumerate(packed.parts)}
     divisors = family.divisors(config, hf)
 
     def read(name: str) -> Tensor:
-        packed, part = places[name]
+        packed, part = sources[name]
         theirs = names[packed.name]
         tensor = read_tied(stored, theirs, head) if name == EMBEDDING else stored[theirs]
         ours = packed.unpack(tensor, part)
@@ -321,8 +287,9 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf
 
 
 def export_tensors(family: Family, config: LeanConfig, tensors: Mapping[str, Tensor]) -> LazyTensors:
-    """Tensors of ours, as `config.plan.parameter_shapes` names them, under the family's names, each made when it is
-    asked for. Biases that the model has not and the class has are zeros.
+    """Return our tensors, as `config.plan.parameter_shapes` names them, under the family's names.
+
+    Biases that the class has and the model has not are zeros.
 
     Raises:
         LeanError: the class cannot hold such a model; says why.
@@ -340,11 +307,29 @@ def export_tensors(family: Family, config: LeanConfig, tensors: Mapping[str, Ten
     return LazyTensors({name: packed.shape for name, packed in tensor_map.items()}, make)
 
 
-def _lean_config(overrides: Mapping[str, Any]) -> LeanConfig:
-    try:
-        return LeanConfig(**overrides)
-    except INVALID as error:
-        raise LeanError(_one_line(error)) from None
+def _read_rope(stock: PreTrainedConfig, partial: bool) -> dict[str, Any]:
+    """Our `rope_parameters`; `partial`: whether the class can rotate a part of each head."""
+    parameters: Any = stock.rope_parameters
+    kind, kinds = parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
+    if kind not in kinds:  # also where there are parameters for each kind of layer
+        raise LeanError(f"rope_parameters {parameters}: rope_type {kind!r} is not known: {suggest(str(kind), kinds)}")
+    # The class reads no other key.
+    ours = {key: value for key, value in parameters.items() if key in RopeParameters.__annotations__}
+    share = ours.pop("partial_rotary_factor", None)
+    if share not in (None, 1.0):
+        if not partial:
+            raise LeanError(f"partial_rotary_factor {share!r} cannot be expressed here: the class rotates whole heads")
+        ours["partial_rotary_factor"] = share
+    return ours
+
+
+def _write_rope(config: LeanConfig, partial: bool) -> dict[str, Any] | None:
+    """The inverse of `_read_rope`."""
+    theirs = dict(config.rope_parameters or {})
+    share = theirs.pop("partial_rotary_factor", None)
+    if partial:  # where it is left out, a class that can rotate a part has a default of its own
+        theirs["partial_rotary_factor"] = 1.0 if share is None else share
+    return theirs or None
 
 
 def _one_line(error: Exception) -> str:
@@ -353,16 +338,15 @@ def _one_line(error: Exception) -> str:
 
 
 def _function(config: LeanConfig) -> dict[str, Any]:
-    """What decides the function, comparable: mechanisms layer by layer, rotary parameters without what says nothing."""
+    """The settings that decide the function, comparable: mechanisms layer by layer, rotary parameters without gaps."""
     general = {setting.name for setting in fields(PreTrainedConfig)}
     ours = [setting.name for setting in fields(LeanConfig) if setting.name not in general | IN_TRAINING]
-    found = {name: getattr(config, name) for name in ours}
-    layers = config.plan.layers
+    settings = {name: getattr(config, name) for name in ours}
     for slot in ("query", "key", "value", "output"):
-        found[slot] = [getattr(layer, slot) for layer in layers]
+        settings[slot] = [getattr(layer, slot) for layer in config.plan.layers]
     if config.rope_parameters:
-        found |= write_rope(config, partial=True)
-    return found
+        settings["rope_parameters"] = _write_rope(config, partial=True)
+    return settings
 
 
 def _show(value: Any) -> str:

@@ -13,13 +13,9 @@ def _read(stock: PreTrainedConfig) -> dict[str, Any]:
     return {"intermediate_size": 4 * stock.n_embd if stock.n_inner is None else stock.n_inner}
 
 
-def _write(config: LeanConfig) -> dict[str, Any]:
-    return {"n_inner": config.intermediate_size}
-
-
 def _divisors(config: LeanConfig, hf: Mapping[str, Any]) -> dict[str, int]:
-    """`scale_attn_by_inverse_layer_idx`: layer i divides its attention logits by i + 1; here its queries are divided
-    once, with one rounding to the dtype they are stored in."""
+    """With `scale_attn_by_inverse_layer_idx` layer i divides its attention logits by i + 1. Here its queries are
+    divided once, with one rounding to the dtype they are stored in."""
     if not hf.get("scale_attn_by_inverse_layer_idx"):
         return {}
     query = "model.layers.{}.self_attn.q_proj.{}"
@@ -40,7 +36,7 @@ GPT2 = Family(
     biases=dict.fromkeys(("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias"), True),
     ordinary={"scale_attn_weights": True, "add_cross_attention": False},
     read=_read,
-    write=_write,
+    write=lambda config: {"n_inner": config.intermediate_size},
     prefix="transformer.",
     modules={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
     layer="h.{}",

@@ -4,20 +4,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ...model.config import LeanConfig
-from .family import Family, read_rope, write_rope
+from .family import Family
 
 
 def _read(stock: PreTrainedConfig) -> dict[str, Any]:
-    return {
-        "block_type": "parallel" if stock.use_parallel_residual else "serial",
-        "embedding_dropout": stock.hidden_dropout,
-        **read_rope(stock, partial=True),
-    }
-
-
-def _write(config: LeanConfig) -> dict[str, Any]:
-    return {"use_parallel_residual": config.block_type == "parallel", **write_rope(config, partial=True)}
+    block_type = "parallel" if stock.use_parallel_residual else "serial"
+    return {"block_type": block_type, "embedding_dropout": stock.hidden_dropout}
 
 
 GPT_NEOX = Family(
@@ -44,7 +36,8 @@ GPT_NEOX = Family(
     },
     ordinary={"head_dim": None},
     read=_read,
-    write=_write,
+    write=lambda config: {"use_parallel_residual": config.block_type == "parallel"},
+    partial_rope=True,
     prefix="gpt_neox.",
     modules={"embed_in": "embed_tokens", "final_layer_norm": "norm"},
     layer="layers.{}",

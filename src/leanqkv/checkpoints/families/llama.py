@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import LeanError
 from ...model.config import LeanConfig
-from .family import Family, read_rope, write_rope
+from .family import Family
 
 _MODULES = (
     *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -66,8 +66,9 @@ def _family(
         settings={name: name for name in same} | {"norm_eps": "rms_norm_eps"},
         biases={**_NO_BIASES, **biases},
         ordinary=ordinary or {},
-        read=lambda stock: read(stock) | read_rope(stock, partial=False),
-        write=lambda config: write(config) | write_rope(config, partial=False),
+        read=read,
+        write=write,
+        partial_rope=False,
         prefix="model.",
         modules={"embed_tokens": "embed_tokens", "norm": "norm"},
         layer="layers.{}",

@@ -1,0 +1,67 @@
+"""What every benchmark shares: its command line, its record and its tables.
+
+A benchmark is a file with a function that measures and a function `tables` that turns the record into the Markdown of
+the documentation; `run` puts them together.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from leanqkv.environment import record_header
+from leanqkv.errors import LeanError
+from leanqkv.files import read_json, write_json
+from leanqkv.report.text import markdown_table
+
+Record = dict[str, Any]
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has: --out and --tables."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record to this JSON file")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="print a record as Markdown, and measure nothing")
+    return parser
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], Record],
+    tables: Callable[[Record], str],
+) -> None:
+    """Measure, print the tables and write the record to --out; with --tables print those of an earlier record.
+
+    The record opens with `record_header`; its device is the option of that name, or the CPU.
+    """
+    options = parser.parse_args()
+    try:
+        if options.tables is not None:
+            print(tables(read_json(options.tables)))
+            return
+        header = record_header("benchmark", Path(sys.argv[0]).stem, getattr(options, "device", "cpu"))
+        record = header | measure(options)
+    except LeanError as error:
+        parser.exit(2, f"error: {error}\n")
+    print(tables(record))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.out, record)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, least and most of repeated measurements."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def spread_text(values: dict[str, float], digits: int = 2) -> str:
+    """Return a `spread` as a table shows it, `1.02 (0.98–1.10)`."""
+    middle, low, high = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
+    return f"{middle} ({low}–{high})"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str | None = None) -> str:
+    """Return a Markdown table without the last line break; `align` as in `markdown_table`."""
+    return markdown_table(headers, rows, align).rstrip("\n")

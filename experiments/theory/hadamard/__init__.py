@@ -1,0 +1,1 @@
+"""Attention written with block Hadamard products."""

@@ -1,0 +1,1 @@
+"""In-context regression with and without the first layer's value."""

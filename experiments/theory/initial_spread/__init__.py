@@ -1,0 +1,1 @@
+"""The spread of attention logits at initialization."""

@@ -1,0 +1,1 @@
+"""A change of basis through a norm."""

@@ -1,0 +1,1 @@
+"""ReLU MLPs that can do without their skip connection."""

@@ -1,0 +1,74 @@
+"""Write identities out: every query, key, value and output as a plain matrix, for classes that know no others."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model.config import LeanConfig
+from ..model.registry import Mechanism
+from ..presets.edit import with_fields
+from .stream import PROJECTIONS
+from .tensors import LazyTensors
+
+DENSE = ("identity", "block_identity", "residual")
+
+
+def written_out(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
+    """Return the same function with linear projections for identities, identity blocks and residual queries.
+
+    Mechanisms that are no linear map stay as they are. So do keys that are reused as values, because values have no
+    scale that could be written into them. If one layer has a bias, all layers get one, of zeros.
+    """
+    unchanged = {"key"} if any(layer.reuses_keys for layer in config.plan.layers) else set()
+    fields: dict[str, Any] = {}
+    dense: dict[str, Mechanism] = {}
+    scales: dict[str, float] = {}  # of QK-norm's weights: a scale before the norm would have no effect
+    biased = {"attention_bias": config.attention_bias, "attention_output_bias": config.attention_output_bias}
+    for slot, projection in PROJECTIONS.items():
+        if slot in unchanged:
+            continue
+        fields[slot] = [entry for entry in getattr(config, slot) if entry["type"] not in DENSE]
+        for layer in config.plan.layers:
+            mechanism = getattr(layer, slot)
+            if mechanism.kind not in DENSE:
+                continue
+            attention = f"model.layers.{layer.block}.self_attn"
+            dense[f"{attention}.{projection}"] = mechanism
+            if config.qk_norm and slot in ("query", "key"):
+                scales[f"{attention}.{slot[0]}_norm"] = getattr(mechanism.options, "scale", 1.0)
+            if getattr(mechanism.options, "bias", False):
+                biased["attention_output_bias" if slot == "output" else "attention_bias"] = True
+    new = with_fields(config, **fields, **biased)
+
+    def compute(name: str) -> Tensor:
+        module, _, kind = name.rpartition(".")
+        shape = new.plan.parameter_shapes[name]
+        mechanism = dense.get(module)
+        if kind == "bias" and name not in tensors:
+            return torch.zeros(shape, dtype=torch.float64)
+        if mechanism is None:
+            return tensors[name].double() * scales[module] if module in scales else tensors[name]
+        scale = 1.0 if config.qk_norm else getattr(mechanism.options, "scale", 1.0)
+        if mechanism.kind == "block_identity":
+            return tensors[name] if kind == "bias" else _with_block(config, mechanism.options, module, tensors)
+        if mechanism.kind == "residual":
+            matrix = tensors[name].double()
+            return scale / 2 * (matrix if kind == "bias" else matrix + torch.eye(*shape, dtype=torch.float64))
+        return scale * (tensors[name].double() if kind == "bias" else torch.eye(*shape, dtype=torch.float64))
+
+    return new, LazyTensors(new.plan.parameter_shapes, compute)
+
+
+def _with_block(config: LeanConfig, options: Any, module: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the whole weight, [heads * head_dim, hidden_size], of a projection that stores no identity block."""
+    assert config.head_dim is not None
+    width: int = config.head_dim if options.width is None else options.width
+    stored = tensors[f"{module}.weight"].unflatten(0, (-1, width))
+    block = torch.eye(width, dtype=stored.dtype).expand(len(stored), -1, -1)
+    heads = torch.cat((stored[..., : options.start], block, stored[..., options.start :]), dim=-1)
+    if width < config.head_dim:
+        plain = tensors[f"{module}.plain_weight"].to(stored.dtype).unflatten(0, (-1, config.head_dim - width))
+        heads = torch.cat((plain, heads), dim=1)
+    return heads.flatten(0, 1)

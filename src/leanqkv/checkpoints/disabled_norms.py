@@ -1,0 +1,147 @@
+"""GPT-2 checkpoints whose LayerNorms were trained away and are switched off by a huge epsilon: read and written.
+
+Heimersheim 2024 (arXiv 2409.13710) and Baroni et al. 2025 (arXiv 2507.02559) publish them with `eps = 1e12` and weights
+of `1e6 gamma`: `(x - mean) / sqrt(var + eps) * weight + bias` is `C x gamma + bias` up to var / (2 eps), with
+`C = I - 11^T / d`. Karbevski & Mijoski 2025, Remark 2, apply their Theorem 4.2 to such models. The centring C is
+singular, so it cannot stand in front of a weight that is to be inverted. It is folded into the tensors that write the
+stream; gamma and bias are folded into those that read it.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import LeanError
+from ..model.config import LeanConfig
+from ..presets.edit import with_fields
+from .stream import Stream, StreamPoint, StreamTensor
+from .tensors import LazyTensors
+
+# Above this an epsilon switches its norm off: real variances are far smaller.
+DISABLED = 1e8
+# The epsilon that published checkpoints have.
+EPSILON = 1e12
+
+
+def norms_disabled(config: LeanConfig) -> bool:
+    """Return whether the epsilon of the model's LayerNorms switches them off."""
+    return config.norm_type == "layernorm" and config.norm_eps >= DISABLED
+
+
+def why_norms_stay(config: LeanConfig) -> str | None:
+    """Return why `without_norms` cannot remove the norms, or None."""
+    if not norms_disabled(config):
+        return f"they are not switched off by their epsilon ({config.norm_eps:g}, below {DISABLED:g})"
+    if config.task == "image_classification":
+        return "it is a model of images"
+    if config.block_type == "parallel":
+        return "a parallel block reads the stream through two norms at one place"
+    if config.qk_norm:
+        return "QK-norm has the same epsilon, and is disabled along with them"
+    if config.mlp_type == "moe":
+        return "a router has no bias to take the norm's"
+    if config.num_hidden_groups is not None or config.depth_average is not None or config.kv_lora_rank is not None:
+        return "shared blocks, averages over depth and latents are not treated"
+    blocked = Stream(with_fields(config, norm_type="none", norm_bias=False)).blocked
+    return next(iter(blocked.values()), None)
+
+
+def without_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
+    """Return the function that the disabled norms stand for (the limit of a large epsilon), with `norm_type` "none".
+
+    The head is untied, since gamma of the last norm goes into it. The bias of that norm, divided by gamma, goes into
+    the bias of the last MLP, which only the head reads.
+
+    Raises:
+        LeanError: the norms are not disabled, or the model has something this does not treat; says what.
+    """
+    if reason := why_norms_stay(config):
+        raise LeanError(f"its norms cannot be removed exactly: {reason}")
+    d, last = config.hidden_size, config.num_hidden_layers - 1
+    new = with_fields(
+        config,
+        norm_type="none",
+        norm_eps=LeanConfig().norm_eps,
+        norm_bias=False,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    )
+    stream = Stream(new)
+    factor = 1 / math.sqrt(config.norm_eps)
+
+    def bias_or_zeros(name: str, width: int) -> Tensor:
+        return tensors[name].double() if name in tensors else torch.zeros(width, dtype=torch.float64)
+
+    def norm(point: StreamPoint) -> tuple[Tensor, Tensor]:
+        """Return gamma and bias of the norm through which `point` is read."""
+        name = "model.norm"
+        if point.layer <= last:
+            norms = "post_attention_layernorm" if point.middle else "input_layernorm"
+            name = f"model.layers.{point.layer}.{norms}"
+        return tensors[f"{name}.weight"].double() * factor, bias_or_zeros(f"{name}.bias", d)
+
+    def compute(name: str) -> Tensor:
+        tensor = stream.tensors.get(name)
+        weight_name = name.removesuffix("bias") + "weight"
+        reader = stream.tensors.get(weight_name)
+        if tensor is not None and tensor.writes:
+            values = bias_or_zeros(name, d) if name.endswith("bias") else tensors[name].double()
+            centred = values - values.mean(tensor.axis, keepdim=True)
+            if name == f"model.layers.{last}.mlp.down_proj.bias":
+                gamma, bias = norm(StreamPoint(last + 1))
+                if not gamma.all():
+                    raise LeanError("the last norm's weight has a zero, by which its bias would have to be divided")
+                centred = centred + bias / gamma
+            return centred
+        if tensor is not None:
+            source = "model.embed_tokens.weight" if name == "lm_head.weight" and name not in tensors else name
+            return tensors[source].double() * norm(tensor.point)[0]
+        if name.endswith("bias") and reader is not None and not reader.writes:
+            weight = tensors[weight_name].double()
+            return bias_or_zeros(name, len(weight)) + weight @ norm(reader.point)[1]
+        return tensors[name]
+
+    return new, LazyTensors(new.plan.parameter_shapes, compute)
+
+
+def disable_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
+    """Return a model without norms as one whose norms an epsilon switches off, for classes that always have norms.
+
+    Such a norm still subtracts the mean. The function stays the same, up to var / 2e12, only if everything that writes
+    the stream has mean zero over its coordinates. A bias that the last layer adds is the exception.
+
+    Raises:
+        LeanError: the stream's mean is not zero; names the tensor that writes it.
+    """
+    new = with_fields(config, norm_type="layernorm", norm_eps=EPSILON, norm_bias=True)
+    d, last = config.hidden_size, config.num_hidden_layers - 1
+    last_bias = f"model.layers.{last}.mlp.down_proj.bias"
+    stream = Stream(config)
+
+    def compute(name: str) -> Tensor:
+        if name in tensors:
+            values, tensor = tensors[name], stream.tensors.get(name)
+            if tensor is not None and tensor.writes and name != last_bias:
+                _check_mean_zero(tensor, values)
+            return values
+        if name == "model.norm.bias":
+            mean = tensors[last_bias].double().mean().item() if last_bias in tensors else 0.0
+            return torch.full((d,), mean, dtype=torch.float64)
+        return torch.full((d,), math.sqrt(EPSILON) if name.endswith("weight") else 0.0, dtype=torch.float64)
+
+    return new, LazyTensors(new.plan.parameter_shapes, compute)
+
+
+def _check_mean_zero(tensor: StreamTensor, values: Tensor) -> None:
+    rounding = torch.finfo(values.dtype).eps
+    values = values.double()
+    means, size = values.mean(tensor.axis), values.square().mean(tensor.axis).sqrt()
+    # Changed tensors are float64 and carry the error of a solve; stored ones that of their dtype.
+    if (means.abs() > max(rounding, 1e-9) * size).any():
+        raise LeanError(
+            f"{tensor.name} writes rows whose mean is not zero: a LayerNorm would subtract it, and the function "
+            "would change; eliminate with --format stock, which chooses a basis that keeps the mean"
+        )

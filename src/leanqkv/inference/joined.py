@@ -1,0 +1,156 @@
+"""One matrix product for all projections of one input.
+
+Karbevski 2026 (P2), section 4: with the nonlinear query, K, V and the first bottleneck layer are one product of output
+2.5 d instead of 3 d; the RMSNorm before that layer becomes its weight, folded into W_1, and a division by the rms after
+the product. https://github.com/MarkoKarbevski/beyond_query_linearity
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..compat import has_hooks
+from ..model.attention import LeanAttention
+from ..model.attention_latent import LatentAttention
+from ..model.mlp import GatedMLP
+from ..model.projection_linear import LinearProjection
+from ..model.query_nonlinear import NonlinearQuery
+from ..model.query_residual import ResidualQuery
+
+# Makes a linear map of a weight [out, in] and a bias.
+MakeProduct = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+
+
+class LinearPart(NamedTuple):
+    """The linear map of its input that a projection begins with.
+
+    layer: the linear layer whose weight [out, in] and bias these are. finish: the projection's result, of the input
+    and of what the map makes of it.
+    """
+
+    layer: nn.Linear
+    weight: Tensor
+    bias: Tensor | None
+    finish: Callable[[Tensor, Tensor], Tensor]
+
+
+class JoinedProjections:
+    """Takes the place of the `project` method of an attention or a gated MLP: the same results, up to rounding.
+
+    Projections that do not begin with a plain linear map of the input (identities, adapters, quantised layers, hooked
+    ones) are called as they are.
+    """
+
+    def __init__(self, module: Any, make_product: MakeProduct | None):
+        """make_product: is called once, for inference; None joins the weights anew at every call, which follows their
+        changes and gives them their gradients."""
+        self.projections = _projections(module)
+        self.query_reads_mlp = getattr(module, "query_reads_mlp", False)
+        own_input = [i for i in range(len(self.projections)) if not (self.query_reads_mlp and i == 0)]
+        self.members = [i for i in own_input if linear_part(self.projections[i]) is not None]
+        self.layers = [part.layer for part in self._parts()]
+        self._once: tuple[list[LinearPart], Callable[[Tensor], Tensor]] | None = None
+        if make_product is not None and self.members:
+            self._once = self._parts(), make_product(*_joint_map(self._parts()))
+
+    def __call__(self, hidden_states: Tensor, mlp_hidden: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        parts, product = self._once or (self._parts(), None)
+        product = product or partial(_linear, *_joint_map(parts))
+        mapped = product(hidden_states).split([len(part.weight) for part in parts], dim=-1)
+        joined = {i: part.finish(hidden_states, own) for i, part, own in zip(self.members, parts, mapped, strict=True)}
+        results: list[Tensor | None] = []
+        for i, projection in enumerate(self.projections):
+            if i in joined or projection is None:
+                results.append(joined.get(i))
+            elif self.query_reads_mlp and i == 0:
+                results.append(projection(hidden_states, mlp_hidden))
+            else:
+                results.append(projection(hidden_states))
+        return tuple(results)
+
+    def _parts(self) -> list[LinearPart]:
+        parts = [linear_part(self.projections[i]) for i in self.members]
+        return [part for part in parts if part is not None]
+
+
+def join_projections(model: nn.Module, make_product: MakeProduct | None = None) -> list[nn.Linear]:
+    """Join, in place, the projections of one input in every attention and gated MLP of `model`.
+
+    Names of tensors stay as they are. Returns the linear layers whose weights are now part of a joint product.
+    """
+    layers: list[nn.Linear] = []
+    for module in model.modules():
+        if isinstance(module, LeanAttention | LatentAttention | GatedMLP):
+            joined = JoinedProjections(module, make_product)
+            if len(joined.members) > 1:
+                module.project = joined  # type: ignore[method-assign,assignment]
+                layers += joined.layers
+    return layers
+
+
+def linear_part(projection: nn.Module | None) -> LinearPart | None:
+    """The linear map that `projection` begins with, or None where its weights alone do not decide what it computes.
+
+    An adapter in place of a part is of another type, a quantised weight is not floating point, a hook would be passed
+    over: such projections have none.
+    """
+    if projection is None:
+        return None
+    modules = list(projection.modules())
+    if any(has_hooks(module) for module in modules):
+        return None
+    if not all(parameter.is_floating_point() for parameter in projection.parameters()):
+        return None
+    if type(projection) in (nn.Linear, LinearProjection):
+        return LinearPart(projection, projection.weight, projection.bias, lambda _, mapped: mapped)  # type: ignore[arg-type]
+    if type(projection) is ResidualQuery:
+        width = projection.out_features
+        return LinearPart(
+            projection, projection.weight, projection.bias, lambda x, mapped: (x[..., :width] + mapped) / 2
+        )
+    if type(projection) is NonlinearQuery:
+        weighted = [child for child in projection.children() if next(child.parameters(), None) is not None]
+        if all(type(child) in (nn.Linear, nn.RMSNorm, nn.LayerNorm) for child in weighted):
+            return _bottleneck(projection)
+    return None
+
+
+def _bottleneck(query: NonlinearQuery) -> LinearPart:
+    """`RMSNorm(X) W_1 = (X diag(g) W_1) / rms(X)`, g the weight of the norm."""
+    if not isinstance(query.norm_in, nn.RMSNorm):
+        return LinearPart(query.down_proj, query.down_proj.weight, None, query.from_bottleneck)
+
+    def finish(hidden_states: Tensor, mapped: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=wide)
+        mean_square = length.square() / hidden_states.shape[-1]
+        mapped = mapped * torch.rsqrt(mean_square + query.eps).to(mapped.dtype)
+        return query.from_bottleneck(hidden_states, mapped)
+
+    return LinearPart(query.down_proj, query.down_proj.weight * query.norm_in.weight, None, finish)
+
+
+def _projections(module: Any) -> Sequence[nn.Module | None]:
+    """In the order of the results of `project`, the query first."""
+    if isinstance(module, GatedMLP):
+        return [module.gate_proj, module.up_proj]
+    if isinstance(module, LatentAttention):
+        return [module.q_proj, module.q_rope_proj, module.k_rope_proj, module.kv_down_proj]
+    return [module.q_proj, module.k_proj, module.v_proj]
+
+
+def _joint_map(parts: Sequence[LinearPart]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases one below the other."""
+    bias = None
+    if any(part.bias is not None for part in parts):
+        biases = [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
+        bias = torch.cat(biases)
+    return torch.cat([part.weight for part in parts]), bias
+
+
+def _linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+    return F.linear(inputs, weight, bias)

@@ -1,0 +1,111 @@
+"""The summary that `leanqkv inspect` prints: about ten lines on a model or a checkpoint."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+
+from ..checkpoints.disabled_norms import norms_disabled
+from ..checkpoints.load import MODELS
+from ..checkpoints.open import Checkpoint
+from ..eliminate.audit import WAYS, Finding, Spectrum, weight_table
+from ..model.config import LeanConfig
+from .tables import ranges, short_name
+
+# Fields that change what a block computes, shown where they differ from their default.
+BLOCK_FIELDS = (
+    *("task", "mask_type", "sliding_window", "block_type", "attention_skip", "mlp_skip", "norm_type", "mlp_type"),
+    *("num_local_experts", "num_experts_per_tok", "num_hidden_groups", "qk_norm", "depth_average"),
+)
+
+
+def summary(
+    config: LeanConfig, title: str, checkpoint: Checkpoint | None, findings: Sequence[Finding]
+) -> Iterator[str]:
+    """Yield the lines of the summary; `checkpoint` is None for a model that has no weights yet."""
+    yield _shape_line(config, title, checkpoint)
+    yield from _plan_lines(config)
+    yield from _elimination_lines(config, findings)
+
+
+def condition_line(spectra: Sequence[Spectrum]) -> str:
+    """Return the worst condition number and its tensor."""
+    worst = max(spectra, key=lambda spectrum: spectrum.condition)
+    return f"worst condition number: {worst.condition:.3g}, {short_name(worst.tensor)} (of {len(spectra)} projections)"
+
+
+def without_query_and_output_line(config: LeanConfig) -> str:
+    """Return what removing all of Q and P would save, as Graef's table counts (P4 section 4)."""
+    table = weight_table(config)
+    return (
+        f"without any Q and P, were that exact: {table['weight savings']:.0%} fewer of {table['total weights']:,.0f} "
+        f"weights, {table['possible speedup at batch 1']:.2f}× at batch 1 (as P4 counts)"
+    )
+
+
+def _shape_line(config: LeanConfig, title: str, checkpoint: Checkpoint | None) -> str:
+    heads = f"{config.num_attention_heads} heads of {config.head_dim}"
+    if config.num_key_value_heads != config.num_attention_heads:
+        heads += f" ({config.num_key_value_heads} for keys and values)"
+    if config.task == "image_classification":
+        outputs = f"{config.num_labels} labels"
+    else:
+        outputs = f"vocabulary {config.vocab_size:,}"
+    if checkpoint is None:
+        architecture, dtypes, size = MODELS[config.task].__name__, "bfloat16", 2 * config.plan.count_parameters().total
+    else:
+        architecture, stored = checkpoint.architecture, checkpoint.stored
+        dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in stored.dtypes.values()}))
+        size = sum(prod(shape) * stored.dtypes[name].itemsize for name, shape in stored.shapes.items())
+    return (
+        f"{title}: {architecture}, {config.num_hidden_layers} layers, width {config.hidden_size:,}, {heads}, "
+        f"{outputs}, {size / 1e6:,.1f} MB in {dtypes}"
+    )
+
+
+def _plan_lines(config: LeanConfig) -> list[str]:
+    """The block's unusual fields, the parameters and the KV cache."""
+    plan, count = config.plan, config.plan.count_parameters()
+    default = LeanConfig()
+    fields = [(name, getattr(config, name)) for name in BLOCK_FIELDS if getattr(config, name) != getattr(default, name)]
+    lines = ["blocks: " + ", ".join(f"{name} {value}" for name, value in fields)] if fields else []
+    lines.append(f"parameters: {count.total:,} ({count.non_embedding:,} without embeddings and output head)")
+    if config.bidirectional:
+        return [*lines, "KV cache: none, the model reads its whole input at once"]
+    mha = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim  # type: ignore[operator]
+    size = plan.kv_bytes_per_token(torch.bfloat16)
+    windows = sorted({layer.window for layer in plan.layers if layer.window is not None and layer.cached})
+    until = f" until a window of {windows[0]} is full" if windows else ""
+    return [*lines, f"KV cache, bfloat16: {size:,} bytes per token{until}, {size / (2 * mha):.1%} of MHA"]
+
+
+def _elimination_lines(config: LeanConfig, findings: Sequence[Finding]) -> list[str]:
+    """What can be removed exactly and what that saves, and what cannot and why, one line per reason."""
+    exact: dict[tuple, list[Finding]] = {}
+    reasons: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.applies:
+            exact.setdefault((finding.saves, finding.layers), []).append(finding)
+        if finding.why_not:
+            reasons.setdefault(finding.why_not, []).append(finding.remove)
+    lines = [f"removable exactly: {_savings(group)}" for group in exact.values()] or ["removable exactly: nothing"]
+    if config.norm_type != "none" and not norms_disabled(config):
+        small = max(finding.share for finding in findings) < 0.01
+        amount = ", so that less than 1% of the weights can be removed exactly" if small else ""
+        lines.append(f"norms: they rule out everything else{amount}")
+    projections = [",".join(slots) for slots in WAYS]
+    for reason, names in reasons.items():
+        what = "projections" if names == projections else "; ".join(names)
+        part_of_it = reason.startswith(("Q-K", "V-O", "of all layers"))
+        lines.append(f"not removable: {what}{' ' if part_of_it else ': '}{reason}")
+    return lines
+
+
+def _savings(findings: Sequence[Finding]) -> str:
+    first = findings[0]
+    ways = "--remove " + " | ".join(finding.remove for finding in findings)
+    layers = "" if first.layers is None else f" of one layer (any of {ranges(first.layers)})"
+    if first.saves < 0:
+        return f"{ways}{layers} adds {-first.saves:,} weights ({-first.share:.2%}), because it unties the head"
+    speed = f", {first.speedup:.2f}× at batch 1 (predicted)" if first.speedup >= 1.005 else ""
+    return f"{ways}{layers} saves {first.saves:,} weights ({first.share:.2%}){speed}"

@@ -1,0 +1,163 @@
+"""What rests on names that other packages may drop gives the same without them."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from shapes import randomize, tiny, tokens
+from torch import nn
+
+from leanqkv import LeanForCausalLM, compat
+from leanqkv.errors import LeanError
+from leanqkv.inference import Decoder, attention
+from leanqkv.inference.linear import PackedLinear
+
+PROMPT, NEW = 9, 12
+
+
+@pytest.fixture
+def fresh():
+    """Forget, before and after, what this process has found out about PyTorch."""
+    caches = (compat.packing_works, attention._kernels)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model() -> LeanForCausalLM:
+    config = tiny("llama", "gqa", "skipv1", "nonlinear-query", max_position_embeddings=64)
+    return randomize(LeanForCausalLM(config), std=0.2).eval()
+
+
+@pytest.fixture
+def expected(model):
+    return model.generate(tokens(2, PROMPT), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+
+
+def decoded(decoder: Decoder) -> torch.Tensor:
+    return decoder.generate(tokens(2, PROMPT), max_new_tokens=NEW, pad_token_id=0)
+
+
+def packed_layers(decoder: Decoder) -> int:
+    return sum(isinstance(module, PackedLinear) for module in decoder.model.modules())
+
+
+OPERATORS = torch.ops.mkldnn
+NO_PACKING = {
+    "no operators": SimpleNamespace(),
+    "no reordering": SimpleNamespace(
+        _linear_pointwise=OPERATORS._linear_pointwise,
+        _is_mkldnn_bf16_supported=lambda: True,
+    ),
+    "no product": SimpleNamespace(
+        _reorder_linear_weight=OPERATORS._reorder_linear_weight,
+        _is_mkldnn_bf16_supported=lambda: True,
+    ),
+}
+
+
+@pytest.mark.parametrize("operators", NO_PACKING.values(), ids=NO_PACKING)
+def test_decoding_without_packing(model, expected, fresh, monkeypatch, operators):
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    decoder = Decoder(model)
+    assert torch.equal(decoded(decoder), expected)
+    assert packed_layers(decoder) == 0
+
+
+CHANGED_PACKING = {
+    "its arguments": (lambda weight: weight, OPERATORS._linear_pointwise, "takes 1 positional argument"),
+    "its result": (lambda weight, rows: weight, lambda inputs, *_: inputs @ torch.zeros(8, 4), "its result differs"),
+}
+
+
+@pytest.mark.parametrize("reorder, product, reason", CHANGED_PACKING.values(), ids=CHANGED_PACKING)
+def test_decoding_where_packing_is_another_function(model, expected, fresh, monkeypatch, reorder, product, reason):
+    operators = SimpleNamespace(_reorder_linear_weight=reorder, _linear_pointwise=product)
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    with pytest.warns(RuntimeWarning, match=reason) as told:
+        decoder = Decoder(model)
+    assert len(told) == 1, "once for the process, not for every layer"
+    assert torch.equal(decoded(decoder), expected)
+    assert packed_layers(decoder) == 0
+
+
+def failing(*args, **kwargs):
+    raise RuntimeError("no compiler\nand much that it says")
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_decoding_without_the_kernel(model, expected, fresh, monkeypatch, missing):
+    if missing:
+        monkeypatch.delattr("torch._inductor.codecache.CppCodeCache")
+    else:
+        monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", failing)
+    reason = "cannot import name 'CppCodeCache'" if missing else "no compiler;"
+    with pytest.warns(RuntimeWarning, match=f"cannot be compiled: {reason}") as told:
+        assert torch.equal(decoded(Decoder(model)), expected)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(decoded(Decoder(model)), expected)
+
+
+def test_an_error_in_the_kernel_is_told():
+    with pytest.warns(RuntimeWarning, match=r"cannot be compiled: (.*error:|No working C\+\+ compiler)"):
+        assert compat.compile_cpp("this is not C++") is None
+
+
+def test_decoding_where_the_attention_cannot_be_told(model, expected, monkeypatch):
+    assert compat.attention_implementation(model) == "sdpa"
+    assert compat.attention_implementation(SimpleNamespace(config=SimpleNamespace())) is None
+    monkeypatch.setattr("leanqkv.inference.decoder.attention_implementation", lambda model: None)
+    decoder = Decoder(model)
+    assert torch.equal(decoded(decoder), expected)
+    assert compat.attention_implementation(decoder.model) == "sdpa"
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks(kind):
+    linear = nn.Linear(2, 2)
+    assert not compat.has_hooks(linear)
+    getattr(linear, f"register_{kind}_hook")(lambda *_: None)
+    assert compat.has_hooks(linear)
+    assert compat.has_hooks(SimpleNamespace()), "what cannot be told is taken for hooked"
+
+
+def test_one_device(tmp_path):
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    arguments._n_gpu = 4
+    compat.use_one_device(arguments)
+    assert arguments.n_gpu == 1
+    compat.use_one_device(SimpleNamespace(n_gpu=1))
+    with pytest.raises(LeanError, match="2 GPUs are visible; start with torchrun"):
+        compat.use_one_device(SimpleNamespace(n_gpu=2))
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_fingerprints_follow_the_content(missing):
+    from datasets import Dataset
+
+    def fingerprint(*values: int) -> str:
+        dataset = Dataset.from_dict({"value": values})
+        if missing:
+            del dataset._fingerprint
+        return compat.dataset_fingerprint(dataset)
+
+    assert fingerprint(1, 2) == fingerprint(1, 2) != fingerprint(1, 3)
+
+
+def test_transformers_is_quiet_for_a_while_only():
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with pytest.raises(LookupError), compat.quiet_transformers():
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.ERROR, False)
+        raise LookupError
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
