@@ -58,6 +58,23 @@ def test_bytes_are_megabytes(log):
         assert wait_for(log, "MB") == "reading: 0 of 2,500 MB"
 
 
+def test_another_phase_has_a_count_and_a_clock_of_its_own(log):
+    with progress.progress_bar("reading") as bar:
+        bar.started -= 3600
+        bar(3, 4)
+        bar.start("writing")
+        assert re.fullmatch(r"writing, 0:0\d so far", wait_for(log, "writing"))
+        bar(1, 2)
+        assert re.fullmatch(r"writing: 1 of 2, about 0:0\d left", wait_for(log, "1 of 2"))
+
+
+def test_a_bar_beside_another_is_for_logs_alone(screen):
+    with progress.progress_bar("tasks", log_only=True) as bar:
+        bar(1, 2)
+        time.sleep(0.1)
+    assert screen.getvalue() == ""
+
+
 def test_nothing_is_known_before_something_is_done(log):
     """No time left from nothing done, and no division by it."""
     with progress.progress_bar("reading") as bar:
@@ -114,6 +131,12 @@ def test_a_second_set_of_runs_counts_from_zero(log):
         display.start(40)
         display.update("final", 10, 40, None, None)
         assert display.lines()[0].startswith("10 of 40 steps")
+
+
+def test_ctrl_c_says_how_to_continue(log, capsys):
+    with pytest.raises(KeyboardInterrupt), progress.training_display():
+        raise KeyboardInterrupt
+    assert log.getvalue() == "stopped; run the same command again to continue\n"
 
 
 def test_runs_on_a_terminal(screen, capsys):
