@@ -1,6 +1,7 @@
 """The calibrated conversion: every fit against least squares on the features themselves."""
 
 from itertools import pairwise, permutations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,17 @@ from shapes import assert_near, tokens
 from torch import Tensor
 
 from leanqkv import LeanError
-from leanqkv.convert.calibrated import Settings, calibrated, choose
-from leanqkv.convert.heads import with_method
-from leanqkv.convert.least_squares import LentShare, System, fit_lent, ridge
-from leanqkv.convert.methods import METHODS
+from leanqkv.convert.calibrated import Calibration, Settings, calibrated, choose
+from leanqkv.convert.least_squares import (
+    LayerTerm,
+    add_gram,
+    conjugate_gradients,
+    fit_values,
+    kronecker_inverse,
+    ridge,
+    update_values,
+)
+from leanqkv.convert.methods import METHODS, with_first_layer_values
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -30,16 +38,16 @@ def test_least_squares(group: int, biased: bool) -> None:
     parts = [own, normal(rows, (places - kept) * group * width)] + ([torch.ones(rows, 1).double()] if biased else [])
     features, target, value = torch.cat(parts, dim=1), normal(rows, d), normal(kept, wide, width)
     size = float(target.square().sum())
-    system = System(features.T @ features, features.T @ target, size, kept, places, group, strength=1e-13)
-    start, bias = normal(places, group, width, d), normal(d) if biased else None
-    _, output, found_bias, missed = system.solve(value, start, bias, sweeps=1)
+    seen_columns = places * group * width + biased
+    term = LayerTerm(features.T @ features, features.T @ target, size, normal(seen_columns, d), group, leading=0)
+    _, (output,), error = fit_values([term], value, strength=1e-13, updates=0, tolerance=1e-4)
     seen = [own[:, i * wide : (i + 1) * wide] @ value[i // group] for i in range(kept * group)]
     seen = torch.cat([*seen, *parts[1:]], dim=1)
     expected = torch.linalg.lstsq(seen, target).solution
-    assert_near(output.flatten(0, 2), expected[: places * group * width], 1e-9)
-    assert (found_bias is not None) == biased
-    assert missed == pytest.approx(float((target - seen @ expected).square().sum()) / size)
-    history = [system.solve(value, start, bias, sweeps)[3] for sweeps in (1, 2, 4, 8)]
+    assert len(output) == seen_columns
+    assert_near(output, expected, 1e-9)
+    assert error == pytest.approx(float((target - seen @ expected).square().sum()))
+    history = [fit_values([term], value, 1e-13, updates, tolerance=1e-4)[2] for updates in (0, 1, 3, 7)]
     assert all(later < earlier for earlier, later in pairwise(history))
 
 
@@ -56,16 +64,15 @@ def test_the_pull_is_towards_the_start(group: int, strength: float) -> None:
     features = normal(rows, kept * group * wide + (places - kept) * group * width)
     target, value, start = normal(rows, d), normal(kept, wide, width), normal(places, group, width, d)
     gram = features.T @ features
-    system = System(gram, features.T @ target, 1.0, kept, places, group, strength)
-    seen = places * group * width
-    into = system._into(value, seen).expand(torch.eye(seen, dtype=torch.float64))
+    term = LayerTerm(gram, features.T @ target, 1.0, start.flatten(0, 2), group, leading=0)
+    into = term.expand(value, torch.eye(places * group * width, dtype=torch.float64))
     flat = ridge(into.T @ gram @ into, into.T @ features.T @ target, start.flatten(0, 2), strength)
-    one = system._values(value, value, flat)
-    found = one.clone().requires_grad_()
+    one = update_values([term], [flat], value, value, strength)
+    fitted = one.clone().requires_grad_()
     output = flat.clone().requires_grad_()
 
     def error(first: Tensor, last: Tensor) -> Tensor:
-        return (target - features @ system._into(first, seen).expand(last)).square().sum()
+        return (target - features @ term.expand(first, last)).square().sum()
 
     damping = strength * (into.T @ gram @ into).diagonal().mean()
     (gradient,) = torch.autograd.grad(
@@ -73,7 +80,7 @@ def test_the_pull_is_towards_the_start(group: int, strength: float) -> None:
     )
     assert gradient.abs().max() < 1e-9 * gram.diagonal().max()
     # Of the last head, which is solved with all others in place.
-    (gradient,) = torch.autograd.grad(error(found, flat), found)
+    (gradient,) = torch.autograd.grad(error(fitted, flat), fitted)
     rows_of = slice((kept - 1) * group * wide, kept * group * wide)
     outputs = [flat[i * width : (i + 1) * width] for i in range((kept - 1) * group, kept * group)]
     if group == 1:  # both factors are pulled: (A + a)(V - V0)(O O^T + b) = what is left
@@ -91,6 +98,66 @@ def test_the_pull_is_towards_the_start(group: int, strength: float) -> None:
     assert_near(-gradient[-1] / 2, pull, 1e-7, floor=float(uphill[-1].abs().max()))
 
 
+@pytest.mark.parametrize("rows", [1, 7, 20, 64])
+def test_a_gram_matrix_is_added_up_in_parts(rows: int) -> None:
+    features = torch.randn(30, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gram = torch.ones(50, 50, dtype=torch.float64)
+    add_gram(gram, features, rows)
+    assert_near(gram.triu(), (features.T @ features + 1).triu(), 1e-12)
+
+
+def test_conjugate_gradients() -> None:
+    """Against a dense solve of `sum A_qr V M_rq + V = right`; without convergence an error says how far they came."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    inputs, width, group = 7, 3, 2
+    factors = []
+    for _ in range(3):
+        features, rows = normal(20, group * inputs), normal(group * width, 6)
+        gram = (features.T @ features).view(group, inputs, group, inputs)
+        factors.append((gram, (rows @ rows.T).view(group, width, group, width)))
+    dense = sum(torch.einsum("qirj,rkql->ilkj", *pair).transpose(2, 3) for pair in factors).flatten(0, 1).flatten(1)
+    dense = dense + torch.eye(inputs * width, dtype=torch.float64)
+    right, guess = normal(inputs, width), normal(inputs, width)
+
+    def apply(value: Tensor) -> Tensor:
+        return (dense @ value.flatten()).view(inputs, width)
+
+    inverse = kronecker_inverse(factors, damping=1.0)
+    solution = conjugate_gradients(apply, right, guess, inverse)
+    assert_near(solution.flatten(), torch.linalg.solve(dense, right.flatten()), 1e-6)
+    one, other = normal(inputs, width), normal(inputs, width)
+    assert float((one * inverse(other)).sum()) == pytest.approx(float((other * inverse(one)).sum()))
+    with pytest.raises(LeanError, match=r"did not converge: .* of \d\.\de[-+]\d+ is left after 1 steps"):
+        conjugate_gradients(apply, right, guess, inverse, max_iterations=1)
+
+
+def test_one_factor_makes_the_preconditioner_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, rows = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((20, 7), (3, 6)))
+    gram, product = features.T @ features, rows @ rows.T
+    value = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    inverse = kronecker_inverse([(gram[None, :, None], product[None, :, None])], damping=0.5)
+    assert_near(inverse(gram @ value @ product + 0.5 * value), value, 1e-9)
+
+
+def test_progress_is_reported() -> None:
+    config, tensors = source("gpt")
+    messages: list[str] = []
+    passes: list[tuple[int, int]] = []
+    sample = tokens(8, 16).numpy()
+    calibrated(config, tensors, sample, progress=lambda *at: passes.append(at), message=messages.append)
+    phases = ["embedding the text", *(f"choosing heads of layer {i} of 3" for i in (1, 2, 3))]
+    phases += [f"fitting shared values to layer {i} of 3" for i in (1, 2, 3)]
+    assert messages[:7] == phases and messages[-3:] == [f"refitting layer {i} of 3" for i in (1, 2, 3)]
+    assert messages[7:-3] == [f"fitting shared values: iteration {i + 1}" for i in range(len(messages) - 10)]
+    done, (total,) = [at for at, _ in passes], {of for _, of in passes}
+    assert done[0] == 0 and done == sorted(set(done)) and done[-1] == total
+
+
 def test_more_freedom_loses_less() -> None:
     for shape, mechanisms, fields in (("gpt", (), {}), ("llama", ("gqa",), BIASES | {"norm_bias": False})):
         config, tensors = source(shape, *mechanisms, **fields)
@@ -103,7 +170,7 @@ def test_more_freedom_loses_less() -> None:
             new, converted, report = calibrated(config, tensors, sample, Settings(**options))
             errors.append(float((logits(new, converted, ids) - reference).square().mean()))
             assert [layer["layer"] for layer in report["layers"]] == [*([0] if report["lent_values"] else []), 1, 2]
-        mean = logits(*with_method(config, tensors, METHODS["mean-v"], 0.5), ids)
+        mean = logits(*with_first_layer_values(config, tensors, METHODS["mean-v"], 0.5), ids)
         assert errors[0] < float((mean - reference).square().mean()) / 2
         assert errors[3] < errors[1] <= errors[0]
 
@@ -118,23 +185,22 @@ def test_more_freedom_loses_less() -> None:
         ("gpt", (), {"norm_type": "none", "attention_skip": False}),
     ],
 )
-def test_every_layer_is_fitted_to_the_stream_of_the_source(shape, mechanisms, fields, options, monkeypatch) -> None:
+def test_every_layer_is_fitted_to_the_stream_of_the_source(shape, mechanisms, fields, options) -> None:
     """W_O of every layer against least squares on what reaches it in the converted model itself: the target is what
     brings the stream back to the source's."""
-    monkeypatch.setattr("leanqkv.convert.calibrated.GRAM_ROWS", 20)
     config, tensors = source(shape, *mechanisms, **fields)
     ids = tokens(64, 24, seed=5)
     new, converted, _ = calibrated(config, tensors, ids.numpy(), Settings(ridge=1e-6, **options))
     seen: list[dict[str, Tensor]] = []
     for model in (build(config, tensors), build(new, converted)):
-        found: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
         for i, layer in enumerate(model.model.layers):
-            layer.register_forward_pre_hook(lambda m, x, i=i, f=found: f.update({f"stream{i}": x[0]}))
-            layer.self_attn.register_forward_hook(lambda m, x, y, i=i, f=found: f.update({f"attended{i}": y[0]}))
-            layer.self_attn.o_proj.register_forward_pre_hook(lambda m, x, i=i, f=found: f.update({f"heads{i}": x[0]}))
+            layer.register_forward_pre_hook(lambda m, x, i=i, f=inputs: f.update({f"stream{i}": x[0]}))
+            layer.self_attn.register_forward_hook(lambda m, x, y, i=i, f=inputs: f.update({f"attended{i}": y[0]}))
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda m, x, i=i, f=inputs: f.update({f"heads{i}": x[0]}))
         with torch.no_grad():
             model(ids)
-        seen.append(found)
+        seen.append(inputs)
     before, after = seen
     layers = range(0 if options.get("refit_lent", True) else 1, config.num_hidden_layers)
     for i in layers:
@@ -149,6 +215,20 @@ def test_every_layer_is_fitted_to_the_stream_of_the_source(shape, mechanisms, fi
         least = (target - heads @ torch.linalg.lstsq(heads, target).solution).square().sum()
         rounding = torch.finfo(torch.float32).eps * target.square().sum()  # Gram matrices add up float32 products
         assert (target - heads @ weight).square().sum() <= least * (1 + 1e-4) + rounding
+
+
+def test_a_strong_pull_leaves_the_weights_of_the_source() -> None:
+    """W_O of the heads that take a first-layer value is pulled to zero, everything else to the source's weights."""
+    config, tensors = source("gpt")
+    _, converted, report = calibrated(config, tensors, tokens(8, 16).numpy(), Settings(ridge=1e8))
+    for layer in range(config.num_hidden_layers):
+        value, output = (f"model.layers.{layer}.self_attn.{module}.weight" for module in ("v_proj", "o_proj"))
+        kept = report["layers"][layer]["kept"] if layer else range(config.num_key_value_heads)
+        for place, head in enumerate(kept):
+            own, before = slice(8 * place, 8 * place + 8), slice(8 * head, 8 * head + 8)
+            assert_near(converted[value][own], tensors[value][before].float(), 1e-5)
+            assert_near(converted[output][:, own], tensors[output][:, before].float(), 1e-5)
+        assert not layer or converted[output][:, 8 * len(kept) :].abs().max() < 1e-5
 
 
 def test_heads_that_do_nothing_are_the_ones_that_go() -> None:
@@ -201,12 +281,11 @@ def test_attention_that_does_nothing(mechanisms, layers, weight) -> None:
         assert_near(logits(new, converted, ids), logits(config, tensors, ids), 1e-5)  # its tensors are float32
 
 
-def test_the_first_layer_hardly_pays_for_what_it_lends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_layer_hardly_pays_for_what_it_shares() -> None:
     config, tensors = source("llama")
     missed: dict[float, list[float]] = {}
     for weight in (1.0, 1000.0):
-        monkeypatch.setattr("leanqkv.convert.calibrated.FIRST_LAYER", weight)
-        *_, report = calibrated(config, tensors, tokens(64, 24, seed=5).numpy())
+        *_, report = calibrated(config, tensors, tokens(64, 24, seed=5).numpy(), first_layer_weight=weight)
         missed[weight] = [layer["missed"] for layer in report["layers"]]
     assert missed[1000.0][0] < missed[1.0][0] / 10
     assert missed[1000.0][1] < 1
@@ -223,55 +302,59 @@ def test_the_cheapest_choice_is_found(n: int, kept: int) -> None:
     assert order[kept:] == cheapest
 
 
-def features_of(share_kept: int, group: int, lent: int, width: int, wide: int, rows: int, generator) -> Tensor:
-    columns = share_kept * group * width + lent * group * wide + 1
-    found = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-    found[:, -1] = 1
-    return found
+def features_of(kept: int, group: int, shared: int, width: int, wide: int, rows: int, generator) -> Tensor:
+    columns = kept * group * width + shared * group * wide + 1
+    features = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    features[:, -1] = 1
+    return features
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_lent_values_are_the_minimum_over_all_layers(group: int) -> None:
-    """From features themselves: targets that some lent values explain are explained; else the gradient vanishes, and
-    every turn lowers what is missed."""
+def test_shared_values_are_the_minimum_over_all_layers(group: int) -> None:
+    """From features themselves: targets that some shared values explain are explained; else the gradient vanishes, and
+    every turn lowers the error."""
     generator = torch.Generator().manual_seed(group)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    kept, lent, width, wide, d, rows = 1, 2, 3, 7, 12, 400
-    hidden, layers = normal(lent, wide, width), []
+    kept, shared, width, wide, d, rows = 1, 2, 3, 7, 12, 400
+    hidden, layers = normal(shared, wide, width), []
     for weight in (1.0, 0.1, 3.0):
-        features = features_of(kept, group, lent, width, wide, rows, generator)
+        features = features_of(kept, group, shared, width, wide, rows, generator)
         own = torch.eye(kept * group * width, dtype=torch.float64)
         into = torch.block_diag(own, *(v for v in hidden for _ in range(group)), torch.ones(1, 1).double())
         layers.append((features, into, normal(into.shape[1], d), weight))
 
-    def shares(noise: float) -> list[LentShare]:
-        found = []
+    def terms(noise: float) -> list[LayerTerm]:
+        terms = []
         for features, into, flat, weight in layers:
             target = features @ into @ flat + noise * normal(rows, d)
-            prior = flat[:-1].view(kept + lent, group, width, d)
-            bias = torch.zeros(d, dtype=torch.float64)
+            prior = torch.cat((flat[:-1], torch.zeros(1, d, dtype=torch.float64)))
             gram, cross = features.T @ features, features.T @ target
-            found.append(LentShare(gram, cross, float(target.square().sum()), prior, bias, kept, weight))
-        return found
+            size = float(target.square().sum())
+            terms.append(LayerTerm(gram, cross, size, prior, group, leading=kept * group * width, weight=weight))
+        return terms
 
-    def missed(of: list[LentShare], values: Tensor) -> Tensor:
+    def missed(of: list[LayerTerm], values: Tensor) -> Tensor:
         """With the best W_O, differentiable in the values."""
         total = torch.zeros((), dtype=torch.float64)
-        for share in of:
+        for term in of:
             own = torch.eye(kept * group * width, dtype=torch.float64)
             into = torch.block_diag(own, *(v for v in values for _ in range(group)), torch.ones(1, 1).double())
-            cross = into.T @ share.cross
-            total += share.weight * (share.size - (cross * torch.linalg.solve(into.T @ share.gram @ into, cross)).sum())
+            cross = into.T @ term.cross
+            explained = (cross * torch.linalg.solve(into.T @ term.gram @ into, cross)).sum()
+            total += term.weight * (term.target_square - explained)
         return total
 
-    start = hidden + 0.5 * normal(lent, wide, width)
-    exact = shares(0.0)
-    assert missed(exact, fit_lent(exact, start, 1e-12, 200)) < 1e-3 * missed(exact, start)
-    noisy = shares(3.0)
-    history = [float(missed(noisy, fit_lent(noisy, start, 1e-12, sweeps))) for sweeps in (1, 2, 4, 8)]
+    def fit(of: list[LayerTerm], strength: float, updates: int) -> Tensor:
+        return fit_values(of, start, strength, updates, tolerance=1e-3)[0]
+
+    start = hidden + 0.5 * normal(shared, wide, width)
+    exact = terms(0.0)
+    assert missed(exact, fit(exact, 1e-12, 200)) < 1e-3 * missed(exact, start)
+    noisy = terms(3.0)
+    history = [float(missed(noisy, fit(noisy, 1e-12, updates))) for updates in (1, 2, 4, 8)]
     assert (
         history[0] < float(missed(noisy, start))
         and all(b <= a for a, b in pairwise(history))
@@ -283,24 +366,21 @@ def test_lent_values_are_the_minimum_over_all_layers(group: int) -> None:
         (gradient,) = torch.autograd.grad(missed(noisy, leaf), leaf)
         return float(gradient.abs().max())
 
-    assert slope(fit_lent(noisy, start, 1e-12, 60)) < 0.05 * slope(start)
-    steps = [float((fit_lent(noisy, start, strength, 3) - start).norm()) for strength in (1e-12, 0.1, 1.0)]
+    assert slope(fit(noisy, 1e-12, 60)) < 0.05 * slope(start)
+    steps = [float((fit(noisy, strength, 3) - start).norm()) for strength in (1e-12, 0.1, 1.0)]
     assert steps[2] < steps[1] < steps[0]
 
 
 @pytest.mark.parametrize("shape, mechanisms", [("gpt", ()), ("llama", ("gqa",))])
-def test_costs_are_what_a_fit_leaves(shape: str, mechanisms: tuple) -> None:
-    """`_Fit.costs` against least squares on the features themselves, made from the model's own patterns and values."""
-    from leanqkv.convert import calibrated as module
-
+def test_costs_are_what_a_fit_leaves(shape: str, mechanisms: tuple, tmp_path: Path) -> None:
+    """Costs against least squares on the features themselves, made from the model's own patterns and values."""
     config, tensors = source(shape, *mechanisms)
-    sample, seen = tokens(12, 16).numpy(), []
-    found = module.choose
-    try:
-        module.choose = lambda costs: (seen.append(costs), found(costs))[1]
-        calibrated(config, tensors, sample, Settings(ridge=1e-10))
-    finally:
-        module.choose = found
+    sample, costs = tokens(12, 16).numpy(), []
+    with torch.no_grad():
+        calibration = Calibration(config, tensors, sample, Settings(ridge=1e-10), tmp_path)
+        for layer in range(3):
+            costs.append(calibration.costs(layer))
+            calibration.activations.advance_source(layer)
     model = build(config, tensors)
     model.set_attn_implementation("eager")
     inputs = {}
@@ -324,7 +404,7 @@ def test_costs_are_what_a_fit_leaves(shape: str, mechanisms: tuple) -> None:
         )
         target = own @ flat
         left = target - given @ torch.linalg.lstsq(given, target).solution
-        assert seen[layer - 1][head, first - n // 2] == pytest.approx(float(left.square().sum()), rel=1e-4)
+        assert costs[layer][head, first - n // 2] == pytest.approx(float(left.square().sum()), rel=1e-4)
 
 
 def test_activations_that_are_not_finite_are_refused() -> None:

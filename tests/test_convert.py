@@ -11,8 +11,8 @@ from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
 
 from leanqkv import LeanForCausalLM, cache_bytes
-from leanqkv.convert.heads import KeptHeads, ValueHeads, pools, target_config, with_method
-from leanqkv.convert.methods import METHODS
+from leanqkv.convert.heads import ValueHeads, target_config
+from leanqkv.convert.methods import METHODS, pools, with_first_layer_values
 from leanqkv.convert.nonlinear_query import with_nonlinear_query
 
 ROUNDING = 1e-12
@@ -30,33 +30,33 @@ def draw(heads: int, group: int, width: int, d: int, seed: int = 0) -> ValueHead
 # --- the paper's five methods -----------------------------------------------------------------------------------------
 
 
-def passed_on(heads: ValueHeads | KeptHeads, place: int, of: int, group: int) -> Tensor:
-    """W_V W_O of the value at `place` through the columns of query head `group` of head `of`, and its bias's share."""
+def contribution(heads: ValueHeads, place: int, of: int, group: int) -> Tensor:
+    """W_V W_O of the value at `place` through the columns of query head `group` of head `of`, and of its bias."""
     matrix = heads.value[place].T @ heads.output[of, group].T
     assert heads.value_bias is not None
     return torch.cat((matrix, heads.value_bias[place][None] @ heads.output[of, group].T))
 
 
-@pytest.mark.parametrize("heads, kept", [(4, 2), (4, 3), (4, 1), (6, 3), (5, 3)])
+@pytest.mark.parametrize("heads, num_own", [(4, 2), (4, 3), (4, 1), (6, 3), (5, 3)])
 @pytest.mark.parametrize("group", [1, 2])
-def test_means(heads: int, kept: int, group: int) -> None:
-    given = draw(heads, group, 3, 12)
-    parts = pools(heads, kept)
-    assert sorted(head for part in parts for head in part) == list(range(heads)) and len(parts) == kept
+def test_means(heads: int, num_own: int, group: int) -> None:
+    before = draw(heads, group, 3, 12)
+    parts = pools(heads, num_own)
+    assert sorted(head for part in parts for head in part) == list(range(heads)) and len(parts) == num_own
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for name in ("mean-v", "mean-vo"):
-        found = METHODS[name](given, kept)
-        assert found.order == tuple(range(heads))
+        converted = METHODS[name](before, num_own)
+        assert converted.order == tuple(range(heads))
         for place, part in enumerate(parts):
-            assert_near(found.value[place], sum(given.value[h] for h in part) / len(part), ROUNDING)
-            assert_near(found.value_bias[place], sum(given.value_bias[h] for h in part) / len(part), ROUNDING)
+            assert_near(converted.value[place], sum(before.value[h] for h in part) / len(part), ROUNDING)
+            assert_near(converted.value_bias[place], sum(before.value_bias[h] for h in part) / len(part), ROUNDING)
             for query in range(group):
-                columns = given.output[place, query]
+                columns = before.output[place, query]
                 if name == "mean-vo":
-                    columns = sum(given.output[h, query] for h in part) / len(part)
-                assert_near(found.output[place, query], columns, ROUNDING)
-        rest = found.output[kept:]
-        assert torch.equal(rest, given.output[kept:] if name == "mean-v" else torch.zeros_like(rest))
+                    columns = sum(before.output[h, query] for h in part) / len(part)
+                assert_near(converted.output[place, query], columns, ROUNDING)
+        rest = converted.output[num_own:]
+        assert torch.equal(rest, before.output[num_own:] if name == "mean-v" else torch.zeros_like(rest))
 
 
 def test_pools_are_two_by_two() -> None:
@@ -66,35 +66,37 @@ def test_pools_are_two_by_two() -> None:
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_largest_stay(group: int) -> None:
-    given = draw(4, group, 3, 12)
-    given.value[1] *= 5
-    given.value[2] *= 3
-    given.output[3] *= 100
-    found = METHODS["top-v"](given, 2)
-    assert found.order == (0, 1, 2, 3)
-    assert torch.equal(found.value, given.value[[1, 2]]) and torch.equal(found.value_bias, given.value_bias[[1, 2]])
-    assert torch.equal(found.output, given.output)
-    found = METHODS["top-vo"](given, 2)
-    assert found.order == (1, 3, 0, 2)
+    before = draw(4, group, 3, 12)
+    before.value[1] *= 5
+    before.value[2] *= 3
+    before.output[3] *= 100
+    converted = METHODS["top-v"](before, 2)
+    assert converted.order == (0, 1, 2, 3)
+    assert torch.equal(converted.value, before.value[[1, 2]]) and torch.equal(
+        converted.value_bias, before.value_bias[[1, 2]]
+    )
+    assert torch.equal(converted.output, before.output)
+    converted = METHODS["top-vo"](before, 2)
+    assert converted.order == (1, 3, 0, 2)
     for place, head in enumerate((1, 3)):
         for query in range(group):
-            assert torch.equal(passed_on(found, place, place, query), passed_on(given, head, head, query))
-    assert not found.output[2:].any()
+            assert torch.equal(contribution(converted, place, place, query), contribution(before, head, head, query))
+    assert not converted.output[2:].any()
 
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_svd_is_the_best_of_its_rank(group: int) -> None:
-    given = draw(4, group, 3, 12)
-    found = METHODS["svd"](given, 2)
-    whole = sum(passed_on(given, h, h, q) for h in range(4) for q in range(group))
-    kept = sum(passed_on(found, h, h, q) for h in range(2) for q in range(group))
+    before = draw(4, group, 3, 12)
+    converted = METHODS["svd"](before, 2)
+    whole = sum(contribution(before, h, h, q) for h in range(4) for q in range(group))
+    reduced = sum(contribution(converted, h, h, q) for h in range(2) for q in range(group))
     sigma = torch.linalg.svdvals(whole[:-1])
-    assert torch.linalg.matrix_rank(kept[:-1]) == 6
-    assert (whole - kept)[:-1].square().sum().item() == pytest.approx(sigma[6:].square().sum().item())
+    assert torch.linalg.matrix_rank(reduced[:-1]) == 6
+    assert (whole - reduced)[:-1].square().sum().item() == pytest.approx(sigma[6:].square().sum().item())
     # The bias's share is the nearest that six directions can give.
-    directions = torch.linalg.qr(kept[:-1].T).Q[:, :6]
-    assert_near(kept[-1], directions @ (directions.T @ whole[-1]), 1e-8)
-    assert not found.output[2:].any()
+    directions = torch.linalg.qr(reduced[:-1].T).Q[:, :6]
+    assert_near(reduced[-1], directions @ (directions.T @ whole[-1]), 1e-8)
+    assert not converted.output[2:].any()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -105,10 +107,10 @@ def test_svd_is_the_best_of_its_rank(group: int) -> None:
 def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, fields: dict, method: str) -> None:
     """The converted model against the source with values swapped by hand, through hooks."""
     config, tensors = source(shape, *mechanisms, **fields)
-    new, converted = with_method(config, tensors, METHODS[method], 0.5)
+    new, converted = with_first_layer_values(config, tensors, METHODS[method], 0.5)
     assert {name: tuple(converted[name].shape) for name in converted} == new.plan.parameter_shapes
     n, width = config.num_key_value_heads, config.head_dim
-    kept = n // 2
+    num_own = n // 2
     model, ids, first = build(config, tensors), tokens(2, 9), {}
     group = config.num_attention_heads // n
     for i, layer in enumerate(model.model.layers):
@@ -116,13 +118,13 @@ def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, 
             layer.self_attn.v_proj.register_forward_hook(lambda m, x, y: first.update(values=y))
             continue
         attention = f"model.layers.{i}.self_attn"
-        heads = METHODS[method](cut_by_hand(tensors, attention, n, group, width), kept)
+        heads = METHODS[method](split_by_hand(tensors, attention, n, group, width), num_own)
 
         def swap(module, inputs, output, heads=heads):
             own = torch.einsum("btd,hkd->bthk", inputs[0], heads.value)
             if heads.value_bias is not None:
                 own = own + heads.value_bias
-            return torch.cat((own.flatten(2), first["values"][..., kept * width :]), dim=-1)
+            return torch.cat((own.flatten(2), first["values"][..., num_own * width :]), dim=-1)
 
         layer.self_attn.v_proj.register_forward_hook(swap)
         with torch.no_grad():
@@ -135,7 +137,7 @@ def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, 
         assert_near(logits(new, converted, ids), model(ids).logits, ROUNDING)
 
 
-def cut_by_hand(tensors, attention: str, n: int, group: int, width: int) -> ValueHeads:
+def split_by_hand(tensors, attention: str, n: int, group: int, width: int) -> ValueHeads:
     value = torch.stack([tensors[f"{attention}.v_proj.weight"][h * width : (h + 1) * width] for h in range(n)])
     bias = tensors.get(f"{attention}.v_proj.bias")
     columns = tensors[f"{attention}.o_proj.weight"].split(width, dim=1)
@@ -216,6 +218,7 @@ def test_convert(place, unwrapped):
         ((), {}, "--to skipv1 --method svd --calibration corpus.txt", "--calibration is for"),
         ((), {}, "--to skipv1 --method svd --no-choose", "are for --method calibrated"),
         ((), {}, "--to skipv1 --calibration corpus.txt --tokens 10000000", "calibration tokens are asked for"),
+        ((), {}, "--to skipv1 --calibration corpus.txt --sequence-length 65", "65 is beyond the model's 64 positions"),
         (("nonlinear-query",), {}, "--to nonlinear-query", "the query of layer 0 is 'nonlinear'"),
         ((), {"vocab_size": 200}, "--to skipv1 --calibration corpus.txt", "200"),
     ],

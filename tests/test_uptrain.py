@@ -11,8 +11,7 @@ from shapes import randomize
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM
 from leanqkv.checkpoints.tensors import weights_hash
-from leanqkv.convert.heads import with_method
-from leanqkv.convert.mean_v import mean_v
+from leanqkv.convert.methods import mean_v, with_first_layer_values
 from leanqkv.data import batch_plan, collate
 from leanqkv.evaluate import sequence_losses
 from leanqkv.train import train
@@ -71,7 +70,7 @@ def expected_loss(model, teacher, data, batches: Path, share: float) -> float:
 @pytest.mark.parametrize("micro", [None, 2])
 def test_the_teachers_divergence_is_mixed_into_the_loss(tmp_path, data, source, share, micro):
     directory, teacher, made = source
-    config, tensors = with_method(teacher.config, dict(teacher.named_parameters()), mean_v, 0.5)
+    config, tensors = with_first_layer_values(teacher.config, dict(teacher.named_parameters()), mean_v, 0.5)
     student = LeanForCausalLM(config)
     state = {name: tensor.detach().float() for name, tensor in tensors.items()}
     student.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})

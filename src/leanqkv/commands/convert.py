@@ -1,18 +1,15 @@
 """`leanqkv convert`: a finished checkpoint with a smaller KV cache, or a nonlinear query."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..progress import progress_bar
-from .options import (
-    SOURCE,
-    Dtype,
-    Out,
-    as_dtype,
-    console,
-)
+from .options import SOURCE, Dtype, Out, as_dtype, console
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def convert(
@@ -45,29 +42,22 @@ def convert(
 
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
     """
-    from ..checkpoints.open import open_checkpoint
+    from ..checkpoints.write import check_free
     from ..convert.calibrated import Settings
-    from ..convert.conversion import calibration_tokens, convert_directory
-    from ..convert.methods import CALIBRATED
-    from ..data import prepare_data
-    from ..errors import LeanError
+    from ..convert.conversion import check_request, convert_directory
 
-    sample = None
     settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
-    if settings != Settings(ratio=ratio) and (to != "skipv1" or method != CALIBRATED):
-        raise LeanError(
-            "--no-choose, --no-refit-lent and --no-refit-values are for --method calibrated; leave them out"
-        )
-    if calibration is not None:
-        if to != "skipv1" or method != CALIBRATED:
-            raise LeanError("--calibration is for --to skipv1 --method calibrated; leave it out")
-        config = open_checkpoint(source).config
-        with progress_bar("reading the calibration text"):
-            data = prepare_data(calibration, vocab_size=config.vocab_size, tokenizer=str(source))
-        length = sequence_length or min(512, config.max_position_embeddings)
-        sample = calibration_tokens(data, config, tokens, length)
-    with progress_bar("passes over the calibration text") as calibrating:
-        report: dict[str, Any] = convert_directory(
+    check_free(out)
+    check_request(to, method, settings, calibration is not None)
+    sample = None if calibration is None else _read_tokens(source, calibration, tokens, sequence_length)
+    with progress_bar("reading") as bar:
+
+        def show_written(done: int, total: int) -> None:
+            if bar.description == "writing":
+                bar.start("writing, MB")
+            bar(done // 10**6, total // 10**6)
+
+        report = convert_directory(
             source,
             out,
             to=to,
@@ -76,22 +66,41 @@ def convert(
             settings=settings,
             seed=seed,
             dtype=as_dtype(dtype),
-            calibrating=calibrating,
+            calibrating=bar,
+            message=bar.describe,
+            progress=show_written,
         )
-    for what, unit in (("parameters", ""), ("kv_bytes_per_token_bf16", " bytes of KV cache per token (bf16)")):
-        before, after = report[what]
-        console.print(f"{before:,} -> {after:,}{unit or ' parameters'} ({after / before - 1:+.1%})", highlight=False)
+    _print_report(report)
+    console.print(f"{out}: conversion.json", highlight=False)
+
+
+def _read_tokens(source: Path, text: str, tokens: int, sequence_length: int | None) -> "np.ndarray":
+    """Calibration tokens [sequences, length] of the tokenizer in `source`."""
+    from ..checkpoints.open import open_checkpoint
+    from ..convert.conversion import calibration_tokens
+    from ..data import prepare_data
+
+    config = open_checkpoint(source).config
+    with progress_bar("reading the calibration text") as bar:
+        data = prepare_data(text, vocab_size=config.vocab_size, tokenizer=str(source), progress=bar.describe)
+    assert config.max_position_embeddings is not None
+    return calibration_tokens(data, config, tokens, sequence_length or min(512, config.max_position_embeddings))
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    for key, unit in (("parameters", "parameters"), ("kv_bytes_per_token_bf16", "bytes of KV cache per token (bf16)")):
+        before, after = report[key]
+        console.print(f"{before:,} -> {after:,} {unit} ({after / before - 1:+.1%})", highlight=False)
     if "pools" in report:
         console.print(f"value heads pooled: {report['pools']}", highlight=False)
     for layer in report.get("layers", ()):
-        missed = f"{layer['missed']:.2%} of attention's output missed"
+        error = f"{layer['missed']:.2%} of attention's output missed"
         if not layer["layer"]:
-            console.print(f"layer 0: the values it lends are fitted to all layers; {missed}", highlight=False)
+            console.print(f"layer 0: the values it lends are fitted to all layers; {error}", highlight=False)
             continue
-        paired = ", ".join(f"{head}: {first}" for head, first in layer["paired"].items())
+        pairs = ", ".join(f"{head}: {first}" for head, first in layer["paired"].items())
         console.print(
             f"layer {layer['layer']}: heads {layer['kept']} keep their values, the others take the first layer's "
-            f"({paired}); {missed}",
+            f"({pairs}); {error}",
             highlight=False,
         )
-    console.print(f"{out}: conversion.json", highlight=False)

@@ -1,7 +1,7 @@
-"""Conversions carried out from one directory into another."""
+"""Convert the checkpoint in one directory into another."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,40 @@ from ..model.config import LeanConfig
 from ..model.registry import suggest
 from ..presets.edit import with_fields
 from .calibrated import Settings, calibrated
-from .heads import pools, with_method
-from .methods import CALIBRATED, METHODS
+from .methods import METHODS, pools, with_first_layer_values
 from .nonlinear_query import with_nonlinear_query
 
 REPORT = "conversion.json"
-TARGETS = ("skipv1", "nonlinear-query")
+SKIPV1, NONLINEAR_QUERY = TARGETS = ("skipv1", "nonlinear-query")
+CALIBRATED = "calibrated"
+
+
+def check_request(to: str, method: str, settings: Settings, has_text: bool) -> None:
+    """Refuse an unknown target or method, missing calibration text, and options that the method does not take."""
+    if to not in TARGETS:
+        raise LeanError(f"there is no conversion to {to!r}: {suggest(to, TARGETS)}")
+    calibrates = to == SKIPV1 and method == CALIBRATED
+    if to == SKIPV1 and not calibrates and method not in METHODS:
+        raise LeanError(f"there is no method {method!r}: {suggest(method, [*METHODS, CALIBRATED])}")
+    if not calibrates and settings != Settings(ratio=settings.ratio):
+        raise LeanError(
+            "--no-choose, --no-refit-lent and --no-refit-values are for --method calibrated; leave them out"
+        )
+    if calibrates and not has_text:
+        raise LeanError("the calibrated method needs calibration text: --calibration FILE")
+    if has_text and not calibrates:
+        raise LeanError("--calibration is for --to skipv1 --method calibrated; leave it out")
 
 
 def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length: int) -> np.ndarray:
-    """[sequences, length] of the training split, evenly spread over it.
+    """Return [sequences, length] tokens of the training split, evenly spread over it.
 
     Raises:
-        LeanError: tokens beyond the vocabulary, or too little text; says how much is needed.
+        LeanError: the data has tokens beyond the model's vocabulary, or too little text; or sequences are too long.
     """
+    positions = config.max_position_embeddings
+    if positions is not None and length > positions:
+        raise LeanError(f"a --sequence-length of {length:,} is beyond the model's {positions:,} positions. Choose less")
     if data.vocab_size > config.vocab_size:
         raise LeanError(
             f"the data has {data.vocab_size:,} tokens, the model a vocabulary of {config.vocab_size:,}: they do not "
@@ -42,7 +62,7 @@ def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length:
     sequences = max(1, tokens // length)
     if data.train_tokens < sequences * length:
         raise LeanError(
-            f"{sequences * length:,} calibration tokens are asked for, the text has {data.train_tokens:,}; give more "
+            f"{sequences * length:,} calibration tokens are asked for, the text has {data.train_tokens:,}. Give more "
             "text, or fewer --tokens"
         )
     starts = np.linspace(0, data.train_tokens - length, sequences).astype(np.int64)
@@ -60,60 +80,61 @@ def convert_directory(
     settings: Settings | None = None,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    calibrating: Progress = lambda done, total: None,
+    message: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
-    calibrating: Progress | None = None,
 ) -> dict[str, Any]:
-    """Converts the checkpoint in `source` and returns the report that is written beside the weights.
+    """Convert the checkpoint in `source` and return the report that is written beside the weights.
 
     Args:
-        to: "skipv1" or "nonlinear-query".
-        method: of METHODS or "calibrated", which needs `tokens` [sequences, length]; for skipv1.
-        settings: of the calibrated method; its ratio is every method's.
-        seed: of what is drawn anew for a nonlinear query.
-        progress: called with bytes written and in all; `calibrating` with passes over the tokens.
+        to: one of TARGETS.
+        method: for skipv1, one of METHODS or "calibrated", which needs `tokens` [sequences, length].
+        settings: for the calibrated method; its ratio is every method's.
+        seed: for the new matrices of a nonlinear query.
+        message: called with what is done next; `calibrating` with passes over the tokens done and in all, `progress`
+            with bytes written and in all.
 
     Raises:
-        LeanError: a source that cannot be converted, or what does not go together; `out` is not empty.
+        LeanError: a bad request, a source that cannot be converted, or `out` is not empty.
     """
-    check_free(out)
-    started = time.perf_counter()
     settings = settings or Settings()
-    if to not in TARGETS:
-        raise LeanError(f"there is no conversion to {to!r}: {suggest(to, TARGETS)}")
-    opened = open_checkpoint(source)
-    config, stored = opened.config, finite(opened.tensors)
+    check_free(out)
+    check_request(to, method, settings, tokens is not None)
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(source)
+    config, stored = checkpoint.config, finite(checkpoint.tensors)
     report: dict[str, Any] = {"to": to, "source": config.as_overrides(), "calibration_tokens": 0}
     tensors: Mapping[str, Tensor]
-    if to == "nonlinear-query":
-        new, tensors = with_nonlinear_query(config, stored, seed)
+    if to == NONLINEAR_QUERY:
+        target, tensors = with_nonlinear_query(config, stored, seed)
         report["seed"] = seed
-    elif method == CALIBRATED:
-        if tokens is None:
-            raise LeanError("the calibrated method needs calibration text: --calibration FILE")
-        new, tensors, chosen = calibrated(config, stored, tokens, settings, calibrating or (lambda done, total: None))
-        report |= {"method": method, "settings": asdict(settings), **chosen, "calibration_tokens": tokens.size}
+    elif tokens is not None:
+        target, tensors, fits = calibrated(config, stored, tokens, settings, progress=calibrating, message=message)
+        report |= {"calibration_tokens": tokens.size, "method": method, "settings": asdict(settings), **fits}
     else:
-        if method not in METHODS:
-            raise LeanError(f"there is no method {method!r}: {suggest(method, [*METHODS, CALIBRATED])}")
-        new, tensors = with_method(config, stored, METHODS[method], settings.ratio)
+        target, tensors = with_first_layer_values(config, stored, METHODS[method], settings.ratio)
         report |= {"method": method, "ratio": settings.ratio}
         if method.startswith("mean"):
-            report["pools"] = pools(config.num_key_value_heads, new.plan.layers[-1].computed_value_heads)  # type: ignore[arg-type]
-    before, after = (c.plan for c in (config, new))
-    report["parameters"] = [plan.count_parameters().total for plan in (before, after)]
-    report["kv_bytes_per_token_bf16"] = [plan.kv_bytes_per_token(torch.bfloat16) for plan in (before, after)]
+            report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)  # type: ignore[arg-type]
+    report |= _sizes(config, target)
+    token_sum = None if tokens is None else int(tokens.sum())
+    job = {"source": str(source.resolve()), "report": dict(report), "tokens": token_sum}
+    report["seconds"] = round(time.perf_counter() - started, 2)
 
     def finish(directory: Path) -> None:
         copy_tokenizer(source, directory)
-        save_config(with_fields(new, dtype=dtype), directory)
+        save_config(with_fields(target, dtype=dtype), directory)
         write_json(directory / REPORT, report)
 
-    job = {
-        "source": str(source.resolve()),
-        "report": dict(report),
-        "tokens": None if tokens is None else int(tokens.sum()),
-    }
-    report["seconds"] = round(time.perf_counter() - started, 2)
-    shapes = new.plan.parameter_shapes
-    write_checkpoint(out, shapes, tensors, dtype, job=job, finish=finish, progress=progress)
+    message("writing")
+    write_checkpoint(out, target.plan.parameter_shapes, tensors, dtype, job=job, finish=finish, progress=progress)
     return report
+
+
+def _sizes(config: LeanConfig, target: LeanConfig) -> dict[str, list[int]]:
+    """Parameters and KV bytes, before and after."""
+    plans = config.plan, target.plan
+    return {
+        "parameters": [plan.count_parameters().total for plan in plans],
+        "kv_bytes_per_token_bf16": [plan.kv_bytes_per_token(torch.bfloat16) for plan in plans],
+    }

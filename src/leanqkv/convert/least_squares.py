@@ -1,233 +1,225 @@
-"""Least squares from Gram matrices: W_V of the kept heads and W_O of all in a layer, and the values that are lent."""
+"""Least squares for attention's values and output weights, in turns, from Gram matrices in float64.
 
-from collections.abc import Callable
+The attention output of a layer is `X D W`: X are the features of its heads, D is block diagonal with the value matrices
+V that are fitted, W is W_O with its bias. With V fixed, W solves a ridge regression; with W fixed, so does each V.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
+from ..errors import LeanError
 
-class System:
-    """Minimises `|T - sum_h,q P_hq X V_h O_hq - sum_p,q P_pq V1_p O_pq - 1 b|^2` over V of the kept heads, all O, b.
-
-    Columns of the Gram matrix: for every place and each of its `group` query heads, `wide` for a kept head, `width` for
-    another; one constant at the end where there is a bias. `strength` times the mean of its diagonal is what a step
-    away from the weights at the start costs.
-    """
-
-    def __init__(self, gram: Tensor, cross: Tensor, size: float, kept: int, places: int, group: int, strength: float):
-        self.gram, self.cross, self.size = gram, cross, size
-        self.kept, self.places, self.group, self.strength = kept, places, group, strength
-
-    def solve(
-        self, value: Tensor, output: Tensor, bias: Tensor | None, sweeps: int
-    ) -> tuple[Tensor, Tensor, Tensor | None, float]:
-        """From where to start: value [kept, wide, width], output [places, group, width, d], bias [d] or None.
-
-        Returns value, output, the bias or None, and the share of the target that is missed.
-        """
-        missed = torch.inf
-        first, start = value, output.flatten(0, 2)
-        if bias is not None:
-            start = torch.cat((start, bias[None]))
-        for sweep in range(max(1, sweeps)):
-            into = self._into(value, len(start))
-            gram, cross = into.gram(self.gram), into.reduce(self.cross)
-            flat = ridge(gram, cross, start, self.strength)
-            found = missed_square(self.size, gram, cross, flat) / (self.size or 1)
-            if sweep + 1 >= sweeps or missed - found < 1e-4 * found:
-                break
-            missed = found
-            value = self._values(value, first, flat)
-        count = self.places * self.group * output.shape[2]
-        return value, flat[:count].view_as(output), None if bias is None else flat[count], found
-
-    def _into(self, value: Tensor, seen: int) -> "BlockDiagonal":
-        """From all columns to the `seen` that W_O sees: V for the kept heads, the others as they are."""
-        kept = value.repeat_interleave(self.group, dim=0)
-        return BlockDiagonal(*kept, seen - len(kept) * value.shape[2])
-
-    def _values(self, value: Tensor, first: Tensor, flat: Tensor) -> Tensor:
-        """One head after another, each exactly: V solves `sum_q,r A_qr V O_r O_q^T = sum_q B_q O_q^T`."""
-        wide, width = value.shape[1:]
-        value = value.clone()
-        for place in range(self.kept):
-            before = place * self.group
-            outputs = [flat[i * width : (i + 1) * width] for i in range(before, before + self.group)]
-            # What is left for this head beyond the value it started with: the step away from that is pulled to zero.
-            others = value.clone()
-            others[place] = first[place]
-            right = left_over(self.gram, self.cross, self._into(others, len(flat)), flat, before * wide, wide, outputs)
-            mine = slice(before * wide, (before + self.group) * wide)
-            step = _value([(self.gram[mine, mine], outputs)], right, value[place] - first[place], self.strength)
-            value[place] = first[place] + step
-        return value
+GRAM_ROWS = 512
+CG_TOLERANCE, CG_ITERATIONS = 1e-7, 500
 
 
-class BlockDiagonal:
-    """A matrix of blocks, without its zeros.
-
-    Args:
-        blocks: from the upper left on; a number is an identity of that size.
-    """
-
-    def __init__(self, *blocks: Tensor | int):
-        self.blocks = blocks
-        self.rows = [b if isinstance(b, int) else b.shape[0] for b in blocks]
-        self.columns = [b if isinstance(b, int) else b.shape[1] for b in blocks]
-
-    def expand(self, matrix: Tensor) -> Tensor:
-        """D @ matrix."""
-        parts = zip(self.blocks, matrix.split(self.columns), strict=True)
-        return torch.cat([part if isinstance(block, int) else block @ part for block, part in parts])
-
-    def reduce(self, matrix: Tensor) -> Tensor:
-        """D^T @ matrix."""
-        parts = zip(self.blocks, matrix.split(self.rows), strict=True)
-        return torch.cat([part if isinstance(block, int) else block.T @ part for block, part in parts])
-
-    def gram(self, gram: Tensor) -> Tensor:
-        """D^T @ gram @ D, of a symmetric one."""
-        return self.reduce(self.reduce(gram).T)
-
-
-def missed_square(size: float, gram: Tensor, cross: Tensor, weight: Tensor) -> float:
-    """`|T - X W|^2` from the square of T, `gram = X^T X` and `cross = X^T T`."""
-    return size + float((weight * (gram @ weight - 2 * cross)).sum())
-
-
-def left_over(
-    gram: Tensor, cross: Tensor, into: BlockDiagonal, flat: Tensor, start: int, wide: int, outputs: list[Tensor]
-) -> Tensor:
-    """[wide, width]: `sum over q of X_q^T (T - X D W) O_q^T`, X_q being `wide` columns each, from column `start` on."""
-    total = torch.zeros(())
-    for q, output in enumerate(outputs):
-        rows = slice(start + q * wide, start + (q + 1) * wide)
-        # In this order nothing is as large as the Gram matrix times all of W.
-        total = total + cross[rows] @ output.T - gram[rows] @ into.expand(flat @ output.T)
-    return total
+def add_gram(gram: Tensor, features: Tensor, rows: int = GRAM_ROWS) -> None:
+    """Add `features^T @ features` to the upper triangle of `gram`, `rows` of it at a time; the rest is undefined."""
+    for start in range(0, len(gram), rows):
+        part = slice(start, start + rows)
+        gram[part, start:] += features[:, part].T @ features[:, start:]
 
 
 def ridge(gram: Tensor, cross: Tensor, start: Tensor, strength: float) -> Tensor:
-    """The W that minimises `|T - X W|^2 + damping |W - start|^2` from `gram = X^T X` and `cross = X^T T`; any leading
-    dimensions. Damping is `strength` times the mean of the Gram matrix's diagonal; without any X, W is the start."""
+    """Return the W that minimizes `|T - X W|^2 + damping |W - start|^2`, given `gram = X^T X` and `cross = X^T T`.
+
+    Any leading dimensions. The damping is `strength` times the mean of the Gram matrix's diagonal. Where X is zero, W
+    is `start`.
+    """
     damping = strength * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     damping = torch.where(damping > 0, damping, 1)[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype)
     return start + torch.linalg.solve(gram + damping, cross - gram @ start)
 
 
 @dataclass(frozen=True)
-class LentShare:
-    """One layer's part in the values that are lent: the Gram matrix of its heads' features, kept heads first, `width`
-    for each of their query heads and `wide` for those of the others, and one constant at the end where there is a bias;
-    its products with the target; the target's square; W_O [places, group, width, d] and its bias to start from; how
-    many heads keep a value; and how much the layer's error counts."""
+class LayerTerm:
+    """One layer's least-squares term `weight * |T - X D W|^2`.
+
+    Attributes:
+        gram: X^T X. Of X's columns the first `leading` go to W directly, then come those of the fitted values, head by
+            head and query head by query head; all that follow go to W directly, too.
+        cross: X^T T, [columns, hidden_size].
+        target_square: |T|^2.
+        output: W before the fit, to which it is pulled, [rows, hidden_size].
+        group: query heads per value head.
+        leading: columns ahead of those of the fitted values.
+        weight: how much the layer's error counts.
+    """
 
     gram: Tensor
     cross: Tensor
-    size: float
+    target_square: float
     output: Tensor
-    bias: Tensor | None
-    kept: int
-    weight: float
+    group: int
+    leading: int
+    weight: float = 1.0
 
-    def into(self, lent: Tensor) -> BlockDiagonal:
-        """From all columns to what W_O sees, with these values lent."""
-        group, width = self.output.shape[1:3]
-        constant = () if self.bias is None else (1,)
-        return BlockDiagonal(self.kept * group * width, *lent.repeat_interleave(group, dim=0), *constant)
+    def expand(self, values: Tensor, matrix: Tensor) -> Tensor:
+        """Return D @ matrix for `values` [heads, inputs, head_dim]; with transposed values, D^T @ matrix."""
+        heads, _, width = values.shape
+        end = self.leading + heads * self.group * width
+        blocks = matrix[self.leading : end].unflatten(0, (heads, self.group, width))
+        return torch.cat((matrix[: self.leading], (values[:, None] @ blocks).flatten(0, 2), matrix[end:]))
+
+    def fit_output(self, values: Tensor, strength: float) -> tuple[Tensor, float]:
+        """Return the W that fits best with these values, and the weighted squared error that it leaves."""
+        gram = self.expand(values.mT, self.expand(values.mT, self.gram).T)
+        cross = self.expand(values.mT, self.cross)
+        output = ridge(gram, cross, self.output, strength)
+        return output, self.weight * (self.target_square + float((output * (gram @ output - 2 * cross)).sum()))
+
+    def value_equation(self, head: int, values: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `sum over q, r of A_qr V M_rq = right`, the equation for the step V of one head away from `values`.
+
+        q and r are the query heads of the group, A [q, inputs, r, inputs] their part of X^T X, and
+        M [r, head_dim, q, head_dim] the products of their rows of W = `output`.
+        """
+        _, inputs, width = values.shape
+        rows = output[self.leading + head * self.group * width :][: self.group * width]
+        by_query = rows.unflatten(0, (self.group, width))
+        start, right = self.leading + head * self.group * inputs, torch.zeros_like(values[head])
+        for q, query_rows in enumerate(by_query):
+            own = slice(start + q * inputs, start + (q + 1) * inputs)
+            # In this order nothing is as large as the Gram matrix times all of W.
+            explained = self.gram[own] @ self.expand(values, output @ query_rows.T)
+            right += self.weight * (self.cross[own] @ query_rows.T - explained)
+        own = slice(start, start + self.group * inputs)
+        gram = (self.weight * self.gram[own, own]).view(self.group, inputs, self.group, inputs)
+        return gram, torch.einsum("rkd,qld->rkql", by_query, by_query), right
 
 
-def fit_lent(shares: list[LentShare], start: Tensor, strength: float, sweeps: int) -> Tensor:
-    """The lent W_V [lent, wide, width] from which W_O of every layer makes most of its target: both in turns.
+def fit_values(
+    terms: Sequence[LayerTerm],
+    start: Tensor,
+    strength: float,
+    updates: int,
+    tolerance: float,
+    on_iteration: Callable[[int], None] = lambda iteration: None,
+) -> tuple[Tensor, list[Tensor], float]:
+    """Fit the values that all terms share and W of every term, in turns; return both and the sum of the terms' errors.
 
-    The values of the kept heads stay what they are. `start` is where the values begin, and are pulled to.
+    Args:
+        start: values [heads, inputs, head_dim] before the fit, to which they are pulled.
+        strength: of the pull, as a share of the mean of a Gram matrix's diagonal.
+        updates: of the values, at most.
+        tolerance: stop where a turn lowers the error by a smaller share.
+        on_iteration: called with the number of each turn, from 1.
     """
-    lent, (count, wide, width) = start.clone(), start.shape
-    missed = torch.inf
-    for _ in range(max(1, sweeps)):
-        outputs, found = [], 0.0
-        for share in shares:
-            prior = share.output.flatten(0, 2)
-            if share.bias is not None:
-                prior = torch.cat((prior, share.bias[None]))
-            into = share.into(lent)
-            gram, cross = into.gram(share.gram), into.reduce(share.cross)
-            outputs.append(ridge(gram, cross, prior, strength))
-            found += share.weight * missed_square(share.size, gram, cross, outputs[-1])
-        if missed - found < 1e-3 * found:
+    values, error = start, torch.inf
+    outputs: list[Tensor] = []
+    for update in range(updates + 1):
+        on_iteration(update + 1)
+        if update:
+            values = update_values(terms, outputs, values, start, strength)
+        previous, fits = error, [term.fit_output(values, strength) for term in terms]
+        outputs, error = [output for output, _ in fits], sum(term_error for _, term_error in fits)
+        if previous - error < tolerance * error:
             break
-        missed = found
-        for i in range(count):
-            terms, right = [], torch.zeros_like(start[i])
-            others = lent.clone()
-            others[i] = start[i]
-            for share, flat in zip(shares, outputs, strict=True):
-                group, own = share.output.shape[1], share.kept * share.output.shape[1] * width
-                first = own + i * group * wide
-                place = own + i * group * width
-                parts = [flat[place + q * width : place + (q + 1) * width] for q in range(group)]
-                left = left_over(share.gram, share.cross, share.into(others), flat, first, wide, parts)
-                right += share.weight * left
-                mine = slice(first, first + group * wide)
-                terms.append((share.weight * share.gram[mine, mine], parts))
-            lent[i] = start[i] + _value(terms, right, lent[i] - start[i], strength)
-    return lent
+    return values, outputs, error
 
 
-def _value(terms: list[tuple[Tensor, list[Tensor]]], right: Tensor, start: Tensor, strength: float) -> Tensor:
-    """`sum over terms and q, r of blocks_qr V O_r O_q^T = right`, damped: one query head of one layer by two solves,
-    several by conjugate gradients from `start`.
+def update_values(
+    terms: Sequence[LayerTerm], outputs: Sequence[Tensor], values: Tensor, start: Tensor, strength: float
+) -> Tensor:
+    """Return `values` after one round over the heads: each is fitted with W = `outputs` and the other heads fixed."""
+    values = values.clone()
+    for head in range(len(values)):
+        # The step away from `start` is what is pulled to zero.
+        others = values.clone()
+        others[head] = start[head]
+        equations = [term.value_equation(head, others, output) for term, output in zip(terms, outputs, strict=True)]
+        values[head] = start[head] + solve_value(equations, values[head] - start[head], strength)
+    return values
 
-    terms: per layer the Gram matrix [group * wide, group * wide] and W_O [width, d] of each query head.
+
+def solve_value(equations: Sequence[tuple[Tensor, Tensor, Tensor]], guess: Tensor, strength: float) -> Tensor:
+    """Return the V that solves the sum of `equations` (see `value_equation`), damped; `guess` where they are all zero.
+
+    One equation of one query head is solved in closed form by two damped ridge regressions, others by conjugate
+    gradients from `guess`.
     """
-    if len(terms) == 1 and len(terms[0][1]) == 1:
-        blocks, (output,) = terms[0]
-        square = output @ output.T
-        half = ridge(square, right.T, torch.zeros_like(right.T), strength).T
-        return ridge(blocks, half, torch.zeros_like(half), strength)
-    wide = len(start)
-    factors = []
-    scale = 0.0
-    for blocks, outputs in terms:
-        for q, one in enumerate(outputs):
-            for r, other in enumerate(outputs):
-                factors.append((blocks[q * wide : (q + 1) * wide, r * wide : (r + 1) * wide], other @ one.T))
-        scale += float(blocks.diagonal().mean() * sum(o.square().sum() / len(o) for o in outputs) / len(outputs))
-
-    if not scale:  # nothing is made of the value
-        return start
+    right = torch.stack([layer_right for _, _, layer_right in equations]).sum(0)
+    factors = [(gram, product) for gram, product, _ in equations]
+    if len(factors) == 1 and len(factors[0][0]) == 1:
+        gram, product = factors[0][0][0, :, 0], factors[0][1][0, :, 0]
+        half = ridge(product, right.T, torch.zeros_like(right.T), strength).T
+        return ridge(gram, half, torch.zeros_like(half), strength)
+    damping = strength * sum(float(_diagonal(gram).mean() * _diagonal(product).mean()) for gram, product in factors)
 
     def apply(value: Tensor) -> Tensor:
-        total = strength * scale * value
-        for block, product in factors:
-            total = total + block @ value @ product
+        total = damping * value
+        for gram, product in factors:
+            total = total + (gram.flatten(2) @ torch.einsum("jk,rkql->qrjl", value, product).flatten(1, 2)).sum(0)
         return total
 
-    solve = _nearest_product(factors, strength * scale)
-    value = start.clone()
-    residual = right - apply(value)
-    direction = solve(residual)
-    norm = (residual * direction).sum()
-    enough = 1e-14 * (right * solve(right)).sum()
-    for _ in range(500):
-        if norm <= enough:
-            break
-        applied = apply(direction)
-        step = norm / (direction * applied).sum()
-        value, residual = value + step * direction, residual - step * applied
-        towards = solve(residual)
-        following = (residual * towards).sum()
-        direction, norm = towards + following / norm * direction, following
+    return conjugate_gradients(apply, right, guess, kronecker_inverse(factors, damping)) if damping else guess
+
+
+def conjugate_gradients(
+    apply: Callable[[Tensor], Tensor],
+    right: Tensor,
+    guess: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    max_iterations: int = CG_ITERATIONS,
+) -> Tensor:
+    """Return the matrix V with `apply(V) = right`, up to a residual of CG_TOLERANCE relative to `right`.
+
+    Args:
+        apply: linear, symmetric and positive definite; `precondition`, nearly its inverse, as well.
+
+    Raises:
+        LeanError: no convergence within `max_iterations`.
+    """
+
+    def operator(function: Callable[[Tensor], Tensor]) -> LinearOperator:
+        def on_vector(vector: np.ndarray) -> np.ndarray:
+            return function(torch.from_numpy(vector).view(right.shape)).numpy().ravel()
+
+        return LinearOperator((right.numel(), right.numel()), on_vector, dtype=np.float64)
+
+    solution, not_converged = cg(
+        operator(apply),
+        right.numpy().ravel(),
+        guess.numpy().ravel(),
+        rtol=CG_TOLERANCE,
+        maxiter=max_iterations,
+        M=operator(precondition),
+    )
+    value = torch.from_numpy(solution).view(right.shape)
+    if not_converged:
+        residual = float((right - apply(value)).norm() / right.norm())
+        raise LeanError(
+            f"the fit of a value matrix did not converge: a relative residual of {residual:.1e} is left after "
+            f"{max_iterations} steps of conjugate gradients. Use more calibration text, or leave the fit out with "
+            "--no-refit-lent or --no-refit-values"
+        )
     return value
 
 
-def _nearest_product(factors: list[tuple[Tensor, Tensor]], damping: float) -> Callable[[Tensor], Tensor]:
-    """Solves `A V M + damping V = right`, where one A and one M stand for the sum over all factors: each the sum of its
-    kind, weighted by the traces of the other."""
-    traces = [(block.trace(), product.trace()) for block, product in factors]
-    left = sum(m * block for (block, _), (_, m) in zip(factors, traces, strict=True))
-    right = sum(a * product for (_, product), (a, _) in zip(factors, traces, strict=True))
-    (stretch, left), (other, right) = torch.linalg.eigh(left), torch.linalg.eigh(right)
-    scales = stretch.clamp_min(0)[:, None] * other.clamp_min(0) / sum(a * m for a, m in traces) + damping
+def kronecker_inverse(factors: Sequence[tuple[Tensor, Tensor]], damping: float) -> Callable[[Tensor], Tensor]:
+    """Return a preconditioner: the function from `right` to the V with `A V M + damping V = right`.
+
+    One A and one M stand for all factors: each is the sum of its kind, weighted by the traces of the other.
+    """
+    left: Any = 0
+    right: Any = 0
+    total: Any = 0
+    for gram, product in factors:
+        gram_traces, product_traces = torch.einsum("qiri->qr", gram), torch.einsum("rkqk->qr", product)
+        left += torch.einsum("qirj,qr->ij", gram, product_traces)
+        right += torch.einsum("rkql,qr->kl", product, gram_traces)
+        total += (gram_traces * product_traces).sum()
+    (left_scales, left), (right_scales, right) = torch.linalg.eigh(left), torch.linalg.eigh(right)
+    scales = left_scales.clamp_min(0)[:, None] * right_scales.clamp_min(0) / total + damping
     return lambda residual: left @ (left.T @ residual @ right / scales) @ right.T
+
+
+def _diagonal(blocks: Tensor) -> Tensor:
+    """The diagonal of a matrix [q, i, q, i]."""
+    return blocks.flatten(2).flatten(0, 1).diagonal()
