@@ -392,6 +392,43 @@ def test_bad_input(folder, unwrapped, prepare, arguments, message):
     assert sorted(p.name for p in folder.iterdir()) == sorted({Path(f).relative_to(folder).parts[0] for f in before})
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("inspect runs/nowhere", "there is no directory runs/nowhere"),
+        ("inspect cut", "model.safetensors cannot be read"),
+        ("inspect nan", "model.layers.2.self_attn.q_proj.weight has 32 values that are NaN"),
+        ("verify whole nowhere", "nowhere is not a checkpoint"),
+        ("verify whole nan", "model.layers.2.self_attn.q_proj.weight has 32 values that are NaN"),
+        ("verify whole whole --text nowhere.txt", "nowhere.txt cannot be read"),
+        ("import nowhere --out result", "nowhere is not a checkpoint"),
+        ("import cut --out result", "model.safetensors cannot be read"),
+        ("import nan --out result", "model.layers.2.self_attn.q_proj.weight has 32 values that are NaN"),
+        ("import whole --out file/result", "file is a file"),
+        ("import whole --out whole", "whole exists and is not empty"),
+        ("export whole --out whole", "whole exists and is not empty"),
+        ("export whole --family lama --out result", "did you mean 'llama'?"),
+        ("export whole --format gguf --out result", "--format is stock"),
+        ("export whole --dtype int8 --out result", "--dtype is one of fp64, fp32, bf16"),
+    ],
+)
+def test_bad_input_of_the_other_commands(folder, cli, arguments, message):
+    if "cut" in arguments:
+        truncated(folder)
+        Path("source").rename("cut")
+    elif "nan" in arguments:
+        changed("model.layers.2.self_attn.q_proj.weight", lambda tensor: tensor[4].fill_(torch.nan))
+        Path("source").rename("nan")
+    save("whole", "gpt")
+    Path("file").write_text("")
+    before = state(folder)
+    code, _, err = cli(*arguments.split())
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert message in err
+    assert state(folder) == before
+
+
 def test_max_condition_overrides(folder, unwrapped):
     changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].mul_(1e-9))
     command = ("eliminate", "source", "--remove", "query", "--layer", "1", "--plain", "--dtype", "fp64")
@@ -439,6 +476,13 @@ def test_an_interrupted_write_goes_on_after_the_last_whole_shard(folder):
     assert list(index["weight_map"]) == list(SHAPES)
     for name, shard in index["weight_map"].items():
         assert torch.equal(load_file(out / shard)[name], value(name))
+
+
+def test_progress_counts_the_bytes_of_all_shards(folder):
+    calls = []
+    written(folder / "out", value, progress=lambda done, total: calls.append((done, total)))
+    assert {total for _, total in calls} == {6 * BYTES}
+    assert list(dict.fromkeys(done for done, _ in calls)) == [number * BYTES for number in range(1, 7)]
 
 
 def test_what_was_begun_for_something_else_is_not_gone_on_with(folder):

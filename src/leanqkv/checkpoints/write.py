@@ -30,7 +30,9 @@ Progress = Callable[[int, int], None]
 
 
 def check_free(out: Path) -> None:
-    """Raise a LeanError if `out` exists and is not an empty directory: nothing is ever written over."""
+    """Raise a LeanError if `out` is no new or empty directory: nothing is ever written over."""
+    if (file := next((parent for parent in out.parents if parent.is_file()), None)) is not None:
+        raise LeanError(f"{out} cannot be made: {file} is a file; choose another --out")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another --out")
 

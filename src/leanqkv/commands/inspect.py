@@ -27,10 +27,13 @@ def inspect(
     from ..checkpoints.open import open_checkpoint
     from ..checkpoints.tensors import finite
     from ..eliminate import audit
+    from ..errors import LeanError
     from ..inspect.summary import condition_line, summary, without_query_and_output_line
     from ..inspect.tables import findings_table, layer_table, spectra_table
     from ..presets import preset
 
+    if "/" in source and not Path(source).exists():
+        raise LeanError(f"there is no directory {source}")
     opened = open_checkpoint(Path(source)) if Path(source).exists() else None
     config = preset(source) if opened is None else opened.config
     findings, projections = audit.findings(config), []
