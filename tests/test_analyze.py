@@ -322,6 +322,7 @@ def test_logit_spread_in_loops(window):
     assert spread == pytest.approx(sqrt(np.mean([np.var(row) for row in rows])))
 
 
+@pytest.mark.slow
 def test_initial_spread_of_every_query():
     """Appendix B of Karbevski & Mijoski 2025: 1.8 at GPT-2's width, here as `1 / (initializer_range sqrt(d))`."""
     config = preset("gpt2-124m", num_hidden_layers=2, vocab_size=500)

@@ -32,6 +32,8 @@ from leanqkv.report.analysis import tables
 from leanqkv.report.analysis_figures import drawings
 from leanqkv.report.analysis_measures import architectures
 
+pytestmark = pytest.mark.slow
+
 FIELDS = {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4}
 
 

@@ -53,6 +53,7 @@ def test_the_peak_is_the_most_that_is_held_at_one_time():
     assert three.numel() == 100
 
 
+@pytest.mark.slow
 def test_rows():
     models = {name: build(*name.split("+")[1:], num_hidden_layers=4) for name in ("a", "a+skipv1", "a+mla")}
     models["window"] = build(sliding_window=8)
@@ -94,6 +95,7 @@ def test_more_tokens_than_positions():
 TINY = "tiny+vocab_size=200+hidden_size=32+intermediate_size=48+num_hidden_layers=2"
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, unwrapped):
     monkeypatch.chdir(tmp_path)
     build("skipv1").save_pretrained("model")

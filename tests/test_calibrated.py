@@ -158,6 +158,7 @@ def test_progress_is_reported() -> None:
     assert done[0] == 0 and done == sorted(set(done)) and done[-1] == total
 
 
+@pytest.mark.slow
 def test_more_freedom_loses_less() -> None:
     for shape, mechanisms, fields in (("gpt", (), {}), ("llama", ("gqa",), BIASES | {"norm_bias": False})):
         config, tensors = source(shape, *mechanisms, **fields)

@@ -70,6 +70,7 @@ def assert_logits(computed: torch.Tensor, model) -> None:
     assert (computed - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.slow
 def test_strict_and_stock_results_load_in_a_fresh_process(folder, unwrapped):
     skipless, llama = save("skipless", "llama", "gqa", **SKIPLESS), save_llama("llama")
     code, out, err = unwrapped("eliminate", "skipless", "--remove", "query,output", "--out", "strict")
@@ -151,6 +152,7 @@ def test_a_text_can_be_certified_on(folder, unwrapped, monkeypatch):
     assert "too short" in unwrapped("verify", "one", "less", "--text", "short.txt")[2]
 
 
+@pytest.mark.slow
 def test_import_and_export_lead_back(folder, unwrapped):
     llama = save_llama("llama", max_shard_size="20KB")
     code, out, _ = unwrapped("import", "llama", "--out", "ours")
@@ -165,6 +167,7 @@ def test_import_and_export_lead_back(folder, unwrapped):
         assert torch.equal(returned[name], tensor), name
 
 
+@pytest.mark.slow
 def test_norms_that_an_epsilon_disables(folder, unwrapped):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, layer_norm_epsilon=1e12)
@@ -198,6 +201,7 @@ def test_inspect_says_what_applies_and_why_not(folder, unwrapped):
     assert "condition number" not in out
 
 
+@pytest.mark.slow
 def test_inspect_sums_a_checkpoint_up_in_about_ten_lines(folder, cli):
     """30 layers: which model, how large, what can go and what cannot, the worst condition; rows only on demand."""
     torch.manual_seed(0)
@@ -224,6 +228,7 @@ def test_inspect_sums_a_checkpoint_up_in_about_ten_lines(folder, cli):
     assert f"worst condition number: {condition:.3g}, layer 16 o_proj (of 120 projections)" in text
 
 
+@pytest.mark.slow
 def test_inspect_says_plainly_that_norms_leave_less_than_a_hundredth(folder, unwrapped):
     for name, plain in (("gpt2-124m", True), ("gpt2-124m+norm_type=none", False), ("tiny", False)):
         _, out, _ = unwrapped("inspect", name)
@@ -257,6 +262,7 @@ def test_a_model_by_name_has_a_summary_and_its_layers(folder, cli):
     assert "condition" not in out
 
 
+@pytest.mark.slow
 def test_long_work_names_its_phases_in_a_log(folder, cli, monkeypatch):
     """What a log may show: what is being done, and how much of it is done."""
     lines: list[str] = []

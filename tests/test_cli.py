@@ -46,6 +46,7 @@ def trained(place, cli):
     return place / "whole"
 
 
+@pytest.mark.slow
 def test_train_killed_outright_goes_on_bit_identically(place, cli, trained):
     command = [sys.executable, "-m", "leanqkv.cli", *TRAIN, "--out", "killed"]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
@@ -63,6 +64,7 @@ def test_train_killed_outright_goes_on_bit_identically(place, cli, trained):
         assert (place / "killed" / file).read_bytes() == (trained / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_continue_and_the_run_does(place, cli, trained, monkeypatch):
     on_step_end = Watch.on_step_end
 
@@ -79,6 +81,7 @@ def test_ctrl_c_says_how_to_continue_and_the_run_does(place, cli, trained, monke
     assert (place / "stopped" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_accumulation(place, cli):
     model = f"tiny{SHAPE}"
     arguments = (*TRAIN[2:], "--batch-size", "8", "--micro-batch-size", "4")
@@ -95,6 +98,7 @@ def test_two_processes_are_one_with_accumulation(place, cli):
     assert (place / "one" / "model.safetensors").read_bytes() == (place / "two" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_comparison_leaves_no_process_behind(place):
     models = (f"tiny{SHAPE}", MODEL)
     options = ("--data", "corpus.txt", "--steps", "100000", "--precision", "fp32", "--jobs", "2", "--device", "cpu")
@@ -131,6 +135,7 @@ def test_generate_and_inspect_a_trained_model(cli, trained):
     assert f"{record['kv_bytes_per_token']['bfloat16']:,} bytes per token, 87.5% of MHA" in out
 
 
+@pytest.mark.slow
 def test_compare_ends_with_the_table_and_the_page(place, cli):
     arguments = ("compare", f"tiny{SHAPE}", MODEL, "--data", "corpus.txt", "--steps", "12", "--seeds", "2")
     code, out, err = cli(*arguments, "--precision", "fp32", "--evaluate-every", "6", "--out", "both")

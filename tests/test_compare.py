@@ -15,6 +15,8 @@ from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suite import Comparison, Entry
 from leanqkv.report.comparison_page import write_report
 
+pytestmark = pytest.mark.slow
+
 
 def models(*names):
     """One group, the first its baseline."""

@@ -61,6 +61,7 @@ NO_PACKING = {
 
 
 @pytest.mark.parametrize("operators", NO_PACKING.values(), ids=NO_PACKING)
+@pytest.mark.slow
 def test_decoding_without_packing(model, expected, fresh, monkeypatch, operators):
     monkeypatch.setattr(torch.ops, "mkldnn", operators)
     decoder = Decoder(model)

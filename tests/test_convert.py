@@ -180,6 +180,7 @@ def save(name: str, *mechanisms: str, **fields) -> LeanForCausalLM:
     return model.eval()
 
 
+@pytest.mark.slow
 def test_convert(place, unwrapped):
     save("source")
     write_corpus(Path("corpus.txt"))

@@ -73,6 +73,7 @@ ONE_GRAPH = [case for case in CASES if case[0] in ((), ("gqa", "skipv1"), ("yoco
 
 
 @pytest.mark.parametrize("mechanisms, overrides", ONE_GRAPH)
+@pytest.mark.slow
 def test_a_step_with_a_static_cache_is_one_graph(mechanisms, overrides):
     """What `generate(cache_implementation="static")` compiles, and on a GPU captures, has no graph break."""
     config = tiny("llama", *mechanisms, **overrides)

@@ -67,6 +67,7 @@ def test_every_mechanism_gives_the_same_tokens(mechanisms):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_way_of_choosing_gives_the_same_tokens(shape, fields, options):
     ids = tokens(3, PROMPT)
     padding = torch.ones_like(ids)

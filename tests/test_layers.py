@@ -25,6 +25,7 @@ LAYERS = (
     "inference",
     "compare",
     "analyze",
+    "demo",
     "report",
     "inspect",
     "progress",

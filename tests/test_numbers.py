@@ -107,6 +107,7 @@ def logit_spread(config: LeanConfig, scaled: bool) -> float:
     return (query @ key.transpose(-1, -2) * scale).std().item()
 
 
+@pytest.mark.slow
 def test_initial_logit_spread() -> None:
     """An identity query spreads the logits 1.8 times as wide as a linear one; half the scale brings it back to 0.9."""
     small = {"num_hidden_layers": 1, "vocab_size": 1000}

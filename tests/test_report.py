@@ -249,6 +249,7 @@ def test_baseline_comes_first_wherever_it_is_listed(finished: Path, tmp_path: Pa
     assert rows["tiny"][3] == "**−0.0514 ± 0.0051**"
 
 
+@pytest.mark.slow
 def test_missing_and_diverged_runs_are_shown(finished: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(finished, tmp_path / "copy"))
     save(directory, diverge(record("tiny+mqa", 1, 4.0), 340))
@@ -355,6 +356,7 @@ def test_the_same_run_twice_is_an_error(finished: Path, tmp_path: Path) -> None:
         load_comparison(directory)
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_bytes(finished: Path, page: str, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(finished, tmp_path / "elsewhere"))
     with matplotlib.rc_context({"font.size": 30, "axes.linewidth": 9, "svg.fonttype": "path"}):

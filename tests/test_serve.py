@@ -25,6 +25,8 @@ from shapes import randomize, tiny
 from leanqkv import LeanForCausalLM, LeanForMaskedLM
 from leanqkv.inference import Decoder
 
+pytestmark = pytest.mark.slow
+
 # So many that an answer over all of them takes minutes: whoever waits for its end does not get there.
 POSITIONS = 100_000
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{{ undefined_function() if fail else '' }}"

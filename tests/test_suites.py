@@ -398,6 +398,7 @@ def sizes(data, tmp_path_factory):
     return out, run(data, out, "llama-sizes", groups, {"steps": 2, "batch_size": 2}, (0,))
 
 
+@pytest.mark.slow
 def test_every_size_is_paired_with_its_own_baseline(sizes):
     out, comparison = sizes
     records = [json.loads(path.read_text()) for path in out.glob("runs/*/record.json")]
@@ -447,6 +448,7 @@ def test_page_and_terminal_have_the_papers_too(sizes):
     assert "Improvement over its own baseline" in text
 
 
+@pytest.mark.slow
 def test_figures_without_numbers_say_what_their_text_says(data, tmp_path):
     groups = (SUITES["skip-ratio-gpt2"].scales[TINY].groups[0][:3],)
     comparison = run(data, tmp_path / "out", "skip-ratio-gpt2", groups, {"steps": 2, "batch_size": 2}, (0,))
@@ -456,6 +458,7 @@ def test_figures_without_numbers_say_what_their_text_says(data, tmp_path):
     assert "| `3/4` | above 1/2 | – | not run |" in table
 
 
+@pytest.mark.slow
 def test_divergence_is_caught_and_reported(data, tmp_path):
     model = f"tiny{SHAPE}"
     huge = {"learning_rate": 1e18}

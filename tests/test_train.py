@@ -19,6 +19,8 @@ from leanqkv.files import write_json
 from leanqkv.train import choose_precision, parse_precision, train
 from leanqkv.train.trainer import make_optimizer, make_schedule, summarize
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):

@@ -16,6 +16,8 @@ from leanqkv.data import batch_plan, collate
 from leanqkv.evaluate import sequence_losses
 from leanqkv.train import train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def source(tmp_path, data):

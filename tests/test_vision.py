@@ -280,6 +280,7 @@ assert "leanqkv" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_saved_is_loaded_with_and_without_the_package(tmp_path):
     config = vit("skipv1", "nonlinear-query", num_labels=2)
     model = randomize(LeanForImageClassification(config)).eval()
@@ -539,6 +540,7 @@ def finished(digits, tmp_path_factory):
     return out, train(spec(digits), digits, out, device="cpu")
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_its_directory_holds_what_the_record_says(digits, finished):
     out, record = finished
     assert [at["step"] for at in record["evaluations"]] == [40, 80]
@@ -562,6 +564,7 @@ def test_a_run_learns_and_its_directory_holds_what_the_record_says(digits, finis
     assert torch.equal(picture, scaled_pixels(image_batch(images, classes, [5])["pixel_values"], 8))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_identically(digits, finished, tmp_path):
     class Killed(BaseException):
         """Nothing in the training code catches it."""
@@ -581,6 +584,7 @@ def test_a_killed_run_goes_on_bit_identically(digits, finished, tmp_path):
         assert torch.equal(tensor, load_file(tmp_path / "run" / "model.safetensors")[name]), name
 
 
+@pytest.mark.slow
 def test_accumulation_gives_the_gradient_of_the_whole_batch(digits, finished, tmp_path):
     parts = train(spec(digits, micro_batch_size=16), digits, tmp_path / "run", device="cpu")
     for one, other in zip(finished[1]["training"], parts["training"], strict=True):
@@ -647,6 +651,7 @@ def test_train_inspect_and_what_they_refuse(cli, cache):
         assert not Path("b").exists()
 
 
+@pytest.mark.slow
 def test_uptraining_a_model_of_images(cli, cache):
     options = ("--precision", "fp32", "--batch-size", "8", "--device", "cpu")
     assert cli("train", SMALL, "--steps", "2", *options, "--out", "run")[0] == 0
@@ -658,6 +663,7 @@ def test_uptraining_a_model_of_images(cli, cache):
     assert code == 2 and "--teacher is for models of text" in err
 
 
+@pytest.mark.slow
 def test_models_of_images_are_compared_by_their_accuracy(cli):
     arguments = ("compare", SMALL, f"{SMALL}+skipv1", "--seeds", "2", "--steps", "6", "--batch-size", "16")
     code, out, err = cli(*arguments, "--precision", "fp32", "--evaluate-every", "3", "--out", "both")

@@ -7,7 +7,19 @@ import sys
 import typer
 from rich.console import Console
 
-from .commands import analyze, checkpoints, compare, convert, eliminate, evaluate, inference, inspect, presets, train
+from .commands import (
+    analyze,
+    checkpoints,
+    compare,
+    convert,
+    demo,
+    eliminate,
+    evaluate,
+    inference,
+    inspect,
+    presets,
+    train,
+)
 
 app = typer.Typer(
     help="Transformers with fewer attention weights and a smaller KV cache.",
@@ -19,6 +31,7 @@ app = typer.Typer(
 errors = Console(stderr=True)
 
 
+app.command()(demo.demo)
 app.command()(train.train)
 app.command()(train.uptrain)
 app.command()(compare.compare)

@@ -15,6 +15,8 @@ from transformers import DynamicCache
 from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, cache_bytes, kv_bytes_per_token, preset
 from leanqkv.model.plan import make_plan
 
+pytestmark = pytest.mark.slow
+
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 20,

@@ -372,6 +372,7 @@ def test_saved_is_loaded(variant: Variant, saved: dict[str, Path]) -> None:
     assert plan(model.config) == plan(variant.config())
 
 
+@pytest.mark.slow
 def test_saved_is_loaded_without_the_package(saved: dict[str, Path], tmp_path: Path) -> None:
     """One fresh process for all: the checkpoint's own code is all it has."""
     environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": ""}
@@ -465,6 +466,7 @@ FLEX = ((), ("gqa", "skipv1"), ("skipv0",), ("yoco",), ("keys-as-values",), ("ml
 
 
 @pytest.mark.parametrize("variant", [v for v in ALL if v.mechanisms in FLEX], ids=str)
+@pytest.mark.slow
 def test_flex_attention_is_sdpa(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     # Uncompiled: the compiler costs seconds per shape and changes nothing about how the model calls it.
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -529,6 +531,7 @@ def test_inputs_and_outputs(variant: Variant) -> None:
         assert_near(model(input_ids=ids, labels=masked).loss, expected + balance, rounding(torch.float32))
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_breaks() -> None:
     model = Variant("llama", ("gqa", "skipv1"), BIASES).trained()
     ids = tokens(2, 6)

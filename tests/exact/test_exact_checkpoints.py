@@ -134,6 +134,7 @@ def test_what_is_stored_in_less_is_certified_as_less(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_one_flipped_weight_is_found(case: str, tmp_path: Path) -> None:
     fields, remove, layer = CASES[case]
     source = saved(tmp_path / "source", small(**fields), torch.float64)
@@ -273,6 +274,7 @@ print(json.dumps(different))
 """
 
 
+@pytest.mark.slow
 def test_results_load_without_the_package(tmp_path: Path) -> None:
     """They compute and generate what the original does, with a cache and without, and can be trained on."""
     folders = []

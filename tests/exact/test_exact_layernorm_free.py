@@ -121,6 +121,7 @@ def test_the_naive_basis_does_not_exist(source: Path) -> None:
 
 @pytest.mark.parametrize("slot", ["query", "key", "value"])
 @pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.slow
 def test_the_function_without_norms_is_kept(slot: str, layer: int, source: Path, tmp_path: Path) -> None:
     request = parse_request(slot, layer)
     certificate = eliminate_directory(source, tmp_path / "out", request, dtype=torch.float64)

@@ -87,6 +87,7 @@ def test_whatever_reads_or_writes_the_stream(fields: dict, tied: bool) -> None:
         assert relative(logits(result.config, result.tensors), logits(config, tensors)) <= tolerance(result.conditions)
 
 
+@pytest.mark.slow
 def test_the_cases_cover_both_outcomes() -> None:
     outcomes: Counter[tuple[str, bool]] = Counter()
     for seed in CASES:

@@ -223,6 +223,7 @@ def test_from_tokens_alone_the_prediction_does_not_know_the_pairs(skip):
     assert not torch.allclose(forward(parameters, shuffled[None], skip), forward(parameters, tokens[None], skip))
 
 
+@pytest.mark.slow
 def test_trained_with_positions_the_first_value_wins():
     task = Task(1, 4, 0.5)
     losses = {}

@@ -44,6 +44,7 @@ def invoke(*arguments: str):
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.slow
 def test_the_check_passes(name):
     assert failures(name) == ""
 
@@ -148,6 +149,7 @@ def test_all_of_them_one_after_the_other(tmp_path, monkeypatch):
     assert "1 of 2 checks pass" in page and page.count("<strong>FAIL</strong>") == 1
 
 
+@pytest.mark.slow
 def test_the_page_has_every_check_with_its_figure_and_tables(tmp_path):
     shutil.copytree(RESULTS, tmp_path / "all")
     assert invoke("all", "--redraw", "--out", str(tmp_path / "all")).exit_code == 0
@@ -251,6 +253,7 @@ def test_what_enters_the_norms_is_the_stream(checkpoint):
     assert measured["linear_error"] is None, "64 tokens do not fit an affine map of width 128"
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_checkpoint_and_names_it(checkpoint, tmp_path):
     result = invoke("layer-norm", "--quick", "--model", str(checkpoint), "--out", str(tmp_path))
     assert "Theorem C.2" in result.output

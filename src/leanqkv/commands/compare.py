@@ -168,17 +168,19 @@ def learning_rates(option: str, text: str) -> tuple[float, ...]:
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(help="Directory of a comparison, of a bench or of an analysis.")],
+    directory: Annotated[Path, typer.Argument(help="Directory of a comparison, a bench, an analysis or a demo.")],
 ) -> None:
     """Make the table and report.html again, from the records alone."""
     from ..analyze.record import RECORD as ANALYSIS
     from ..files import read_json
-    from ..report import analysis, bench
+    from ..report import analysis, bench, demo
 
     if (directory / bench.RECORD).exists():
         page, table = bench.write_page(directory), bench.table(read_json(directory / bench.RECORD))
     elif (directory / ANALYSIS).exists():
         page, table = analysis.write_page(directory), analysis.terminal(read_json(directory / ANALYSIS))
+    elif (directory / demo.RECORD).exists():
+        page, table = demo.write_page(directory), demo.terminal_table(read_json(directory / demo.RECORD))
     else:
         _show_report(directory)
         return

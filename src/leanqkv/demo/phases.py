@@ -1,0 +1,242 @@
+"""The phases of the demo. Each returns its part of the record; weights go to directories of their own."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..checkpoints.load import load_config, load_model
+from ..compare.suite import Comparison, Entry
+from ..convert.conversion import REPORT, calibration_tokens, convert_directory
+from ..data import TokenData, batch_plan, collate
+from ..eliminate import eliminate_directory, parse_request, verify
+from ..eliminate.elimination import CERTIFICATE
+from ..environment import git_commit, hardware, versions
+from ..errors import LeanError
+from ..evaluate import sequence_losses
+from ..files import RECORD_FORMAT, read_json, write_json
+from ..inference import Decoder
+from ..model.cache import cache_bytes
+
+RECORD = "demo.json"
+COMPARISON, CONVERTED, ELIMINATED = "comparison", "converted", "eliminated"
+PHASES = ("training", "conversion", "elimination", "evaluation", "decoding")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The size of the demo: 400 steps and the defaults take about two minutes on two CPU cores.
+
+    Attributes:
+        learning_rate: the same for both models; with few steps a lower one than the models' own learns faster.
+        data: as `prepare_data` takes it; None for the source of the standard library.
+        documents: of the data that are read, at most.
+        evaluation_sequences: of the held-out text; all models are scored on the same ones.
+        calibration_tokens: of the training text that the conversion reads.
+        prompt: continued by `new_tokens` in each of `rounds`.
+    """
+
+    steps: int
+    baseline: str = "tiny"
+    variant: str = "tiny+skipv1"
+    batch_size: int = 4
+    learning_rate: float = 2e-3
+    evaluate_every: int = 50
+    evaluation_sequences: int = 64
+    data: str | None = None
+    documents: int = 300
+    calibration_tokens: int = 20_000
+    prompt: str = "def __init__(self, name):\n    "
+    new_tokens: int = 64
+    rounds: int = 5
+
+    def comparison(self) -> Comparison:
+        """Both models on the same batches, with one seed."""
+        return Comparison(
+            title=f"{self.variant} against {self.baseline}",
+            groups=((Entry(self.baseline), Entry(self.variant)),),
+            seeds=(0,),
+            recipe={"steps": self.steps, "batch_size": self.batch_size, "learning_rate": self.learning_rate},
+            command=f"leanqkv demo --steps {self.steps}",
+            evaluation_sequences=self.evaluation_sequences,
+            evaluate_every=self.evaluate_every,
+            notes=("Part of the demo: one seed, a few hundred steps.",),
+        )
+
+
+def claim(out: Path, settings: Settings) -> dict[str, Any]:
+    """Return the record in `out`, which is begun where there is none.
+
+    Raises:
+        LeanError: `out` holds something else, or a demo of other settings.
+    """
+    file = out / RECORD
+    if file.exists():
+        record = read_json(file)
+        for name, value in asdict(settings).items():
+            if (stored := record.get("settings", {}).get(name)) != value:
+                raise LeanError(
+                    f"{out} holds a demo with other settings: {name} is {stored!r} there and {value!r} here. "
+                    "Choose another --out or delete it."
+                )
+        return record
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise LeanError(f"{out} is not empty and not a demo. Choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    record = {"record": RECORD_FORMAT, "settings": asdict(settings)}
+    write_json(file, record)
+    return record
+
+
+def check_data(record: dict[str, Any], data: TokenData) -> None:
+    """Raise where the models of `record` were trained on other data.
+
+    Raises:
+        LeanError: they were, for example because Python, whose library is the data, has been updated since.
+    """
+    if "training" in record and record["training"]["data"]["sha256"] != data.sha256:
+        raise LeanError(f"these models were trained on other data than this ({data.description}). Delete the demo.")
+
+
+def run_directories(out: Path) -> dict[str, Path]:
+    """Return the directories of the trained models by name."""
+    return {read_json(file)["name"]: file.parent for file in sorted(out.glob(f"{COMPARISON}/runs/*/record.json"))}
+
+
+def model_directories(out: Path, settings: Settings) -> dict[str, Path]:
+    """Return the directories of all four models, by the name that the report gives them."""
+    trained = run_directories(out)
+    return {
+        settings.baseline: trained[settings.baseline],
+        settings.variant: trained[settings.variant],
+        f"{settings.baseline}, converted": out / CONVERTED,
+        f"{settings.baseline}, weights removed": out / ELIMINATED,
+    }
+
+
+def training_results(out: Path, settings: Settings, data: TokenData, device: str) -> dict[str, Any]:
+    """Return the curves and the throughput of both runs, and what they were made on.
+
+    Raises:
+        LeanError: a run diverged.
+    """
+    records = {name: read_json(run / "record.json") for name, run in run_directories(out).items()}
+    for name, record in records.items():
+        if record["final"] is None:
+            raise LeanError(f"{name} diverged, and the demo ends here. Delete {out} and run it with other --steps.")
+    baseline = records[settings.baseline]
+    return {
+        "models": {
+            name: {
+                "evaluations": records[name]["evaluations"],
+                "tokens_per_second": records[name]["tokens_per_second"],
+                "parameters": records[name]["parameters"]["total"],
+            }
+            for name in (settings.baseline, settings.variant)
+        },
+        "steps": baseline["recipe"]["steps"],
+        "tokens": baseline["tokens"],
+        "tokens_per_step": baseline["recipe"]["batch_size"] * baseline["context_length"],
+        "precision": baseline["precision"]["choice"],
+        "data": data.record(),
+        "hardware": hardware(device),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def convert(out: Path, settings: Settings, data: TokenData, progress: Progress) -> dict[str, Any]:
+    """Convert the baseline to first-layer values, calibrated, and return the conversion's report."""
+    source = run_directories(out)[settings.baseline]
+    if (out / CONVERTED / REPORT).exists():
+        return read_json(out / CONVERTED / REPORT)
+    config = load_config(source)
+    tokens = calibration_tokens(data, config, settings.calibration_tokens, config.max_position_embeddings)
+    return convert_directory(source, out / CONVERTED, to="skipv1", tokens=tokens, calibrating=progress)
+
+
+def eliminate(out: Path, settings: Settings, data: TokenData, message: Callable[[str], None]) -> dict[str, Any]:
+    """Remove the identity blocks of the baseline, and return the certificate and an independent check.
+
+    The certificate compares logits on held-out text, `verification` those of the stored checkpoints on random tokens.
+    """
+    source = run_directories(out)[settings.baseline]
+    if (out / ELIMINATED / CERTIFICATE).exists():
+        certificate = read_json(out / ELIMINATED / CERTIFICATE)
+    else:
+        length = min(64, load_config(source).max_position_embeddings or 64)
+        inputs = {"input_ids": collate(data.validation(), [0, length], length)["input_ids"]}
+        request = parse_request("block-diagonal")
+        certificate = eliminate_directory(source, out / ELIMINATED, request, inputs=inputs, message=message)
+    message("verifying")
+    return {"certificate": certificate, "verification": verify(source, out / ELIMINATED)}
+
+
+def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progress: Progress) -> dict[str, Any]:
+    """Return size and loss of all four models, on the held-out sequences that training was validated on."""
+    directories = model_directories(out, settings)
+    context = load_config(directories[settings.baseline]).max_position_embeddings
+    assert context is not None
+    plan = batch_plan(
+        out / COMPARISON / "batches",
+        seed=0,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        context_length=context,
+        train_tokens=data.train_tokens,
+        validation_tokens=data.validation_tokens,
+        evaluation_sequences=settings.evaluation_sequences,
+    )
+    models: dict[str, Any] = {}
+    for name, directory in directories.items():
+        model: Any = load_model(directory).to(device)  # type: ignore[arg-type]
+        losses = sequence_losses(model, data.validation(), plan.evaluation_starts, context, batch_size=8)
+        models[name] = {
+            "parameters": model.config.plan.count_parameters().total,
+            "kv_bytes_per_token_bf16": model.config.plan.kv_bytes_per_token(torch.bfloat16),
+            "loss": losses.mean().item(),
+        }
+        progress(len(models), len(directories))
+    return {"models": models, "sequences": len(plan.evaluation_starts), "context_length": context}
+
+
+def decode(out: Path, settings: Settings, data: TokenData, device: str, progress: Progress) -> dict[str, Any]:
+    """Continue one prompt with every model, in turns, and return texts, throughput and the bytes their caches hold."""
+    directories = model_directories(out, settings)
+    tokenizer = data.tokenizer()
+    assert tokenizer is not None
+    prompt = tokenizer(settings.prompt, return_tensors="pt")["input_ids"].to(device)
+    decoders = {name: Decoder(load_model(d).to(device)) for name, d in directories.items()}  # type: ignore[arg-type]
+    rates: dict[str, list[float]] = {name: [] for name in decoders}
+    models: dict[str, Any] = {}
+    for number in range(settings.rounds + 1):
+        for place, (name, decoder) in enumerate(decoders.items()):
+            progress(number * len(decoders) + place, (settings.rounds + 1) * len(decoders))
+            torch.manual_seed(0)
+            started = time.perf_counter()
+            # No end-of-text token: every model generates the same number of tokens.
+            sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "eos_token_id": []}
+            output = decoder.generate(prompt, max_new_tokens=settings.new_tokens, **sampling)
+            seconds = time.perf_counter() - started
+            if number:  # the first round warms up
+                rates[name].append(settings.new_tokens / seconds)
+            assert decoder.cache is not None
+            models[name] = {
+                "text": tokenizer.decode(output[0, prompt.shape[1] :]),
+                "cache_bytes": cache_bytes(decoder.cache),
+                "cache_tokens": output.shape[1] - 1,
+            }
+    return {
+        "prompt_tokens": prompt.shape[1],
+        "dtype": "float32",
+        "models": {name: {**model, "tokens_per_second": _spread(rates[name])} for name, model in models.items()},
+    }
+
+
+def _spread(values: list[float]) -> Mapping[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}

@@ -1,0 +1,225 @@
+"""The demo as a terminal table and as one page."""
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from ..compare.measure import LOSS
+from ..compare.statistics import Band
+from ..demo.phases import PHASES, RECORD
+from ..errors import LeanError
+from ..files import read_json, write_text
+from . import figures
+from .html import render
+from .text import ABSENT, signed
+
+SCALE = (
+    "A toy run: two models of a million parameters, a few hundred steps, one seed. It shows what each tool does; it "
+    "supports no conclusion about architectures."
+)
+HEADERS = (
+    *("model", "parameters", "KV cache, bytes\nper token (bf16)", "validation loss,\nnats per token"),
+    *("difference to\nthe baseline", "decoding,\ntokens/s", "KV cache\nheld, bytes"),
+)
+CERTIFICATE_HEADERS = ("computed in", "model", "largest difference\nof logits", "relative", "same next\ntoken")
+# What each phase does, on a model of the reader's own.
+COMMANDS = (
+    ("Train and compare", "leanqkv compare small small+skipv1 --data book.txt --seeds 3 --out runs/mine"),
+    ("Shrink the KV cache", "leanqkv convert hf/llama --to skipv1 --calibration book.txt --out hf/llama-skipv1"),
+    ("Remove weights exactly", "leanqkv eliminate hf/llama --remove block-diagonal --out hf/llama-removed"),
+    ("Verify", "leanqkv verify hf/llama hf/llama-removed --text book.txt"),
+    ("Score", "leanqkv eval hf/llama-skipv1 --data book.txt"),
+    ("Decode", 'leanqkv generate hf/llama-skipv1 --prompt "Once upon a time"'),
+)
+
+
+FACTS = ("hardware", "versions")
+
+
+def terminal_table(record: dict[str, Any]) -> Table:
+    """Return the models in 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for header in ("", "parameters", "KV bytes\nper token", "validation\nloss", "change", "decoding,\ntokens/s"):
+        table.add_column(header, justify="right" if header else "left", no_wrap=True)
+    for row in _rows(record):
+        table.add_row(*row["cells"][:-1])
+    return table
+
+
+def write_page(directory: Path) -> Path:
+    """Write `report.html` beside demo.json, from it alone, and return the page's path.
+
+    Raises:
+        LeanError: no such record there, a damaged one, or a demo that is not complete.
+    """
+    record = read_json(directory / RECORD)
+    if missing := [phase for phase in PHASES if phase not in record]:
+        raise LeanError(f"{directory} holds a demo without {missing[0]}. Go on with: leanqkv demo --out {directory}")
+    page = directory / "report.html"
+    write_text(
+        page,
+        render(
+            Path(__file__).with_name("demo.html.j2"),
+            record=record,
+            scale=SCALE,
+            lead=_lead(record),
+            headers=HEADERS,
+            rows=_rows(record),
+            certificate_headers=CERTIFICATE_HEADERS,
+            certificate_rows=_certificate_rows(record),
+            takeaways=_takeaways(record),
+            figures=_figures(record),
+            facts=_facts(record),
+            commands=COMMANDS,
+        ),
+    )
+    return page
+
+
+def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return each model's cells, as HEADERS has them, and how it was made."""
+    settings, decoding = record["settings"], record["decoding"]["models"]
+    steps = f"trained for {settings['steps']:,} steps"
+    made = (steps, steps, "calibrated, without training", "block-diagonal elimination, exact")
+    models = record["evaluation"]["models"]
+    baseline = models[settings["baseline"]]["loss"]
+    return [
+        {
+            "made": how,
+            "cells": [
+                name,
+                f"{model['parameters']:,}",
+                f"{model['kv_bytes_per_token_bf16']:,}",
+                f"{model['loss']:.4f}",
+                ABSENT if name == settings["baseline"] else _difference(model["loss"], baseline),
+                f"{decoding[name]['tokens_per_second']['median']:,.0f}",
+                f"{decoding[name]['cache_bytes']:,}",
+            ],
+        }
+        for (name, model), how in zip(models.items(), made, strict=True)
+    ]
+
+
+def _certificate_rows(record: dict[str, Any]) -> list[list[str]]:
+    """Return what the certificate says, as CERTIFICATE_HEADERS has it."""
+    certificate = record["elimination"]["certificate"]
+    return [
+        [
+            dtype,
+            which,
+            f"{values['max_abs']:.1e}",
+            f"{values['relative']:.1e}",
+            f"{values['agreement']:.1%}",
+        ]
+        for dtype, pair in certificate["dtypes"].items()
+        for which, values in pair.items()
+        if (dtype, which) != ("fp64", "original")
+    ]
+
+
+def _lead(record: dict[str, Any]) -> str:
+    training = record["training"]
+    return (
+        f"{' and '.join(training['models'])} were trained on the same {training['tokens']:,} tokens. The trained "
+        "baseline was then converted to a smaller KV cache, and, separately, weights were removed from it exactly."
+    )
+
+
+def _takeaways(record: dict[str, Any]) -> dict[str, str]:
+    """Return one sentence for each section."""
+    settings, decoded = record["settings"], record["decoding"]["models"]
+    baseline, variant, converted, _ = record["evaluation"]["models"].values()
+    sizes = [model["kv_bytes_per_token_bf16"] for model in (baseline, converted)]
+    gaps = [_difference(model["loss"], baseline["loss"]) for model in (converted, variant)]
+    certificate = record["elimination"]["certificate"]
+    before, after = certificate["parameters"]["before"], certificate["parameters"]["after"]
+    held = [model["cache_bytes"] for model in decoded.values()]
+    return {
+        "models": (
+            f"The conversion makes the KV cache {1 - sizes[1] / sizes[0]:.1%} smaller and changes the loss by "
+            f"{gaps[0]} nats without a training step. {settings['variant']}, trained from scratch: {gaps[1]} nats."
+        ),
+        "elimination": (
+            f"{before - after:,} of {before:,} weights are gone ({1 - after / before:.1%}). Before rounding to "
+            f"{certificate['dtype']} the logits differ by {certificate['exact']['relative']:.0e} of the largest one."
+        ),
+        "decoding": (
+            f"For {decoded[settings['baseline']]['cache_tokens']} tokens in float32 the baseline's cache holds "
+            f"{held[0]:,} bytes and that of the converted model {held[2]:,}."
+        ),
+    }
+
+
+def _difference(loss: float, baseline: float) -> str:
+    return signed(round(loss - baseline, 4) + 0.0)  # + 0.0: no minus sign before a zero
+
+
+def _figures(record: dict[str, Any]) -> list[tuple[str, str, figures.Drawing]]:
+    """Return heading, caption and drawing of both figures."""
+    training, models = record["training"], record["evaluation"]["models"]
+    curves = [
+        figures.Series(name, style, [Band(at["step"], at["loss"], at["loss"], at["loss"]) for at in run["evaluations"]])
+        for style, (name, run) in enumerate(training["models"].items())
+    ]
+    # The model without its redundant weights has the baseline's cache and loss: the two marks would be one.
+    points = [
+        figures.Series(name, style, [Band(model["kv_bytes_per_token_bf16"], *3 * (model["loss"],))])
+        for style, (name, model) in enumerate(list(models.items())[:-1])
+    ]
+    return [
+        (
+            "Validation loss during training",
+            "One run each, on the same batches. The first evaluations lie beyond the edge.",
+            figures.curves(curves, LOSS, training["tokens_per_step"]),
+        ),
+        (
+            "Validation loss and KV cache",
+            "Down and to the left is better. The dashed line is the baseline's loss; equal caches stand side by side.",
+            figures.cache_scatter(points),
+        ),
+    ]
+
+
+def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return how it was measured, term by term."""
+    settings, training, evaluation = (record[part] for part in ("settings", "training", "evaluation"))
+    data, runs = training["data"], training["models"]
+    documents = f"its first {settings['documents']:,} documents"
+    certificate, verification = record["elimination"]["certificate"], record["elimination"]["verification"]
+    speeds = "; ".join(f"{name} {run['tokens_per_second']:,.0f} tokens/s" for name, run in runs.items())
+    return [
+        (
+            "Data",
+            f"{data['description']}; {documents}, {data['train_tokens']:,} tokens",
+        ),
+        (
+            "Training",
+            f"{training['steps']:,} steps of {training['tokens_per_step']:,} tokens, peak learning rate "
+            f"{settings['learning_rate']:g}, {training['precision']}",
+        ),
+        ("Training speed", speeds),
+        ("Conversion", f"calibrated on {record['conversion']['calibration_tokens']:,} tokens of the training text"),
+        (
+            "Validation",
+            f"{evaluation['sequences']:,} sequences of {evaluation['context_length']} held-out tokens, always the same",
+        ),
+        (
+            "Certificate",
+            f"on held-out text, weights stored in {certificate['dtype']}; the worst condition number of a matrix "
+            f"solved with is {max(certificate['conditions'].values()):.3g}",
+        ),
+        (
+            "Verification",
+            "of the stored checkpoints on random tokens: logits in float64 differ by "
+            f"{verification['fp64']['result']['relative']:.0e}",
+        ),
+        (
+            "Decoding",
+            f"batch 1, {record['decoding']['dtype']}: {record['decoding']['prompt_tokens']} prompt tokens and "
+            f"{settings['new_tokens']} new ones, sampled with one seed; median of {settings['rounds']} turns",
+        ),
+        *((term.title(), ", ".join(f"{key} {value}" for key, value in training[term].items())) for term in FACTS),
+        ("Git commit", training["git_commit"] or "not recorded"),
+    ]
