@@ -47,7 +47,7 @@ def analyze(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LeanError(f"{out} is not empty, and nothing is ever overwritten; choose another --out")
-    rates = tuple(sorted(learning_rates("--probe-rates", probe_rates)))
+    rates = tuple(sorted(learning_rates("--probe-rates", probe_rates, below=1)))
     device = check_device(device or default_device())
     subjects = open_subjects(models)
     settings = Settings(common_context(subjects, context_length), samples, probe_steps, probe_batch_size, rates)

@@ -150,11 +150,11 @@ def train_with_display(comparison: "Comparison", data: Any, out: Path, **options
         )
 
 
-def learning_rates(option: str, text: str) -> tuple[float, ...]:
+def learning_rates(option: str, text: str, below: float = math.inf) -> tuple[float, ...]:
     """Return the learning rates that an option lists.
 
     Raises:
-        LeanError: not positive numbers between commas, or one of them twice.
+        LeanError: not positive numbers under `below` between commas, or one of them twice.
     """
     from ..errors import LeanError
 
@@ -162,8 +162,9 @@ def learning_rates(option: str, text: str) -> tuple[float, ...]:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise LeanError(f"{option} takes learning rates between commas, 1e-3,2e-3; found {text!r}") from None
-    if any(not 0 < rate < math.inf for rate in rates) or len({*rates}) < len(rates):
-        raise LeanError(f"{option} takes positive learning rates, each once, found {text!r}")
+    if any(not 0 < rate < below for rate in rates) or len({*rates}) < len(rates):
+        bound = "" if below == math.inf else f" below {below:g}"
+        raise LeanError(f"{option} takes positive learning rates{bound}, each once, found {text!r}")
     return rates
 
 

@@ -106,6 +106,12 @@ class Run:
         measure = measure_of(record["data"])
         for part, names in (NEEDED | {"data": measure.data_fields}).items():
             itemgetter(*names)(record[part])
+        numbers = [record["seed"], record["context_length"], record["tokens"], record["seconds"]]
+        numbers += [
+            record[part][name] for part in ("recipe", "parameters", "kv_bytes_per_token") for name in NEEDED[part]
+        ]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError("a field that must be a number is not")
         outcome: dict[str, Any] = {
             "final": {} if loss is None else {name: float(value) for name, value in final.items()},
             "curves": {name: _curve(record["evaluations"], name) for name in ("loss", measure.evaluation)},
