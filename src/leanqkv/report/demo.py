@@ -16,7 +16,7 @@ from .html import render
 from .text import ABSENT, signed
 
 SCALE = (
-    "A toy run: two models of a million parameters, a few hundred steps, one seed. It shows what each tool does; it "
+    "A toy run: two models of a million parameters, minutes of training, one seed. It shows what each tool does; it "
     "supports no conclusion about architectures."
 )
 HEADERS = (
@@ -33,9 +33,6 @@ COMMANDS = (
     ("Score", "leanqkv eval hf/llama-skipv1 --data book.txt"),
     ("Decode", 'leanqkv generate hf/llama-skipv1 --prompt "Once upon a time"'),
 )
-
-
-FACTS = ("hardware", "versions")
 
 
 def terminal_table(record: dict[str, Any]) -> Table:
@@ -58,24 +55,28 @@ def write_page(directory: Path) -> Path:
     if missing := [phase for phase in PHASES if phase not in record]:
         raise LeanError(f"{directory} holds a demo without {missing[0]}. Go on with: leanqkv demo --out {directory}")
     page = directory / "report.html"
-    write_text(
-        page,
-        render(
-            Path(__file__).with_name("demo.html.j2"),
-            record=record,
-            scale=SCALE,
-            lead=_lead(record),
-            headers=HEADERS,
-            rows=_rows(record),
-            certificate_headers=CERTIFICATE_HEADERS,
-            certificate_rows=_certificate_rows(record),
-            takeaways=_takeaways(record),
-            figures=_figures(record),
-            facts=_facts(record),
-            commands=COMMANDS,
-        ),
-    )
+    try:
+        write_text(page, _html(record))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LeanError(f"{directory / RECORD} is damaged ({error!r}). Run the demo again in another --out.") from None
     return page
+
+
+def _html(record: dict[str, Any]) -> str:
+    return render(
+        Path(__file__).with_name("demo.html.j2"),
+        record=record,
+        scale=SCALE,
+        lead=_lead(record),
+        headers=HEADERS,
+        rows=_rows(record),
+        certificate_headers=CERTIFICATE_HEADERS,
+        certificate_rows=_certificate_rows(record),
+        takeaways=_takeaways(record),
+        figures=_figures(record),
+        facts=_facts(record),
+        commands=COMMANDS,
+    )
 
 
 def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -190,10 +191,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     certificate, verification = record["elimination"]["certificate"], record["elimination"]["verification"]
     speeds = "; ".join(f"{name} {run['tokens_per_second']:,.0f} tokens/s" for name, run in runs.items())
     return [
-        (
-            "Data",
-            f"{data['description']}; {documents}, {data['train_tokens']:,} tokens",
-        ),
+        ("Data", f"{data['description']}; {documents}, {data['train_tokens']:,} training tokens"),
         (
             "Training",
             f"{training['steps']:,} steps of {training['tokens_per_step']:,} tokens, peak learning rate "
@@ -220,6 +218,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
             f"batch 1, {record['decoding']['dtype']}: {record['decoding']['prompt_tokens']} prompt tokens and "
             f"{settings['new_tokens']} new ones, sampled with one seed; median of {settings['rounds']} turns",
         ),
-        *((term.title(), ", ".join(f"{key} {value}" for key, value in training[term].items())) for term in FACTS),
-        ("Git commit", training["git_commit"] or "not recorded"),
+        ("Hardware", ", ".join(f"{key} {value}" for key, value in record["hardware"].items())),
+        ("Versions", ", ".join(f"{key} {value}" for key, value in record["versions"].items())),
+        ("Git commit", record["git_commit"] or "not recorded"),
     ]
