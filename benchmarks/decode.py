@@ -20,8 +20,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from leanqkv import LeanForCausalLM
-from leanqkv.checkpoints.load import load_weights
-from leanqkv.checkpoints.open import open_checkpoint
+from leanqkv.checkpoints.open import load_weights, open_checkpoint
 from leanqkv.compat import quiet_transformers
 from leanqkv.inference import Decoder
 

@@ -12,7 +12,7 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
 from leanqkv.inference.bench import measure
-from leanqkv.inference.memory import PeakMemory, held_bytes, weight_bytes
+from leanqkv.inference.memory import PeakMemory
 
 
 def build(*mechanisms: str, **fields) -> LeanForCausalLM:
@@ -20,12 +20,18 @@ def build(*mechanisms: str, **fields) -> LeanForCausalLM:
 
 
 def test_storages_are_counted_once_and_whole():
-    base = torch.zeros(10, 100)
-    other = torch.zeros(7, dtype=torch.bfloat16)
-    assert held_bytes([base, base[3:], base.T, other]) == 4000 + 14
-    model = build()
+    with PeakMemory() as memory:
+        base = torch.zeros(10, 100)
+        other = torch.zeros(7, dtype=torch.bfloat16)
+        views = base[3:], base.T
+        assert memory.now == memory.peak == 4000 + 14
+    assert len(views) == 2 and len(other) == 7
+
+
+def weight_bytes(model: LeanForCausalLM) -> int:
+    """Parameters in float32, tied ones once, and buffers."""
     tied = sum(parameter.numel() for parameter in model.parameters()) * 4
-    assert weight_bytes(model) == tied + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return tied + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
 
 
 def test_the_peak_is_the_most_that_is_held_at_one_time():
@@ -53,21 +59,22 @@ def test_rows():
     models["window"] = build(sliding_window=8)
     seen = []
     rows = measure(models, (6, 20), (1, 3), new_tokens=4, rounds=2, progress=lambda *at: seen.append(at))
-    assert [(row.batch, row.context, row.model) for row in rows] == [
+    assert [(row["batch"], row["context"], row["model"]) for row in rows] == [
         (batch, context, name) for batch in (1, 3) for context in (6, 20) for name in models
     ]
     assert [at[1] for at in seen] == list(range(16)) and {at[2] for at in seen} == {16}
     for row in rows:
-        assert row.cache == row.cache_formula > 0
-        assert row.weights == weight_bytes(models[row.model])
-        assert len(row.prefill) == len(row.decode) == 2 and min(*row.prefill, *row.decode) > 0
-        written = row.as_json()
-        assert written["prefill"]["min"] <= written["prefill"]["median"] <= written["prefill"]["max"]
+        assert row["cache"] == row["cache_formula"] > 0
+        assert row["weights"] == weight_bytes(models[row["model"]])
+        for times in (row["prefill"], row["decode"]):
+            assert len(times["rounds"]) == 2 and min(times["rounds"]) > 0
+            assert times["min"] <= times["median"] <= times["max"]
     # More sequences and more tokens need more; SkipV1's cache is smaller.
-    by = {(row.model, row.batch, row.context): row for row in rows}
+    by = {(row["model"], row["batch"], row["context"]): row for row in rows}
     for name in models:
-        assert by[name, 3, 20].activations > by[name, 1, 20].activations > by[name, 1, 6].activations > 0
-    assert by["a+skipv1", 1, 20].cache < by["a", 1, 20].cache
+        largest, middle, least = (by[name, *size]["activations"] for size in ((3, 20), (1, 20), (1, 6)))
+        assert largest > middle > least > 0
+    assert by["a+skipv1", 1, 20]["cache"] < by["a", 1, 20]["cache"]
 
 
 def test_times_are_per_hundred_tokens_and_over_the_batch(monkeypatch):
@@ -75,8 +82,8 @@ def test_times_are_per_hundred_tokens_and_over_the_batch(monkeypatch):
     seconds = count()
     monkeypatch.setattr(sys.modules["leanqkv.inference.bench"], "_now", lambda device: float(next(seconds)))
     (row,) = measure({"a": build()}, (20,), (3,), new_tokens=5, rounds=2)
-    assert row.prefill == (5_000.0, 5_000.0)  # ms: 1 s for 20 tokens of a sequence
-    assert row.decode == (15.0, 15.0)
+    assert row["prefill"]["rounds"] == [5_000.0, 5_000.0]  # ms: 1 s for 20 tokens of a sequence
+    assert row["decode"]["rounds"] == [15.0, 15.0]
 
 
 def test_more_tokens_than_positions():

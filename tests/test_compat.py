@@ -19,7 +19,7 @@ PROMPT, NEW = 9, 12
 @pytest.fixture
 def fresh():
     """Forget, before and after, what this process has found out about PyTorch."""
-    caches = (compat.packing_works, attention._kernels)
+    caches = (compat.packing_works, attention.compiled_kernels)
     for cache in caches:
         cache.cache_clear()
     yield

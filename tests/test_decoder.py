@@ -295,14 +295,14 @@ def test_without_a_compiler_attention_is_pytorchs(monkeypatch):
 
     model, ids = build("llama", "gqa", "skipv1").bfloat16(), tokens(2, PROMPT)
     expected = Decoder(model).prefill(ids, room=1)
-    attention._kernels.cache_clear()
+    attention.compiled_kernels.cache_clear()
     monkeypatch.setattr(CppCodeCache, "load", failing)
     decoder = Decoder(model)
     assert torch.equal(decoder.prefill(ids, room=1), expected)
     with pytest.warns(RuntimeWarning, match="cannot be compiled: no compiler"):
         assert decoder.step(ids[:, 0]).isfinite().all()
-    assert attention._kernels() is None
-    attention._kernels.cache_clear()
+    assert attention.compiled_kernels() is None
+    attention.compiled_kernels.cache_clear()
 
 
 def test_bfloat16_steps_are_the_models_own():

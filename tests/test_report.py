@@ -340,6 +340,17 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: str, content:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("part", "field"), [("parameters", "total"), ("recipe", "steps"), ("kv_bytes_per_token", "bfloat16")]
+)
+def test_a_number_that_is_none_is_named(tmp_path: Path, part: str, field: str) -> None:
+    directory = build(tmp_path, grid=False)
+    run = record("tiny", 0, 3.9)
+    run[part][field] = "many"
+    with pytest.raises(LeanError, match=r"record\.json cannot be read: a field that must be a number is not"):
+        load_comparison(save(directory, run).parents[2])
+
+
 @pytest.mark.parametrize(("part", "field"), [("data", "sha256"), ("recipe", "batch_size"), ("batch_plan", "sha256")])
 def test_a_record_without_a_needed_field_is_named(tmp_path: Path, part: str, field: str) -> None:
     directory = build(tmp_path, grid=False)

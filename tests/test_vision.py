@@ -672,7 +672,7 @@ def test_models_of_images_are_compared_by_their_accuracy(cli):
     comparison = load_comparison("both")
     first, second = comparison.results
     assert len(first.scores) == 2
-    assert first.scores == {seed: run.accuracy for seed, run in first.finals.items()}
+    assert first.scores == {seed: run.final["accuracy"] for seed, run in first.finals.items()}
     assert second.difference.by_seed[1] == second.scores[1] - first.scores[1]
     assert {run.batch_plan["evaluation_sequences"] for run in comparison.finals} == {599}
     table = markdown(comparison)

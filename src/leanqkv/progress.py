@@ -5,7 +5,6 @@ Both go to standard error, so that standard output holds results alone.
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
@@ -31,34 +31,38 @@ class Bar:
     """One line of progress: what is being done, how much of it is done, and of how much."""
 
     def __init__(self, bars: Progress, description: str, in_bytes: bool):
-        self._bars, self.description, self._in_bytes = bars, description, in_bytes
+        self._bars, self._in_bytes = bars, in_bytes
         self._task = bars.add_task(description, total=None)
-        self.started, self.done, self.total = time.monotonic(), 0, 0
 
     def __call__(self, done: int, total: int) -> None:
-        self.done, self.total = done, total
         self._bars.update(self._task, completed=done, total=total)
+
+    @property
+    def description(self) -> str:
+        """What is being done now."""
+        return self._bars.tasks[-1].description
 
     def describe(self, description: str) -> None:
         """Say what is being done now."""
-        self.description = description
         self._bars.update(self._task, description=description)
+
+    def show(self, description: str, done: int, total: int) -> None:
+        """Say what is being done now, and how much of it is done."""
+        self._bars.update(self._task, description=description, completed=done, total=total)
 
     def start(self, description: str) -> None:
         """Begin another phase, with a count and a clock of its own."""
-        self._bars.remove_task(self._task)
-        self._task = self._bars.add_task(description, total=None)
-        self.description, self.started, self.done, self.total = description, time.monotonic(), 0, 0
+        earlier, self._task = self._task, self._bars.add_task(description, total=None)
+        self._bars.remove_task(earlier)
 
     def line(self) -> str:
         """The same for a log."""
-        elapsed = time.monotonic() - self.started
-        if not self.total:
-            return f"{self.description}, {_clock(elapsed)} so far"
-        left = f", about {_clock(elapsed / self.done * (self.total - self.done))} left" if self.done else ""
+        task = self._bars.tasks[-1]
+        if not task.total:
+            return f"{task.description}, {_clock(task.elapsed or 0)} so far"
         if self._in_bytes:
-            return f"{self.description}: {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB{left}"
-        return f"{self.description}: {self.done:,} of {self.total:,}{left}"
+            return f"{task.description}: {task.completed / 1e6:,.0f} of {task.total / 1e6:,.0f} MB{_time_left(task)}"
+        return f"{task.description}: {task.completed:,} of {task.total:,}{_time_left(task)}"
 
 
 @contextmanager
@@ -90,17 +94,14 @@ class TrainingDisplay:
             expand=True,
             disable=not terminal.is_terminal,
         )
-        self._total = self.bars.add_task("all runs", total=None, figures="")
+        self._all_runs = self.bars.add_task("all runs", total=None, figures="")
         self._running: dict[str, TaskID] = {}
-        self._lines: dict[str, str] = {}
         self._steps_done: dict[str, int] = {}
-        self._steps, self._started = 0, time.monotonic()
 
     def start(self, steps: int) -> None:
         """`steps`: optimizer steps of all runs together."""
-        self._steps, self._started = steps, time.monotonic()
         self._steps_done.clear()
-        self.bars.reset(self._total, total=steps)
+        self.bars.reset(self._all_runs, total=steps)
 
     def update(self, label: str, step: int, steps: int, loss: float | None, tokens_per_second: float | None) -> None:
         """A run reached `step` of `steps`; `loss` in nats, None until the first is known."""
@@ -110,27 +111,26 @@ class TrainingDisplay:
         if tokens_per_second is not None:
             figures += f"  {tokens_per_second:,.0f} tokens/s"
         self.bars.update(self._running[label], completed=step, figures=figures)
-        self._lines[label] = f"{label}: step {step:,} of {steps:,}  {figures}".rstrip()
         self._count(label, step)
 
     def finish(self, label: str, steps: int, outcome: str) -> None:
         """A run is done; prints its outcome."""
         if label in self._running:
             self.bars.remove_task(self._running.pop(label))
-        self._lines.pop(label, None)
         self._count(label, steps)
         console.print(f"{label}: {outcome}", highlight=False)
 
     def lines(self) -> list[str]:
         """The same for a log."""
-        done, elapsed = sum(self._steps_done.values()), time.monotonic() - self._started
-        left = f", about {_clock(elapsed / done * (self._steps - done))} left" if done else ""
-        whole = f"{done:,} of {self._steps:,} steps{left}"
-        return [whole, *(f"  {line}" for line in self._lines.values())]
+        whole, *runs = self.bars.tasks
+        return [
+            f"{whole.completed:,} of {whole.total or 0:,} steps{_time_left(whole)}",
+            *(f"  {r.description}: step {r.completed:,} of {r.total:,}  {r.fields['figures']}".rstrip() for r in runs),
+        ]
 
     def _count(self, label: str, step: int) -> None:
         self._steps_done[label] = step
-        self.bars.update(self._total, completed=sum(self._steps_done.values()))
+        self.bars.update(self._all_runs, completed=sum(self._steps_done.values()))
 
 
 @contextmanager
@@ -166,6 +166,13 @@ def _log_lines(lines: Callable[[], list[str]]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _time_left(task: Task) -> str:
+    """At the speed since the start; nothing until something is done."""
+    if not task.completed or task.elapsed is None:
+        return ""
+    return f", about {_clock(task.elapsed / task.completed * (task.remaining or 0))} left"
 
 
 def _clock(seconds: float) -> str:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from leanqkv import LeanConfig, LeanError
 from leanqkv.checkpoints.dense import written_out
-from leanqkv.checkpoints.formats import as_stock
+from leanqkv.checkpoints.write import as_stock
 from leanqkv.eliminate import parse_request, transform
 from leanqkv.eliminate.transform import Transformed
 

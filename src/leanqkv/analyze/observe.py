@@ -1,9 +1,7 @@
 """One pass through a model that keeps what the analyses need: layer outputs, head outputs, attention weights."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,9 @@ class Observation:
 def layer_outputs(model: LeanForCausalLM, tokens: Tensor) -> list[Tensor]:
     """Return every block's output, [batch, positions, hidden_size] each, for `tokens` [batch, positions]."""
     outputs: list[Tensor] = []
-    with _hooks(model, lambda block: [block.register_forward_hook(lambda _m, _in, out: outputs.append(out[0]))]):
+    with ExitStack() as hooks:
+        for block in model.model.layers:
+            hooks.enter_context(block.register_forward_hook(lambda _m, _in, out: outputs.append(out[0])))
         model.model(input_ids=tokens, use_cache=False)
     return outputs
 
@@ -50,30 +50,15 @@ def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
     def attended(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         heads.append(inputs[0].cpu().unflatten(-1, (next(plans).num_query_heads, -1)))
 
-    def register(block: Any) -> list[Any]:
-        return [
-            block.register_forward_hook(lambda _m, _in, out: layers.append(out[0].cpu())),
-            block.self_attn.register_forward_hook(lambda _m, _in, out: patterns.append(out[1].cpu())),
-            block.self_attn.o_proj.register_forward_pre_hook(attended),
-        ]
-
-    chosen = attention_implementation(model) or "sdpa"
-    model.set_attn_implementation("eager")
-    try:
-        with _hooks(model, register):
-            model.model(input_ids=tokens, use_cache=False)
-    finally:
-        model.set_attn_implementation(chosen)
-    return Observation(layers, heads, patterns)
-
-
-@contextmanager
-def _hooks(model: LeanForCausalLM, register: Callable[[Any], list[Any]]) -> Iterator[None]:
-    handles = []
-    try:
+    with ExitStack() as restored:
+        restored.callback(model.set_attn_implementation, attention_implementation(model) or "sdpa")
+        model.set_attn_implementation("eager")
         for block in model.model.layers:
-            handles += register(block)
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            for hook in (
+                block.register_forward_hook(lambda _m, _in, out: layers.append(out[0].cpu())),
+                block.self_attn.register_forward_hook(lambda _m, _in, out: patterns.append(out[1].cpu())),
+                block.self_attn.o_proj.register_forward_pre_hook(attended),
+            ):
+                restored.enter_context(hook)
+        model.model(input_ids=tokens, use_cache=False)
+    return Observation(layers, heads, patterns)

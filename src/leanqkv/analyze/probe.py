@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 RATES = (1e-4, 2e-4, 3e-4)  # the paper's grid
-PAPER_STEPS = 4000
 # "All other hyperparameters remaining consistent with those used during pretraining": those of the paper's GPT-2.
 BETAS, WEIGHT_DECAY, WARMUP, LAST = (0.9, 0.95), 0.1, 0.1, 0.1
 

@@ -156,11 +156,15 @@ class _Analysis:
                 outputs, patterns = seen.heads[i], seen.patterns[i]
                 weight, queries = heads.matching_weights(patterns, tokens)
                 _add(layer, 1, matching=weight, queries=torch.tensor(queries))
-                added = contributions(blocks[plan.block].self_attn.o_proj, outputs)
-                _add(layer, share, heads=head_similarity(outputs), contributions=head_similarity(added))
-                _add(layer, share, tokens=token_similarity(seen.layers[i]))
-                _add(layer, share, previous_token=heads.previous_token_scores(patterns))
-                _add(layer, share, variance=torch.tensor(weights.logit_spread(patterns, plan.window) ** 2))
+                _add(
+                    layer,
+                    share,
+                    heads=head_similarity(outputs),
+                    contributions=head_similarity(contributions(blocks[plan.block].self_attn.o_proj, outputs)),
+                    tokens=token_similarity(seen.layers[i]),
+                    previous_token=heads.previous_token_scores(patterns),
+                    variance=torch.tensor(weights.logit_spread(patterns, plan.window) ** 2),
+                )
             self.step("attention on text")
         copy_loss = self.copying(sums)
         maps = {name: [layer[name].tolist() for layer in sums] for name in ("heads", "contributions")}

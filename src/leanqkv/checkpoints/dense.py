@@ -21,13 +21,13 @@ def written_out(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Lean
     Mechanisms that are no linear map stay as they are. So do keys that are reused as values, because values have no
     scale that could be written into them. If one layer has a bias, all layers get one, of zeros.
     """
-    unchanged = {"key"} if any(layer.reuses_keys for layer in config.plan.layers) else set()
+    keys_reused = any(layer.reuses_keys for layer in config.plan.layers)
     fields: dict[str, Any] = {}
     dense: dict[str, Mechanism] = {}
     scales: dict[str, float] = {}  # of QK-norm's weights: a scale before the norm would have no effect
     biased = {"attention_bias": config.attention_bias, "attention_output_bias": config.attention_output_bias}
     for slot, projection in PROJECTIONS.items():
-        if slot in unchanged:
+        if slot == "key" and keys_reused:
             continue
         fields[slot] = [entry for entry in getattr(config, slot) if entry["type"] not in DENSE]
         for layer in config.plan.layers:

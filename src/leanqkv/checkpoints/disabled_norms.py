@@ -2,9 +2,8 @@
 
 Heimersheim 2024 (arXiv 2409.13710) and Baroni et al. 2025 (arXiv 2507.02559) publish them with `eps = 1e12` and weights
 of `1e6 gamma`: `(x - mean) / sqrt(var + eps) * weight + bias` is `C x gamma + bias` up to var / (2 eps), with
-`C = I - 11^T / d`. Karbevski & Mijoski 2025, Remark 2, apply their Theorem 4.2 to such models. The centring C is
-singular, so it cannot stand in front of a weight that is to be inverted. It is folded into the tensors that write the
-stream; gamma and bias are folded into those that read it.
+`C = I - 11^T / d`. Karbevski & Mijoski 2025, Remark 2, apply their Theorem 4.2 to such models. The singular C is folded
+into the tensors that write the stream, where nothing is inverted; gamma and bias into those that read it.
 """
 
 import math
@@ -21,8 +20,7 @@ from .tensors import LazyTensors
 
 # Above this an epsilon switches its norm off: real variances are far smaller.
 DISABLED = 1e8
-# The epsilon that published checkpoints have.
-EPSILON = 1e12
+EPSILON = 1e12  # of published checkpoints
 
 
 def norms_disabled(config: LeanConfig) -> bool:
@@ -52,23 +50,13 @@ def without_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
     """Return the function that the disabled norms stand for (the limit of a large epsilon), with `norm_type` "none".
 
     The head is untied, since gamma of the last norm goes into it. The bias of that norm, divided by gamma, goes into
-    the bias of the last MLP, which only the head reads.
-
-    Raises:
-        LeanError: the norms are not disabled, or the model has something this does not treat; says what.
+    the bias of the last MLP, which only the head reads. Raises a LeanError with the reason where `why_norms_stay`.
     """
     if reason := why_norms_stay(config):
         raise LeanError(f"its norms cannot be removed exactly: {reason}")
     d, last = config.hidden_size, config.num_hidden_layers - 1
-    new = with_fields(
-        config,
-        norm_type="none",
-        norm_eps=LeanConfig().norm_eps,
-        norm_bias=False,
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=False,
-    )
+    without = {"norm_type": "none", "norm_eps": LeanConfig().norm_eps, "norm_bias": False}
+    new = with_fields(config, **without, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
     stream = Stream(new)
     factor = 1 / math.sqrt(config.norm_eps)
 
@@ -77,31 +65,28 @@ def without_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
 
     def norm(point: StreamPoint) -> tuple[Tensor, Tensor]:
         """Return gamma and bias of the norm through which `point` is read."""
-        name = "model.norm"
-        if point.layer <= last:
-            norms = "post_attention_layernorm" if point.middle else "input_layernorm"
-            name = f"model.layers.{point.layer}.{norms}"
+        of_layer = "post_attention_layernorm" if point.middle else "input_layernorm"
+        name = f"model.layers.{point.layer}.{of_layer}" if point.layer <= last else "model.norm"
         return tensors[f"{name}.weight"].double() * factor, bias_or_zeros(f"{name}.bias", d)
 
     def compute(name: str) -> Tensor:
         tensor = stream.tensors.get(name)
-        weight_name = name.removesuffix("bias") + "weight"
-        reader = stream.tensors.get(weight_name)
         if tensor is not None and tensor.writes:
             values = bias_or_zeros(name, d) if name.endswith("bias") else tensors[name].double()
             centred = values - values.mean(tensor.axis, keepdim=True)
-            if name == f"model.layers.{last}.mlp.down_proj.bias":
-                gamma, bias = norm(StreamPoint(last + 1))
-                if not gamma.all():
-                    raise LeanError("the last norm's weight has a zero, by which its bias would have to be divided")
-                centred = centred + bias / gamma
-            return centred
+            if name != f"model.layers.{last}.mlp.down_proj.bias":
+                return centred
+            gamma, bias = norm(StreamPoint(last + 1))
+            if not gamma.all():
+                raise LeanError("the last norm's weight has a zero, by which its bias would have to be divided")
+            return centred + bias / gamma
         if tensor is not None:
             source = "model.embed_tokens.weight" if name == "lm_head.weight" and name not in tensors else name
             return tensors[source].double() * norm(tensor.point)[0]
-        if name.endswith("bias") and reader is not None and not reader.writes:
+        weight_name = name.removesuffix("bias") + "weight"
+        if name.endswith("bias") and weight_name in stream.tensors:
             weight = tensors[weight_name].double()
-            return bias_or_zeros(name, len(weight)) + weight @ norm(reader.point)[1]
+            return bias_or_zeros(name, len(weight)) + weight @ norm(stream.tensors[weight_name].point)[1]
         return tensors[name]
 
     return new, LazyTensors(new.plan.parameter_shapes, compute)
@@ -111,10 +96,8 @@ def disable_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
     """Return a model without norms as one whose norms an epsilon switches off, for classes that always have norms.
 
     Such a norm still subtracts the mean. The function stays the same, up to var / 2e12, only if everything that writes
-    the stream has mean zero over its coordinates. A bias that the last layer adds is the exception.
-
-    Raises:
-        LeanError: the stream's mean is not zero; names the tensor that writes it.
+    the stream has mean zero over its coordinates, but for the last layer's bias. Reading another tensor raises a
+    LeanError.
     """
     new = with_fields(config, norm_type="layernorm", norm_eps=EPSILON, norm_bias=True)
     d, last = config.hidden_size, config.num_hidden_layers - 1

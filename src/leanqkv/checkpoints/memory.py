@@ -10,8 +10,8 @@ M_MMAP_THRESHOLD, BYTES = -3, 2**20
 def give_back_freed_memory() -> None:
     """Return freed memory to the system from now on, so that this process's resident size follows its use.
 
-    glibc raises that threshold up to 32 MiB by itself and keeps smaller freed blocks; over the layers of a large model
-    they add up. Other allocators are left alone.
+    glibc raises that threshold up to 32 MiB by itself and keeps smaller freed blocks, which add up over large models.
+    Other allocators are left alone.
     """
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, BYTES)

@@ -39,13 +39,15 @@ class Stream:
     """The stream of `config`, a model without norms.
 
     Attributes:
+        centered: whether the mean that disabled norms subtract has been folded into the tensors that write the stream.
         tensors: every tensor that reads or writes the stream, by name.
         basis_of: point -> a point that stands for all points with the same basis.
+        start, end: the basis that the embeddings write, and the one that the head reads.
         blocked: such a representative -> why the basis must stay as it is.
     """
 
-    def __init__(self, config: LeanConfig):
-        self.config = config
+    def __init__(self, config: LeanConfig, centered: bool = False):
+        self.config, self.centered = config, centered
         shapes = config.plan.parameter_shapes
         self.tensors = {tensor.name: tensor for tensor in _possible_tensors(config) if tensor.name in shapes}
         points = [StreamPoint(i, middle) for i in range(config.num_hidden_layers) for middle in (False, True)]
@@ -53,19 +55,10 @@ class Stream:
         for one, other in _joined(config):
             bases.merge(one, other)
         self.basis_of = {point: bases[point] for point in bases}
+        self.start, self.end = (bases[StreamPoint(layer)] for layer in (0, config.num_hidden_layers))
         self.blocked: dict[StreamPoint, str] = {}
         for point, reason in _blocked(config):
             self.blocked.setdefault(self.basis_of[point], reason)
-
-    @property
-    def start(self) -> StreamPoint:
-        """The basis that the embeddings write."""
-        return self.basis_of[StreamPoint(0)]
-
-    @property
-    def end(self) -> StreamPoint:
-        """The basis that the head reads."""
-        return self.basis_of[StreamPoint(self.config.num_hidden_layers)]
 
     def why_joined(self) -> str:
         """Say why points of this model share a basis."""
@@ -137,9 +130,9 @@ def _blocked(config: LeanConfig) -> Iterator[tuple[StreamPoint, str]]:
     """Points where the stream must stay in its basis, and why."""
     for layer in config.plan.layers:
         i = layer.layer
-        for slot in ("query", "key", "value", "output"):
+        for slot in PROJECTIONS:
             kind = getattr(layer, slot).kind
-            if kind == "linear" or (slot == "value" and kind == "keys") or not computes(layer, slot):
+            if kind == "linear" or (slot == "value" and kind == "keys") or not computed_heads(layer, slot):
                 continue
             yield (
                 after_attention(config, i) if slot == "output" else StreamPoint(i),
@@ -148,6 +141,7 @@ def _blocked(config: LeanConfig) -> Iterator[tuple[StreamPoint, str]]:
             )
 
 
-def computes(layer: LayerPlan, slot: str) -> bool:
-    """Return whether the layer has a query, key, value or output of its own."""
-    return {"key": layer.computed_key_heads, "value": layer.computed_value_heads}.get(slot, 1) > 0
+def computed_heads(layer: LayerPlan, slot: str) -> int:
+    """Return how many heads the layer's own query, key, value or output has; 0 if it has none of its own."""
+    heads = {"key": layer.computed_key_heads, "value": layer.computed_value_heads}
+    return heads.get(slot, layer.num_query_heads)

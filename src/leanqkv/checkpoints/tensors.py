@@ -1,6 +1,5 @@
 """Tensors of a checkpoint, each read or computed only when it is asked for."""
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,34 +12,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import LeanError
-from ..files import read_json
+from ..files import hash_files, read_json
 
 Shape = tuple[int, ...]
 
 # Where weights may lie in a directory; the first that is there is read, as transformers does.
-WEIGHTS = (
-    *("model.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
+WEIGHTS = tuple(name + index for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
 # Elements looked at together for NaN and Inf: 16 MiB of float32.
 CHUNK_ELEMENTS = 2**22
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors that are computed anew each time they are asked for; nothing is kept.
-
-    `shapes` names them, in order, with the shape that each will have.
-    """
+    """Tensors computed anew each time; `shapes` names them, in order, with the shape that each will have."""
 
     def __init__(self, shapes: Mapping[str, Shape], compute: Callable[[str], Tensor]):
         self.shapes = dict(shapes)
         self._compute = compute
 
     def __getitem__(self, name: str) -> Tensor:
-        promised = self.shapes[name]
-        tensor = self._compute(name)
-        if tensor.shape != promised:
-            raise AssertionError(f"{name}: promised with shape {promised}, computed with {tuple(tensor.shape)}")
+        shape, tensor = self.shapes[name], self._compute(name)
+        if tensor.shape != shape:
+            raise AssertionError(f"{name}: promised with shape {shape}, computed with {tuple(tensor.shape)}")
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -60,13 +52,10 @@ class StoredTensors(LazyTensors):
     """
 
     def __init__(self, directory: Path, files: Mapping[str, "_File"]):
-        super().__init__({name: file.shapes[name] for name, file in files.items()}, self._read)
+        super().__init__({name: file.shapes[name] for name, file in files.items()}, lambda name: files[name].read(name))
         self.directory = directory
         self.dtypes = {name: file.dtypes[name] for name, file in files.items()}
         self._files = files
-
-    def _read(self, name: str) -> Tensor:
-        return self._files[name].read(name)
 
     def file(self, name: str) -> Path:
         """Return the path of the file that holds the tensor."""
@@ -87,7 +76,7 @@ class _File:
         self._held = None if self._mapped else tensors
 
     def read(self, name: str) -> Tensor:
-        return (self._load(name) if self._held is None else self._held)[name]
+        return (self._held or self._load(name))[name]
 
     def _load(self, wanted: str | None = None) -> dict[str, Tensor]:
         """Return the tensor `wanted`, or all, as views of the mapped file: no data is read."""
@@ -131,9 +120,8 @@ def _naming(path: Path, name: str | None = None) -> Iterator[None]:
 def open_tensors(directory: Path) -> StoredTensors:
     """Open the weights in `directory`, safetensors or those of torch.save, in one file or in shards with an index.
 
-    Raises:
-        LeanError: no weights; a file that is missing, damaged or no state dict of tensors; an index and its shards that
-            disagree. Names the file, and the tensor.
+    Raises a LeanError that names the file, and the tensor, for files that are missing, damaged or no state dict of
+    tensors, and for an index and shards that disagree.
     """
     weights = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
     if weights is None:
@@ -214,9 +202,4 @@ def count_nonfinite(tensor: Tensor) -> int:
 
 def weights_hash(directory: Path) -> str:
     """Return the SHA-256 of the files of weights, in the order of their names."""
-    digest = hashlib.sha256()
-    for file in sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")):
-        with file.open("rb") as opened:
-            while block := opened.read(2**24):
-                digest.update(block)
-    return digest.hexdigest()
+    return hash_files(*sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")))

@@ -1,4 +1,4 @@
-"""Write a checkpoint tensor by tensor: sharded, resumable, whole or absent."""
+"""Write a model as a checkpoint of ours or of a class of transformers: sharded, resumable, whole or absent."""
 
 import errno
 import json
@@ -13,11 +13,18 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from ..environment import versions
 from ..errors import LeanError
 from ..files import partial_name, read_json, write_json
 from ..model.config import LeanConfig
-from .load import MODELS
+from ..presets.edit import with_fields
+from .dense import written_out
+from .disabled_norms import disable_norms
+from .families import choose_family, export_tensors
+from .open import MODELS, Checkpoint
+from .tensors import LazyTensors
 
 SHARD_BYTES = 2**30
 # Of the files beside the weights, those that are about the text and not about the tensors.
@@ -37,6 +44,69 @@ def check_free(out: Path) -> None:
         raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another --out")
 
 
+def as_stock(
+    config: LeanConfig, tensors: Mapping[str, Tensor], family: str | None = None
+) -> tuple[PreTrainedConfig, LazyTensors]:
+    """Return configuration and lazy tensors of a class of transformers that computes the same, identities written out.
+
+    A model without norms becomes a GPT-2 whose norms an epsilon disables, if its stream has mean zero. `family` is the
+    class's model_type; None stands for the plainest that can hold the model. Raises a LeanError if no class can.
+    """
+    config, tensors = written_out(config, tensors)
+    if config.norm_type == "none":
+        config, tensors = disable_norms(config, tensors)
+    chosen = choose_family(config, family)
+    return chosen.to_stock(config), export_tensors(chosen, config, tensors)
+
+
+def write_model(
+    source: Checkpoint,
+    out: Path,
+    config: LeanConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    stock: bool = False,
+    family: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    finish: Callable[[Path], None] = lambda directory: None,
+    progress: Progress | None = None,
+) -> str:
+    """Write a model that was made from `source`, with its tokenizer, and return the name of the class written.
+
+    Args:
+        stock, family: write it as a class of transformers, as `as_stock` chooses it.
+        settings: what decides the content beside the source's files, for going on after an interruption.
+        finish: writes more files into the directory, whose weights and configuration are complete.
+    """
+    stock_config: Any = None
+    shapes: Mapping[str, tuple[int, ...]] = config.plan.parameter_shapes
+    if stock:
+        stock_config, tensors = as_stock(config, tensors, family)
+        shapes = tensors.shapes
+
+    def finish_model(directory: Path) -> None:
+        copy_tokenizer(source.directory, directory)
+        if stock:
+            stock_config.dtype = dtype
+            stock_config.save_pretrained(directory)
+        else:
+            save_config(with_fields(config, dtype=dtype), directory)
+        finish(directory)
+
+    files = sorted(file for file in source.directory.iterdir() if file.suffix in (".safetensors", ".bin", ".json"))
+    job = {
+        "source": str(source.directory.resolve()),
+        "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        "versions": versions(),
+        "stock": stock,
+        "family": family,
+        **(settings or {}),
+    }
+    write_checkpoint(out, shapes, tensors, dtype, job=job, finish=finish_model, progress=progress)
+    return stock_config.architectures[0] if stock else MODELS[config.task].__name__
+
+
 def write_checkpoint(
     out: Path,
     shapes: Mapping[str, tuple[int, ...]],
@@ -50,8 +120,8 @@ def write_checkpoint(
 ) -> None:
     """Write `tensors` as safetensors shards of at most `shard_bytes` (a larger tensor has one to itself).
 
-    Everything is written beside `out` and renamed when it is complete. After an interruption the same call goes on
-    after the last whole shard. It takes over a partial directory only if `job`, which decides the content, is the same.
+    Everything is written beside `out` and renamed when it is complete. After an interruption a call with the same
+    `job`, which decides the content, goes on after the last whole shard.
 
     Args:
         shapes: name and shape of every tensor, in the order in which they are read; one shard is in memory at a time.
@@ -59,30 +129,27 @@ def write_checkpoint(
         finish: writes the other files of the checkpoint into the directory it is given.
         progress: called with bytes done and bytes in all.
 
-    Raises:
-        LeanError: `out` is not empty, or the disk has too little room.
-        OSError: the disk is full after all.
+    Raises a LeanError if `out` is not empty or the disk has too little room, an OSError if it is full after all.
     """
     check_free(out)
     partial = out.with_name(f".{out.name}.partial")
     stored_job = json.loads(json.dumps({**job, "dtype": str(dtype), "shard_bytes": shard_bytes}))
     if partial.exists() and (not (partial / JOB).exists() or read_json(partial / JOB) != stored_job):
         shutil.rmtree(partial)
-    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
-    shards = {file: (names, sum(sizes[name] for name in names)) for file, names in split.filename_to_tensors.items()}
-    _check_room(out, sum(size for file, (_, size) in shards.items() if not (partial / file).exists()))
+    sizes = {file: sum(empty[name].nbytes for name in names) for file, names in split.filename_to_tensors.items()}
+    _check_room(out, sum(size for file, size in sizes.items() if not (partial / file).exists()))
     partial.mkdir(parents=True, exist_ok=True)
     write_json(partial / JOB, stored_job)
     report = progress or (lambda done, total: None)
     done, total = 0, sum(sizes.values())
     try:
-        for file, (names, size) in shards.items():
+        for file, names in split.filename_to_tensors.items():
             if not (partial / file).exists():
                 for part in _write_shard(partial / file, names, tensors, dtype):
                     report(done + part, total)
-            done += size
+            done += sizes[file]
             report(done, total)
         if split.is_sharded:
             index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}

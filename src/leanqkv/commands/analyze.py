@@ -6,13 +6,15 @@ from typing import Annotated
 import typer
 
 from ..progress import progress_bar
-from .options import ContextLength, Data, Device, MaxDocuments, TextField, console, prepare
+from .compare import learning_rates
+from .options import ContextLength, Device, TextOptions, console, option_groups, prepare
 
 
+@option_groups
 def analyze(
     models: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of causal language models.")],
     out: Annotated[Path, typer.Option(help="New directory for analysis.json, table.md and report.html.")],
-    data: Data = None,
+    text: TextOptions,
     samples: Annotated[
         int, typer.Option(min=2, help="Sequences of held-out text to look at; as many of repeated random tokens.")
     ] = 64,
@@ -22,8 +24,6 @@ def analyze(
     probe_rates: Annotated[
         str, typer.Option(help="Learning rates, separated by commas; every layer's probe gets its best one.")
     ] = "1e-4,2e-4,3e-4",
-    text_field: TextField = "text",
-    max_documents: MaxDocuments = None,
     device: Device = None,
 ) -> None:
     """Look inside models: linear probes, similarity of heads and tokens, what heads do, singular values.
@@ -47,36 +47,24 @@ def analyze(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LeanError(f"{out} is not empty, and nothing is ever overwritten; choose another --out")
-    rates = _rates(probe_rates)
+    rates = tuple(sorted(learning_rates("--probe-rates", probe_rates, below=1)))
     device = check_device(device or default_device())
     subjects = open_subjects(models)
     settings = Settings(common_context(subjects, context_length), samples, probe_steps, probe_batch_size, rates)
     config = subjects[0].opened.config
-    tokenized = data is not None and nanogpt(Path(data), config.vocab_size) is not None
+    tokenized = text.data is not None and nanogpt(Path(text.data), config.vocab_size) is not None
     tokenizer = None if tokenized else str(shared_tokenizer(subjects))
-    text = prepare(data, [config], tokenizer, text_field, max_documents)
-    assert isinstance(text, TokenData)
+    data = prepare(text.data, [config], tokenizer, text.text_field, text.max_documents)
+    assert isinstance(data, TokenData)
     with progress_bar("analyzing") as bar:
 
         def progress(part: str, done: int, total: int) -> None:
             bar.describe(part)
             bar(done, total)
 
-        record = analyze_models(subjects, text, settings, device, progress)
+        record = analyze_models(subjects, data, settings, device, progress)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / RECORD, record)
     page = write_page(out)
     console.print(terminal(record))
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    from ..errors import LeanError
-
-    try:
-        rates = tuple(sorted({float(part) for part in text.split(",")}))
-    except ValueError:
-        rates = ()
-    if not rates or not all(0 < rate < 1 for rate in rates):
-        raise LeanError(f"--probe-rates is learning rates between 0 and 1, separated by commas; found {text!r}")
-    return rates

@@ -40,10 +40,16 @@ def export_checkpoint(
 
 
 def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family: str | None = None) -> None:
-    from ..checkpoints.formats import convert_format
     from ..checkpoints.memory import give_back_freed_memory
+    from ..checkpoints.open import open_checkpoint
+    from ..checkpoints.tensors import finite
+    from ..checkpoints.write import check_free, write_model
 
+    check_free(out)
     give_back_freed_memory()
+    opened = open_checkpoint(source)
+    config, tensors = opened.config, finite(opened.tensors)
+    stored = as_dtype(dtype) or next(iter(tensors.values())).dtype
     with progress_bar("writing", in_bytes=True) as bar:
-        config, name = convert_format(source, out, stock=stock, family=family, dtype=as_dtype(dtype), progress=bar)
+        name = write_model(opened, out, config, tensors, stored, stock=stock, family=family, progress=bar)
     console.print(f"{out}: {name}, {config.plan.count_parameters().total:,} parameters", highlight=False)

@@ -3,8 +3,8 @@
 import math
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,21 +12,14 @@ import typer
 
 from .options import (
     NAME_HELP,
-    BatchSize,
     ContextLength,
-    Data,
+    DataOptions,
     Device,
-    LearningRate,
-    MaxDocuments,
     MicroBatchSize,
     PrecisionOption,
-    Steps,
-    TextField,
-    Tokenizer,
-    WarmupSteps,
-    WeightDecay,
+    RecipeOptions,
     console,
-    evaluation_size,
+    option_groups,
     outcome,
     prepare,
     recipe_overrides,
@@ -34,6 +27,12 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..compare.suite import Comparison
+
+
+LearningRateGrid = Annotated[
+    str | None,
+    typer.Option(help="1e-3,2e-3,3e-3: search every model's learning rate on a seed of its own, report its best."),
+]
 
 
 def _list_suites(asked: bool) -> None:
@@ -49,7 +48,9 @@ def _list_suites(asked: bool) -> None:
     raise typer.Exit
 
 
+@option_groups
 def compare(
+    *,
     out: Annotated[Path, typer.Option(help="Directory of the comparison; goes on where an earlier start left off.")],
     names: Annotated[
         list[str] | None,
@@ -62,27 +63,17 @@ def compare(
     _list: Annotated[
         bool, typer.Option("--list", is_eager=True, callback=_list_suites, help="List the suites, and stop.")
     ] = False,
-    data: Data = None,
+    data: DataOptions,
+    recipe: RecipeOptions,
     seeds: Annotated[int | None, typer.Option(min=1, help="Paired seeds. Default: the suite's, else 3.")] = None,
-    steps: Steps = None,
-    lr_grid: Annotated[
-        str | None,
-        typer.Option(help="1e-3,2e-3,3e-3: search every model's learning rate on a seed of its own, report its best."),
-    ] = None,
-    batch_size: BatchSize = None,
+    lr_grid: LearningRateGrid = None,
     micro_batch_size: MicroBatchSize = None,
     context_length: ContextLength = None,
-    learning_rate: LearningRate = None,
-    weight_decay: WeightDecay = None,
-    warmup_steps: WarmupSteps = None,
     precision: PrecisionOption = "auto",
     device: Device = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time. Default: one a core for small models on a CPU, else 1.")
     ] = None,
-    tokenizer: Tokenizer = None,
-    text_field: TextField = "text",
-    max_documents: MaxDocuments = None,
     evaluate_every: Annotated[int | None, typer.Option(min=1)] = None,
     evaluation_sequences: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
@@ -98,35 +89,36 @@ def compare(
     """
     from ..compare.suites import choose
     from ..errors import LeanError
-    from ..presets import preset
 
-    if lr_grid is not None and learning_rate is not None:
+    if lr_grid is not None and recipe.learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
     chosen = choose(names or [], suite, scale)
     comparison = replace(
         chosen,
         seeds=tuple(range(seeds)) if seeds else chosen.seeds,
-        recipe=recipe_overrides(
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-        ),
-        learning_rates=_grid(lr_grid),
+        recipe=recipe_overrides(**vars(recipe)),
+        learning_rates=None if lr_grid is None else learning_rates("--lr-grid", lr_grid),
         context_length=context_length,
         micro_batch_size=micro_batch_size,
         evaluate_every=evaluate_every or chosen.evaluate_every,
         command=shlex.join(["leanqkv", *sys.argv[1:]]),
     )
-    if data is None:
-        data, tokenizer = chosen.data, tokenizer or chosen.tokenizer
-    configs = [preset(entry.model) for entry in chosen.entries.values()]
-    prepared = prepare(data, configs, tokenizer, text_field, max_documents)
-    evaluated = evaluation_sequences or evaluation_size(prepared, chosen.evaluation_sequences)
-    comparison = replace(comparison, evaluation_sequences=evaluated)
+    prepared = _prepare(comparison, data)
+    sequences = evaluation_sequences or prepared.evaluation_size(chosen.evaluation_sequences)
+    comparison = replace(comparison, evaluation_sequences=sequences)
     train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs)
     _show_report(out)
+
+
+def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
+    """The data of the command line, or else the comparison's own."""
+    from ..presets import preset
+
+    source, tokenizer = options.data, options.tokenizer
+    if source is None:
+        source, tokenizer = comparison.data, tokenizer or comparison.tokenizer
+    configs = [preset(entry.model) for entry in comparison.entries.values()]
+    return prepare(source, configs, tokenizer, options.text_field, options.max_documents)
 
 
 def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:
@@ -140,9 +132,6 @@ def train_with_display(comparison: "Comparison", data: Any, out: Path, **options
 
     with training_display() as display:
 
-        def on_jobs(jobs: Sequence[Job]) -> None:
-            display.start(sum(job.spec.recipe.steps for job in jobs))
-
         def on_update(update: Update) -> None:
             job, steps = update.job, update.job.spec.recipe.steps
             if update.record is not None:
@@ -150,23 +139,32 @@ def train_with_display(comparison: "Comparison", data: Any, out: Path, **options
             else:
                 display.update(label(job), update.step, steps, update.loss, update.tokens_per_second)
 
-        def on_message(text: str) -> None:
-            console.print(text, highlight=False)
+        run_comparison(
+            comparison,
+            data,
+            out,
+            on_message=partial(console.print, highlight=False),
+            on_jobs=lambda jobs: display.start(sum(job.spec.recipe.steps for job in jobs)),
+            on_update=on_update,
+            **options,
+        )
 
-        run_comparison(comparison, data, out, on_message=on_message, on_jobs=on_jobs, on_update=on_update, **options)
 
+def learning_rates(option: str, text: str, below: float = math.inf) -> tuple[float, ...]:
+    """Return the learning rates that an option lists.
 
-def _grid(text: str | None) -> tuple[float, ...] | None:
+    Raises:
+        LeanError: not positive numbers under `below` between commas, or one of them twice.
+    """
     from ..errors import LeanError
 
-    if text is None:
-        return None
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise LeanError(f"--lr-grid takes learning rates between commas, 1e-3,2e-3; found {text!r}") from None
-    if any(not 0 < rate < math.inf for rate in rates) or len({*rates}) < len(rates):
-        raise LeanError(f"--lr-grid takes positive learning rates, each once, found {text!r}")
+        raise LeanError(f"{option} takes learning rates between commas, 1e-3,2e-3; found {text!r}") from None
+    if any(not 0 < rate < below for rate in rates) or len({*rates}) < len(rates):
+        bound = "" if below == math.inf else f" below {below:g}"
+        raise LeanError(f"{option} takes positive learning rates{bound}, each once, found {text!r}")
     return rates
 
 

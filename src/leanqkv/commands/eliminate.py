@@ -114,8 +114,7 @@ def _print_certificate(report: dict[str, Any]) -> None:
             f"the norms that the epsilon disables: the original differs by {relative:.1e} from the function without "
             "norms, which is the one reproduced"
         )
-    for line in lines:
-        console.print(line, highlight=False)
+    console.print("\n".join(lines), highlight=False)
     console.print(_difference_table(report["dtypes"]))
 
 
@@ -146,7 +145,6 @@ def _inputs(source: Path, text: Path | None) -> "dict[str, Tensor] | None":
     except (OSError, UnicodeDecodeError) as error:
         raise LeanError(f"{text} cannot be read: {error}") from None
     ids = load_tokenizer(source)(content, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    assert config.max_position_embeddings is not None
     length = min(64, config.max_position_embeddings, ids.shape[1] // 2)
     if length < 1:
         raise LeanError(f"{text} is too short: it is {ids.shape[1]} tokens")

@@ -39,7 +39,7 @@ def generate(
     """
     from ..checkpoints import load_config, load_model
     from ..data.tokenizer import load_tokenizer
-    from ..environment import check_device, default_device
+    from ..environment import check_device
     from ..errors import LeanError
     from ..inference import Decoder
 
@@ -47,7 +47,7 @@ def generate(
         raise LeanError("generate takes either --prompt or --interactive")
     if (task := load_config(directory).task) != "causal_lm":
         raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
-    model: Any = load_model(directory).to(check_device(device or default_device()))  # type: ignore[arg-type]
+    model: Any = load_model(directory).to(check_device(device))  # type: ignore[arg-type]
     decoder, tokenizer = Decoder(model), load_tokenizer(directory)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
     options = {"max_new_tokens": max_new_tokens, **sampling}
@@ -136,7 +136,7 @@ def serve(
     """
     from importlib.util import find_spec
 
-    from ..environment import check_device, default_device
+    from ..environment import check_device
     from ..errors import LeanError
     from .options import as_dtype
 
@@ -147,7 +147,7 @@ def serve(
     def started(name: str, address: str) -> None:
         console.print(f"{name}: {address} (Ctrl-C ends it)", highlight=False, soft_wrap=True, markup=False)
 
-    device = check_device(device or default_device())
+    device = check_device(device)
     try:
         run(directory, host=host, port=port, device=device, dtype=as_dtype(dtype), started=started)
     except KeyboardInterrupt:  # The model was still loading.
@@ -170,7 +170,7 @@ def bench(
 
     leanqkv bench runs/baseline runs/skipv1 --out runs/bench
     """
-    from ..environment import check_device, default_device
+    from ..environment import check_device
     from ..errors import LeanError
     from ..files import write_json
     from ..inference.bench import DTYPES, bench_record
@@ -183,15 +183,10 @@ def bench(
     if dtype not in DTYPES:
         raise LeanError(f"--dtype is {' or '.join(DTYPES)}, found {dtype!r}")
     contexts, batches = _numbers(context, "--context"), _numbers(batch, "--batch")
-    device = check_device(device or default_device())
+    device = check_device(device)
+    sizes = {"new_tokens": new_tokens, "rounds": rounds}
     with progress_bar("measuring") as bar:
-
-        def progress(name: str, done: int, total: int) -> None:
-            bar.describe(name)
-            bar(done, total)
-
-        sizes = {"new_tokens": new_tokens, "rounds": rounds}
-        record = bench_record(models, contexts, batches, **sizes, dtype=dtype, device=device, progress=progress)
+        record = bench_record(models, contexts, batches, **sizes, dtype=dtype, device=device, progress=bar.show)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / RECORD, record)
     console.print(table(record))

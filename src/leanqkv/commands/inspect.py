@@ -28,8 +28,7 @@ def inspect(
     from ..checkpoints.tensors import finite
     from ..eliminate import audit
     from ..errors import LeanError
-    from ..inspect.summary import condition_line, summary, without_query_and_output_line
-    from ..inspect.tables import findings_table, layer_table, spectra_table
+    from ..inspect import condition_line, findings_table, layer_table, query_output_line, spectra_table, summary
     from ..presets import preset
 
     if "/" in source and not Path(source).exists():
@@ -50,6 +49,6 @@ def inspect(
         console.print(layer_table(config, f"Layers, {source}"))
     if layers:
         console.print(findings_table(findings, f"Exact eliminations, {source}"))
-        console.print(without_query_and_output_line(config), highlight=False)
+        console.print(query_output_line(config), highlight=False)
     if layers and projections:
         console.print(spectra_table(projections, f"Attention's projections, {source}"))

@@ -162,11 +162,6 @@ def prepare(
     return data
 
 
-def evaluation_size(data: "PreparedData", sequences: int) -> int:
-    """Return how many sequences or images an evaluation takes unless the user says otherwise."""
-    return data.evaluation_size(sequences)
-
-
 def outcome(record: dict[str, Any]) -> str:
     """Return the result of a run, for the terminal."""
     if record["diverged"]:

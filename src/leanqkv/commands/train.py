@@ -1,6 +1,5 @@
 """`leanqkv train` and `uptrain`."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +15,6 @@ from .options import (
     RecipeOptions,
     RunOptions,
     TextOptions,
-    evaluation_size,
     option_groups,
     outcome,
     prepare,
@@ -147,7 +145,7 @@ def train_model(
         precision_timings=precision.timings,
         data_sha256=prepared.sha256,
         micro_batch_size=run.micro_batch_size,
-        evaluation_sequences=run.evaluation_sequences or evaluation_size(prepared, RunSpec.evaluation_sequences),
+        evaluation_sequences=run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences),
         evaluate_every=run.evaluate_every,
         gradient_checkpointing=run.gradient_checkpointing,
         **start,
@@ -189,9 +187,9 @@ def _precision(run: RunOptions, config: "LeanConfig", recipe: "Recipe", context_
     precision = parse_precision(run.precision)
     if precision is None and (run.out / SPEC).exists():
         spec = read_json(run.out / SPEC)
-        precision = parse_precision(spec["precision"])
+        precision = parse_precision(spec["precision"], spec["precision_timings"])
         assert precision is not None
-        return replace(precision, timings=spec["precision_timings"])
+        return precision
     if precision is None:
         with progress_bar("timing precisions") as bar:
             precision = choose_precision(

@@ -24,6 +24,11 @@ from ..train.tasks import Data, check_fit
 from .suite import Comparison
 
 COMPARISON = "compare.json"
+# The fields of a comparison that compare.json has as they are.
+RECORDED = (
+    *("title", "suite", "scale", "command"),
+    *("context_length", "evaluation_sequences", "evaluate_every", "micro_batch_size"),
+)
 # Above this many parameters a CPU is used better by one run on all cores than by one run a core.
 SMALL_MODEL = 20_000_000
 
@@ -147,11 +152,7 @@ class _Directory:
         """compare.json as it is before anything has run."""
         comparison = self.comparison
         entries, rates = comparison.entries, comparison.learning_rates
-        return {
-            "title": comparison.title,
-            "suite": comparison.suite,
-            "scale": comparison.scale,
-            "command": comparison.command,
+        return {name: getattr(comparison, name) for name in RECORDED} | {
             "baseline": next(iter(entries)),
             "architectures": list(entries),
             "groups": [[entry.label for entry in group] for group in comparison.groups],
@@ -162,10 +163,6 @@ class _Directory:
             "seeds": list(comparison.seeds),
             "grid": {"seed": comparison.grid_seed, "learning_rates": list(rates)} if rates else None,
             "recipe": dict(comparison.recipe),
-            "context_length": comparison.context_length,
-            "evaluation_sequences": comparison.evaluation_sequences,
-            "evaluate_every": comparison.evaluate_every,
-            "micro_batch_size": comparison.micro_batch_size,
             "data_sha256": self.data_sha256,
             "notes": list(comparison.notes),
         }
@@ -236,20 +233,17 @@ def _run_jobs(
     """Run the jobs here one after another, or in `workers` processes; return their records by directory."""
     records: dict[Path, dict[str, Any]] = {}
 
-    def note(update: Update) -> None:
-        if update.job.out in records:
-            return  # a step that was reported after the end
-        if update.record is not None:
-            records[update.job.out] = update.record
-        on_update(update)
-
     def progress(job: Job, step: int, steps: int, loss: float | None, rate: float | None) -> None:
-        note(Update(job, step, loss, rate))
+        if job.out not in records:  # the queue may deliver a step after the end
+            on_update(Update(job, step, loss, rate))
+
+    def finish(job: Job, record: dict[str, Any]) -> None:
+        records[job.out] = record
+        on_update(Update(job, job.spec.recipe.steps, record=record))
 
     if workers == 1:
         for job in jobs:
-            record = train(job.spec, data, job.out, progress=partial(progress, job), **settings)
-            note(Update(job, job.spec.recipe.steps, record=record))
+            finish(job, train(job.spec, data, job.out, progress=partial(progress, job), **settings))
         return records
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
@@ -261,10 +255,9 @@ def _run_jobs(
                 done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                 while not steps.empty():
                     index, *figures = steps.get()
-                    note(Update(jobs[index], *figures))
+                    progress(jobs[index], *figures)
                 for future in done:
-                    job = pending.pop(future)
-                    note(Update(job, job.spec.recipe.steps, record=future.result()))
+                    finish(pending.pop(future), future.result())
         except BrokenProcessPool:
             raise LeanError(
                 "a training process died, out of memory perhaps; run the same command again to go on, with --jobs 1"
@@ -294,7 +287,4 @@ def _end_with_parent() -> None:
 
 
 def _work(index: int, job: Job, data: Data, settings: dict[str, Any]) -> dict[str, Any]:
-    def progress(step: int, steps: int, loss: float | None, rate: float | None) -> None:
-        _steps.put((index, step, loss, rate))
-
-    return train(job.spec, data, job.out, progress=progress, **settings)
+    return train(job.spec, data, job.out, progress=lambda *figures: _steps.put((index, *figures)), **settings)

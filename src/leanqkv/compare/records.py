@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,22 @@ from ..files import RECORD_FORMAT, read_json
 from .measure import LOSS, Measure, measure_of
 from .statistics import Curve, PairedDifference, paired_difference
 
-RECIPE_FIELDS = {"steps": int, "batch_size": int, "learning_rate": float}  # the report counts with these
+# The fields that a report needs inside a record's parts; of `data` its measure says which.
+NEEDED = {
+    "recipe": ("steps", "batch_size", "learning_rate"),
+    "parameters": ("total", "non_embedding"),
+    "kv_bytes_per_token": ("bfloat16",),
+    "batch_plan": ("sha256", "evaluation_sequences"),
+    "precision": ("choice",),
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One record: what was trained, how, on what, and the outcome.
+    """One record: what was trained, how, on what, and the outcome. Other fields are as in record.json.
 
     Attributes:
-        vocab_size: of the data, where the record has it.
-        final: outcomes at the end by name, as the record has them; empty while it runs and where it diverged.
+        final: outcomes at the end by name; empty while it runs and where it diverged.
         curves: outcomes during training, by name.
         diverged: step and reason, where it did.
     """
@@ -35,21 +42,28 @@ class Run:
     recipe: Mapping[str, Any]
     context_length: int
     parameters: Mapping[str, int]
-    kv_bytes: int
-    measure: Measure
+    kv_bytes_per_token: Mapping[str, int]
     data: Mapping[str, Any]
-    vocab_size: int | None
     batch_plan: Mapping[str, Any]
-    precision: str
+    precision: Mapping[str, Any]
     hardware: Mapping[str, Any]
     versions: Mapping[str, Any]
     git_commit: str | None
     tokens: int
-    final: Mapping[str, float]
-    curves: Mapping[str, Curve]
     tokens_per_second: float | None
     seconds: float
+    final: Mapping[str, float]
+    curves: Mapping[str, Curve]
     diverged: tuple[int, str] | None
+
+    @property
+    def measure(self) -> Measure:
+        return measure_of(self.data)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes that the cache takes for a token in bfloat16."""
+        return self.kv_bytes_per_token["bfloat16"]
 
     @property
     def learning_rate(self) -> float:
@@ -59,11 +73,6 @@ class Run:
     def loss(self) -> float | None:
         """At the end; None while it runs and where it diverged."""
         return self.final.get("validation_loss")
-
-    @property
-    def accuracy(self) -> float | None:
-        """Of images, at the end."""
-        return self.final.get("accuracy")
 
     @property
     def score(self) -> float | None:
@@ -95,42 +104,25 @@ class Run:
         if loss is not None and not math.isfinite(loss):
             loss, diverged = None, (int(record["recipe"]["steps"]), f"validation loss {loss}")
         measure = measure_of(record["data"])
-        return cls(
-            role=record["role"],
-            name=record["name"],
-            seed=int(record["seed"]),
-            recipe=record["recipe"] | {key: kind(record["recipe"][key]) for key, kind in RECIPE_FIELDS.items()},
-            context_length=int(record["context_length"]),
-            parameters={kind: int(record["parameters"][kind]) for kind in ("total", "non_embedding")},
-            kv_bytes=int(record["kv_bytes_per_token"]["bfloat16"]),
-            measure=measure,
-            data={key: record["data"][key] for key in measure.data_fields},
-            vocab_size=record["data"].get("vocab_size"),
-            batch_plan={key: record["batch_plan"][key] for key in ("sha256", "evaluation_sequences")},
-            precision=str(record["precision"]["choice"]),
-            hardware=record["hardware"],
-            versions=record["versions"],
-            git_commit=record["git_commit"],
-            tokens=int(record["tokens"]),
-            final={} if loss is None else {name: float(value) for name, value in final.items()},
-            curves={name: _curve(record["evaluations"], name) for name in ("loss", measure.evaluation)},
-            tokens_per_second=record["tokens_per_second"],
-            seconds=float(record["seconds"]),
-            diverged=diverged,
-        )
+        for part, names in (NEEDED | {"data": measure.data_fields}).items():
+            itemgetter(*names)(record[part])
+        numbers = [record["seed"], record["context_length"], record["tokens"], record["seconds"]]
+        numbers += [
+            record[part][name] for part in ("recipe", "parameters", "kv_bytes_per_token") for name in NEEDED[part]
+        ]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError("a field that must be a number is not")
+        outcome: dict[str, Any] = {
+            "final": {} if loss is None else {name: float(value) for name, value in final.items()},
+            "curves": {name: _curve(record["evaluations"], name) for name in ("loss", measure.evaluation)},
+            "diverged": diverged,
+        }
+        return cls(**{field.name: record[field.name] for field in fields(cls) if field.name not in outcome}, **outcome)
 
 
 def _curve(evaluations: Sequence[Mapping[str, Any]], name: str) -> Curve:
     values = {int(at["step"]): at[name] for at in evaluations}
     return {step: float(x) for step, x in values.items() if x is not None and math.isfinite(x)}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The learning rates each architecture was tried with, on one seed, before the final runs."""
-
-    seed: int
-    learning_rates: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -194,6 +186,7 @@ class ComparisonRecord:
         groups: architectures, in each group the baseline of the others first.
         rows: by architecture, the line of the papers' tables that it stands for.
         recipe: recipe fields that replaced every architecture's own.
+        grid: `seed` and `learning_rates` that each architecture was tried with before the final runs.
     """
 
     title: str
@@ -204,7 +197,7 @@ class ComparisonRecord:
     rows: Mapping[str, str]
     recipe: Mapping[str, Any]
     seeds: Sequence[int]
-    grid: Grid | None
+    grid: Mapping[str, Any] | None
     chosen_learning_rate: Mapping[str, float]  # empty until the search is done
     notes: Sequence[str]
     runs: Sequence[Run] = field(repr=False)
@@ -242,7 +235,8 @@ class ComparisonRecord:
             return False
         if run.role == "final":
             return run.seed in self.seeds
-        return self.grid is not None and run.seed == self.grid.seed and run.learning_rate in self.grid.learning_rates
+        grid = self.grid
+        return grid is not None and run.seed == grid["seed"] and run.learning_rate in grid["learning_rates"]
 
     @property
     def finals(self) -> list[Run]:
@@ -262,21 +256,20 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
     """
     directory = Path(directory)
     with _reading(directory / "compare.json") as plan:
-        baseline = str(plan["baseline"])
-        grid = plan["grid"] and Grid(int(plan["grid"]["seed"]), [float(x) for x in plan["grid"]["learning_rates"]])
-        group = [baseline, *(str(name) for name in plan["architectures"] if name != baseline)]
+        baseline = plan["baseline"]
+        group = [baseline, *(name for name in plan["architectures"] if name != baseline)]
         comparison = ComparisonRecord(
-            title=str(plan["title"]),
+            title=plan["title"],
             suite=plan["suite"],
             scale=plan.get("scale"),
-            command=str(plan["command"]),
-            groups=[[str(name) for name in names] for names in plan.get("groups", [group])],
-            rows={name: str(entry["row"]) for name, entry in plan.get("entries", {}).items()},
+            command=plan["command"],
+            groups=plan.get("groups", [group]),
+            rows={name: entry["row"] for name, entry in plan.get("entries", {}).items()},
             recipe=plan.get("recipe") or {},
-            seeds=[int(seed) for seed in plan["seeds"]],
-            grid=grid,
-            chosen_learning_rate={name: float(rate) for name, rate in plan.get("chosen_learning_rate", {}).items()},
-            notes=[str(note) for note in plan["notes"]],
+            seeds=plan["seeds"],
+            grid=plan["grid"],
+            chosen_learning_rate=plan.get("chosen_learning_rate", {}),
+            notes=plan["notes"],
             runs=[],
         )
     runs: dict[tuple[str, str, int, float | None], tuple[Path, Run]] = {}

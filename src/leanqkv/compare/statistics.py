@@ -38,7 +38,7 @@ class PairedDifference:
 class Band:
     """A value at one step: its mean over seeds and the lowest and highest seed."""
 
-    step: int
+    step: float
     mean: float
     low: float
     high: float
@@ -76,14 +76,9 @@ def average(curves: Mapping[int, Curve]) -> list[Band]:
 
 def relative_improvement(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> list[Band]:
     """Return `(L_baseline - L) / L_baseline`, per seed at each common step, then over seeds; above zero is better."""
-    return average(
-        {
-            seed: {
-                step: (baseline[seed][step] - loss) / baseline[seed][step]
-                for step, loss in curve.items()
-                if step in baseline[seed]
-            }
-            for seed, curve in curves.items()
-            if seed in baseline
-        }
-    )
+    relative = {}
+    for seed, curve in curves.items():
+        if seed in baseline:
+            common = {step: (baseline[seed][step], loss) for step, loss in curve.items() if step in baseline[seed]}
+            relative[seed] = {step: (reference - loss) / reference for step, (reference, loss) in common.items()}
+    return average(relative)

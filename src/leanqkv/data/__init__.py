@@ -1,6 +1,6 @@
 """Data: corpora, tokenizers, prepared files of tokens and images, and the batch plan that compared runs share."""
 
-from .batches import BatchPlan, batch_plan, collate, image_plan, make_batch_plan, make_image_plan
+from .batches import BatchPlan, batch_plan, collate, make_batch_plan, make_image_plan
 from .corpus import Corpus, open_corpus
 from .evaluation import EvaluationText, evaluation_text
 from .images import ImageData, image_batch, prepare_images, processor_settings, scaled_pixels
@@ -16,7 +16,6 @@ __all__ = [
     "collate",
     "evaluation_text",
     "image_batch",
-    "image_plan",
     "make_batch_plan",
     "make_image_plan",
     "open_corpus",

@@ -43,30 +43,6 @@ class BatchPlan:
         }
 
 
-def batch_plan(directory: Path, **sizes: int) -> BatchPlan:
-    """Return the plan saved in `directory`, made and saved there on first use; arguments as `make_batch_plan`."""
-    stem = "seed{seed}-{steps}x{batch_size}x{context_length}".format(**sizes)
-    return _saved(directory, stem, lambda: make_batch_plan(**sizes))
-
-
-def image_plan(directory: Path, **sizes: int) -> BatchPlan:
-    """Return the same for images; arguments as `make_image_plan`."""
-    stem = "seed{seed}-{steps}x{batch_size}-images".format(**sizes)
-    return _saved(directory, stem, lambda: make_image_plan(**sizes))
-
-
-def _saved(directory: Path, stem: str, make: Callable[[], BatchPlan]) -> BatchPlan:
-    files = [directory / f"{stem}-{part}.npy" for part in ("train", "evaluation")]
-    if not all(file.exists() for file in files):
-        plan = make()
-        directory.mkdir(parents=True, exist_ok=True)
-        for file, array in zip(files, (plan.train_starts, plan.evaluation_starts), strict=True):
-            with (partial := partial_name(file)).open("wb") as stream:
-                np.save(stream, array)
-            partial.replace(file)
-    return _plan(*(np.load(file, mmap_mode="r") for file in files))
-
-
 def make_batch_plan(
     *,
     train_tokens: int,
@@ -99,6 +75,25 @@ def make_image_plan(
     train = order[: steps * batch_size].reshape(steps, batch_size)
     evaluation = np.sort(np.random.default_rng([0, 1]).permutation(test_images)[:evaluation_images])
     return _plan(train, evaluation)
+
+
+def batch_plan(directory: Path, make: Callable[..., BatchPlan] = make_batch_plan, **sizes: int) -> BatchPlan:
+    """Return the plan saved in `directory`, made and saved there on first use.
+
+    Args:
+        make: `make_batch_plan` or `make_image_plan`; `sizes` are its arguments.
+    """
+    stem = "seed{seed}-{steps}x{batch_size}".format(**sizes)
+    stem += f"x{sizes['context_length']}" if "context_length" in sizes else "-images"
+    files = [directory / f"{stem}-{part}.npy" for part in ("train", "evaluation")]
+    if not all(file.exists() for file in files):
+        plan = make(**sizes)
+        directory.mkdir(parents=True, exist_ok=True)
+        for file, array in zip(files, (plan.train_starts, plan.evaluation_starts), strict=True):
+            with (partial := partial_name(file)).open("wb") as stream:
+                np.save(stream, array)
+            partial.replace(file)
+    return _plan(*(np.load(file, mmap_mode="r") for file in files))
 
 
 def _plan(train: np.ndarray, evaluation: np.ndarray) -> BatchPlan:

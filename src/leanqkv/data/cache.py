@@ -3,10 +3,9 @@
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 # What describes a directory's content.
@@ -31,14 +30,13 @@ def made_once(kind: str, content: str, fill: Callable[[Path], dict[str, Any]]) -
     directory = cache_directory() / kind / hashlib.sha256(content.encode()).hexdigest()[:24]
     if not (directory / ABOUT).exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-        try:
+        with TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True) as name:
+            partial = Path(name, "data")
+            partial.mkdir()
             (partial / ABOUT).write_text(json.dumps(fill(partial), indent=1))
             try:
                 partial.rename(directory)
             except OSError:
                 if not (directory / ABOUT).exists():  # else another process finished the same data first
                     raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return {**json.loads((directory / ABOUT).read_text()), "directory": directory}

@@ -5,6 +5,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +73,10 @@ def _standard_library() -> Corpus:
 
 def _is_utf8(path: Path) -> bool:
     # The library's tests contain files in other encodings on purpose.
-    try:
+    with suppress(UnicodeDecodeError, OSError):
         path.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _local_files(path: Path, text_field: str) -> Corpus:

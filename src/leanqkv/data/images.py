@@ -1,7 +1,7 @@
 """Labelled images, decoded once into memory-mapped arrays that are cached by content."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,8 +22,6 @@ NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 TEST_SHARE = 3
 
 Progress = Callable[[str], None]
-# The number of images, and each, uint8 [channels, height, width], with its class.
-Split = tuple[int, Iterable[tuple[np.ndarray, int]]]
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,15 @@ class ImageData:
 
     def train(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the training images and their classes."""
-        return self._load("train-images"), self._load("train-classes")
+        return self._load("train")
 
     def test(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the test images and their classes."""
-        return self._load("test-images"), self._load("test-classes")
+        return self._load("test")
 
-    def _load(self, name: str) -> np.ndarray:
-        return np.load(self.directory / f"{name}.npy", mmap_mode="r")
+    def _load(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        images, classes = (self.directory / f"{split}-{part}.npy" for part in ("images", "classes"))
+        return np.load(images, mmap_mode="r"), np.load(classes, mmap_mode="r")
 
     def sizes(self) -> str:
         """Return the sizes of the splits, in words."""
@@ -85,7 +84,25 @@ def prepare_images(source: str | None = None, *, progress: Progress = lambda doi
         LeanError: nothing there, or no images of one size, each with its class.
     """
     progress("reading the images")
-    return _digits(progress) if source in (None, DIGITS) else _dataset(str(source), progress)
+    source = source or DIGITS
+    description, splits = _digits() if source == DIGITS else _dataset(source)
+    train, test = _train_and_test(source, splits)
+    image, label = _columns(source, train.features)
+    if not len(train) or not len(test):
+        raise LeanError(f"{source} has too few images: {len(train)} to train on, {len(test)} to test on")
+    key = "\0".join(["datasets", source, label, dataset_fingerprint(train), dataset_fingerprint(test)])
+
+    def fill(directory: Path) -> dict[str, Any]:
+        return {
+            "description": description if label == "label" else f"{description}, {label}",
+            "labels": train.features[label].names,
+            "train_images": len(train),
+            "test_images": len(test),
+            **_write(directory, source, train, test, image, label, progress),
+        }
+
+    about = made_once("images", f"{FORMAT}\0{key}", fill)
+    return ImageData(**{**about, "labels": tuple(about["labels"])})
 
 
 def image_batch(images: np.ndarray, classes: np.ndarray, chosen: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
@@ -120,27 +137,21 @@ def processor_settings(channels: int, size: int) -> dict[str, Any]:
     }
 
 
-def _digits(progress: Progress) -> ImageData:
+def _digits() -> tuple[str, dict[str, Any]]:
+    import datasets
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     # Counts of 0 to 16 dark pixels in each field of 4x4, on the scale of other images.
-    images = (digits.images * 255 / 16).round().astype("uint8")[:, None]
-    key = hashlib.sha256(images.tobytes() + digits.target.astype("<i8").tobytes()).hexdigest()
-    train, test = (
-        (len(chosen), zip(images[chosen], digits.target[chosen], strict=True)) for chosen in _held_out(len(images))
-    )
-    labels = [str(name) for name in digits.target_names]
-    return _cached(f"digits\0{key}", "digits (scikit-learn)", labels, train, test, progress)
+    images = list((digits.images * 255 / 16).round().astype("uint8"))
+    labels = datasets.ClassLabel(names=[str(name) for name in digits.target_names])
+    features = datasets.Features({"image": datasets.Image(), "label": labels})
+    records = datasets.Dataset.from_dict({"image": images, "label": digits.target}, features)
+    return "digits (scikit-learn)", {"train": records}
 
 
-def _held_out(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the training and of the test split of data that has no test split."""
-    shuffled = np.random.default_rng(0).permutation(count)
-    return np.sort(shuffled[count // TEST_SHARE :]), np.sort(shuffled[: count // TEST_SHARE])
-
-
-def _dataset(source: str, progress: Progress) -> ImageData:
+def _dataset(source: str) -> tuple[str, Any]:
+    """Return the description and the splits of a folder or of a Hugging Face dataset."""
     import datasets
 
     local = Path(source).exists()
@@ -148,30 +159,24 @@ def _dataset(source: str, progress: Progress) -> ImageData:
         raise LeanError(f"no images at {source}: there is no such folder")
     name, _, config = (source, "", "") if local else NAMES.get(source, source).partition(":")
     try:
-        splits: Any = datasets.load_dataset(name, config or None)
+        splits = datasets.load_dataset(name, config or None)
     except Exception as error:  # the library raises a dozen kinds; each means that the dataset cannot be read
         reason = "the folder cannot be read" if local else "no such folder, and no dataset of that name can be loaded"
         raise LeanError(f"no images at {source}: {reason} ({first_line(error)})") from None
+    return (Path(name).name if local else name) + (f":{config}" if config else ""), splits
+
+
+def _train_and_test(source: str, splits: Any) -> tuple[Any, Any]:
+    """Return the training and the test split; of data without a test split, a part is held out."""
     if "train" not in splits:
         raise LeanError(f"{source} has no split called train (found: {', '.join(splits)})")
     train = splits["train"]
-    image, label = _columns(source, train.features)
     if held_out := next((split for split in ("test", "validation", "valid") if split in splits), None):
         test = splits[held_out]
     else:
-        train, test = (train.select(chosen) for chosen in _held_out(len(train)))
-    if not len(train) or not len(test):
-        raise LeanError(f"{source} has too few images: {len(train)} to train on, {len(test)} to test on")
-    description = (Path(name).name if local else name) + (f":{config}" if config else "")
-    first = train[0][image]
-    return _cached(
-        "\0".join(["datasets", source, label, dataset_fingerprint(train), dataset_fingerprint(test)]),
-        description if label == "label" else f"{description}, {label}",
-        train.features[label].names,
-        (len(train), _decoded(source, train, image, label, first)),
-        (len(test), _decoded(source, test, image, label, first)),
-        progress,
-    )
+        order, size = np.random.default_rng(0).permutation(len(train)), len(train) // TEST_SHARE
+        train, test = (train.select(np.sort(chosen)) for chosen in (order[size:], order[:size]))
+    return train, test
 
 
 def _columns(source: str, features: Any) -> tuple[str, str]:
@@ -201,38 +206,24 @@ def _decoded(source: str, records: Any, image: str, label: str, first: Any) -> I
         yield pixels[None] if mode == "L" else pixels.transpose(2, 0, 1), number
 
 
-def _cached(
-    content: str, description: str, labels: Sequence[str], train: Split, test: Split, progress: Progress
-) -> ImageData:
-    """Return the arrays of both splits, written on first use; `content` identifies them."""
-
-    def fill(directory: Path) -> dict[str, Any]:
-        digest, done = hashlib.sha256(), 0
-        for split, (count, pairs) in (("train", train), ("test", test)):
-            classes = np.empty(count, dtype="<i8")
-            for i, (pixels, number) in enumerate(pairs):
-                if not i:
-                    file = directory / f"{split}-images.npy"
-                    images = np.lib.format.open_memmap(file, mode="w+", dtype="uint8", shape=(count, *pixels.shape))
-                images[i], classes[i] = pixels, number
-                done += 1
-                if done % 256 == 0:
-                    progress(f"decoding, {done:,} images")
-            images.flush()
-            np.save(directory / f"{split}-classes.npy", classes)
-            digest.update(images.data)
-            digest.update(classes.data)
-        channels, height, width = images.shape[1:]
-        return {
-            "description": description,
-            "labels": list(labels),
-            "train_images": train[0],
-            "test_images": test[0],
-            "channels": channels,
-            "height": height,
-            "width": width,
-            "sha256": digest.hexdigest(),
-        }
-
-    about = made_once("images", f"{FORMAT}\0{content}", fill)
-    return ImageData(**{**about, "labels": tuple(about["labels"])})
+def _write(
+    directory: Path, source: str, train: Any, test: Any, image: str, label: str, progress: Progress
+) -> dict[str, Any]:
+    """Write the arrays of both splits; return their hash and the shape of an image."""
+    digest, done, first = hashlib.sha256(), 0, train[0][image]
+    for split, records in (("train", train), ("test", test)):
+        classes = np.empty(len(records), dtype="<i8")
+        for i, (pixels, number) in enumerate(_decoded(source, records, image, label, first)):
+            if not i:
+                file, shape = directory / f"{split}-images.npy", (len(records), *pixels.shape)
+                images = np.lib.format.open_memmap(file, mode="w+", dtype="uint8", shape=shape)
+            images[i], classes[i] = pixels, number
+            done += 1
+            if done % 256 == 0:
+                progress(f"decoding, {done:,} images")
+        images.flush()
+        np.save(directory / f"{split}-classes.npy", classes)
+        digest.update(images.data)
+        digest.update(classes.data)
+    channels, height, width = images.shape[1:]
+    return {"channels": channels, "height": height, "width": width, "sha256": digest.hexdigest()}

@@ -50,15 +50,8 @@ class TokenData:
 
     def validation(self) -> np.ndarray:
         """Return the held-out tokens, [validation_tokens]."""
-        # For a lone nanoGPT file the validation split is the tail of the same file.
-        offset = self.train_tokens if self.validation_file == self.train_file else 0
-        return np.memmap(
-            self.directory / self.validation_file,
-            dtype=self.dtype,
-            mode="r",
-            offset=offset * np.dtype(self.dtype).itemsize,
-            shape=(self.validation_tokens,),
-        )
+        tokens = np.memmap(self.directory / self.validation_file, dtype=self.dtype, mode="r")
+        return tokens[len(tokens) - self.validation_tokens :]  # of a lone nanoGPT file the tail
 
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
         """Return the tokenizer, or None for files of tokens without one."""

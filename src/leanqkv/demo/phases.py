@@ -191,7 +191,7 @@ def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progre
     )
     models: dict[str, Any] = {}
     for name, directory in directories.items():
-        model: Any = load_model(directory).to(device)  # type: ignore[arg-type]
+        model: Any = load_model(directory).to(device)
         losses = sequence_losses(model, data.validation(), plan.evaluation_starts, context, batch_size=8)
         models[name] = {
             "parameters": model.config.plan.count_parameters().total,
@@ -208,7 +208,7 @@ def decode(out: Path, settings: Settings, data: TokenData, device: str, progress
     tokenizer = data.tokenizer()
     assert tokenizer is not None
     prompt = tokenizer(settings.prompt, return_tensors="pt")["input_ids"].to(device)
-    decoders = {name: Decoder(load_model(d).to(device)) for name, d in directories.items()}  # type: ignore[arg-type]
+    decoders = {name: Decoder(load_model(d).to(device)) for name, d in directories.items()}
     rates: dict[str, list[float]] = {name: [] for name in decoders}
     models: dict[str, Any] = {}
     for number in range(settings.rounds + 1):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..checkpoints.disabled_norms import norms_disabled, why_norms_stay, without_norms
 from ..checkpoints.stream import PROJECTIONS, Stream
-from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from . import block_diagonal, single_head
@@ -25,25 +24,15 @@ WAYS = (("query", "output"), ("key", "output"), ("value", "output"), ("query",),
 
 @dataclass(frozen=True)
 class Finding:
-    """One way to eliminate: whether it is exact for the model.
+    """One way to eliminate: whether it is exact for the model."""
 
-    Attributes:
-        remove: as for `leanqkv eliminate`.
-        layers: any one of them; None: all at once.
-        source: the statement it rests on.
-        applies: whether it is exact here.
-        why_not: why it is not, or where it is not if it is elsewhere.
-        saves: numbers fewer to store, for the best of the layers; negative where untying a head costs more.
-        parameters: of the model after it.
-    """
-
-    remove: str
-    layers: tuple[int, ...] | None
-    source: str
+    remove: str  # as for `leanqkv eliminate`
+    layers: tuple[int, ...] | None  # any one of them; None: all at once
+    source: str  # the statement it rests on
     applies: bool
-    why_not: str | None
-    saves: int
-    parameters: int
+    why_not: str | None  # why it does not apply, or not in all layers
+    saves: int  # numbers fewer to store, for the best of the layers; negative where untying a head costs more
+    parameters: int  # of the model after it
 
     @property
     def share(self) -> float:
@@ -73,8 +62,8 @@ def findings(config: LeanConfig) -> list[Finding]:
     norm_free, source = config, ""
     if norms_disabled(config):
         if reason := why_norms_stay(config):
-            return [*results, _refused(config, "query", "P1 Remark 2", f"its disabled norms stay: {reason}")]
-        norm_free, source = without_norms(config, NO_TENSORS)[0], "P1 Remark 2, "
+            return [*results, _finding(config, "query", "P1 Remark 2", None, f"its disabled norms stay: {reason}")]
+        norm_free, source = without_norms(config, {})[0], "P1 Remark 2, "
     return results + [_projections(config, norm_free, slots, source) for slots in WAYS]
 
 
@@ -117,11 +106,10 @@ def weight_table(config: LeanConfig) -> dict[str, float]:
     arithmetic: whether Q and P can go exactly is another question (`findings`).
     """
     d, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    assert groups is not None
     matrices = {"gated": 3, "mlp": 2, "moe": 3 * (config.num_local_experts or 1)}[config.mlp_type]
     per_layer = {
         "Q+P weights per layer": 2 * d * d,
-        "K+V weights per layer": 2 * d * d // heads * groups,
+        "K+V weights per layer": 2 * d * d // heads * groups,  # type: ignore[operator]
         "FFN weights per layer": matrices * d * config.intermediate_size,
     }
     embeddings = 2 * d * (config.vocab_size or 0)  # a model of images has no vocabulary
@@ -136,14 +124,17 @@ def weight_table(config: LeanConfig) -> dict[str, float]:
     }
 
 
-def _exact(
-    config: LeanConfig, remove: str, source: str, saves: int, layers: tuple[int, ...] | None = None, reason: str = ""
+def _finding(
+    config: LeanConfig,
+    remove: str,
+    source: str,
+    saves: int | None,
+    reason: str | None = None,
+    layers: tuple[int, ...] | None = None,
 ) -> Finding:
-    return Finding(remove, layers, source, True, reason or None, saves, _count(config) - saves)
-
-
-def _refused(config: LeanConfig, remove: str, source: str, reason: str) -> Finding:
-    return Finding(remove, None, source, False, reason, 0, _count(config))
+    """saves: None where it is not exact."""
+    after = _count(config) - (saves or 0)
+    return Finding(remove, layers, source, saves is not None, reason or None, saves or 0, after)
 
 
 def _count(config: LeanConfig) -> int:
@@ -159,41 +150,39 @@ def _block_diagonal(config: LeanConfig) -> Finding:
         elif refused:
             numbers = ", ".join(map(str, refused))
             reasons.append(f"{pair} not in layers {numbers}: {next(iter(refused.values()))}")
-    if saves := block_diagonal.saved(config):
-        return _exact(config, BLOCK_DIAGONAL, "P1 Prop. 3.2", saves, reason="; ".join(reasons))
-    return _refused(config, BLOCK_DIAGONAL, "P1 Prop. 3.2", "; ".join(reasons))
+    return _finding(config, BLOCK_DIAGONAL, "P1 Prop. 3.2", block_diagonal.saved(config) or None, "; ".join(reasons))
 
 
 def _single_head(config: LeanConfig) -> Finding:
-    if reason := single_head.why_not(config):
-        return _refused(config, SINGLE_HEAD, "P1 Prop. 4.1", reason)
-    after = single_head.merge_single_head(config, NO_TENSORS)[0]
-    return _exact(config, SINGLE_HEAD, "P1 Prop. 4.1", _count(config) - _count(after))
+    reason = single_head.why_not(config)
+    # Eliminations are lazy: their configuration is known without any weights.
+    saves = _count(config) - _count(single_head.merge_single_head(config, {})[0]) if reason is None else None
+    return _finding(config, SINGLE_HEAD, "P1 Prop. 4.1", saves, reason)
 
 
 def _projections(original: LeanConfig, config: LeanConfig, slots: tuple[str, ...], prefix: str) -> Finding:
     """One of WAYS for `original`, whose disabled norms are removed in `config`."""
-    name, source, stream = ",".join(slots), prefix + _source(config, slots), Stream(config)
-    centered = config is not original
+    name, source = ",".join(slots), prefix + _source(config, slots)
+    stream = Stream(config, centered=config is not original)
     removals = [Removal(slot, layer) for slot in slots for layer in range(config.num_hidden_layers)]
-    refused = {removal: why_not(config, removal, stream, centered) for removal in removals}
+    refused = {removal: why_not(removal, stream) for removal in removals}
     reason = next(filter(None, refused.values()), None)
     if reason is None:
         try:
-            assign_bases(config, removals, stream, centered)
+            assign_bases(removals, stream)
         except LeanError:
             reason = f"of all layers at once: each needs a basis of its own for the stream, and {stream.why_joined()}"
 
     def saves(removals: list[Removal]) -> int:
-        return _count(original) - _count(remove_projections(config, NO_TENSORS, removals)[0])
+        return _count(original) - _count(remove_projections(stream, {}, removals)[0])
 
     if reason is None:
-        return _exact(original, name, source, saves(removals))
+        return _finding(original, name, source, saves(removals))
     possible = [removal for removal in removals if refused[removal] is None]
     if len(slots) > 1 or not possible:
-        return _refused(original, name, source, reason)
+        return _finding(original, name, source, None, reason)
     layers = tuple(removal.layer for removal in possible)
-    return _exact(original, name, source, max(saves([removal]) for removal in possible), layers, reason)
+    return _finding(original, name, source, max(saves([removal]) for removal in possible), reason, layers)
 
 
 def _source(config: LeanConfig, slots: tuple[str, ...]) -> str:
@@ -204,11 +193,3 @@ def _source(config: LeanConfig, slots: tuple[str, ...]) -> str:
     if config.attention_skip and not config.mlp_skip:
         return "P1 Thm 4.4"
     return "P4 Fig. 2" if not config.attention_skip and not config.mlp_skip else "P1 Thm 4.2"
-
-
-def _read_nothing(name: str) -> Tensor:
-    raise AssertionError(f"{name} was read, though only shapes are asked for")
-
-
-# Eliminations are lazy: their configuration is known without any weights.
-NO_TENSORS = LazyTensors({}, _read_nothing)

@@ -6,27 +6,28 @@ stored. Holds for any norm and any skips. https://arxiv.org/abs/2510.23912
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoints.stream import PROJECTIONS
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..presets.edit import set_mechanisms
-from .heads import Head, HeadBasis, HeadClasses, change_heads, free_columns
+from .heads import SIDES, Head, HeadClasses, change_heads, free_columns
+from .linalg import Basis, Factored
 
 # Windows of the input that are tried for the identity block: their worst head's condition differs by orders.
 WINDOWS = 64
-SLOTS = {"keys": ("key", "k_proj"), "values": ("value", "v_proj")}
 
 
 def eligible(config: LeanConfig, side: str) -> tuple[dict[int, list[Head]], dict[int, str]]:
     """Return the blocks whose projection of `side`, "keys" or "values", can hold the identity, and why others cannot.
 
-    A block can if none of its heads is blocked and no head shares a basis with one that has taken it already. Each
-    comes with the classes of its heads.
+    Each comes with the classes of its heads, which are not blocked and share no basis with heads that took it before.
     """
     classes = HeadClasses(config, side)
     taken: set[Head] = set()
@@ -53,47 +54,34 @@ def eligible(config: LeanConfig, side: str) -> tuple[dict[int, list[Head]], dict
 def saved(config: LeanConfig) -> int:
     """Return how many numbers need not be stored any more."""
     return sum(
-        len(heads) * free_columns(config, side) ** 2 for side in SLOTS for heads in eligible(config, side)[0].values()
+        len(heads) * free_columns(config, side) ** 2 for side in SIDES for heads in eligible(config, side)[0].values()
     )
 
 
 def make_blocks_identity(
-    config: LeanConfig,
-    tensors: Mapping[str, Tensor],
-    *,
-    search: bool = True,
-    message: Callable[[str], None] = lambda text: None,
+    config: LeanConfig, tensors: Mapping[str, Tensor], search: bool, message: Callable[[str], None]
 ) -> tuple[LeanConfig, LazyTensors, dict[str, float]]:
-    """Return the same function with identity blocks wherever `eligible`.
+    """Return the same function with identity blocks wherever `eligible`; raise a LeanError if that is nowhere.
 
-    Args:
-        search: take for every projection the window of the input whose worst head is best conditioned, among up to 64;
-            otherwise the first columns.
-        message: is called with the name of each step.
-
-    Returns:
-        the configuration (`block_identity` keys and values); its tensors, lazy, float64 where they changed; and the
-        condition number of the worst head's block by tensor name.
-
-    Raises:
-        LeanError: not a single projection is eligible; says why.
+    Returns the configuration (`block_identity` keys and values); its tensors, lazy, float64 where they changed; and the
+    condition number of the worst head's block by tensor name. With `search` every projection gets the window of the
+    input whose worst head is best conditioned, among up to 64; otherwise the first columns.
     """
     conditions: dict[str, float] = {}
     windows: dict[str, tuple[int, int]] = {}  # start and width
     new, changed = config, tensors
-    for side, (slot, projection) in SLOTS.items():
+    for side, (slot, _) in SIDES.items():
         width = free_columns(config, side)
-        bases: dict[Head, HeadBasis] = {}
+        bases: dict[Head, Basis] = {}
         specs: dict[int, dict[str, Any]] = {}
         for block, classes in eligible(config, side)[0].items():
-            name = f"model.layers.{block}.self_attn.{projection}.weight"
+            name = f"model.layers.{block}.self_attn.{PROJECTIONS[slot]}.weight"
             message(f"solving: the identity blocks of {name}")
             weight = tensors[name].double().unflatten(0, (-1, config.head_dim))[:, -width:]  # [heads, width, d]
             start, conditions[name] = _best_start(weight, search)
             windows[name] = start, width
             for head_class, columns in zip(classes, weight[..., start : start + width], strict=True):
-                # Columns of the stored weight are rows of W: its block is the transpose.
-                bases[head_class] = HeadBasis(columns.T.clone())
+                bases[head_class] = Basis(partial(Factored, columns.clone()))
             spec = {"type": "block_identity", "start": start, "width": None if width == config.head_dim else width}
             specs |= {layer.layer: spec for layer in config.plan.layers if layer.block == block}
         changed = change_heads(config, changed, side, bases)

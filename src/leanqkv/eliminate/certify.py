@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from transformers.initialization import no_init_weights
 
 from ..checkpoints.disabled_norms import norms_disabled, without_norms
-from ..checkpoints.load import MODELS
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import MODELS, open_checkpoint
 from ..checkpoints.tensors import LazyTensors, finite
 from ..environment import versions
 from ..errors import LeanError
@@ -26,8 +25,7 @@ CERTIFICATE_FORMAT = 1
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 # Modules that use their submodules' weights without calling them.
 WHOLE = ["LatentAttention"]
-# Above this many parameters the result is certified only as it was stored: in float64, before rounding, it would be
-# computed a second time.
+# Above this many parameters the result is certified only as it was stored, not in float64 before rounding as well.
 RECOMPUTED = 500_000_000
 # A result further from the original than this, computed in float64 before anything is rounded, is a fault.
 EXACT = 1e-6
@@ -38,10 +36,7 @@ Model = tuple[LeanConfig, Mapping[str, Tensor]]
 def logits(
     config: LeanConfig, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Return the logits, [tokens or images, outputs], float64, of a model computed in `dtype`.
-
-    Weights are read as they are needed.
-    """
+    """Return the logits, [tokens or images, outputs], float64, of a model computed in `dtype` with lazy weights."""
     with init_empty_weights(include_buffers=False), no_init_weights():
         model: Any = MODELS[config.task](config)
     for module in model.modules():  # but no buffer: rotary frequencies stay in float32, as when a checkpoint is loaded
@@ -64,28 +59,25 @@ def logits(
     return model.eval()(**inputs).logits.double().flatten(0, -2)
 
 
-def random_inputs(config: LeanConfig, sequences: int = 2, length: int = 64, seed: int = 0) -> dict[str, Tensor]:
-    """Return token ids (or pixels) from a fixed seed: the same for every certificate of one shape."""
-    generator = torch.Generator().manual_seed(seed)
+def random_inputs(config: LeanConfig) -> dict[str, Tensor]:
+    """Return two sequences of token ids, or eight images, the same for every certificate of one shape."""
+    generator = torch.Generator().manual_seed(0)
     if config.task == "image_classification":
         shape = (8, config.num_channels, config.image_size, config.image_size)
         return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64)}  # type: ignore[arg-type]
-    length = min(length, config.max_position_embeddings)
-    return {"input_ids": torch.randint(config.vocab_size, (sequences, length), generator=generator)}
+    length = min(64, config.max_position_embeddings)
+    return {"input_ids": torch.randint(config.vocab_size, (2, length), generator=generator)}
 
 
 def difference(result: Tensor, reference: Tensor) -> dict[str, float]:
-    """Return how far logits [tokens, outputs] lie from the reference.
+    """Return how far logits [tokens, outputs] lie from the reference, which must be finite and not all zero.
 
     The largest difference, that over the largest reference, mean KL(reference || result) in nats, and the share of
     tokens with the same likeliest output.
-
-    Raises:
-        LeanError: a reference that nothing can be measured against.
     """
-    for wrong, problem in ((not reference.isfinite().all(), "not finite"), (not reference.any(), "all zero")):
-        if wrong:
-            raise LeanError(f"the original's own logits are {problem}, so that nothing can be certified by them")
+    if not reference.isfinite().all() or not reference.any():
+        problem = "all zero" if reference.isfinite().all() else "not finite"
+        raise LeanError(f"the original's own logits are {problem}, so that nothing can be certified by them")
     worst = (result - reference).abs().max().item()
     divergence = F.kl_div(result.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="batchmean")
     return {
@@ -101,14 +93,11 @@ def compare(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return per dtype how far both models lie from `reference`, the logits of `before` in float64.
 
-    `original` is what the dtype itself costs, `result` the distance of `after`.
-
-    Raises:
-        LeanError: models whose logits cannot be compared; says why.
+    `original` is what the dtype itself costs, `result` the distance of `after`. Raises a LeanError for models whose
+    logits cannot be compared.
     """
-    one, other = (config.task for config, _ in (before, after))
-    if one != other:
-        raise LeanError(f"a model for {one} and one for {other} cannot be compared")
+    if before[0].task != after[0].task:
+        raise LeanError(f"a model for {before[0].task} and one for {after[0].task} cannot be compared")
     report = {}
     for name, dtype in DTYPES.items():
         message(f"comparing: the result in {name}")
@@ -138,19 +127,16 @@ def certificate(
     stored: Model,
     request: Request,
     dtype: torch.dtype,
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor] | None = None,
     message: Message = no_message,
 ) -> dict[str, Any]:
-    """Return what was removed, how well conditioned it was, and how far the logits moved.
+    """Return what was removed, how well conditioned it was, and how far the logits moved on `inputs` or random ones.
 
     `exact` compares the result before its weights are rounded to `dtype`, in float64; `dtypes` compares the stored
     result. Where an epsilon disabled the norms, both are against the function without norms, and `disabled_norms` says
-    how far that is from the original's.
-
-    Raises:
-        LeanError: the unrounded result is not the original function.
+    how far that is from the original's. Raises a LeanError if the unrounded result is not the original function.
     """
-    config = before[0]
+    config, inputs = before[0], inputs or random_inputs(before[0])
     centered = norms_disabled(config) and not norms_disabled(result.config)
     original = without_norms(*before) if centered else before
     plans = {"before": config.plan, "after": result.config.plan}

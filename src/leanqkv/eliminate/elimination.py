@@ -10,15 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoints.disabled_norms import norms_disabled
-from ..checkpoints.formats import write_model
-from ..checkpoints.load import MODELS
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import MODELS, open_checkpoint
 from ..checkpoints.tensors import finite, weights_hash
-from ..checkpoints.write import Progress, check_free
+from ..checkpoints.write import Progress, check_free, write_model
 from ..errors import LeanError
 from ..files import write_json
 from ..model.config import LeanConfig
-from .certify import certificate, random_inputs
+from .certify import certificate
 from .transform import MAX_CONDITION, Message, Request, no_message, parse_request, transform
 
 CERTIFICATE = "certificate.json"
@@ -44,22 +42,19 @@ def eliminate(
 ) -> Elimination:
     """Return the same function with fewer weights, solved in float64 and certified on its logits.
 
+    Raises a LeanError where that is not possible exactly, too badly conditioned, or a weight is not finite.
+
     Args:
-        model: a model of ours, which is left as it is, or a directory of one of ours or of a supported class of
-            transformers.
+        model: a model of ours, which is left as it is, or the directory of a checkpoint that can be opened.
         remove, layer, max_condition, balance: as in `parse_request`.
         dtype: of the result's weights.
         inputs: of the certificate; by default random token ids from a fixed seed.
-
-    Raises:
-        LeanError: not possible exactly, too badly conditioned, or weights that are not finite; says why.
     """
     tensors: Mapping[str, Tensor]
     if isinstance(model, PreTrainedModel):
         if not isinstance(model.config, LeanConfig):
             raise LeanError(f"a {type(model).__name__} is not a model of leanqkv; save it and give its directory")
-        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        config = model.config
+        config, state = model.config, model.state_dict()
         tensors = {name: state[name] for name in config.plan.parameter_shapes}
     else:
         opened = open_checkpoint(Path(model))
@@ -72,7 +67,7 @@ def eliminate(
     tied = bool(config.tie_word_embeddings and result.config.tie_word_embeddings)
     eliminated.load_state_dict(stored, strict=not tied)
     after = result.config, stored
-    report = certificate(before, result, after, request, dtype, inputs or random_inputs(config))
+    report = certificate(before, result, after, request, dtype, inputs)
     return Elimination(eliminated.eval(), report)
 
 
@@ -90,14 +85,12 @@ def eliminate_directory(
 ) -> dict[str, Any]:
     """Eliminate from the checkpoint in `source` into `out`, tensor by tensor, and return the certificate.
 
+    Raises a LeanError as `eliminate`, where `out` is not empty, and where no class can hold the result.
+
     Args:
         dtype, inputs: as in `eliminate`.
-        stock, family, progress: as in `convert_format`; in a stock class, what was eliminated is written out as
-            identities.
+        stock, family, progress: as in `write_model`; a stock class has identities for the eliminated weights.
         message: called with the name of each phase: solving, writing, certifying.
-
-    Raises:
-        LeanError: as `eliminate`; `out` is not empty; no class can hold the result; it is not the same function.
     """
     check_free(out)
     opened = open_checkpoint(source)
@@ -110,9 +103,7 @@ def eliminate_directory(
     def certify(directory: Path) -> None:
         stored = open_checkpoint(directory)
         after = stored.config, stored.tensors
-        report.update(
-            certificate(before, result, after, request, dtype, inputs or random_inputs(opened.config), message)
-        )
+        report.update(certificate(before, result, after, request, dtype, inputs, message))
         report.update(weights_sha256=weights_hash(directory), source_sha256=weights_hash(source))
         write_json(directory / CERTIFICATE, report)
 

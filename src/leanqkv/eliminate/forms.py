@@ -1,16 +1,17 @@
 """Choose among the equal forms of an elimination: bases inside the heads in which rounding loses little.
 
 W_Q can be replaced by W_Q D with any block-diagonal D that W_K absorbs (heads.py), and so can W_K, W_V and W_O. A
-stream in the basis Theta = W_Q D is rounded coordinate by coordinate, to a share of each coordinate's size, and what
-reads it multiplies that by Theta^-1: for inputs without a preferred direction, the noise of coordinate c is its column
-of Theta times its row of Theta^-1, in norm. Per head, with the Gram matrices A of the columns and B of the rows, the
-sum of their squares is `sum_c A_cc B_cc`. D first balances them, A = B = diag(sigma) (Moore 1981, "Principal component
-analysis in linear systems", for another purpose); then a rotation with entries of equal size spreads the sigma evenly,
-and `(sum sigma)^2 / d_k` remains.
+stream in the basis Theta = W_Q D is rounded coordinate by coordinate, and its readers multiply that by Theta^-1: for
+inputs without a preferred direction, the noise of coordinate c is its column of Theta times its row of Theta^-1, in
+norm. Per head, with the Gram matrices A of the columns and B of the rows, the sum of their squares is
+`sum_c A_cc B_cc`. D first balances them, A = B = diag(sigma) (Moore 1981, "Principal component analysis in linear
+systems"); then a rotation with entries of equal size spreads the sigma evenly, and `(sum sigma)^2 / d_k` remains.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from .heads import Head, HeadBasis, HeadClasses, change_heads, free_columns
+from .heads import SIDES, Head, HeadClasses, change_heads, free_columns
+from .linalg import Basis, Factored
 from .projections import Removal, weight_name
 
-SIDES = {"query": "keys", "key": "keys", "value": "values", "output": "values"}
+SIDE_OF = {slot: side for side, slots in SIDES.items() for slot in slots}
 
 
 def balance_for_rounding(
@@ -34,10 +36,10 @@ def balance_for_rounding(
     Under rotary positions the rotated columns stay as they are. Heads that are blocked (QK-norm, a nonlinear query)
     stay whole, and so do those of a singular weight.
     """
-    bases: dict[str, dict[Head, HeadBasis]] = {"keys": {}, "values": {}}
+    bases: dict[str, dict[Head, Basis]] = {side: {} for side in SIDES}
     # The output projection is last: where it shares heads with a value that goes, no stream is in its basis.
     for removal in sorted(removals, key=lambda removal: removal.slot == "output"):
-        side = SIDES[removal.slot]
+        side = SIDE_OF[removal.slot]
         width = free_columns(config, side)
         if not width:
             continue
@@ -60,8 +62,8 @@ def balance_for_rounding(
                 columns, rows = rows, columns  # Theta is the inverse
             change = _balanced(columns, rows)
             if change is not None:
-                query = removal.slot == "query"
-                bases[side][head_class] = HeadBasis(change.T if query else change, inverse=not query)
+                basis = Basis(partial(Factored, change))
+                bases[side][head_class] = basis if removal.slot == "query" else basis.transposed_inverse()
     for side, of_side in bases.items():
         if of_side:
             tensors = change_heads(config, tensors, side, of_side)
@@ -73,11 +75,9 @@ def keep_mean_zero(config: LeanConfig, tensors: Mapping[str, Tensor], removal: R
 
     `x Theta` has mean zero for every x of mean zero if and only if `Theta 1` is a multiple of 1. With Theta = W D and
     D_h a multiple of the reflection that takes 1 to v_h, where `W v = 1`, it is; the heads' columns stay orthogonal.
-
-    Raises:
-        LeanError: no such basis: the weight is an output projection, singular, or its heads are not free.
+    Raises a LeanError for an output projection, a singular weight, and heads that are not free.
     """
-    side, d = SIDES[removal.slot], config.hidden_size
+    side, d = SIDE_OF[removal.slot], config.hidden_size
     width = free_columns(config, side)
     if removal.slot == "output":
         raise LeanError(f"{removal} cannot go in a model whose class subtracts the mean; remove a query, key or value")
@@ -90,15 +90,15 @@ def keep_mean_zero(config: LeanConfig, tensors: Mapping[str, Tensor], removal: R
     except RuntimeError:
         raise LeanError(f"{removal} is singular") from None
     directions = directions / directions.norm(dim=1).median()  # any multiple of 1 will do
-    bases: dict[Head, HeadBasis] = {}
+    bases: dict[Head, Basis] = {}
     for head_class, (head,) in free.items():
         length = directions[head].norm() / math.sqrt(width)
         across = ones[:width] - directions[head] / length
         reflection = torch.eye(width, dtype=torch.float64)
         if across.norm() > 0:
             reflection -= 2 * torch.outer(across, across) / across.square().sum()
-        # D^T = length * reflection makes the rows of W_Q; W_K and W_V are made by S^-T.
-        bases[head_class] = HeadBasis(reflection / length, inverse=removal.slot == "query")
+        basis = Basis(partial(Factored, reflection * length))
+        bases[head_class] = basis if removal.slot == "query" else basis.transposed_inverse()
     return change_heads(config, tensors, side, bases)
 
 
@@ -123,10 +123,10 @@ def _free_heads(config: LeanConfig, removal: Removal) -> dict[Head, list[int]]:
     """Per class of heads with a free basis, the numbers of the weight's heads in it."""
     if config.kv_lora_rank is not None:
         return {}
-    classes = HeadClasses(config, SIDES[removal.slot])
+    classes = HeadClasses(config, SIDE_OF[removal.slot])
     class_of = classes.consumed if removal.slot in ("query", "output") else classes.made
-    free: dict[Head, list[int]] = {}
+    free = defaultdict(list)
     for (block, head), head_class in class_of.items():
         if block == config.plan.layers[removal.layer].block and head_class not in classes.blocked:
-            free.setdefault(head_class, []).append(head)
+            free[head_class].append(head)
     return free

@@ -5,34 +5,19 @@ with other layers' heads or belong to a shared block must change together. https
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
-import torch
 from scipy.cluster.hierarchy import DisjointSet
 from torch import Tensor
 
+from ..checkpoints.stream import PROJECTIONS, computed_heads
 from ..checkpoints.tensors import LazyTensors
 from ..model.config import LeanConfig
 from ..model.plan import LayerPlan
+from .linalg import Basis
 
 Head = tuple[int, int]  # layer or block of weights, head
-
-
-@dataclass(frozen=True)
-class HeadBasis:
-    """A basis S, or its inverse, of heads: their projection becomes `S^-T` times its rows, its consumer `S` times its
-    rows."""
-
-    matrix: Tensor  # [width, width], float64
-    inverse: bool = False
-
-    def make(self, rows: Tensor) -> Tensor:
-        """Return the rows of W_K or W_V in this basis."""
-        return self.matrix.T @ rows if self.inverse else torch.linalg.solve(self.matrix.T, rows)
-
-    def consume(self, rows: Tensor) -> Tensor:
-        """Return the rows of W_Q or W_O in this basis."""
-        return torch.linalg.solve(self.matrix, rows) if self.inverse else self.matrix @ rows
+# Whose weight makes the heads of a side, and whose weight uses them.
+SIDES = {"keys": ("key", "query"), "values": ("value", "output")}
 
 
 class HeadClasses:
@@ -46,19 +31,18 @@ class HeadClasses:
 
     def __init__(self, config: LeanConfig, side: str):
         layers = config.plan.layers
-        slot, consumer = ("key", "query") if side == "keys" else ("value", "output")
-        classes = DisjointSet((layer.layer, head) for layer in layers for head in range(_held_heads(layer, side)))
+        slot, consumer = SIDES[side]
+        classes = DisjointSet((layer.layer, head) for layer in layers for head in range(_held_heads(layer, slot)))
         made: dict[Head, Head] = {}
         consumed: dict[Head, Head] = {}
         blocked: dict[Head, str] = {}
         group = config.num_attention_heads // config.num_key_value_heads  # type: ignore[operator]
-        nowhere = _blocked_everywhere(config, side)
         for layer in layers:
             for head, other in _added_heads(layer, side):
                 classes.merge((layer.layer, head), other)
-            for head in range(computed_heads(layer, side)):
+            for head in range(computed_heads(layer, slot)):
                 classes.merge(made.setdefault((layer.block, head), (layer.layer, head)), (layer.layer, head))
-                if reason := nowhere or _why_blocked(layer, slot):
+                if reason := _why_blocked(config, layer, side):
                     blocked.setdefault((layer.layer, head), reason)
             sources = layer.layout.keys if side == "keys" else layer.layout.values
             attended = [(source.layer, head) for source in sources for head in range(source.start, source.stop)]
@@ -71,11 +55,6 @@ class HeadClasses:
         self.blocked = {classes[node]: reason for node, reason in blocked.items()}
 
 
-def computed_heads(layer: LayerPlan, side: str) -> int:
-    """Return how many heads the layer's W_K or W_V makes."""
-    return layer.computed_key_heads if side == "keys" else layer.computed_value_heads
-
-
 def free_columns(config: LeanConfig, side: str) -> int:
     """Return how many of a head's last columns a change of basis may touch: those that no rotary position turns."""
     if side == "values" or config.position_embedding_type != "rope":
@@ -86,21 +65,21 @@ def free_columns(config: LeanConfig, side: str) -> int:
 
 
 def change_heads(
-    config: LeanConfig, tensors: Mapping[str, Tensor], side: str, bases: Mapping[Head, HeadBasis]
+    config: LeanConfig, tensors: Mapping[str, Tensor], side: str, bases: Mapping[Head, Basis]
 ) -> LazyTensors:
-    """Return the lazy tensors of the same function with other bases in the heads of the classes in `bases`.
+    """Return the lazy tensors of the same function with other bases in the free columns of the classes in `bases`.
 
-    A basis acts on as many of a head's last columns as it is wide; the columns before them stay.
+    With the basis D of a class, W_Q becomes W_Q D and W_K becomes W_K D^-T; likewise W_O^T and W_V.
     """
-    classes = HeadClasses(config, side)
-    maker, consumer = ("k_proj", "q_proj") if side == "keys" else ("v_proj", "o_proj")
-    changes: dict[str, tuple[Mapping[Head, Head], int, Callable[[HeadBasis, Tensor], Tensor]]] = {}
+    classes, width = HeadClasses(config, side), free_columns(config, side)
+    maker, consumer = (PROJECTIONS[slot] for slot in SIDES[side])
+    changes: dict[str, tuple[Mapping[Head, Head], int, Callable[[Basis, Tensor], Tensor]]] = {}
     for layer in config.plan.layers:
         name = f"model.layers.{layer.block}.self_attn"
         for kind in ("weight", "bias"):
-            changes[f"{name}.{maker}.{kind}"] = (classes.made, layer.block, HeadBasis.make)
+            changes[f"{name}.{maker}.{kind}"] = (classes.made, layer.block, Basis.read)
             if side == "keys" or kind == "weight":
-                changes[f"{name}.{consumer}.{kind}"] = (classes.consumed, layer.block, HeadBasis.consume)
+                changes[f"{name}.{consumer}.{kind}"] = (classes.consumed, layer.block, Basis.write)
 
     def compute(name: str) -> Tensor:
         if name not in changes:
@@ -112,17 +91,17 @@ def change_heads(
         for head in range(len(heads)):
             basis = bases.get(class_of[block, head])
             if basis is not None:
-                part = heads[head, -len(basis.matrix) :]
-                part.copy_(change(basis, part.reshape(len(part), -1)).view_as(part))
+                part = heads[head, -width:]
+                part.copy_(change(basis, part.reshape(width, -1).T).T.view_as(part))
         changed = heads.view(rows.shape)
         return changed.T if by_columns else changed
 
     return LazyTensors(config.plan.parameter_shapes, compute)
 
 
-def _held_heads(layer: LayerPlan, side: str) -> int:
+def _held_heads(layer: LayerPlan, slot: str) -> int:
     """How many heads other layers can attend with: the computed ones, and means of them."""
-    return computed_heads(layer, side) + (layer.layout.derived_value_heads if side == "values" else 0)
+    return computed_heads(layer, slot) + (layer.layout.derived_value_heads if slot == "value" else 0)
 
 
 def _added_heads(layer: LayerPlan, side: str) -> Iterator[tuple[int, Head]]:
@@ -139,7 +118,9 @@ def _added_heads(layer: LayerPlan, side: str) -> Iterator[tuple[int, Head]]:
         yield computed + head, (layer.layer, computed - means + head)
 
 
-def _blocked_everywhere(config: LeanConfig, side: str) -> str | None:
+def _why_blocked(config: LeanConfig, layer: LayerPlan, side: str) -> str | None:
+    slot = SIDES[side][0]
+    kind = getattr(layer, slot).kind
     if config.kv_lora_rank is not None:
         return "keys and values are made from a latent (MLA), whose heads this does not treat"
     if side == "keys" and config.qk_norm:
@@ -149,11 +130,6 @@ def _blocked_everywhere(config: LeanConfig, side: str) -> str | None:
             "rotary positions turn every column of the heads; what commutes with them is a scaled rotation of each "
             f"pair, {config.head_dim} numbers a head, which are left in place"
         )
-    return None
-
-
-def _why_blocked(layer: LayerPlan, slot: str) -> str | None:
-    kind = getattr(layer, slot).kind
     if layer.reuses_keys:
         return f"the keys of layer {layer.layer} are its values"
     return None if kind == "linear" else f"the {slot} of layer {layer.layer} is {kind!r}"

@@ -59,15 +59,14 @@ def _largest_eigenvalue(d: int, product: Callable[[Tensor], Tensor]) -> float:
 
 
 class Basis:
-    """A change of basis of a stream of row vectors, `x -> x Theta`, by a factored matrix A or its inverse.
+    """A change of basis of row vectors, `x -> x Theta`; Theta is a matrix A, its inverse, or a transpose of either.
 
-    Tensors that write the stream are changed by `write`, those that read it by `read`. Both take rows [n, d] of any
+    Weights that write the vectors are changed by `write`, those that read them by `read`. Both take rows [n, d] of any
     floating dtype and return float64.
     """
 
     def __init__(self, factor: Callable[[], Factored], inverse: bool = False, transposed: bool = False):
-        """Theta is A, its inverse, its transpose, or the transpose of its inverse. `factor` is called whenever A is
-        needed, so that a large one need not stay in memory."""
+        """`factor` returns A; it is called whenever A is needed, so that a large one need not stay in memory."""
         self.factor, self.inverse, self.transposed = factor, inverse, transposed
 
     def write(self, rows: Tensor) -> Tensor:
@@ -84,9 +83,9 @@ class Basis:
         return result
 
     def read(self, rows: Tensor) -> Tensor:
-        """Return `rows Theta^-T`: the rows of a weight [out, in] that is to read `x Theta` as it read `x`."""
+        """Return `rows Theta^-T`, which read `x Theta` as `rows` read `x`."""
         return self.transposed_inverse().write(rows)
 
     def transposed_inverse(self) -> "Basis":
-        """Return Theta^-T: reads what this one writes, and the other way round."""
+        """Return Theta^-T."""
         return Basis(self.factor, not self.inverse, not self.transposed)

@@ -1,10 +1,9 @@
 """Remove one of W_Q, W_K, W_V or W_O by a change of basis of the stream it reads or writes.
 
-`x -> x Theta` with Theta = W_Q makes the query's weight the identity. Everything else that reads the stream absorbs
-Theta^-1, everything that writes it Theta (Karbevski & Mijoski 2025, Lemma 3.1 and Theorems 4.2-4.4). Theta = W_O^-1
-does the same for the output projection, and its readers absorb W_O itself (Graef 2024, Table 1 and Fig. 2). One rule
-covers all of these results: every basis of the stream (checkpoints/stream.py) can take one weight.
-https://arxiv.org/abs/2510.23912, https://arxiv.org/abs/2404.12362
+`x -> x Theta` with Theta = W_Q makes the query's weight the identity. All other readers of the stream absorb Theta^-1,
+its writers Theta (Karbevski & Mijoski 2025, Lemma 3.1, Theorems 4.2-4.4, https://arxiv.org/abs/2510.23912). With
+Theta = W_O^-1 the output projection goes, and its readers absorb W_O (Graef 2024, Table 1 and Fig. 2,
+https://arxiv.org/abs/2404.12362). One rule covers all: each basis of the stream (stream.py) can take one weight.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..checkpoints.stream import PROJECTIONS, Stream, StreamPoint, StreamTensor, after_attention, computes
+from ..checkpoints.stream import PROJECTIONS, Stream, StreamPoint, StreamTensor, after_attention, computed_heads
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
@@ -49,18 +48,16 @@ def point_of(config: LeanConfig, removal: Removal) -> StreamPoint:
     return after_attention(config, removal.layer) if removal.slot == "output" else StreamPoint(removal.layer)
 
 
-def why_not(config: LeanConfig, removal: Removal, stream: Stream, centered: bool = False) -> str | None:
-    """Return why this one weight cannot be eliminated, without the weight's name, or None.
-
-    centered: the mean that disabled norms subtract has been folded into what writes the stream.
-    """
+def why_not(removal: Removal, stream: Stream) -> str | None:
+    """Return why this one weight cannot be eliminated, without the weight's name, or None."""
+    config = stream.config
     layer = config.plan.layers[removal.layer]
     kind = getattr(layer, removal.slot).kind
     if kind == "identity":
         return "it is gone already"
     if kind != "linear":
         return f"it is {kind!r}, not a plain matrix"
-    if not computes(layer, removal.slot):
+    if not computed_heads(layer, removal.slot):
         return f"the layer has none of its own, its {removal.slot}s come from another layer"
     if layer.latent is not None and removal.slot in ("key", "value"):
         return "keys and values are made from a latent (MLA), which is narrower than the stream"
@@ -73,41 +70,38 @@ def why_not(config: LeanConfig, removal: Removal, stream: Stream, centered: bool
     identity = make_mechanism(TABLES[removal.slot], removal.slot, {"type": "identity"})
     if clash := identity.cls.clash(config, shape[0] // config.head_dim, identity.options):  # type: ignore[operator]
         return clash
-    if blocked := stream.blocked.get(stream.basis_of[point_of(config, removal)]):
+    if blocked := stream.blocked.get(_basis_of(removal, stream)):
         return f"its change of basis reaches further than its layer, and there {blocked}"
-    if centered and removal.slot == "output" and is_solved_with(config, removal, stream):
+    if stream.centered and removal.slot == "output" and is_solved_with(removal, stream):
         return "the mean that its norms subtract is folded into it, and so it is singular"
     return None
 
 
-def is_solved_with(config: LeanConfig, removal: Removal, stream: Stream) -> bool:
+def is_solved_with(removal: Removal, stream: Stream) -> bool:
     """Return whether any tensor is divided by the weight.
 
-    A query, key or value divides all else that reads its stream. An output projection divides all else that writes its
-    stream; its readers are multiplied by it. Keeping a head tied divides what the other end of the stream takes.
+    A query, key or value divides all else that reads its stream, an output projection all else that writes its stream.
+    Keeping a head tied divides what the other end of the stream takes.
     """
-    basis = stream.basis_of[point_of(config, removal)]
-    if config.tie_word_embeddings and basis in (stream.start, stream.end):
+    basis = _basis_of(removal, stream)
+    if stream.config.tie_word_embeddings and basis in (stream.start, stream.end):
         return True
-    own = weight_name(config, removal)
+    own = weight_name(stream.config, removal)
     others = (t for t in stream.tensors.values() if stream.basis_of[t.point] == basis and t.name != own)
     return any(tensor.writes == (removal.slot == "output") for tensor in others)
 
 
-def assign_bases(
-    config: LeanConfig, removals: Iterable[Removal], stream: Stream, centered: bool = False
-) -> dict[StreamPoint, Removal]:
+def assign_bases(removals: Iterable[Removal], stream: Stream) -> dict[StreamPoint, Removal]:
     """Return which removal each basis of the stream serves.
 
-    Raises:
-        LeanError: a removal that is impossible, or two that would need different bases of one stream; says why.
+    Raises a LeanError for a removal that is impossible, and for two that would need different bases of one stream.
     """
     serves: dict[StreamPoint, Removal] = {}
     for removal in removals:
-        if reason := why_not(config, removal, stream, centered):
+        if reason := why_not(removal, stream):
             raise LeanError(f"{removal} cannot be eliminated exactly: {reason}")
-        other = serves.setdefault(stream.basis_of[point_of(config, removal)], removal)
-        if weight_name(config, other) != weight_name(config, removal):
+        other = serves.setdefault(_basis_of(removal, stream), removal)
+        if weight_name(stream.config, other) != weight_name(stream.config, removal):
             raise LeanError(
                 f"{other} and {removal} cannot both be eliminated: each needs a basis of its own for the stream, and "
                 f"these two see one, since {stream.why_joined()}; remove one of them"
@@ -116,23 +110,19 @@ def assign_bases(
 
 
 def remove_projections(
-    config: LeanConfig, tensors: Mapping[str, Tensor], removals: Iterable[Removal]
+    stream: Stream, tensors: Mapping[str, Tensor], removals: Iterable[Removal]
 ) -> tuple[LeanConfig, LazyTensors, dict[str, Callable[[], Factored]]]:
-    """Return the same function without these weights.
+    """Return the function of `stream.config` without these weights: a new configuration and its lazy tensors.
 
-    Args:
-        config, tensors: a model; neither is changed. Tensors may be lazy, each is read when its successor is.
-        removals: at most one for every basis of the stream; those of one shared block count once.
-
-    Returns:
-        the configuration without the weights (a tied head is untied only where nothing else keeps it exact); its
-        tensors, float64 where they changed; and, by name, a function giving the factored weight that was removed.
-
-    Raises a LeanError as `assign_bases` does.
+    Changed tensors are float64; a tied head is untied only where nothing else keeps it exact. The third value gives, by
+    name, a function that returns the factored weight that was removed. Raises a LeanError as `assign_bases` does.
     """
-    stream = Stream(config)
-    removals = _with_shared_blocks(config, removals)
-    serves = assign_bases(config, removals, stream)
+    config = stream.config
+    # A weight that several layers share goes from all of them.
+    names = {weight_name(config, removal) for removal in removals}
+    every = (Removal(slot, layer) for slot in PROJECTIONS for layer in range(config.num_hidden_layers))
+    removals = [removal for removal in every if weight_name(config, removal) in names]
+    serves = assign_bases(removals, stream)
 
     # Layers are visited in order, and one basis is left when the next is entered: two factorizations at a time do.
     @lru_cache(maxsize=2)
@@ -158,20 +148,11 @@ def remove_projections(
         rows = values.movedim(tensor.axis, -1)
         return basis.write(rows.reshape(-1, rows.shape[-1])).view(rows.shape).movedim(-1, tensor.axis)
 
-    names = [weight_name(config, removal) for removal in serves.values()]
     return new, LazyTensors(new.plan.parameter_shapes, compute), {name: partial(factor, name) for name in names}
 
 
-def _with_shared_blocks(config: LeanConfig, removals: Iterable[Removal]) -> list[Removal]:
-    """A weight that several layers share goes from all of them."""
-    layers = config.plan.layers
-    shared = (
-        Removal(removal.slot, layer.layer)
-        for removal in removals
-        for layer in layers
-        if layer.block == layers[removal.layer].block
-    )
-    return sorted(set(shared))
+def _basis_of(removal: Removal, stream: Stream) -> StreamPoint:
+    return stream.basis_of[point_of(stream.config, removal)]
 
 
 def _keep_tied(stream: Stream, bases: dict[StreamPoint, Basis]) -> bool:

@@ -6,13 +6,16 @@ the norm and the skips. https://arxiv.org/abs/2510.23912
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
+from ..checkpoints.stream import PROJECTIONS
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..presets.edit import set_mechanisms
+
+# Which projection's weight each of the others is multiplied by.
+FACTORS = {"q_proj": "k_proj", "k_proj": "q_proj", "v_proj": "o_proj"}
 
 
 def why_not(config: LeanConfig) -> str | None:
@@ -30,19 +33,18 @@ def why_not(config: LeanConfig) -> str | None:
     if config.key_value["type"] != "projected":  # type: ignore[index]
         return "its layers share keys or values, which their different W_Q and W_O read"
     for layer in config.plan.layers:
-        for slot in ("query", "key", "value", "output"):
+        for slot in PROJECTIONS:
             if (kind := getattr(layer, slot).kind) != "linear":
                 return f"the {slot} of layer {layer.layer} is {kind!r}, not a plain matrix"
     return None
 
 
 def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
-    """Return the same function with two attention matrices a layer instead of four; no matrix is inverted.
+    """Return the same function with two attention matrices a layer instead of four; raise a LeanError if `why_not`.
 
-    Without biases the query and the output are identities, as in the paper. With them the key is the identity, not the
-    query: what the query's bias adds to the scores is then still a bias, `b_Q W_K^T`, and nothing need be solved for.
-    The key's bias adds the same to all of a query's scores and goes. `b_V W_O + b_O` is the value's bias: attention
-    weights sum to one. Raises a LeanError with the reason where `why_not` has one.
+    Without biases the query and the output are identities, as in the paper. With them the key is the identity, so that
+    the query's bias stays a bias, `b_Q W_K^T`. The key's bias adds the same to all of a query's scores and goes.
+    `b_V W_O + b_O` is the value's bias: attention weights sum to one.
     """
     if reason := why_not(config):
         raise LeanError(f"four matrices cannot become two: {reason}")
@@ -56,27 +58,15 @@ def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tupl
         new = set_mechanisms(new, slot, dict.fromkeys(range(config.num_hidden_layers), spec))
 
     def compute(name: str) -> Tensor:
-        attention, _, tensor = name.rpartition("self_attn.")
-        if not attention:
+        module, _, kind = name.rpartition(".")
+        attention, _, projection = module.rpartition(".")
+        if projection not in FACTORS:
             return tensors[name]
-
-        def of(name: str) -> Tensor:
-            return tensors[f"{attention}self_attn.{name}"].double()
-
         # Stored weights are the transposes of the papers' matrices.
-        match tensor:
-            case "k_proj.weight":
-                return of("q_proj.weight").T @ of("k_proj.weight")
-            case "q_proj.weight":
-                return of("k_proj.weight").T @ of("q_proj.weight")
-            case "q_proj.bias":
-                return of("k_proj.weight").T @ of("q_proj.bias")
-            case "v_proj.weight":
-                return of("o_proj.weight") @ of("v_proj.weight")
-            case "v_proj.bias":
-                added = of("o_proj.bias") if config.attention_output_bias else torch.zeros(config.hidden_size)
-                return of("o_proj.weight") @ of("v_proj.bias") + added
-            case _:
-                return tensors[name]
+        factor = tensors[f"{attention}.{FACTORS[projection]}.weight"].double()
+        product = (factor if projection == "v_proj" else factor.T) @ tensors[name].double()
+        if projection == "v_proj" and kind == "bias" and config.attention_output_bias:
+            product = product + tensors[f"{attention}.o_proj.bias"].double()
+        return product
 
     return new, LazyTensors(new.plan.parameter_shapes, compute)

@@ -27,19 +27,14 @@ def no_message(text: str) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What to remove.
-
-    Attributes:
-        remove: of "query", "key", "value", "output"; "block-diagonal"; "single-head".
-        layers: which layers' projections, counted from 0; None: of all layers.
-        max_condition: refuse where a matrix to be solved with is worse conditioned.
-        balance: take bases inside the heads in which rounding loses little (forms.py); else the plain form.
-        keep_mean: take bases in which the stream's mean stays zero (forms.keep_mean_zero).
-    """
+    """What to remove: of "query", "key", "value", "output", "block-diagonal"; or "single-head"."""
 
     remove: tuple[str, ...]
+    # Which layers' projections, counted from 0; None: of all layers.
     layers: tuple[int, ...] | None = None
+    # Refuse where a matrix to be solved with is worse conditioned.
     max_condition: float = MAX_CONDITION
+    # Take bases inside the heads in which rounding loses little (forms.py), and those in which the mean stays zero.
     balance: bool = True
     keep_mean: bool = False
 
@@ -57,15 +52,12 @@ class Transformed:
 def parse_request(
     remove: str, layer: str | int | None = None, *, max_condition: float = MAX_CONDITION, balance: bool = True
 ) -> Request:
-    """Return the request that the command line's words stand for.
+    """Return the request that the command line's words stand for; raise a LeanError that lists the known words.
 
     Args:
-        remove: "query", "key", "value", "output" or several of them between commas; "block-diagonal"; "single-head".
+        remove: one of REMOVABLE, or several between commas.
         layer: of the projections, from 0; "0,3"; "all" or None for every layer.
         max_condition, balance: as in `Request`.
-
-    Raises:
-        LeanError: other words; says which ones are known.
     """
     parts = tuple(part.strip() for part in remove.split(","))
     for part in parts:
@@ -89,29 +81,20 @@ def transform(
 ) -> Transformed:
     """Eliminate what `request` asks for; neither `config` nor `tensors` is changed.
 
-    Norms that their epsilon disables are removed first. All conditions are known when this returns; of the tensors only
-    those that are removed have been read.
-
-    Args:
-        message: is called with the name of each step.
-
-    Raises:
-        LeanError: it is not possible exactly, or a matrix is worse conditioned than allowed; says why and which.
+    Norms that their epsilon disables are removed first. Only the tensors that are removed are read, and all conditions
+    are known when this returns. `message` is called with the name of each step. Raises a LeanError if it is not
+    possible exactly, or a matrix is worse conditioned than allowed.
     """
-    model = Transformed(config, tensors)
-    slots = [part for part in request.remove if part in PROJECTIONS]
     if SINGLE_HEAD in request.remove:
         if len(request.remove) > 1:
             raise LeanError("single-head turns all four matrices into two; there is nothing to remove beside it")
         return Transformed(*single_head.merge_single_head(config, tensors), steps=("W_K W_Q^T and W_V W_O",))
-    if slots:
-        if centered := norms_disabled(config):
-            step = "norms that their epsilon disables, folded into their neighbours"
-            model = Transformed(*without_norms(config, tensors), steps=(step,))
-        model = _remove_projections(model, slots, request, centered, message)
+    model = Transformed(config, tensors)
+    if set(request.remove) & set(PROJECTIONS):
+        model = _remove_projections(config, tensors, request, message)
     if BLOCK_DIAGONAL in request.remove:
         new, changed, conditions = block_diagonal.make_blocks_identity(
-            model.config, model.tensors, search=request.balance, message=message
+            model.config, model.tensors, request.balance, message
         )
         step = "identity blocks in the heads of " + ", ".join(sorted(conditions))
         model = Transformed(new, changed, {**model.conditions, **conditions}, (*model.steps, step))
@@ -120,42 +103,46 @@ def transform(
 
 
 def _remove_projections(
-    model: Transformed, slots: list[str], request: Request, centered: bool, message: Message
+    config: LeanConfig, tensors: Mapping[str, Tensor], request: Request, message: Message
 ) -> Transformed:
-    config, tensors, count = model.config, model.tensors, model.config.num_hidden_layers
+    steps = []
+    if centered := norms_disabled(config):
+        config, tensors = without_norms(config, tensors)
+        steps.append("norms that their epsilon disables, folded into their neighbours")
+    count = config.num_hidden_layers
     for layer in request.layers or ():
         if not 0 <= layer < count:
             raise LeanError(f"there is no layer {layer}: layers count from 0 to {count - 1}")
     layers = range(count) if request.layers is None else request.layers
-    removals = [Removal(slot, layer) for slot in slots for layer in layers]
-    stream = Stream(config)
+    removals = [Removal(slot, layer) for slot in request.remove if slot in PROJECTIONS for layer in layers]
+    stream = Stream(config, centered)
     try:
-        assign_bases(config, removals, stream, centered)
+        assign_bases(removals, stream)
     except LeanError as error:
-        raise LeanError(f"{error}; {_alternative(config, removals, stream, centered)}") from None
+        raise LeanError(f"{error}; {_alternative(removals, stream)}") from None
     if request.balance:
         message("solving: bases in which rounding loses little")
         tensors = balance_for_rounding(config, tensors, removals)
     if request.keep_mean:
         for removal in removals:
             tensors = keep_mean_zero(config, tensors, removal)
-    new, changed, factors = remove_projections(config, tensors, removals)
-    solved = {weight_name(config, removal): removal for removal in removals if is_solved_with(config, removal, stream)}
+    new, changed, factors = remove_projections(stream, tensors, removals)
+    solved = {weight_name(config, removal): removal for removal in removals if is_solved_with(removal, stream)}
     conditions = {}
-    for number, name in enumerate(name for name in solved if name in factors):
-        message(f"solving: {solved[name]}, {number + 1} of {len(solved)} matrices")
+    for number, (name, removal) in enumerate(solved.items(), 1):
+        message(f"solving: {removal}, {number} of {len(solved)} matrices")
         conditions[name] = factors[name]().condition
     _check_conditions(conditions, request)
-    steps = tuple(f"{removal} by a change of basis {point_of(config, removal)}" for removal in removals)
-    return Transformed(new, changed, {**model.conditions, **conditions}, (*model.steps, *steps))
+    steps += [f"{removal} by a change of basis {point_of(config, removal)}" for removal in removals]
+    return Transformed(new, changed, conditions, tuple(steps))
 
 
-def _alternative(config: LeanConfig, removals: list[Removal], stream: Stream, centered: bool) -> str:
+def _alternative(removals: list[Removal], stream: Stream) -> str:
     """Say what can be removed instead of `removals`."""
-    if possible := [str(removal) for removal in removals if why_not(config, removal, stream, centered) is None]:
+    if possible := [str(removal) for removal in removals if why_not(removal, stream) is None]:
         return f"what does go is any one of them alone, {possible[0]} for example"
-    numbers = block_diagonal.saved(config)
-    share = numbers / config.plan.count_parameters().total
+    numbers = block_diagonal.saved(stream.config)
+    share = numbers / stream.config.plan.count_parameters().total
     return f"what does apply here: {BLOCK_DIAGONAL}, {share:.2%} of the weights" if numbers else "nothing else applies"
 
 

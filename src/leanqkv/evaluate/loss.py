@@ -1,4 +1,4 @@
-"""Validation loss on fixed sequences."""
+"""Loss on held-out sequences, and loss and accuracy on held-out images."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..data import collate
+from ..data import collate, image_batch, scaled_pixels
 
 
 @contextmanager
@@ -45,3 +45,25 @@ def sequence_losses(
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
             losses.append(loss.view_as(targets).cpu().double().mean(1))
     return torch.cat(losses)
+
+
+def image_outcomes(
+    model: nn.Module,
+    images: np.ndarray,
+    classes: np.ndarray,
+    indices: Sequence[int] | np.ndarray,
+    size: int,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, with dropout off, each image's cross-entropy in nats, float64, and whether its class scored highest."""
+    losses, hits = [], []
+    with scoring(model) as device:
+        for first in range(0, len(indices), batch_size):
+            batch = image_batch(images, classes, indices[first : first + batch_size])
+            pixels, labels = scaled_pixels(batch["pixel_values"].to(device), size), batch["labels"].to(device)
+            with autocast():
+                logits = model.forward(pixels).logits  # as above
+            losses.append(nn.functional.cross_entropy(logits.float(), labels, reduction="none").cpu().double())
+            hits.append((logits.argmax(-1) == labels).cpu())
+    return torch.cat(losses), torch.cat(hits)

@@ -19,20 +19,17 @@ from ..compat import compile_cpp
 from ..model.attention import attend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_POINTERS = ("query", "keys", "values", "mask", "output")
-_SIZES = ("batch", "heads", "group", "length", "head_dim", "value_dim", "threads")
-_STRIDES = (
-    *("query_batch", "query_head", "key_batch", "key_head", "key_row"),
-    *("value_batch", "value_head", "value_row", "mask_batch", "output_batch", "output_head"),
-)
 
 
 class _Call(ctypes.Structure):
     """The same, in the same order, as `Call` in attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in (*_SIZES, *_STRIDES)),
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "mask", "output")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "length", "head_dim", "value_dim", "threads")),
+        *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "key_batch", "key_head", "key_row")),
+        *((name, ctypes.c_int64) for name in ("value_batch", "value_head", "value_row")),
+        *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head")),
         ("scaling", ctypes.c_float),
     ]
 
@@ -73,7 +70,7 @@ def one_query_attention(
         return None
     if attention_mask is not None:
         attention_mask = _additive(attention_mask)
-    kernels = _kernels()
+    kernels = compiled_kernels()
     if kernels is None:
         return None
     batch, num_heads, _, head_dim = query.shape
@@ -124,8 +121,8 @@ def _additive(mask: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
-    """attention.cpp by dtype, or None where nothing can be compiled."""
+def compiled_kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
+    """Return the functions of attention.cpp by dtype, or None where nothing can be compiled."""
     library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
     if library is None:
         return None

@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -11,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.load import load_weights
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import causal_lm, open_checkpoint
 from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
 from ..files import RECORD_FORMAT
@@ -20,42 +17,11 @@ from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
 from ..presets import preset
 from . import Decoder
-from .memory import PeakMemory, weight_bytes
+from .memory import PeakMemory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Called before every measurement with the model's name, how many are done and how many there are.
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model at one context and batch.
-
-    Attributes:
-        context: tokens of every prompt.
-        cache: bytes of the cache after the prompt, measured on its storages; `cache_formula`: the same by the plan.
-        weights: bytes of the parameters and buffers.
-        activations: peak bytes of a prefill beside weights and cache.
-        prefill: milliseconds per 100 tokens of a sequence, of every round.
-        decode: new tokens per second over the batch, of every round.
-    """
-
-    model: str
-    context: int
-    batch: int
-    cache: int
-    cache_formula: int
-    weights: int
-    activations: int
-    prefill: tuple[float, ...]
-    decode: tuple[float, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        spreads = {
-            name: {"median": median(values), "min": min(values), "max": max(values), "rounds": list(values)}
-            for name, values in (("prefill", self.prefill), ("decode", self.decode))
-        }
-        return asdict(self) | spreads
 
 
 def bench_record(
@@ -88,7 +54,7 @@ def bench_record(
             name: {
                 "parameters": model.config.plan.count_parameters().total,
                 "kv_bytes_per_token": model.config.plan.kv_bytes_per_token(DTYPES[dtype]),
-                "weights": weight_bytes(model),
+                "weights": model.get_memory_footprint(),
                 "config": model.config.as_overrides(),
             }
             for name, model in models.items()
@@ -97,7 +63,7 @@ def bench_record(
         "new_tokens": new_tokens,
         "rounds": rounds,
         "threads": torch.get_num_threads(),
-        "rows": [row.as_json() for row in rows],
+        "rows": rows,
         "hardware": hardware(torch.device(device).type),
         "versions": versions(),
         "git_commit": git_commit(),
@@ -117,10 +83,7 @@ def build_model(name: str, tokens: int) -> LeanForCausalLM:
     limit = config.max_position_embeddings
     if config.position_embedding_type == "learned" and tokens > limit:
         raise LeanError(f"{name} has {limit} positions; the longest --context and --new-tokens are {tokens}")
-    model = LeanForCausalLM(config)
-    if checkpoint is not None:
-        load_weights(model, checkpoint.tensors)
-    return model
+    return LeanForCausalLM(config) if checkpoint is None else causal_lm(checkpoint)
 
 
 def measure(
@@ -131,13 +94,19 @@ def measure(
     new_tokens: int = 32,
     rounds: int = 3,
     progress: Progress = lambda name, done, total: None,
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """Measure every model at every context and batch.
 
     The models take turns in every round, so that whatever slows the machine down slows all of them.
 
     Args:
         new_tokens: decoded after the context in every round.
+
+    Returns:
+        For each batch, context and model, in bytes: `cache` after the prompt, measured on its storages, and
+        `cache_formula` by the plan; `weights`, parameters and buffers; `activations`, the peak of a prefill beside
+        these two. `prefill` is milliseconds per 100 tokens of a sequence, `decode` new tokens per second over the
+        batch; of both the median, the range and every round.
 
     Raises:
         ValueError: a context with its new tokens is longer than a model's positions.
@@ -160,35 +129,40 @@ def measure(
             cache, activations = memory[name]
             prefill, decode = zip(*times[name], strict=True)
             rows.append(
-                Row(
-                    model=name,
-                    context=context,
-                    batch=batch,
-                    cache=cache,
-                    cache_formula=batch * model.config.plan.kv_bytes(context, next(model.parameters()).dtype),
-                    weights=weight_bytes(model),
-                    activations=activations,
-                    prefill=tuple(1e5 * seconds / context for seconds in prefill),
-                    decode=tuple(batch * new_tokens / seconds for seconds in decode),
-                )
+                {
+                    "model": name,
+                    "context": context,
+                    "batch": batch,
+                    "cache": cache,
+                    "cache_formula": batch * model.config.plan.kv_bytes(context, next(model.parameters()).dtype),
+                    "weights": model.get_memory_footprint(),
+                    "activations": activations,
+                    "prefill": _spread([1e5 * seconds / context for seconds in prefill]),
+                    "decode": _spread([batch * new_tokens / seconds for seconds in decode]),
+                }
             )
             decoders[name].cache = None
     return rows
 
 
+def _spread(values: list[float]) -> dict[str, Any]:
+    return {"median": median(values), "min": min(values), "max": max(values), "rounds": values}
+
+
 def _memory(decoder: Decoder, prompt: torch.Tensor) -> tuple[int, int]:
     """Return the bytes of the cache after the prompt, and the most that was held beside it and the weights."""
     device = next(decoder.model.parameters()).device
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-        else:
-            counted = stack.enter_context(PeakMemory())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         decoder.prefill(prompt.to(device), room=0)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with PeakMemory() as counted:
+            decoder.prefill(prompt.to(device), room=0)
+        peak = counted.peak
     assert decoder.cache is not None
     cache = cache_bytes(decoder.cache)
-    peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else counted.peak
     return cache, peak - cache
 
 
@@ -206,5 +180,5 @@ def _time(decoder: Decoder, prompt: torch.Tensor, new_tokens: int) -> tuple[floa
 
 def _now(device: torch.device) -> float:
     if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+        torch.accelerator.synchronize()
     return time.perf_counter()

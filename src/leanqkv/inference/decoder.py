@@ -163,6 +163,4 @@ class Decoder:
 
     def _ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
         ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
-        if ends is None:
-            ends = []
-        return torch.tensor([ends] if isinstance(ends, int) else ends, dtype=torch.long, device=device)
+        return torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=torch.long, device=device)

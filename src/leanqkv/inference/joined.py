@@ -6,7 +6,6 @@ the product. https://github.com/MarkoKarbevski/beyond_query_linearity
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,9 +58,9 @@ class JoinedProjections:
 
     def __call__(self, hidden_states: Tensor, mlp_hidden: Tensor | None = None) -> tuple[Tensor | None, ...]:
         parts, product = self._once or (self._parts(), None)
-        product = product or partial(_linear, *_joint_map(parts))
-        mapped = product(hidden_states).split([len(part.weight) for part in parts], dim=-1)
-        joined = {i: part.finish(hidden_states, own) for i, part, own in zip(self.members, parts, mapped, strict=True)}
+        mapped = product(hidden_states) if product else F.linear(hidden_states, *_joint_map(parts))
+        pieces = mapped.split([len(part.weight) for part in parts], dim=-1)
+        joined = {i: part.finish(hidden_states, own) for i, part, own in zip(self.members, parts, pieces, strict=True)}
         results: list[Tensor | None] = []
         for i, projection in enumerate(self.projections):
             if i in joined or projection is None:
@@ -150,7 +149,3 @@ def _joint_map(parts: Sequence[LinearPart]) -> tuple[Tensor, Tensor | None]:
         biases = [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
         bias = torch.cat(biases)
     return torch.cat([part.weight for part in parts]), bias
-
-
-def _linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
-    return F.linear(inputs, weight, bias)

@@ -4,7 +4,7 @@ On a CPU, oneDNN's own layout, into which a weight is copied once, is the faster
 """
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,14 +23,10 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.product = _packed_product(linear.weight, linear.bias)
+        self.product = pack_linear(linear.weight, linear.bias, ROWS)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.product(inputs)
-
-
-def _packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return pack_linear(weight, bias, ROWS)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -48,7 +44,7 @@ def packed(model: nn.Module) -> Any:
     packed_model = copy.deepcopy(model, shared)
     joined: list[nn.Linear] = []
     if all(can_pack(weight) for weight in model.parameters()):
-        joined = join_projections(packed_model, _packed_product)
+        joined = join_projections(packed_model, partial(pack_linear, rows=ROWS))
     joined_ids = {id(layer) for layer in joined}
     for module in list(packed_model.modules()):
         for name, child in module.named_children():

@@ -1,24 +1,14 @@
 """Memory that tensors hold, by counting storages: the same on every device, and to the byte."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Documented in PyTorch's notes on extending it, whatever the name of the module says.
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind `tensors`, each once and whole."""
-    return sum(storage.nbytes() for storage in _storages(tuple(tensors)).values())
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers, tied ones once."""
-    return held_bytes((*model.parameters(), *model.buffers()))
 
 
 class PeakMemory(TorchDispatchMode):

@@ -1,9 +1,8 @@
 """The papers' architectures and sizes: `BASE+MECHANISM+MECHANISM` is how a model is named everywhere."""
 
-from .mechanisms import MECHANISMS, MechanismPreset
+from .catalog import BASES, MECHANISMS, Base, MechanismPreset
 from .names import ModelName, parse_name, preset
 from .recipes import TUNED, Recipe, recipe
-from .sizes import BASES, Base
 
 __all__ = [
     "BASES",

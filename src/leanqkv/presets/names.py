@@ -10,8 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.registry import suggest
-from .mechanisms import MECHANISMS
-from .sizes import BASES
+from .catalog import BASES, MECHANISMS
 
 Options = tuple[tuple[str, Any], ...]  # in the order they were given
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import LeanError
-from .mechanisms import MECHANISMS
+from .catalog import BASES, MECHANISMS
 from .names import parse_name
-from .sizes import BASES
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,27 @@
 """The tables and the page of an analysis, from its record alone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table as RichTable
-from rich.text import Text
+from rich.table import Table as TerminalTable
 
 from ..analyze.record import RECORD
-from ..compare.statistics import paired_difference, standard_deviation
-from ..files import read_json, write_text
+from ..compare.statistics import paired_difference
+from ..files import read_json
 from ..model.config import LeanConfig
 from . import analysis_measures as measures
 from .analysis_figures import drawings
 from .analysis_measures import SCORES, Architecture, Measure, Model, Record
-from .html import render
-from .text import ABSENT, markdown_table, signed
+from .html import write_report
+from .text import ABSENT, Table, mean_and_deviation, signed, with_interval
 
 STAGES = 5  # of training, in a table
 SAME_PLACES = "at the places of borrowed values"
 Value = Callable[[Model], float | None]
 Places = list[tuple[int, int]]  # layer, head
-
-
-@dataclass(frozen=True)
-class Table:
-    headers: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
 
 
 def tables(record: Record) -> dict[str, Table]:
@@ -55,19 +47,12 @@ def tables(record: Record) -> dict[str, Table]:
 
 def markdown(record: Record) -> str:
     """Return all tables as Markdown."""
-    parts = (f"## {title}\n\n{markdown_table(one.headers, one.rows)}" for title, one in tables(record).items())
-    return "\n".join(parts)
+    return "\n".join(f"## {title}\n\n{table.markdown()}" for title, table in tables(record).items())
 
 
-def terminal(record: Record) -> RichTable:
+def terminal(record: Record) -> TerminalTable:
     """Return the summary for a terminal; the page has the rest."""
-    headers, rows = (summary := tables(record)["Summary"]).headers, summary.rows
-    table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for place, header in enumerate(headers):
-        table.add_column(header.replace("`", ""), justify="right" if place else "left")
-    for title, *cells in rows:
-        table.add_row(title, *(Text(cell.strip("*"), "bold" if cell.startswith("**") else "") for cell in cells))
-    return table
+    return tables(record)["Summary"].terminal()
 
 
 def write_page(directory: Path) -> Path:
@@ -77,39 +62,16 @@ def write_page(directory: Path) -> Path:
         LeanError: no such record there, or a damaged one.
     """
     record = read_json(directory / RECORD)
-    template = Path(__file__).with_name("analysis.html.j2")
-    page = render(template, record=record, tables=tables(record), figures=drawings(record))
-    write_text(directory / "table.md", markdown(record))
-    write_text(directory / "report.html", page)
-    return directory / "report.html"
+    content = {"record": record, "tables": tables(record), "figures": drawings(record)}
+    return write_report(directory, "analysis.html.j2", markdown(record), **content)
 
 
 # Architectures side by side
 
 
-def _spread(values: Iterable[float | None], digits: int) -> str:
-    """Mean and standard deviation over models."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return ABSENT
-    mean, deviation = f"{np.mean(known):.{digits}f}".replace("-", "−"), standard_deviation(known)
-    return mean if deviation is None else f"{mean} ± {deviation:.{digits}f}"
-
-
-def _difference(values: Mapping[int, float | None], others: Mapping[int, float | None], digits: int) -> str:
-    """Paired by seed, with its interval where there are two pairs; bold where that leaves out zero."""
-    first, second = ({at: v for at, v in those.items() if v is not None} for those in (values, others))
-    difference = paired_difference(first, second)
-    if difference is None:
-        return ABSENT
-    if difference.half_width is None:
-        return signed(difference.mean, digits)
-    text = f"{signed(difference.mean, digits)} ± {difference.half_width:.{digits}f}"
-    return f"**{text}**" if difference.clear else text
-
-
-def _by_seed(architecture: Architecture, value: Value) -> dict[int, float | None]:
-    return {seed: value(model) for seed, model in architecture.models.items()}
+def _by_seed(architecture: Architecture, value: Value) -> dict[int, float]:
+    """The value of every model that has one."""
+    return {seed: one for seed, model in architecture.models.items() if (one := value(model)) is not None}
 
 
 def _compared(what: str, groups: Sequence[Architecture], rows: Iterable[tuple[str, Value, int]]) -> Table:
@@ -122,8 +84,9 @@ def _compared(what: str, groups: Sequence[Architecture], rows: Iterable[tuple[st
     cells = []
     for title, value, digits in rows:
         base, *others = columns = [_by_seed(group, value) for group in groups]
-        spreads = (_spread(column.values(), digits) for column in columns)
-        cells.append((title, *spreads, *(_difference(column, base, digits) for column in others)))
+        spreads = (mean_and_deviation(column.values(), digits) for column in columns)
+        differences = (with_interval(paired_difference(column, base), digits) for column in others)
+        cells.append((title, *spreads, *differences))
     return Table(headers, cells)
 
 
@@ -270,28 +233,32 @@ def _groups(architectures: Sequence[Architecture]) -> list[tuple[Architecture, d
     return result
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))
-
-
-SCORE_COLUMNS: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
+SCORE_COLUMNS = {
     f"{title}, {name}": (score, reduce)
     for score, title in SCORES.items()
-    for name, reduce in (("mean", _mean), ("highest", max))
+    for name, reduce in (("mean", np.mean), ("highest", np.max))
 }
 
 
-def _score(places: Places, column: str) -> Value:
-    score, reduce = SCORE_COLUMNS[column]
-    return lambda model: reduce([model["heads"][score][layer][head] for layer, head in places])
+def _scores(architecture: Architecture, places: Places) -> list[dict[int, float]]:
+    """What every column of SCORE_COLUMNS shows of these heads, by seed."""
+
+    def of(score: str, reduce: Any, model: Model) -> float:
+        return float(reduce([model["heads"][score][layer][head] for layer, head in places]))
+
+    return [_by_seed(architecture, partial(of, *column)) for column in SCORE_COLUMNS.values()]
 
 
 def _head_groups(groups: Sequence[Architecture]) -> Table:
-    rows = []
-    for one, split in _groups(groups):
-        for name, places in split.items():
-            cells = (_spread(_by_seed(one, _score(places, column)).values(), 3) for column in SCORE_COLUMNS)
-            rows.append((f"`{one.name}`, {name}", str(len(places)), *cells))
+    rows = [
+        (
+            f"`{one.name}`, {name}",
+            str(len(places)),
+            *(mean_and_deviation(values.values(), 3) for values in _scores(one, places)),
+        )
+        for one, split in _groups(groups)
+        for name, places in split.items()
+    ]
     return Table(("heads", "how many", *SCORE_COLUMNS), rows)
 
 
@@ -306,10 +273,7 @@ def _head_differences(groups: Sequence[Architecture]) -> Table:
             against.append((f"`{base.name}` at the same places", base, at_base.get(SAME_PLACES)))
         for title, other, others in against:
             if borrowed and others:
-                values = (
-                    (_by_seed(one, _score(borrowed, column)), _by_seed(other, _score(others, column)))
-                    for column in SCORE_COLUMNS
-                )
-                cells = (_difference(mine, its, 3) for mine, its in values)
+                pairs = zip(_scores(one, borrowed), _scores(other, others), strict=True)
+                cells = (with_interval(paired_difference(*pair), 3) for pair in pairs)
                 rows.append((f"`{one.name}`, borrowed values − {title}", *cells))
     return Table(("heads", *SCORE_COLUMNS), rows)

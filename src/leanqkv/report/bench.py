@@ -1,16 +1,16 @@
 """An inference benchmark as a terminal table, a Markdown table and a page (P3, Fig. 6 and 7)."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
 from ..compare.statistics import Band
-from ..files import read_json, write_text
+from ..files import read_json
 from . import figures
-from .html import render
-from .text import compact, markdown_table
+from .html import write_report
+from .text import Table, compact
 
 RECORD = "bench.json"
 SIZES, TIMES = ("cache", "cache_formula", "activations"), ("prefill", "decode")
@@ -26,21 +26,29 @@ CAPTION = (
 MB = 1e6
 
 
-def table(record: dict[str, Any]) -> Table:
+def table(record: dict[str, Any]) -> TerminalTable:
     """Return every row of the record for a terminal, which has room for the median times alone."""
-    shown = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
-    shown.add_column(SHORT_HEADERS[0], overflow="fold")
-    for header in SHORT_HEADERS[1:]:
-        shown.add_column(header, justify="right", no_wrap=True, min_width=len(header))
+    rows = []
     for row in record["rows"]:
         numbers = [row[name] / MB for name in SIZES] + [row[name]["median"] for name in TIMES]
-        shown.add_row(row["model"], str(row["batch"]), f"{row['context']:,}", *(f"{n:.4g}" for n in numbers))
-    return shown
+        rows.append([row["model"], str(row["batch"]), f"{row['context']:,}", *(f"{n:.4g}" for n in numbers)])
+    return Table(SHORT_HEADERS, rows, note=CAPTION).terminal(whole=SHORT_HEADERS[1:])
+
+
+def measurements(record: dict[str, Any]) -> Table:
+    """Return every row of the record, times with their range over the rounds."""
+    rows = []
+    for row in record["rows"]:
+        sizes = [f"{row[name] / MB:,.2f}" for name in SIZES]
+        times = [row[name] for name in TIMES]
+        ranges = [f"{time['median']:,.1f} ({time['min']:,.1f}–{time['max']:,.1f})" for time in times]
+        rows.append([row["model"], str(row["batch"]), f"{row['context']:,}", *sizes, *ranges])
+    return Table(HEADERS, rows)
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Return every row of the record as a Markdown table, times with their range over the rounds."""
-    return markdown_table(HEADERS, map(_cells, record["rows"]))
+    """Return every row of the record as a Markdown table."""
+    return measurements(record).markdown()
 
 
 def write_page(directory: Path) -> Path:
@@ -50,27 +58,19 @@ def write_page(directory: Path) -> Path:
         LeanError: no such record there, or a damaged one.
     """
     record = read_json(directory / RECORD)
-    page = directory / "report.html"
-    write_text(directory / "table.md", markdown(record))
-    text = render(
-        Path(__file__).with_name("bench.html.j2"),
+    models = [
+        [name, compact(model["parameters"]), f"{model['kv_bytes_per_token']:,}", f"{model['weights'] / MB:,.1f} MB"]
+        for name, model in record["models"].items()
+    ]
+    return write_report(
+        directory,
+        "bench.html.j2",
+        markdown(record),
         record=record,
-        headers=HEADERS,
-        rows=[_cells(row) for row in record["rows"]],
-        models=[
-            (name, compact(model["parameters"]), f"{model['kv_bytes_per_token']:,}", f"{model['weights'] / MB:,.1f} MB")
-            for name, model in record["models"].items()
-        ],
+        models=Table(("model", "parameters", "KV bytes per token", "weights"), models),
+        measurements=measurements(record),
         figures=_figures(record),
     )
-    write_text(page, text)
-    return page
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    times = [f"{time['median']:,.1f} ({time['min']:,.1f}–{time['max']:,.1f})" for time in (row[name] for name in TIMES)]
-    sizes = [f"{row[name] / MB:,.2f}" for name in SIZES]
-    return [row["model"], str(row["batch"]), f"{row['context']:,}", *sizes, *times]
 
 
 def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
@@ -79,14 +79,11 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
     least, most = batches[0], batches[-1]
     longest = max(row["context"] for row in record["rows"])
     at_longest = {(row["model"], row["batch"]): row for row in record["rows"] if row["context"] == longest}
-    per_token = []
+    per_token, memory = [], {}
     for style, (name, model) in enumerate(record["models"].items()):
         size = at_longest[name, least]["cache"] / longest / least
         per_token.append(figures.Series(name, style, [Band(model["parameters"], size, size, size)]))
-    memory = {
-        name: {part: at_longest[name, most][part] / MB for part in ("weights", "cache", "activations")}
-        for name in record["models"]
-    }
+        memory[name] = {part: at_longest[name, most][part] / MB for part in ("weights", "cache", "activations")}
     context, lines = "context, tokens", figures.measured_lines
     drawings = [
         (
@@ -102,27 +99,23 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
             figures.stacked_bars("memory", memory, "MB", "Weights, cache and activations."),
         ),
     ]
-    for batch in batches:
-        for name, title, unit in (
-            ("prefill", "Prefill", "prefill, ms per 100 tokens"),
-            ("decode", "Decoding", "new tokens per second"),
-        ):
-            text = f"{title} at batch {batch}; median and range of the rounds."
-            series = _series(record, batch, name)
-            drawings.append((text, lines(f"{name}{batch}", series, context, unit, text)))
+    times = {"prefill": ("Prefill", "prefill, ms per 100 tokens"), "decode": ("Decoding", "new tokens per second")}
+    for batch, (name, (title, unit)) in product(batches, times.items()):
+        text = f"{title} at batch {batch}; median and range of the rounds."
+        drawings.append((text, lines(f"{name}{batch}", _series(record, batch, name), context, unit, text)))
     return drawings
 
 
 def _series(record: dict[str, Any], batch: int, quantity: str) -> list[figures.Series]:
     """Return one line per model over the contexts: a size in MB, or a time with its range."""
-    series = []
-    for style, name in enumerate(record["models"]):
-        rows = [row for row in record["rows"] if (row["model"], row["batch"]) == (name, batch)]
-        bands = [
-            Band(row["context"], *(row[quantity][edge] for edge in ("median", "min", "max")))
-            if quantity in TIMES
-            else Band(row["context"], *[row[quantity] / MB] * 3)
-            for row in rows
-        ]
-        series.append(figures.Series(name, style, bands))
-    return series
+
+    def band(row: dict[str, Any]) -> Band:
+        if quantity in TIMES:
+            return Band(row["context"], *(row[quantity][edge] for edge in ("median", "min", "max")))
+        return Band(row["context"], *[row[quantity] / MB] * 3)
+
+    rows = [row for row in record["rows"] if row["batch"] == batch]
+    return [
+        figures.Series(name, style, [band(row) for row in rows if row["model"] == name])
+        for style, name in enumerate(record["models"])
+    ]

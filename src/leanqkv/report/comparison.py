@@ -2,22 +2,20 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from ..compare.records import ComparisonRecord, Result
-from ..compare.statistics import PairedDifference, standard_deviation
 from ..compare.suites import SUITES
-from .published import published_sections
-from .stability import stability_section
-from .text import ABSENT, Section, compact, listed, markdown_table, percent, seeds, signed
+from .published import published_tables
+from .stability import stability_table
+from .text import ABSENT, Table, compact, listed, mean_and_deviation, percent, seeds, signed, with_interval
 
-WHOLE = ("tokens/s",)  # where a terminal is too narrow the columns before it wrap
 DIFFERENCE = 4  # the place of that column
 INTERVAL_NOTE = (
     "Differences are paired by seed; after ± stands half of the 95% Student t interval. "
@@ -31,8 +29,9 @@ VERDICTS = {
 }
 
 
-def headers(comparison: ComparisonRecord) -> tuple[str, ...]:
-    return (
+def result_table(comparison: ComparisonRecord) -> Table:
+    """Return a row per architecture, a difference clear of zero in bold, and the result in words below."""
+    headers = (
         "model",
         "parameters\n(non-emb.)",
         "KV bytes per\ntoken (bf16)",
@@ -41,87 +40,60 @@ def headers(comparison: ComparisonRecord) -> tuple[str, ...]:
         "learning\nrate",
         "tokens/s",
     )
+    note = reading(comparison)
+    if any(result.verdict in ("lower", "higher", "unclear") for result in comparison.results):
+        note = f"{note} {INTERVAL_NOTE}"
+    rows = [_result_cells(comparison, result) for result in comparison.results]
+    return Table(headers, rows, comparison.title, note)
 
 
 def terminal_report(comparison: ComparisonRecord) -> RenderableType:
     """Return the result in 100 columns; of a suite also the papers' numbers beside it and its outcomes."""
     parts: list[RenderableType] = [terminal_table(comparison)]
-    for section in sections(comparison):
-        table = _plain_table(section.heading, section.note, section.headers)
-        for cells in section.rows:
-            table.add_row(_name(cells[0]), *map(Text, cells[1:]))
-        parts += ["", table]
+    for table in sections(comparison):
+        rows = [[_folded(name), *cells] for name, *cells in table.rows]
+        parts += ["", replace(table, rows=rows).terminal()]
     if claims := suite_claims(comparison):
         parts += ["", Text("\n".join(claims))]
     return Group(*parts)
 
 
-def terminal_table(comparison: ComparisonRecord) -> Table:
+def terminal_table(comparison: ComparisonRecord) -> TerminalTable:
     """Return the result in 100 columns, with a caption that says which differences are clear of zero."""
-    table = _plain_table(comparison.title, _caption(comparison), headers(comparison))
-    better = comparison.measure.better
-    styles = dict.fromkeys(("lower", "higher"), "bold red") | {better: "bold green"}
-    for result in comparison.results:
-        cells = [Text(cell) for cell in result_cells(comparison, result)]
-        cells[DIFFERENCE].stylize(styles.get(result.verdict, ""))
+    table, rows, styles = result_table(comparison), [], []
+    for result, cells in zip(comparison.results, table.rows, strict=True):
         # Names are long: what extends its baseline's says only by what.
         baseline = result.baseline.name if result.baseline else result.name
-        cells[0] = _name(re.sub(rf"^{re.escape(baseline)}(?:(?=\+)|, )", "", result.name))
-        table.add_row(*cells)
-    return table
+        rows.append([_folded(re.sub(rf"^{re.escape(baseline)}(?:(?=\+)|, )", "", result.name)), *cells[1:]])
+        styles.append("bold green" if result.verdict == comparison.measure.better else "bold red")
+    # Where a terminal is too narrow, the other columns wrap.
+    return replace(table, rows=rows).terminal(whole=("tokens/s",), bold=styles)
 
 
-def _plain_table(title: str, caption: str, headers: Sequence[str]) -> Table:
-    table = Table(
-        title=Text(title),
-        caption=Text(f"\n{caption}") if caption else None,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for place, header in enumerate(headers):
-        table.add_column(header, justify="right" if place else "left", no_wrap=header in WHOLE, overflow="fold")
-    return table
-
-
-def _name(name: str) -> Text:
+def _folded(name: str) -> str:
     """A name that breaks between its mechanisms."""
-    return Text(re.sub(r"(?<=.)\+", "\n+", name))
+    return re.sub(r"(?<=.)\+", "\n+", name.strip("`"))
 
 
 def markdown(comparison: ComparisonRecord) -> str:
-    """Return the same tables for GitHub; a difference clear of zero is bold."""
-    rows = []
-    for result in comparison.results:
-        cells = result_cells(comparison, result)
-        if result.verdict in ("lower", "higher"):
-            cells[DIFFERENCE] = f"**{cells[DIFFERENCE]}**"
-        rows.append(cells)
-    parts = [_markdown(headers(comparison), rows), f"{_caption(comparison)}\n"]
-    for section in sections(comparison):
-        parts += [f"{section.heading}\n", _markdown(section.headers, section.rows)]
-        parts += [f"{section.note}\n"] if section.note else []
+    """Return the same tables for GitHub."""
+    result = result_table(comparison)
+    parts = [result.markdown(), f"{result.note}\n"]
+    for table in sections(comparison):
+        parts += [f"{table.title}\n", table.markdown()]
+        parts += [f"{table.note}\n"] if table.note else []
     if claims := suite_claims(comparison):
         parts.append("".join(f"- {claim}\n" for claim in claims))
     return "\n".join(parts)
 
 
-def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    escaped = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells] for cells in rows]
-    return markdown_table(
-        [header.replace("\n", " ") for header in headers], [[f"`{name}`", *cells] for name, *cells in escaped]
-    )
-
-
-def sections(comparison: ComparisonRecord) -> list[Section]:
+def sections(comparison: ComparisonRecord) -> list[Table]:
     """Return a suite's further tables: outcomes of its runs, the papers' numbers beside ours."""
     suite = SUITES.get(comparison.suite or "")
     if suite is None:
         return []
-    outcomes = [stability_section(comparison)] if suite.stability else []
-    return outcomes + published_sections(comparison, suite)
+    outcomes = [stability_table(comparison)] if suite.stability else []
+    return outcomes + published_tables(comparison, suite)
 
 
 def suite_claims(comparison: ComparisonRecord) -> list[str]:
@@ -169,12 +141,6 @@ def _difference_and_cache(result: Result, baseline: Result) -> str:
     return f"{result.name} ({signed(result.difference.mean)}{cache})"
 
 
-def _caption(comparison: ComparisonRecord) -> str:
-    """The result in words, and how to read the table's intervals where it has any."""
-    judged = any(result.verdict in ("lower", "higher", "unclear") for result in comparison.results)
-    return f"{reading(comparison)} {INTERVAL_NOTE}" if judged else reading(comparison)
-
-
 def remarks(comparison: ComparisonRecord) -> list[str]:
     """Return the plan's notes, then every run that is missing or diverged and whatever makes runs hard to compare."""
     lines = list(comparison.notes)
@@ -185,7 +151,7 @@ def remarks(comparison: ComparisonRecord) -> list[str]:
             if run.diverged:
                 step, why = run.diverged
                 lines.append(f"{result.name}, seed {seed}: diverged at step {step:,} ({why}); left out of every mean.")
-    rates = comparison.grid.learning_rates if comparison.grid else []
+    rates = comparison.grid["learning_rates"] if comparison.grid else []
     for name, rate in product(comparison.architectures, rates):
         tried = comparison.grid_runs.get((name, rate))
         if tried is None or tried.state == "missing":
@@ -212,33 +178,21 @@ def _unlike_runs(comparison: ComparisonRecord) -> list[str]:
     return lines
 
 
-def result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
-    """Return one row of the table, as text; a line break separates a value from a remark on it."""
+def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
     reference = (result.baseline or result).kv_bytes
-    run, kv_bytes = result.any_run, result.kv_bytes
+    run, kv_bytes, difference = result.any_run, result.kv_bytes, result.difference
+    pairs = len(difference.by_seed) if difference else 0
+    remark = "" if pairs == len(comparison.seeds) else f"\n{seeds(pairs)}"
     states = [result.state(seed) for seed in comparison.seeds]
-    scores = [_with_spread(list(result.scores.values()))] if result.scores else []
+    scores = [mean_and_deviation(result.scores.values())] if result.scores else []
     scores += [f"{states.count(state)} {state}" for state in ("diverged", "missing") if state in states]
     speeds = [run.tokens_per_second for run in result.finals.values() if run.loss is not None and run.tokens_per_second]
     return [
-        result.name,
+        f"`{result.name}`",
         f"{compact(run.parameters['total'])} ({compact(run.parameters['non_embedding'])})" if run else ABSENT,
         (f"{kv_bytes:,}" + (f" ({percent(kv_bytes, reference)})" if reference else "")) if kv_bytes else ABSENT,
         "\n".join(scores),
-        "baseline" if result.baseline is None else _difference(result.difference, len(comparison.seeds)),
+        "baseline" if result.baseline is None else with_interval(difference, remark=remark),
         ABSENT if result.learning_rate is None else f"{result.learning_rate:g}",
         f"{np.mean(speeds):,.0f}" if speeds else ABSENT,
     ]
-
-
-def _difference(difference: PairedDifference | None, planned: int) -> str:
-    if difference is None:
-        return ABSENT
-    spread = "" if difference.half_width is None else f" ± {difference.half_width:.4f}"
-    pairs = len(difference.by_seed)
-    return f"{signed(difference.mean)}{spread}" + ("" if pairs == planned else f"\n{seeds(pairs)}")
-
-
-def _with_spread(values: Sequence[float]) -> str:
-    deviation = standard_deviation(values)
-    return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ± {deviation:.4f}")

@@ -3,27 +3,16 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ..compare.measure import LOSS
 from ..compare.records import ComparisonRecord, Run, load_comparison
-from ..compare.statistics import average, relative_improvement
-from ..files import write_text
-from . import figures
-from .comparison import (
-    DIFFERENCE,
-    INTERVAL_NOTE,
-    headers,
-    markdown,
-    reading,
-    remarks,
-    result_cells,
-    sections,
-    suite_claims,
-)
-from .html import render
-from .text import ABSENT, listed, signed
+from ..compare.statistics import Band, average, relative_improvement
+from . import figures, html
+from .comparison import DIFFERENCE, INTERVAL_NOTE, markdown, reading, remarks, result_table, sections, suite_claims
+from .text import ABSENT, Table, listed, signed
 
 Captioned = tuple[str, str, figures.Drawing]  # heading, caption and drawing
 
@@ -31,36 +20,26 @@ Captioned = tuple[str, str, figures.Drawing]  # heading, caption and drawing
 def write_report(directory: str | Path) -> Path:
     """Write `report.html` and `table.md` into the comparison's directory; return the page's path.
 
+    The page needs no other file. The same records give the same bytes.
+
     Raises:
         LeanError: as `load_comparison`.
     """
-    directory = Path(directory)
     comparison = load_comparison(directory)
-    page = directory / "report.html"
-    write_text(directory / "table.md", markdown(comparison))
-    write_text(page, html_page(comparison))
-    return page
-
-
-def html_page(comparison: ComparisonRecord) -> str:
-    """Return the report: one file that needs nothing else; the same records give the same bytes."""
-    return render(
-        Path(__file__).with_name("comparison.html.j2"),
+    drawn = (_training_curves(comparison), _improvement(comparison), _search(comparison), _loss_and_cache(comparison))
+    return html.write_report(
+        Path(directory),
+        "comparison.html.j2",
+        markdown(comparison),
         comparison=comparison,
         reading=reading(comparison),
         interval_note=INTERVAL_NOTE,
         finished=sum(run.state != "missing" for run in comparison.finals),
         planned=len(comparison.architectures) * len(comparison.seeds),
-        headers=headers(comparison),
-        rows=[result_cells(comparison, result) for result in comparison.results],
+        result=result_table(comparison),
         difference=DIFFERENCE,
         marks=_marks(comparison),
-        figures=[
-            *_training_curves(comparison),
-            *_improvement(comparison),
-            *_learning_rate_search(comparison),
-            *_loss_and_cache(comparison),
-        ],
+        figures=[figure for figure in drawn if figure is not None],
         facts=_facts(comparison),
         recipes=_recipes(comparison),
         runs=_runs(comparison),
@@ -78,10 +57,10 @@ def _marks(comparison: ComparisonRecord) -> dict[str, tuple[str, str]]:
     return {name: (styles[verdict], words[verdict]) for name, verdict in verdicts.items() if verdict in words}
 
 
-# Each of these has nothing to show for some comparisons, and then no figure.
+# Each of these returns None for a comparison without anything to draw.
 
 
-def _training_curves(comparison: ComparisonRecord) -> Iterable[Captioned]:
+def _training_curves(comparison: ComparisonRecord) -> Captioned | None:
     series = []
     for result in comparison.results:
         ends = [
@@ -91,18 +70,19 @@ def _training_curves(comparison: ComparisonRecord) -> Iterable[Captioned]:
         ]
         if (points := average(result.curves())) or ends:
             series.append(figures.Series(result.name, result.style, points, ends))
-    if series:
-        name = comparison.measure.name
-        per_step = {run.recipe["batch_size"] * run.context_length for run in comparison.finals}
-        yield (
-            f"{name[0].upper()}{name[1:]} during training",
-            "Lines are means over seeds, bands reach from the lowest to the highest seed. The first evaluations, "
-            "where every model is still bad, lie beyond the edge.",
-            figures.curves(series, comparison.measure, per_step.pop() if len(per_step) == 1 else None),
-        )
+    name = comparison.measure.name
+    per_step = {run.recipe["batch_size"] * run.context_length for run in comparison.finals}
+    if not series:
+        return None
+    return (
+        f"{name[0].upper()}{name[1:]} during training",
+        "Lines are means over seeds, bands reach from the lowest to the highest seed. The first evaluations, "
+        "where every model is still bad, lie beyond the edge.",
+        figures.curves(series, comparison.measure, per_step.pop() if len(per_step) == 1 else None),
+    )
 
 
-def _improvement(comparison: ComparisonRecord) -> Iterable[Captioned]:
+def _improvement(comparison: ComparisonRecord) -> Captioned | None:
     """Of losses alone: an accuracy begins near zero, where a ratio says little."""
     series = [
         figures.Series(result.name, result.style, points)
@@ -111,46 +91,49 @@ def _improvement(comparison: ComparisonRecord) -> Iterable[Captioned]:
         and result.baseline
         and (points := relative_improvement(result.curves(), result.baseline.curves()))
     ]
-    if series:
-        over = comparison.baselines[0] if len(comparison.groups) == 1 else "its own baseline"
-        yield (
-            f"Improvement over {over}",
-            f"How much lower the validation loss is than that of {over} at the same step and seed, "
-            "in percent; above zero is better. Bands reach from the lowest to the highest seed.",
-            figures.improvement_curves(series),
-        )
+    over = comparison.baselines[0] if len(comparison.groups) == 1 else "its own baseline"
+    if not series:
+        return None
+    return (
+        f"Improvement over {over}",
+        f"How much lower the validation loss is than that of {over} at the same step and seed, "
+        "in percent; above zero is better. Bands reach from the lowest to the highest seed.",
+        figures.improvement_curves(series),
+    )
 
 
-def _learning_rate_search(comparison: ComparisonRecord) -> Iterable[Captioned]:
+def _search(comparison: ComparisonRecord) -> Captioned | None:
     series = []
     for result in comparison.results:
         tried = [run for (name, _), run in comparison.grid_runs.items() if name == result.name]
-        losses = {run.learning_rate: run.loss for run in tried if run.loss is not None}
-        diverged = [run.learning_rate for run in tried if run.diverged]
+        losses = [Band(run.learning_rate, *[run.loss] * 3) for run in tried if run.loss is not None]
+        diverged = [(run.learning_rate, math.inf) for run in tried if run.diverged]
         if losses or diverged:
-            series.append(figures.GridSeries(result.name, result.style, losses, diverged))
-    if series:
-        yield (
-            "The learning rate search",
-            "Validation loss at the end of one run per architecture and peak learning rate; a ring marks the best "
-            "of each architecture, a cross a run that diverged.",
-            figures.learning_rate_grid(series),
-        )
+            series.append(figures.Series(result.name, result.style, losses, diverged))
+    if not series:
+        return None
+    return (
+        "The learning rate search",
+        "Validation loss at the end of one run per architecture and peak learning rate; a ring marks the best "
+        "of each architecture, a cross a run that diverged.",
+        figures.learning_rate_grid(series),
+    )
 
 
-def _loss_and_cache(comparison: ComparisonRecord) -> Iterable[Captioned]:
+def _loss_and_cache(comparison: ComparisonRecord) -> Captioned | None:
     series = [
         figures.Series(result.name, result.style, average({seed: {size: x} for seed, x in result.losses.items()}))
         for result in comparison.results
         if result.losses and (size := result.kv_bytes) is not None
     ]
-    if len({one.points[0].step for one in series}) > 1:
-        yield (
-            "Validation loss and KV cache",
-            "Down and to the left is better. Marks are means over seeds, bars reach from the lowest to the highest "
-            "seed; equal caches stand side by side; the dashed line is the loss of the baseline.",
-            figures.cache_scatter(series),
-        )
+    if len({one.points[0].step for one in series}) < 2:
+        return None
+    return (
+        "Validation loss and KV cache",
+        "Down and to the left is better. Marks are means over seeds, bars reach from the lowest to the highest "
+        "seed; equal caches stand side by side; the dashed line is the loss of the baseline.",
+        figures.cache_scatter(series),
+    )
 
 
 def _facts(comparison: ComparisonRecord) -> list[tuple[str, list[str]]]:
@@ -171,7 +154,7 @@ def _facts(comparison: ComparisonRecord) -> list[tuple[str, list[str]]]:
         ("Seeds", [", ".join(map(str, comparison.seeds))]),
         ("Learning rates", [_learning_rates(comparison)]),
         ("Tokens per second", ["median over the steps of a run, mean over seeds"]),
-        ("Precision", _distinct(run.precision for run in runs)),
+        ("Precision", _distinct(run.precision["choice"] for run in runs)),
         ("Hardware", _distinct(_described(run.hardware) for run in runs)),
         ("Versions", _distinct(_described(run.versions) for run in runs)),
         ("Git commit", _distinct(run.git_commit or "not recorded" for run in runs)),
@@ -193,14 +176,14 @@ def _learning_rates(comparison: ComparisonRecord) -> str:
     if grid is None:
         return "each architecture's own recipe; none was searched for"
     return (
-        f"for each architecture the one of {listed([f'{rate:g}' for rate in grid.learning_rates])} with the "
-        f"lowest validation loss on seed {grid.seed}"
-        + ("" if grid.seed in comparison.seeds else ", which no run in the table uses")
+        f"for each architecture the one of {listed([f'{rate:g}' for rate in grid['learning_rates']])} with the "
+        f"lowest validation loss on seed {grid['seed']}"
+        + ("" if grid["seed"] in comparison.seeds else ", which no run in the table uses")
     )
 
 
-def _recipes(comparison: ComparisonRecord) -> dict[str, Any]:
-    """Each architecture's recipe: columns for fields that may differ, one line for those that all share."""
+def _recipes(comparison: ComparisonRecord) -> Table:
+    """Each architecture's recipe: columns for fields that may differ, a note for those that all share."""
     recipes = {result.name: next(iter(result.finals.values())).recipe for result in comparison.results if result.finals}
     names = list(dict.fromkeys(name for recipe in recipes.values() for name in recipe))
     shown = ["learning_rate", "min_learning_rate", "weight_decay"]
@@ -213,35 +196,32 @@ def _recipes(comparison: ComparisonRecord) -> dict[str, Any]:
             shared.append(f"{name.replace('_', ' ')} {values.pop()}")
         else:
             shown.append(name)
-    return {
-        "headers": ["architecture", *(name.replace("_", " ") for name in shown)],
-        "rows": [[name, *(_value(recipe.get(column)) for column in shown)] for name, recipe in recipes.items()],
-        "shared": ", ".join(shared),
-    }
+    headers = ["architecture", *(name.replace("_", " ") for name in shown)]
+    rows = [[name, *(_value(recipe.get(column)) for column in shown)] for name, recipe in recipes.items()]
+    return Table(headers, rows, note=f"The same for all: {', '.join(shared)}." if shared else "")
 
 
-def _runs(comparison: ComparisonRecord) -> dict[str, Any]:
+def _runs(comparison: ComparisonRecord) -> Table:
     """Every final run, one a row."""
     beside, title, digits = comparison.measure.beside
     rows = []
-    for result in comparison.results:
-        for seed in comparison.seeds:
-            run = result.finals.get(seed)
-            outcome = run.final.get(beside) if run else None
-            difference = result.difference.by_seed.get(seed) if result.difference else None
-            rows.append(
-                [
-                    result.name,
-                    str(seed),
-                    f"{run.loss:.4f}" if run and run.loss is not None else result.state(seed),
-                    ABSENT if outcome is None else format(outcome, digits),
-                    ABSENT if difference is None else signed(difference),
-                    f"{run.tokens_per_second:,.0f}" if run and run.tokens_per_second else ABSENT,
-                    f"{run.seconds / 60:,.1f}" if run else ABSENT,
-                ]
-            )
-    columns = ["architecture", "seed", "validation loss", title, "difference to baseline", "tokens/s", "minutes"]
-    return {"headers": columns, "rows": rows}
+    for result, seed in product(comparison.results, comparison.seeds):
+        run = result.finals.get(seed)
+        outcome = run.final.get(beside) if run else None
+        difference = result.difference.by_seed.get(seed) if result.difference else None
+        rows.append(
+            [
+                result.name,
+                str(seed),
+                f"{run.loss:.4f}" if run and run.loss is not None else result.state(seed),
+                ABSENT if outcome is None else format(outcome, digits),
+                ABSENT if difference is None else signed(difference),
+                f"{run.tokens_per_second:,.0f}" if run and run.tokens_per_second else ABSENT,
+                f"{run.seconds / 60:,.1f}" if run else ABSENT,
+            ]
+        )
+    headers = ("architecture", "seed", "validation loss", title, "difference to baseline", "tokens/s", "minutes")
+    return Table(headers, rows)
 
 
 def _distinct(values: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import matplotlib.style
@@ -15,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator, StrMethodFormatter
 
 from ..compare.measure import Measure
 from ..compare.statistics import Band
@@ -65,16 +66,6 @@ class Series:
 
 
 @dataclass(frozen=True)
-class GridSeries:
-    """An architecture's validation loss by learning rate, and the rates that diverged."""
-
-    label: str
-    style: int
-    losses: dict[float, float]
-    diverged: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
 class Drawing:
     """One figure in its two versions."""
 
@@ -93,37 +84,58 @@ class _Canvas:
     def look(self, style: int) -> dict[str, Any]:
         return {"color": _SERIES[style % COLORS], "marker": MARKERS[style % len(MARKERS)]}
 
-    def dash(self, style: int) -> dict[str, Any]:
-        return {"linestyle": DASHES[style % len(DASHES)], "linewidth": 2.4 if style == 0 else 1.8}
+    def line(self, series: Series, xs: Sequence[float], ys: Sequence[float], **options: Any) -> None:
+        dash = {"linestyle": DASHES[series.style % len(DASHES)], "linewidth": 1.8 if series.style else 2.4}
+        [self.legend[series.label]] = self.axes.plot(xs, ys, **options, **self.look(series.style), **dash)
 
-    def crosses(self, at: Sequence[tuple[float, float]], style: int) -> None:
-        """Diverged runs: a cross in the architecture's color, on the upper edge where the loss lies above it."""
-        if at:
+    def bands(self, series: Sequence[Series], scale: float = 1) -> None:
+        """Draw the means as lines, and the ranges around them."""
+        for one in series:
+            steps = [band.step for band in one.points]
+            low, mean, high = ([scale * getattr(b, edge) for b in one.points] for edge in ("low", "mean", "high"))
+            self.line(one, steps, mean, markevery=max(1, len(steps) // 12))
+            self.axes.fill_between(steps, low, high, color=self.look(one.style)["color"], alpha=0.16, linewidth=0)
+
+    def mark(self, label: str, xs: Sequence[float], ys: Sequence[float], style: int, **look: Any) -> None:
+        """Draw marks in the architecture's color; in the legend they have the ink's."""
+        self.axes.plot(xs, ys, color=_SERIES[style % COLORS], linestyle="none", **look)
+        self.legend[label] = Line2D([], [], color=_INK, linestyle="none", **look)
+
+    def crosses(self, series: Series) -> None:
+        """Draw diverged runs, on the upper edge where the loss lies above it."""
+        if series.diverged:
             top = self.axes.get_ylim()[1]
-            xs, ys = [x for x, _ in at], [min(y, top) if np.isfinite(y) else top for _, y in at]
-            cross: dict[str, Any] = {"marker": "x", "linestyle": "none", "markersize": 9, "markeredgewidth": 2.2}
-            self.axes.plot(xs, ys, color=_SERIES[style % COLORS], clip_on=False, zorder=5, **cross)
-            self.legend["diverged"] = Line2D([], [], color=_INK, **cross)
+            xs, ys = zip(*((x, min(y, top) if np.isfinite(y) else top) for x, y in series.diverged), strict=True)
+            cross: dict[str, Any] = {"marker": "x", "markersize": 9, "markeredgewidth": 2.2}
+            self.mark("diverged", xs, ys, series.style, clip_on=False, zorder=5, **cross)
+
+    def limits(self, low: float, high: float, margin: float) -> None:
+        margin = margin * (high - low) or 0.1
+        self.axes.set_ylim(low - margin, high + margin)
+
+    def step_axis(self) -> None:
+        self.axes.margins(x=0.02)
+        self.axes.xaxis.set_major_locator(MaxNLocator(5 if self.narrow else 8, steps=ROUND, integer=True))
+        self.axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        self.axes.set_xlabel("training step")
 
 
 def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> Drawing:
     """Draw the measure over training; the first steps run off the edge so that the end can be told apart."""
 
     def plot(canvas: _Canvas) -> None:
-        _lines(canvas, series)
-        shown = _settled(series)
-        if shown:
+        canvas.bands(series)
+        if shown := _settled(series):
             low, high = min(band.low for band in shown), max(band.high for band in shown)
             if measure.better == "lower":
                 high = max(band.mean for band in shown)
             else:
                 low = min(band.mean for band in shown)
-            margin = 0.05 * (high - low) or 0.1
-            canvas.axes.set_ylim(low - margin, high + margin)
+            canvas.limits(low, high, 0.05)
         for one in series:
-            canvas.crosses(one.diverged, one.style)
+            canvas.crosses(one)
         canvas.axes.set_ylabel(measure.name)
-        _step_axis(canvas)
+        canvas.step_axis()
         if tokens_per_step is not None:
             to_tokens = (partial(np.multiply, tokens_per_step), partial(np.multiply, 1 / tokens_per_step))
             tokens = canvas.axes.secondary_xaxis("top", functions=to_tokens)
@@ -139,48 +151,42 @@ def improvement_curves(series: Sequence[Series]) -> Drawing:
 
     def plot(canvas: _Canvas) -> None:
         canvas.axes.axhline(0, color=_INK, linewidth=1.4, zorder=1.5)
-        _lines(canvas, series, scale=100)
-        shown = _settled(series)
-        if shown:
-            low = 100 * min(0, *(band.low for band in shown))
-            high = 100 * max(0, *(band.high for band in shown))
-            margin = 0.06 * (high - low) or 0.1
-            canvas.axes.set_ylim(low - margin, high + margin)
+        canvas.bands(series, scale=100)
+        if shown := _settled(series):
+            canvas.limits(100 * min(0, *(b.low for b in shown)), 100 * max(0, *(b.high for b in shown)), 0.06)
         canvas.axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}".replace("-", "−") if y else "0"))
         canvas.axes.set_ylabel("improvement over the baseline, %")
-        _step_axis(canvas)
+        canvas.step_axis()
 
-    return _draw(
-        "improvement", plot, "Line chart: relative improvement over the baseline in percent over training steps."
-    )
+    description = "Line chart: relative improvement over the baseline in percent over training steps."
+    return _draw("improvement", plot, description)
 
 
-def learning_rate_grid(series: Sequence[GridSeries]) -> Drawing:
-    """Draw loss against learning rate: a ring on each architecture's best, a cross on the edge where it diverged."""
+def learning_rate_grid(series: Sequence[Series]) -> Drawing:
+    """Draw loss against learning rate: a ring on each architecture's best, a cross on the edge where it diverged.
+
+    A point's `step` is its learning rate.
+    """
+    losses = [point.mean for one in series for point in one.points]
 
     def plot(canvas: _Canvas) -> None:
         axes = canvas.axes
         axes.set_xscale("log")
         for one in series:
-            rates = sorted(one.losses)
-            losses = [one.losses[rate] for rate in rates]
-            line = axes.plot(rates, losses, **canvas.look(one.style), **canvas.dash(one.style))
-            canvas.legend[one.label] = line[0]
-        losses = [loss for one in series for loss in one.losses.values()]
+            points = sorted(one.points, key=attrgetter("step"))
+            canvas.line(one, [point.step for point in points], [point.mean for point in points])
         if losses:
             # A rate far too high must not flatten the rest; its line then leaves over the top.
             best = min(losses)
-            top = min(max(losses), best + 5 * (float(np.median(losses)) - best)) if len(losses) > 1 else best
-            margin = 0.07 * (top - best) or 0.1
-            axes.set_ylim(best - margin, top + margin)
+            canvas.limits(best, min(max(losses), best + 5 * (float(np.median(losses)) - best)), 0.07)
         for one in series:
-            if one.losses:
-                ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "linestyle": "none"}
-                best_rate = min(one.losses, key=one.losses.__getitem__)
-                axes.plot([best_rate], [one.losses[best_rate]], color=_SERIES[one.style % COLORS], **ring)
-                canvas.legend["best of its line"] = Line2D([], [], color=_INK, **ring)
-            canvas.crosses([(rate, np.inf) for rate in one.diverged], one.style)
-        axes.xaxis.set_major_locator(FixedLocator(sorted({r for one in series for r in (*one.losses, *one.diverged)})))
+            if one.points:
+                best_point = min(one.points, key=attrgetter("mean"))
+                ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none"}
+                canvas.mark("best of its line", [best_point.step], [best_point.mean], one.style, **ring)
+            canvas.crosses(one)
+        rates = {point.step for one in series for point in one.points} | {x for one in series for x, _ in one.diverged}
+        axes.xaxis.set_major_locator(FixedLocator(sorted(rates)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
         axes.margins(x=0.08)
@@ -213,7 +219,7 @@ def cache_scatter(series: Sequence[Series]) -> Drawing:
         axes.set_xlim(0, right)
         axes.margins(y=0.12)
         axes.xaxis.set_major_locator(MaxNLocator(4 if canvas.narrow else 7, steps=ROUND, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.set_xlabel("KV cache, bytes per token (bfloat16)")
         axes.set_ylabel("validation loss")
 
@@ -226,7 +232,7 @@ def measured_lines(
     """Draw a quantity against another, from zero unless that would hide it; a point's `step` is its place across."""
 
     def plot(canvas: _Canvas) -> None:
-        _lines(canvas, series)
+        canvas.bands(series)
         points = [point for one in series for point in one.points]
         if from_zero:
             canvas.axes.set_xlim(0, 1.05 * max(point.step for point in points))
@@ -265,14 +271,14 @@ def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, mea
     blocks: [rows, columns] each; `across` and `up` name columns and rows, `measure` the quantity.
     """
     height = max(len(block) for block in blocks.values())
-    joined: list[np.ndarray] = []
-    centres = []
-    for block in blocks.values():
-        start = sum(part.shape[1] for part in joined)
-        centres.append(start + block.shape[1] / 2)
-        missing = ((0, height - len(block)), (0, max(1, round(0.05 * sum(b.shape[1] for b in blocks.values()) / 4))))
-        joined.append(np.pad(np.asarray(block, dtype=float), missing, constant_values=np.nan))
-    matrix = np.hstack(joined)
+    gap = max(1, round(0.05 * sum(block.shape[1] for block in blocks.values()) / 4))
+    padded = [
+        np.pad(np.asarray(block, dtype=float), ((0, height - len(block)), (0, gap)), constant_values=np.nan)
+        for block in blocks.values()
+    ]
+    matrix = np.hstack(padded)
+    ends = np.cumsum([block.shape[1] for block in padded])
+    centres = [end - gap - block.shape[1] / 2 for end, block in zip(ends, blocks.values(), strict=True)]
 
     def plot(canvas: _Canvas) -> None:
         axes = canvas.axes
@@ -291,46 +297,25 @@ def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, mea
     return _draw(name, plot, description)
 
 
-def _lines(canvas: _Canvas, series: Sequence[Series], scale: float = 1) -> None:
-    for one in series:
-        steps = [band.step for band in one.points]
-        low, high = ([scale * getattr(band, edge) for band in one.points] for edge in ("low", "high"))
-        look = canvas.look(one.style)
-        line = canvas.axes.plot(
-            steps,
-            [scale * band.mean for band in one.points],
-            markevery=max(1, len(steps) // 12),
-            **look,
-            **canvas.dash(one.style),
-        )
-        canvas.axes.fill_between(steps, low, high, color=look["color"], alpha=0.16, linewidth=0)
-        canvas.legend[one.label] = line[0]
-
-
 def _settled(series: Sequence[Series]) -> list[Band]:
     """The points that set the limits: without the first evaluation and the first fifth of the steps."""
     last = max((band.step for one in series for band in one.points), default=0)
     return [band for one in series for band in one.points[1:] if band.step >= last / 5]
 
 
-def _step_axis(canvas: _Canvas) -> None:
-    canvas.axes.margins(x=0.02)
-    canvas.axes.xaxis.set_major_locator(MaxNLocator(5 if canvas.narrow else 8, steps=ROUND, integer=True))
-    canvas.axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    canvas.axes.set_xlabel("training step")
-
-
 def _draw(name: str, plot: Callable[[_Canvas], None], description: str) -> Drawing:
-    return Drawing(
-        _render(f"{name}-wide", plot, description, narrow=False),
-        _render(f"{name}-narrow", plot, description, narrow=True),
-    )
+    versions = {
+        version: _inline(_render(f"{name}-{version}", plot, version == "narrow"), f"{name}-{version}", description)
+        for version in ("wide", "narrow")
+    }
+    return Drawing(**versions)
 
 
-def _render(name: str, plot: Callable[[_Canvas], None], description: str, narrow: bool) -> str:
+def _render(name: str, plot: Callable[[_Canvas], None], narrow: bool) -> str:
     """One version as SVG, 1 unit = 1 CSS pixel at its full size; the salt makes equal input equal bytes."""
     width, plot_height, font = (360, 270, 11.5) if narrow else (900, 380, 13)
     style: dict[str, Any] = {**_STYLE, "font.size": font, "legend.fontsize": font, "svg.hashsalt": name}
+    buffer = io.StringIO()
     with matplotlib.style.context(["default", style]):
         figure = Figure(layout="constrained")
         canvas = _Canvas(figure.add_subplot(), narrow)
@@ -339,19 +324,14 @@ def _render(name: str, plot: Callable[[_Canvas], None], description: str, narrow
         columns = max(1, int(width // (0.6 * font * longest + 4.5 * font)))
         rows = -(-len(canvas.legend) // columns)
         figure.set_size_inches(width / 72, (plot_height + rows * 1.55 * font) / 72)
-        labels, handles = _row_by_row(list(canvas.legend), columns), _row_by_row(list(canvas.legend.values()), columns)
-        if handles:
+        if entries := list(canvas.legend.items()):
+            # Matplotlib fills legends column by column; in this order they read along the rows.
+            entries = [entry for column in range(columns) for entry in entries[column::columns]]
+            labels, handles = zip(*entries, strict=True)
             figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
-        buffer = io.StringIO()
-        figure.savefig(
-            buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), transparent=True
-        )
-    return _inline(buffer.getvalue(), name, description)
-
-
-def _row_by_row(items: list[Any], columns: int) -> list[Any]:
-    """Matplotlib fills legends column by column; this order makes them read along the rows."""
-    return [item for column in range(columns) for item in items[column::columns]]
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=metadata, transparent=True)
+    return buffer.getvalue()
 
 
 def _inline(svg: str, name: str, description: str) -> str:

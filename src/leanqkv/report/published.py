@@ -11,7 +11,7 @@ import numpy as np
 from ..compare.records import ComparisonRecord, Result, Run
 from ..compare.statistics import paired_difference
 from ..compare.suite import PAPER, Published, Suite
-from .text import ABSENT, Section, compact, listed, signed
+from .text import ABSENT, Table, compact, listed, signed
 
 HEADERS = ("model", "published", "published difference\nto its baseline", "difference here")
 NOT_RUN = "not run"
@@ -29,31 +29,27 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "validation loss": Metric(lambda run: run.loss, 4),
     "perplexity": Metric(lambda run: run.final.get("perplexity"), 2),
-    "test accuracy": Metric(lambda run: run.accuracy, 4),
+    "test accuracy": Metric(lambda run: run.final.get("accuracy"), 4),
     "parameters, millions": Metric(lambda run: run.parameters["total"] / 1e6, 3, trained=False),
     "non-embedding parameters, millions": Metric(lambda run: run.parameters["non_embedding"] / 1e6, 3, trained=False),
     "KV bytes per token": Metric(lambda run: run.kv_bytes, 0, trained=False),
 }
 
 
-def published_sections(comparison: ComparisonRecord, suite: Suite) -> list[Section]:
+def published_tables(comparison: ComparisonRecord, suite: Suite) -> list[Table]:
     """Return the suite's tables and figures, ours beside each."""
-    return [_section(comparison, published) for published in suite.published]
+    return [_table(comparison, published) for published in suite.published]
 
 
-def _section(comparison: ComparisonRecord, published: Published) -> Section:
+def _table(comparison: ComparisonRecord, published: Published) -> Table:
     printed, metric = published.printed, METRICS[published.metric]
     results = [(result, row) for result in comparison.results if (row := comparison.rows.get(result.name)) in printed]
-    rows = [[result.name, *_printed(published, row), _ours(result, metric)] for result, row in results]
+    rows = [[f"`{result.name}`", *_printed(published, row), _ours(result, metric)] for result, row in results]
     run = {row for _, row in results}
-    rows += [[row, *_printed(published, row), NOT_RUN] for row in printed if row not in run]
+    rows += [[f"`{row}`", *_printed(published, row), NOT_RUN] for row in printed if row not in run]
     agreement = _agreement(published, results) if published.metric == "validation loss" else ""
-    return Section(
-        f"{published.source}, {published.metric}. Published: {published.setting}. Here: {here(comparison)}.",
-        " ".join(filter(None, [_caveat(comparison), agreement])),
-        HEADERS,
-        rows,
-    )
+    title = f"{published.source}, {published.metric}. Published: {published.setting}. Here: {here(comparison)}."
+    return Table(HEADERS, rows, title, " ".join(filter(None, [_caveat(comparison), agreement])))
 
 
 def here(comparison: ComparisonRecord) -> str:

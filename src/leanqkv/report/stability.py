@@ -5,7 +5,7 @@ from collections import Counter
 
 from ..compare.records import ComparisonRecord, Result, Run
 from .published import here
-from .text import ABSENT, Section
+from .text import ABSENT, Table
 
 # Nats. Evaluations of a run that learns lie within hundredths of the lowest before them.
 RISE = 0.5
@@ -22,7 +22,8 @@ def outcome(run: Run) -> str:
     """Return `diverged at step 340`, `spike at step 200` or `finished`."""
     if run.diverged:
         return f"diverged at step {run.diverged[0]:,}"
-    start = math.log(run.vocab_size) if run.vocab_size else math.inf
+    vocab_size = run.data.get("vocab_size")
+    start = math.log(vocab_size) if vocab_size else math.inf
     lowest, losses = start, run.curves["loss"]
     for step, loss in sorted(losses.items()):
         if loss >= lowest + RISE:
@@ -32,22 +33,22 @@ def outcome(run: Run) -> str:
     return "finished"
 
 
-def stability_section(comparison: ComparisonRecord) -> Section:
+def stability_table(comparison: ComparisonRecord) -> Table:
     """Return a table of every architecture's rates, the outcome of every seed, its lowest and its final loss."""
     rows = [_row(comparison, result) for result in comparison.results]
-    return Section(f"Which runs diverged. Here: {here(comparison)}.", STABILITY_NOTE, STABILITY_HEADERS, rows)
+    return Table(STABILITY_HEADERS, rows, f"Which runs diverged. Here: {here(comparison)}.", STABILITY_NOTE)
 
 
 def _row(comparison: ComparisonRecord, result: Result) -> list[str]:
     runs = [run for seed, run in sorted(result.finals.items()) if result.state(seed) != "missing"]
     if not runs:
-        return [result.name, *[ABSENT] * 3, "missing", ABSENT, ABSENT]
+        return [f"`{result.name}`", *[ABSENT] * 3, "missing", ABSENT, ABSENT]
     recipe = runs[0].recipe
     outcomes = [f"{text} ({n} seeds)" if n > 1 else text for text, n in Counter(outcome(run) for run in runs).items()]
     missing = len(comparison.seeds) - len(runs)
     lowest = [min(losses.values()) for run in runs if (losses := run.curves["loss"])]
     return [
-        result.name,
+        f"`{result.name}`",
         *(f"{recipe[name]:g}" for name in ("learning_rate", "min_learning_rate", "weight_decay")),
         "\n".join([*outcomes, *([f"{missing} missing"] if missing else [])]),
         f"{min(lowest):.3f}" if lowest else ABSENT,

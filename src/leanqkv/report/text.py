@@ -1,24 +1,77 @@
 """How numbers, lists and tables are written."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+from rich import box
+from rich.table import Table as TerminalTable
+from rich.text import Text
+
+from ..compare.statistics import PairedDifference, standard_deviation
 
 ABSENT = "–"
 
 
 @dataclass(frozen=True)
-class Section:
-    """A table with a heading, and with a note below it; the first column holds names."""
+class Table:
+    """A table of text, with a note below it. The first column holds names; a cell's further lines are remarks on it."""
 
-    heading: str
-    note: str
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
+    title: str = ""
+    note: str = ""
+
+    def markdown(self) -> str:
+        """Return the table for GitHub, without title and note; cells are Markdown, but for line breaks and bars."""
+        headers = [header.replace("\n", " ") for header in self.headers]
+        rows = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in self.rows]
+        return markdown_table(headers, rows)
+
+    def terminal(self, whole: Collection[str] = (), bold: Sequence[str] = ()) -> TerminalTable:
+        """Return the table for a terminal, without its Markdown.
+
+        whole: headers of columns that never wrap; bold: the style of each row's bold cells, in place of bold type.
+        """
+        table = TerminalTable(
+            title=Text(self.title) if self.title else None,
+            caption=Text(f"\n{self.note}") if self.note else None,
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for header in self.headers:
+            table.add_column(header.replace("`", ""), justify="right", no_wrap=header in whole, overflow="fold")
+        table.columns[0].justify = "left"
+        for row, style in zip(self.rows, bold or repeat("bold"), strict=False):
+            table.add_row(*(Text(re.sub(r"\*\*|`", "", cell), style if "**" in cell else "") for cell in row))
+        return table
 
 
 def signed(value: float, digits: int = 4) -> str:
     """Return the number with its sign, a true minus: −0.0211."""
     return f"{value:+,.{digits}f}".replace("-", "−")
+
+
+def mean_and_deviation(values: Collection[float], digits: int = 4) -> str:
+    """Return the mean and the sample's standard deviation, where there are two values: 3.9050 ± 0.0071."""
+    if not values:
+        return ABSENT
+    mean, deviation = f"{np.mean(list(values)):.{digits}f}".replace("-", "−"), standard_deviation(list(values))
+    return mean if deviation is None else f"{mean} ± {deviation:.{digits}f}"
+
+
+def with_interval(difference: PairedDifference | None, digits: int = 4, remark: str = "") -> str:
+    """Return the mean with half its interval, where there are two seeds; bold where the interval leaves out zero."""
+    if difference is None:
+        return ABSENT
+    width = "" if difference.half_width is None else f" ± {difference.half_width:.{digits}f}"
+    text = f"{signed(difference.mean, digits)}{width}{remark}"
+    return f"**{text}**" if difference.clear else text
 
 
 def percent(part: float | None, whole: float | None) -> str:

@@ -52,14 +52,15 @@ class Precision:
         return {"choice": str(self), "milliseconds_per_step": self.timings}
 
 
-def parse_precision(text: str) -> Precision | None:
+def parse_precision(text: str, timings: dict[str, float] | None = None) -> Precision | None:
     """Return the precision that `fp32`, `bf16+compile`, `bf16+compile+eager` and so on name; None for `auto`."""
     if text == "auto":
         return None
     dtype, *rest = text.split("+")
     if dtype not in ("fp32", "bf16") or set(rest) - {"compile", *ATTENTION} or {*ATTENTION} <= {*rest}:
         raise LeanError(f"precision {text!r} is not known; give auto, or fp32 or bf16 with +compile, +sdpa or +eager")
-    return Precision(dtype, "compile" in rest, next((name for name in ATTENTION if name in rest), "sdpa"))
+    attention = next((name for name in ATTENTION if name in rest), "sdpa")
+    return Precision(dtype, "compile" in rest, attention, timings or {})
 
 
 def choose_precision(
@@ -114,8 +115,7 @@ def time_steps(
 
     The fastest step is the one that other processes disturbed least. The random state is left as it was.
     """
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         torch.compiler.reset()
         task = task_of(config)
         model: Any = task.model_class(config)
@@ -134,5 +134,3 @@ def time_steps(
             loss.item()  # waits for an accelerator
             seconds.append(time.perf_counter() - start)
         return seconds[0], min(seconds[1:])
-    finally:
-        torch.set_rng_state(state)

@@ -18,7 +18,7 @@ from ..data import (
     batch_plan,
     collate,
     image_batch,
-    image_plan,
+    make_image_plan,
     prepare_data,
     prepare_images,
     processor_settings,
@@ -117,8 +117,9 @@ class ImageTask:
 
     def __init__(self, spec: RunSpec, data: ImageData, batches: Path):
         self.size, self.channels, self.labels = spec.config["image_size"], data.channels, data.labels
-        self.plan = image_plan(
+        self.plan = batch_plan(
             batches,
+            make_image_plan,
             train_images=data.train_images,
             test_images=data.test_images,
             batch_size=spec.recipe.batch_size,

@@ -4,13 +4,11 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from transformers import (
     PreTrainedModel,
     Trainer,
@@ -20,7 +18,6 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from ..data import BatchPlan
 from ..presets import Recipe
 from .directory import COMPLETE
 from .precision import Precision
@@ -29,19 +26,6 @@ from .tasks import TrainingTask
 
 # step, steps, training loss (None until the first is known), tokens per second
 Progress = Callable[[int, int, float | None, float | None], None]
-
-
-class Sequences(Dataset):
-    """The plan's training starts, one after another; `collate` turns them into inputs a batch at a time."""
-
-    def __init__(self, plan: BatchPlan):
-        self.starts = plan.train_starts.reshape(-1)
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.starts[index])
 
 
 class LeanTrainer(Trainer):
@@ -62,11 +46,12 @@ class LeanTrainer(Trainer):
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         precision.apply(model)
         optimizer = make_optimizer(model, spec.recipe)
+        starts: Any = task.plan.train_starts.reshape(-1)  # `collate` turns them into inputs, a batch at a time
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=Sequences(task.plan),
-            eval_dataset=Sequences(task.plan),
+            train_dataset=starts,
+            eval_dataset=starts,
             data_collator=task.collate,
             optimizers=(optimizer, make_schedule(optimizer, spec.recipe)),
             callbacks=[Watch(spec, progress)],
@@ -162,13 +147,10 @@ def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.opt
         num_training_steps=length,
         min_lr=recipe.min_learning_rate,
     )
+    factor = schedule.lr_lambdas[0]
     # Beyond its length the library's cosine would rise again.
-    schedule.lr_lambdas = [partial(_held, factor, length) for factor in schedule.lr_lambdas]
+    schedule.lr_lambdas = [lambda step: factor(min(step, length)) for _ in schedule.lr_lambdas]
     return schedule
-
-
-def _held(factor: Callable[[int], float], length: int, step: int) -> float:
-    return factor(min(step, length))
 
 
 def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -182,20 +164,17 @@ def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     seconds = [entry["seconds"] for entry in history if "seconds" in entry]
     bad = next((entry for entry in (*training, *evaluations) if not math.isfinite(entry["loss"])), None)
-    last = evaluations[-1] if evaluations and bad is None else None
+    final = None
+    if evaluations and bad is None:
+        loss, accuracy = evaluations[-1]["loss"], evaluations[-1].get("accuracy")
+        quality = {"perplexity": math.exp(min(loss, 700))} if accuracy is None else {"accuracy": accuracy}
+        final = {"validation_loss": loss, **quality}
     return {
         "tokens": spec.tokens(max((entry["step"] for entry in (*training, *evaluations)), default=0)),
         "training": [entry for entry in training if math.isfinite(entry["loss"])],
         "evaluations": [entry for entry in evaluations if math.isfinite(entry["loss"])],
-        "final": None if last is None else _final(last),
+        "final": final,
         "tokens_per_second": round(spec.tokens(spec.log_interval) / median(seconds), 1) if seconds else None,
         "seconds": round(sum(seconds), 2),
         "diverged": {"step": bad["step"], "reason": "the loss is not finite"} if bad else None,
     }
-
-
-def _final(last: dict[str, Any]) -> dict[str, float]:
-    loss = {"validation_loss": last["loss"]}
-    if "accuracy" in last:
-        return {**loss, "accuracy": last["accuracy"]}
-    return {**loss, "perplexity": math.exp(min(last["loss"], 700))}

@@ -2,15 +2,14 @@
 
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
-from ..checkpoints.load import load_weights
-from ..checkpoints.open import open_checkpoint
+from ..checkpoints.open import load_weights, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..compat import quiet_transformers, use_one_device
 from ..environment import check_device, git_commit, hardware, versions
@@ -18,7 +17,7 @@ from ..errors import LeanError
 from ..files import RECORD_FORMAT
 from ..model.config import LeanConfig
 from .directory import claim, disk_full_is_an_error, finish, last_checkpoint, only_here
-from .precision import Precision, parse_precision
+from .precision import parse_precision
 from .spec import RunSpec
 from .tasks import Data, check_fit, task_of
 from .trainer import LeanTrainer, Progress, summarize
@@ -50,7 +49,8 @@ def train(
         LeanError: `out` holds something else, the batch does not divide, or a checkpoint is not the one specified.
     """
     device = check_device(device)
-    precision = _precision(spec)
+    if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
+        raise LeanError("a run needs a precision that has been chosen; choose_precision does")
     config = LeanConfig(**spec.config)
     check_fit(spec.name, config, data, spec.context_length)
     arguments = _arguments(spec, out, device, keep_checkpoints)
@@ -101,13 +101,6 @@ def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float
         "last_session_seconds": round(seconds, 2),
         **summarize(trainer.spec, trainer.state.log_history),
     }
-
-
-def _precision(spec: RunSpec) -> Precision:
-    precision = parse_precision(spec.precision)
-    if precision is None:
-        raise LeanError("a run needs a precision that has been chosen; choose_precision does")
-    return replace(precision, timings=spec.precision_timings)
 
 
 def _arguments(spec: RunSpec, out: Path, device: str, keep_checkpoints: bool) -> TrainingArguments:

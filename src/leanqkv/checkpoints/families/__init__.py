@@ -18,8 +18,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, M
 def choose_family(config: LeanConfig, name: str | None = None) -> Family:
     """Return the family called `name`, or the plainest one that holds the model with the fewest biases of zeros.
 
-    Raises:
-        LeanError: there is no such family, or it cannot hold the model; no family can. Says why.
+    Raises a LeanError that says why there is none.
     """
     if name is not None:
         if name not in FAMILIES:

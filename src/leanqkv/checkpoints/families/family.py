@@ -3,7 +3,7 @@
 The tables of the families are in gpt2.py, gpt_neox.py and llama.py.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -36,6 +36,8 @@ BIASES = {
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp_bias"),
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), "norm_bias"),
 }
+# For a class with one setting of that name for both.
+ATTENTION_BIASES = dict.fromkeys(("attention_bias", "attention_output_bias"), "attention_bias")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Settings that a checkpoint's function does not depend on: what a class has no place for is left out.
 IN_TRAINING = {
@@ -54,10 +56,9 @@ INVALID = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, Str
 
 @dataclass(frozen=True)
 class Packed:
-    """One tensor of a family's checkpoint, made of one or more of ours, all of shape `part_shape`.
+    """One tensor of a family's checkpoint, made of one or more of ours, all of shape `part_shape`, stacked as rows.
 
-    They lie one below the other as rows; with `heads`, they take turns head by head, [heads, parts, head_dim] rows.
-    `transposed`: theirs is [in, out].
+    With `heads` they take turns head by head, [heads, parts, head_dim] rows. `transposed`: theirs is [in, out].
     """
 
     name: str
@@ -89,48 +90,32 @@ class Packed:
 class Family:
     """A class of transformers that a LeanConfig can describe."""
 
-    # Its names in transformers.
     model_type: str
     architecture: str
-    # Settings of ours that are the same in every model of the class.
-    fixed: Mapping[str, Any]
-    # Settings, ours -> theirs, whose value is the same.
-    settings: Mapping[str, str]
-    # Which biases a model has: always (true), never (false), or as that setting of theirs says.
-    biases: Mapping[str, bool | str]
-    # The prefix of the base model's tensors; a checkpoint of the base model alone does without.
-    prefix: str
-    # Their modules outside of the layers -> ours.
-    modules: Mapping[str, str]
-    # Their name of layer `{}`, and their modules in it -> ours, those side by side in one of theirs.
-    layer: str
-    layer_modules: Mapping[str, tuple[str, ...]]
-    # Their name of our `lm_head`, and another that files use.
-    head: str
-    head_too: str | None = None
-    # Ends of the names of stored tensors that hold no weights.
-    ignorable: tuple[str, ...] = ()
-    # Values that its config.json must have where it has any, beside ORDINARY.
-    ordinary: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any]  # settings of ours that are the same in every model of the class
+    settings: Mapping[str, str]  # settings, ours -> theirs, whose value is the same
+    biases: Mapping[str, bool | str]  # those a model can have: always (True), or as that setting of theirs says
+    prefix: str  # of the base model's tensors; a checkpoint of the base model alone does without
+    modules: Mapping[str, str]  # their modules outside of the layers -> ours
+    layer: str  # their name of layer `{}`
+    layer_modules: Mapping[str, tuple[str, ...]]  # their modules in a layer -> ours, side by side in one of theirs
+    head: str  # their name of our `lm_head`
+    head_too: str | None = None  # another that files use
+    ignorable: tuple[str, ...] = ()  # ends of the names of stored tensors that hold no weights
+    ordinary: Mapping[str, Any] = field(default_factory=dict)  # values that its config.json must have, if any
     # Settings that need more than another name, from theirs to ours and back.
     read: Callable[[PreTrainedConfig], dict[str, Any]] = lambda stock: {}
     write: Callable[[LeanConfig], dict[str, Any]] = lambda config: {}
-    # Rotary positions: None for a class without, else whether it can rotate a part of each head.
-    partial_rope: bool | None = None
-    # Modules side by side take turns head by head.
-    interleaved: bool = False
-    # The layers' matrices are [in, out].
-    transposed: bool = False
+    partial_rope: bool | None = None  # None: no rotary positions; else whether it can rotate a part of each head
+    interleaved: bool = False  # modules side by side take turns head by head
+    transposed: bool = False  # the layers' matrices are [in, out]
     # From their config.json: our tensors that hold theirs divided by a number.
     divisors: Callable[[LeanConfig, Mapping[str, Any]], dict[str, int]] = lambda config, hf: {}
 
     def lean_config(self, hf: Mapping[str, Any]) -> LeanConfig:
-        """Return the configuration that is the same function as the config.json `hf`.
+        """Return the configuration that is the same function as the config.json `hf`; the class's defaults fill gaps.
 
-        The class's own defaults fill the gaps of `hf`.
-
-        Raises:
-            LeanError: a value that is not valid, or that no LeanConfig can express; names key and value.
+        Raises a LeanError for a value that is not valid, or that no LeanConfig can express; names key and value.
         """
         for key, expected in {**ORDINARY, **self.ordinary}.items():
             if hf.get(key, expected) != expected:
@@ -143,23 +128,16 @@ class Family:
             raise LeanError(_one_line(error)) from None
 
     def to_stock(self, config: LeanConfig) -> PreTrainedConfig:
-        """Return the configuration of the class that is the same function.
+        """Return the configuration of the class that is the same function; raise a LeanError that says why none is.
 
         Dropout that the class has no place for is left out: it acts in training alone.
-
-        Raises:
-            LeanError: the class cannot hold such a model; says why.
         """
         if reasons := self.reasons(config):
             raise LeanError(f"{self.architecture} cannot hold this model: {'; '.join(reasons)}")
         return self._write(config)
 
     def reasons(self, config: LeanConfig) -> list[str]:
-        """Return why the class cannot hold the model; nothing where it can.
-
-        Whatever does not come back from the class's own configuration as it was is a reason, so that no setting can be
-        forgotten here.
-        """
+        """Return why the class cannot hold the model: every setting that its own configuration does not give back."""
         if config.task != "causal_lm":
             return [f"task is {config.task!r}, it is a causal_lm"]
         try:
@@ -177,20 +155,26 @@ class Family:
         ]
 
     def tensor_map(self, config: LeanConfig) -> list[Packed]:
-        """Return every tensor of the class's checkpoint with those of ours that make it up.
-
-        Those of ours that `config.plan.parameter_shapes` lacks are biases of zeros.
-        """
+        """Return every tensor of the class's checkpoint with ours that make it up, which may be biases of zeros."""
         shapes = config.plan.parameter_shapes
-        modules = [(self.prefix + theirs, [f"model.{ours}"], False) for theirs, ours in self.modules.items()]
+        modules = {self.prefix + theirs: [f"model.{ours}"] for theirs, ours in self.modules.items()}
         for layer in range(config.num_hidden_layers):
             block = self.prefix + self.layer.format(layer)
             for theirs, parts in self.layer_modules.items():
-                names = [f"model.layers.{layer}.{part}" for part in parts]
-                modules.append((f"{block}.{theirs}", names, self.transposed))
+                modules[f"{block}.{theirs}"] = [f"model.layers.{layer}.{part}" for part in parts]
         if HEAD in shapes:
-            modules.append((self.head, [HEAD.removesuffix(".weight")], False))
-        tensor_map = [packed for module in modules for packed in self._pack(config, *module)]
+            modules[self.head] = ["lm_head"]
+        tensor_map = []
+        for theirs, ours in modules.items():
+            weights = tuple(f"{name}.weight" for name in ours)
+            shape = shapes[weights[0]]
+            heads = config.num_attention_heads if self.interleaved and len(ours) > 1 else 1
+            transposed = self.transposed and ours[0].startswith("model.layers.") and len(shape) == 2
+            tensor_map.append(Packed(f"{theirs}.weight", weights, shape, heads, transposed))
+            bias = BIASES.get(ours[0].rpartition(".")[2])
+            if bias and self._has_bias(config, bias):
+                biases = tuple(f"{name}.bias" for name in ours)
+                tensor_map.append(Packed(f"{theirs}.bias", biases, shape[:1], heads))
         named = {part for packed in tensor_map for part in packed.parts}
         assert set(shapes) <= named, set(shapes) - named
         return tensor_map
@@ -202,27 +186,13 @@ class Family:
 
     def stored_names(self, stored: Collection[str]) -> dict[str, str]:
         """Return their name -> the name in the file, where prefix and head may be written in another way."""
-        prefixed = any(name.startswith(self.prefix) for name in stored)
-        names = {}
-        for name in stored:
-            if name.removesuffix(".weight") in (self.head, self.head_too):
-                names[f"{self.head}.weight"] = name
-            else:
-                names[name if prefixed else self.prefix + name] = name
-        return names
-
-    def _pack(self, config: LeanConfig, theirs: str, ours: Sequence[str], transposed: bool) -> Iterator[Packed]:
-        weights = tuple(f"{name}.weight" for name in ours)
-        shape = config.plan.parameter_shapes[weights[0]]
-        heads = config.num_attention_heads if self.interleaved and len(ours) > 1 else 1
-        yield Packed(f"{theirs}.weight", weights, shape, heads, transposed and len(shape) == 2)
-        bias = BIASES.get(ours[0].rpartition(".")[2])
-        if bias and self._has_bias(config, bias):
-            yield Packed(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours), shape[:1], heads)
+        missing = "" if any(name.startswith(self.prefix) for name in stored) else self.prefix
+        head, heads = f"{self.head}.weight", {f"{name}.weight" for name in (self.head, self.head_too)}
+        return {head if name in heads else missing + name: name for name in stored}
 
     def _has_bias(self, config: LeanConfig, bias: str) -> bool:
-        """Whether the class's model has it; one setting of theirs may stand for several of ours."""
-        setting = self.biases[bias]
+        """One setting of theirs may stand for several of ours."""
+        setting = self.biases.get(bias, False)
         if isinstance(setting, bool):
             return setting
         return any(getattr(config, ours) for ours, theirs in self.biases.items() if theirs == setting)
@@ -259,11 +229,8 @@ class Family:
 def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf: Mapping[str, Any]) -> LazyTensors:
     """Return the tensors of a family's checkpoint under our names: exactly `config.plan.parameter_shapes`.
 
-    `hf` is the checkpoint's config.json, `config` the configuration that `family.lean_config` makes of it.
-
-    Raises:
-        LeanError: tensors missing, left over, of another shape or dtype; when the embedding is read, a head in the file
-            that is not tied to it though the configuration says so.
+    `hf` is the checkpoint's config.json, `config` what `family.lean_config` makes of it. Raises a LeanError for tensors
+    that are missing, left over, or of another shape or dtype, and for a head that is not tied as config.json says.
     """
     tensor_map = family.tensor_map(config)
     names = family.stored_names(stored.keys())
@@ -289,10 +256,7 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf
 def export_tensors(family: Family, config: LeanConfig, tensors: Mapping[str, Tensor]) -> LazyTensors:
     """Return our tensors, as `config.plan.parameter_shapes` names them, under the family's names.
 
-    Biases that the class has and the model has not are zeros.
-
-    Raises:
-        LeanError: the class cannot hold such a model; says why.
+    Biases that the class has and the model has not are zeros. Raises a LeanError if the class cannot hold the model.
     """
     family.to_stock(config)
     shapes = config.plan.parameter_shapes
@@ -308,7 +272,6 @@ def export_tensors(family: Family, config: LeanConfig, tensors: Mapping[str, Ten
 
 
 def _read_rope(stock: PreTrainedConfig, partial: bool) -> dict[str, Any]:
-    """Our `rope_parameters`; `partial`: whether the class can rotate a part of each head."""
     parameters: Any = stock.rope_parameters
     kind, kinds = parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
     if kind not in kinds:  # also where there are parameters for each kind of layer
@@ -351,6 +314,4 @@ def _function(config: LeanConfig) -> dict[str, Any]:
 
 def _show(value: Any) -> str:
     """Mechanisms as their names, once each."""
-    if isinstance(value, list):
-        return " and ".join(dict.fromkeys(repr(used.kind) for used in value))
-    return repr(value)
+    return " and ".join(dict.fromkeys(repr(used.kind) for used in value)) if isinstance(value, list) else repr(value)

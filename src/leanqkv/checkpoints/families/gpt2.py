@@ -3,14 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from ...model.config import LeanConfig
 from .family import Family
-
-
-def _read(stock: PreTrainedConfig) -> dict[str, Any]:
-    return {"intermediate_size": 4 * stock.n_embd if stock.n_inner is None else stock.n_inner}
 
 
 def _divisors(config: LeanConfig, hf: Mapping[str, Any]) -> dict[str, int]:
@@ -35,7 +29,7 @@ GPT2 = Family(
     },
     biases=dict.fromkeys(("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias"), True),
     ordinary={"scale_attn_weights": True, "add_cross_attention": False},
-    read=_read,
+    read=lambda stock: {"intermediate_size": 4 * stock.n_embd if stock.n_inner is None else stock.n_inner},
     write=lambda config: {"n_inner": config.intermediate_size},
     prefix="transformer.",
     modules={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},

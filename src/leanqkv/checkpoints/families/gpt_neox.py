@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .family import Family
+from .family import ATTENTION_BIASES, Family
 
 
 def _read(stock: PreTrainedConfig) -> dict[str, Any]:
@@ -22,18 +22,10 @@ GPT_NEOX = Family(
         "scaled_residual_init": False,
     },
     settings={
-        "intermediate_size": "intermediate_size",
+        **{name: name for name in ("intermediate_size", "hidden_act", "attention_dropout", "hidden_dropout")},
         "norm_eps": "layer_norm_eps",
-        "hidden_act": "hidden_act",
-        "attention_dropout": "attention_dropout",
-        "hidden_dropout": "hidden_dropout",
     },
-    biases={
-        "norm_bias": True,
-        "attention_bias": "attention_bias",
-        "attention_output_bias": "attention_bias",
-        "mlp_bias": True,
-    },
+    biases={"norm_bias": True, "mlp_bias": True, **ATTENTION_BIASES},
     ordinary={"head_dim": None},
     read=_read,
     write=lambda config: {"use_parallel_residual": config.block_type == "parallel"},

@@ -1,21 +1,21 @@
 """LLaMA (TinyLlama), Mistral, Qwen2 and Qwen3: one layout, with other biases, windows and norms."""
 
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from ...errors import LeanError
 from ...model.config import LeanConfig
-from .family import Family
+from .family import ATTENTION_BIASES, Family
 
-_MODULES = (
-    *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-)
-_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_NO_BIASES = dict.fromkeys(("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias"), False)
-_ATTENTION_BIASES = dict.fromkeys(("attention_bias", "attention_output_bias"), "attention_bias")
+_MODULES = {
+    name: (name,)
+    for name in (
+        *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    )
+}
 
 
 def _qwen_window(stock: PreTrainedConfig) -> dict[str, Any]:
@@ -42,51 +42,53 @@ def _qwen2(stock: PreTrainedConfig) -> dict[str, Any]:
     return _qwen_window(stock) | {"head_dim": getattr(stock, "head_dim", None)}
 
 
-def _family(
-    model_type: str,
-    architecture: str,
-    biases: Mapping[str, bool | str],
-    *settings: str,
-    read: Callable[[PreTrainedConfig], dict[str, Any]] = lambda stock: {},
-    write: Callable[[LeanConfig], dict[str, Any]] = lambda config: {},
-    ordinary: Mapping[str, Any] | None = None,
-    qk_norm: bool = False,
-) -> Family:
-    same = ("intermediate_size", "num_key_value_heads", "hidden_act", "attention_dropout", *settings)
-    return Family(
-        model_type=model_type,
-        architecture=architecture,
-        fixed={
-            "position_embedding_type": "rope",
-            "norm_type": "rmsnorm",
-            "mlp_type": "gated",
-            "qk_norm": qk_norm,
-            "scaled_residual_init": False,
-        },
-        settings={name: name for name in same} | {"norm_eps": "rms_norm_eps"},
-        biases={**_NO_BIASES, **biases},
-        ordinary=ordinary or {},
-        read=read,
-        write=write,
-        partial_rope=False,
-        prefix="model.",
-        modules={"embed_tokens": "embed_tokens", "norm": "norm"},
-        layer="layers.{}",
-        layer_modules={name: (name,) for name in (*_MODULES, *(_HEAD_NORMS if qk_norm else ()))},
-        head="lm_head",
-        ignorable=("rotary_emb.inv_freq",),
-    )
-
-
-LLAMA = _family("llama", "LlamaForCausalLM", {**_ATTENTION_BIASES, "mlp_bias": "mlp_bias"}, "head_dim")
-MISTRAL = _family("mistral", "MistralForCausalLM", {}, "head_dim", "sliding_window", ordinary={"layer_types": None})
-QWEN2 = _family("qwen2", "Qwen2ForCausalLM", {"attention_bias": True}, read=_qwen2, write=_write_qwen_window)
-QWEN3 = _family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    _ATTENTION_BIASES,
-    "head_dim",
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    fixed={
+        "position_embedding_type": "rope",
+        "norm_type": "rmsnorm",
+        "mlp_type": "gated",
+        "scaled_residual_init": False,
+    },
+    settings={
+        **{name: name for name in ("intermediate_size", "num_key_value_heads", "head_dim", "hidden_act")},
+        "attention_dropout": "attention_dropout",
+        "norm_eps": "rms_norm_eps",
+    },
+    biases={**ATTENTION_BIASES, "mlp_bias": "mlp_bias"},
+    partial_rope=False,
+    prefix="model.",
+    modules={"embed_tokens": "embed_tokens", "norm": "norm"},
+    layer="layers.{}",
+    layer_modules=_MODULES,
+    head="lm_head",
+    ignorable=("rotary_emb.inv_freq",),
+)
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    settings={**LLAMA.settings, "sliding_window": "sliding_window"},
+    biases={},
+    ordinary={"layer_types": None},
+)
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    settings={ours: theirs for ours, theirs in LLAMA.settings.items() if ours != "head_dim"},
+    biases={"attention_bias": True},
+    read=_qwen2,
+    write=_write_qwen_window,
+)
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fixed={**LLAMA.fixed, "qk_norm": True},
+    biases=ATTENTION_BIASES,
+    layer_modules={**_MODULES, "self_attn.q_norm": ("self_attn.q_norm",), "self_attn.k_norm": ("self_attn.k_norm",)},
     read=_qwen_window,
     write=_write_qwen_window,
-    qk_norm=True,
 )

@@ -1,1 +1,0 @@
-"""What `leanqkv inspect` shows."""
