@@ -87,6 +87,7 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
         f"{before:,} -> {after:,} parameters ({after / before - 1:+.1%}); logits differ by "
         f"{certificate['exact']['relative']:.0e} in float64, before rounding",
         highlight=False,
+        soft_wrap=True,
     )
     if begin("evaluation", "score all four models on the same held-out text"):
         with progress_bar("models scored") as bar:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.load import load_config, load_model
+from ..checkpoints import load_config, load_model
 from ..compare.suite import Comparison, Entry
 from ..convert.conversion import REPORT, calibration_tokens, convert_directory
 from ..data import TokenData, batch_plan, collate
@@ -191,7 +191,7 @@ def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progre
     )
     models: dict[str, Any] = {}
     for name, directory in directories.items():
-        model: Any = load_model(directory).to(device)
+        model = _load(directory, device)
         losses = sequence_losses(model, data.validation(), plan.evaluation_starts, context, batch_size=8)
         models[name] = {
             "parameters": model.config.plan.count_parameters().total,
@@ -208,7 +208,7 @@ def decode(out: Path, settings: Settings, data: TokenData, device: str, progress
     tokenizer = data.tokenizer()
     assert tokenizer is not None
     prompt = tokenizer(settings.prompt, return_tensors="pt")["input_ids"].to(device)
-    decoders = {name: Decoder(load_model(d).to(device)) for name, d in directories.items()}
+    decoders = {name: Decoder(_load(directory, device)) for name, directory in directories.items()}
     rates: dict[str, list[float]] = {name: [] for name in decoders}
     models: dict[str, Any] = {}
     for number in range(settings.rounds + 1):
@@ -233,6 +233,11 @@ def decode(out: Path, settings: Settings, data: TokenData, device: str, progress
         "dtype": "float32",
         "models": {name: {**model, "tokens_per_second": _spread(rates[name])} for name, model in models.items()},
     }
+
+
+def _load(directory: Path, device: str) -> Any:
+    model: Any = load_model(directory)
+    return model.to(device)
 
 
 def _spread(values: list[float]) -> Mapping[str, float]:
