@@ -74,7 +74,7 @@ def without_times(record):
     for part in ("training", "decoding"):
         for model in record[part]["models"].values():
             del model["tokens_per_second"]
-    del record["conversion"]["seconds"]
+    del record["conversion"]["seconds"], record["time"], record["command"]
     return record
 
 
@@ -169,12 +169,14 @@ def test_a_complete_demo_is_only_drawn_again(whole, cli):
         (("demo", "--steps", "13", "--out", "whole"), "steps is 12 there and 13 here"),
         ((*DEMO, "new", "--device", "gpu"), "no device 'gpu'"),
         (("report", "begun"), "without training. Go on with: leanqkv demo --out begun"),
+        (("report", "damaged"), "damaged/demo.json is damaged"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(whole, place, cli, arguments, message):
     for directory, file, content in (
         ("notes", "precious.txt", "kept"),
         ("begun", "demo.json", '{"record": 1, "settings": {}}'),
+        ("damaged", "demo.json", json.dumps({key: {} for key in ("settings", *phases.PHASES)})),
     ):
         (place / directory).mkdir(exist_ok=True)
         (place / directory / file).write_text(content)
@@ -195,4 +197,4 @@ def test_other_data_than_it_was_trained_on_is_refused(whole, place, cli):
     (place / "moved" / "demo.json").write_text(json.dumps(record))
     code, _, err = cli(*DEMO, "moved")
     assert code == 2
-    assert "trained on other data" in err
+    assert "was trained on other data" in err

@@ -416,6 +416,7 @@ def test_every_size_is_paired_with_its_own_baseline(sizes):
     assert "not all" not in "".join(markdown(comparison)), "sizes of unequal length are no fault"
 
 
+@pytest.mark.slow
 def test_published_differences_stand_beside_ours_and_losses_do_not(sizes):
     _, comparison = sizes
     table = markdown(comparison)
@@ -435,6 +436,7 @@ def test_published_differences_stand_beside_ours_and_losses_do_not(sizes):
     assert SUITES["llama-sizes"].claims[0] in table
 
 
+@pytest.mark.slow
 def test_page_and_terminal_have_the_papers_too(sizes):
     out, comparison = sizes
     text = " ".join("".join(Page(write_report(out).read_text()).text).split())

@@ -363,6 +363,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @every
+@pytest.mark.slow
 def test_saved_is_loaded(variant: Variant, saved: dict[str, Path]) -> None:
     folder = saved[str(variant)]
     model = LeanForCausalLM.from_pretrained(folder).eval()

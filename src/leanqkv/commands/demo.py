@@ -26,6 +26,8 @@ def demo(
 
     leanqkv demo --out runs/demo
     """
+    import torch
+
     from ..demo.phases import PHASES, Settings, claim
     from ..environment import check_device, default_device
     from ..files import read_json
@@ -33,8 +35,10 @@ def demo(
 
     started = time.monotonic()
     device = check_device(device or default_device())
+    if device == "cpu":
+        torch.set_num_threads(1)  # as the runs do: models this small are slower on several threads
     settings = Settings(steps=steps)
-    record = claim(out, settings)
+    record = claim(out, settings, device)
     console.print(SCALE, highlight=False)
     if any(phase not in record for phase in PHASES):
         _run_phases(out, settings, record, device)
@@ -47,8 +51,6 @@ def demo(
 
 def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device: str) -> None:
     """Run the phases that the record does not have yet; it is stored after each."""
-    import torch
-
     from ..demo import phases
     from ..files import write_json
     from ..presets import preset
@@ -56,8 +58,6 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
 
     data: Any = prepare(settings.data, [preset(settings.baseline)], None, "text", settings.documents)
     phases.check_data(record, data)
-    if device == "cpu":
-        torch.set_num_threads(1)  # as the runs do: models this small are slower on several threads
 
     def begin(phase: str, title: str) -> bool:
         console.print(f"{phases.PHASES.index(phase) + 1}/{len(phases.PHASES)} {title}", highlight=False, style="bold")
@@ -72,7 +72,7 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
         # bfloat16 is emulated on many CPUs, and timing what is faster takes as long as these runs.
         train_with_display(settings.comparison(), data, out / phases.COMPARISON, precision="fp32", device=device)
         write_report(out / phases.COMPARISON)
-        store("training", phases.training_results(out, settings, data, device))
+        store("training", phases.training_results(out, settings, data))
     if begin("conversion", f"convert the trained {settings.baseline} to a smaller KV cache"):
         with progress_bar("passes over the calibration text") as bar:
             store("conversion", phases.convert(out, settings, data, bar))
@@ -87,6 +87,7 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
         f"{before:,} -> {after:,} parameters ({after / before - 1:+.1%}); logits differ by "
         f"{certificate['exact']['relative']:.0e} in float64, before rounding",
         highlight=False,
+        soft_wrap=True,
     )
     if begin("evaluation", "score all four models on the same held-out text"):
         with progress_bar("models scored") as bar:

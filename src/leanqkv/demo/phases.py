@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.load import load_config, load_model
+from ..checkpoints import load_config, load_model
 from ..compare.suite import Comparison, Entry
 from ..convert.conversion import REPORT, calibration_tokens, convert_directory
 from ..data import TokenData, batch_plan, collate
 from ..eliminate import eliminate_directory, parse_request, verify
 from ..eliminate.elimination import CERTIFICATE
-from ..environment import git_commit, hardware, versions
+from ..environment import record_header
 from ..errors import LeanError
 from ..evaluate import sequence_losses
-from ..files import RECORD_FORMAT, read_json, write_json
+from ..files import read_json, write_json
 from ..inference import Decoder
 from ..model.cache import cache_bytes
 
@@ -69,8 +69,8 @@ class Settings:
         )
 
 
-def claim(out: Path, settings: Settings) -> dict[str, Any]:
-    """Return the record in `out`, which is begun where there is none.
+def claim(out: Path, settings: Settings, device: str) -> dict[str, Any]:
+    """Return the record in `out`; begin one where there is none.
 
     Raises:
         LeanError: `out` holds something else, or a demo of other settings.
@@ -88,19 +88,19 @@ def claim(out: Path, settings: Settings) -> dict[str, Any]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LeanError(f"{out} is not empty and not a demo. Choose another --out.")
     out.mkdir(parents=True, exist_ok=True)
-    record = {"record": RECORD_FORMAT, "settings": asdict(settings)}
+    record = {**record_header("demo", settings.comparison().title, device), "settings": asdict(settings)}
     write_json(file, record)
     return record
 
 
 def check_data(record: dict[str, Any], data: TokenData) -> None:
-    """Raise where the models of `record` were trained on other data.
+    """Check that the models of `record` were trained on this data.
 
     Raises:
-        LeanError: they were, for example because Python, whose library is the data, has been updated since.
+        LeanError: they were not, for example because Python, whose library is the data, has been updated since.
     """
     if "training" in record and record["training"]["data"]["sha256"] != data.sha256:
-        raise LeanError(f"these models were trained on other data than this ({data.description}). Delete the demo.")
+        raise LeanError(f"The demo was trained on other data than this ({data.description}). Choose another --out.")
 
 
 def run_directories(out: Path) -> dict[str, Path]:
@@ -119,8 +119,8 @@ def model_directories(out: Path, settings: Settings) -> dict[str, Path]:
     }
 
 
-def training_results(out: Path, settings: Settings, data: TokenData, device: str) -> dict[str, Any]:
-    """Return the curves and the throughput of both runs, and what they were made on.
+def training_results(out: Path, settings: Settings, data: TokenData) -> dict[str, Any]:
+    """Return the curves and the throughput of both runs.
 
     Raises:
         LeanError: a run diverged.
@@ -144,9 +144,6 @@ def training_results(out: Path, settings: Settings, data: TokenData, device: str
         "tokens_per_step": baseline["recipe"]["batch_size"] * baseline["context_length"],
         "precision": baseline["precision"]["choice"],
         "data": data.record(),
-        "hardware": hardware(device),
-        "versions": versions(),
-        "git_commit": git_commit(),
     }
 
 
@@ -194,7 +191,7 @@ def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progre
     )
     models: dict[str, Any] = {}
     for name, directory in directories.items():
-        model: Any = load_model(directory).to(device)
+        model = _load(directory, device)
         losses = sequence_losses(model, data.validation(), plan.evaluation_starts, context, batch_size=8)
         models[name] = {
             "parameters": model.config.plan.count_parameters().total,
@@ -211,7 +208,7 @@ def decode(out: Path, settings: Settings, data: TokenData, device: str, progress
     tokenizer = data.tokenizer()
     assert tokenizer is not None
     prompt = tokenizer(settings.prompt, return_tensors="pt")["input_ids"].to(device)
-    decoders = {name: Decoder(load_model(d).to(device)) for name, d in directories.items()}
+    decoders = {name: Decoder(_load(directory, device)) for name, directory in directories.items()}
     rates: dict[str, list[float]] = {name: [] for name in decoders}
     models: dict[str, Any] = {}
     for number in range(settings.rounds + 1):
@@ -236,6 +233,11 @@ def decode(out: Path, settings: Settings, data: TokenData, device: str, progress
         "dtype": "float32",
         "models": {name: {**model, "tokens_per_second": _spread(rates[name])} for name, model in models.items()},
     }
+
+
+def _load(directory: Path, device: str) -> Any:
+    model: Any = load_model(directory)
+    return model.to(device)
 
 
 def _spread(values: list[float]) -> Mapping[str, float]:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
 from ..compare.measure import LOSS
 from ..compare.statistics import Band
@@ -12,17 +11,18 @@ from ..demo.phases import PHASES, RECORD
 from ..errors import LeanError
 from ..files import read_json, write_text
 from . import figures
-from .html import render
-from .text import ABSENT, signed
+from .html import TEMPLATES, render
+from .text import ABSENT, Table, signed
 
 SCALE = (
-    "A toy run: two models of a million parameters, a few hundred steps, one seed. It shows what each tool does; it "
+    "A toy run: two models of a million parameters, minutes of training, one seed. It shows what each tool does; it "
     "supports no conclusion about architectures."
 )
 HEADERS = (
     *("model", "parameters", "KV cache, bytes\nper token (bf16)", "validation loss,\nnats per token"),
     *("difference to\nthe baseline", "decoding,\ntokens/s", "KV cache\nheld, bytes"),
 )
+SHORT_HEADERS = ("model", "parameters", "KV bytes\nper token", "validation\nloss", "change", "decoding,\ntokens/s")
 CERTIFICATE_HEADERS = ("computed in", "model", "largest difference\nof logits", "relative", "same next\ntoken")
 # What each phase does, on a model of the reader's own.
 COMMANDS = (
@@ -35,17 +35,9 @@ COMMANDS = (
 )
 
 
-FACTS = ("hardware", "versions")
-
-
-def terminal_table(record: dict[str, Any]) -> Table:
+def terminal_table(record: dict[str, Any]) -> TerminalTable:
     """Return the models in 80 columns."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for header in ("", "parameters", "KV bytes\nper token", "validation\nloss", "change", "decoding,\ntokens/s"):
-        table.add_column(header, justify="right" if header else "left", no_wrap=True)
-    for row in _rows(record):
-        table.add_row(*row["cells"][:-1])
-    return table
+    return Table(SHORT_HEADERS, [row[:-1] for row in _rows(record)]).terminal(whole=SHORT_HEADERS)
 
 
 def write_page(directory: Path) -> Path:
@@ -58,62 +50,62 @@ def write_page(directory: Path) -> Path:
     if missing := [phase for phase in PHASES if phase not in record]:
         raise LeanError(f"{directory} holds a demo without {missing[0]}. Go on with: leanqkv demo --out {directory}")
     page = directory / "report.html"
-    write_text(
-        page,
-        render(
-            Path(__file__).with_name("demo.html.j2"),
-            record=record,
-            scale=SCALE,
-            lead=_lead(record),
-            headers=HEADERS,
-            rows=_rows(record),
-            certificate_headers=CERTIFICATE_HEADERS,
-            certificate_rows=_certificate_rows(record),
-            takeaways=_takeaways(record),
-            figures=_figures(record),
-            facts=_facts(record),
-            commands=COMMANDS,
-        ),
-    )
+    try:
+        write_text(page, _html(record))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LeanError(f"{directory / RECORD} is damaged ({error!r}). Run the demo again in another --out.") from None
     return page
 
 
-def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return each model's cells, as HEADERS has them, and how it was made."""
-    settings, decoding = record["settings"], record["decoding"]["models"]
-    steps = f"trained for {settings['steps']:,} steps"
-    made = (steps, steps, "calibrated, without training", "block-diagonal elimination, exact")
-    models = record["evaluation"]["models"]
-    baseline = models[settings["baseline"]]["loss"]
+def _html(record: dict[str, Any]) -> str:
+    models = (
+        "A model trained this briefly makes little use of attention, so the conversion costs it almost nothing; it "
+        "costs a well-trained model more. A model this small spends its decoding time on overhead: a smaller cache "
+        "makes it no faster."
+    )
+    certificate = (
+        "Every row is against the original computed in float64. Rows “original” show the error of the dtype by itself."
+    )
+    return render(
+        TEMPLATES / "demo.html.j2",
+        record=record,
+        scale=SCALE,
+        lead=_lead(record),
+        figures=_figures(record),
+        takeaways=_takeaways(record),
+        tables={
+            "models": Table(HEADERS, _rows(record), "The models", models),
+            "elimination": Table(
+                CERTIFICATE_HEADERS, _certificate_rows(record), "Weights removed exactly", certificate
+            ),
+        },
+        lists={"The same with your own model": COMMANDS, "How it was measured": _facts(record)},
+    )
+
+
+def _rows(record: dict[str, Any]) -> list[list[str]]:
+    """Return each model's cells, as HEADERS has them."""
+    models, decoding = record["evaluation"]["models"], record["decoding"]["models"]
+    baseline = record["settings"]["baseline"]
     return [
-        {
-            "made": how,
-            "cells": [
-                name,
-                f"{model['parameters']:,}",
-                f"{model['kv_bytes_per_token_bf16']:,}",
-                f"{model['loss']:.4f}",
-                ABSENT if name == settings["baseline"] else _difference(model["loss"], baseline),
-                f"{decoding[name]['tokens_per_second']['median']:,.0f}",
-                f"{decoding[name]['cache_bytes']:,}",
-            ],
-        }
-        for (name, model), how in zip(models.items(), made, strict=True)
+        [
+            name,
+            f"{model['parameters']:,}",
+            f"{model['kv_bytes_per_token_bf16']:,}",
+            f"{model['loss']:.4f}",
+            ABSENT if name == baseline else _difference(model["loss"], models[baseline]["loss"]),
+            f"{decoding[name]['tokens_per_second']['median']:,.0f}",
+            f"{decoding[name]['cache_bytes']:,}",
+        ]
+        for name, model in models.items()
     ]
 
 
 def _certificate_rows(record: dict[str, Any]) -> list[list[str]]:
     """Return what the certificate says, as CERTIFICATE_HEADERS has it."""
-    certificate = record["elimination"]["certificate"]
     return [
-        [
-            dtype,
-            which,
-            f"{values['max_abs']:.1e}",
-            f"{values['relative']:.1e}",
-            f"{values['agreement']:.1%}",
-        ]
-        for dtype, pair in certificate["dtypes"].items()
+        [dtype, which, f"{values['max_abs']:.1e}", f"{values['relative']:.1e}", f"{values['agreement']:.1%}"]
+        for dtype, pair in record["elimination"]["certificate"]["dtypes"].items()
         for which, values in pair.items()
         if (dtype, which) != ("fp64", "original")
     ]
@@ -122,8 +114,9 @@ def _certificate_rows(record: dict[str, Any]) -> list[list[str]]:
 def _lead(record: dict[str, Any]) -> str:
     training = record["training"]
     return (
-        f"{' and '.join(training['models'])} were trained on the same {training['tokens']:,} tokens. The trained "
-        "baseline was then converted to a smaller KV cache, and, separately, weights were removed from it exactly."
+        f"{' and '.join(training['models'])} were trained for {training['steps']:,} steps on the same "
+        f"{training['tokens']:,} tokens. The trained baseline was then converted to a smaller KV cache, and, "
+        "separately, weights were removed from it exactly."
     )
 
 
@@ -190,10 +183,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     certificate, verification = record["elimination"]["certificate"], record["elimination"]["verification"]
     speeds = "; ".join(f"{name} {run['tokens_per_second']:,.0f} tokens/s" for name, run in runs.items())
     return [
-        (
-            "Data",
-            f"{data['description']}; {documents}, {data['train_tokens']:,} tokens",
-        ),
+        ("Data", f"{data['description']}; {documents}, {data['train_tokens']:,} training tokens"),
         (
             "Training",
             f"{training['steps']:,} steps of {training['tokens_per_step']:,} tokens, peak learning rate "
@@ -220,6 +210,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
             f"batch 1, {record['decoding']['dtype']}: {record['decoding']['prompt_tokens']} prompt tokens and "
             f"{settings['new_tokens']} new ones, sampled with one seed; median of {settings['rounds']} turns",
         ),
-        *((term.title(), ", ".join(f"{key} {value}" for key, value in training[term].items())) for term in FACTS),
-        ("Git commit", training["git_commit"] or "not recorded"),
+        ("Hardware", ", ".join(f"{key} {value}" for key, value in record["hardware"].items())),
+        ("Versions", ", ".join(f"{key} {value}" for key, value in record["versions"].items())),
+        ("Git commit", record["git_commit"] or "not recorded"),
     ]
