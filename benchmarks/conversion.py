@@ -8,7 +8,7 @@ started again, it goes on.
     python benchmarks/conversion.py --name stdlib --work runs/conversion/stdlib --out results/conversion
     python benchmarks/conversion.py --name torch-headers --data torch-headers --seeds 2 \\
         --rates results/conversion/stdlib.json
-    python benchmarks/conversion.py --tables results/conversion/stdlib.json --figure uptraining.svg
+    python benchmarks/conversion.py --tables results/conversion/stdlib.json
 """
 
 import argparse
@@ -286,43 +286,6 @@ def _by_seed(losses: dict[Any, float]) -> dict[int, float]:
     return {int(seed): loss for seed, loss in losses.items()}
 
 
-def figure(record: dict[str, Any], file: Path) -> None:
-    """P3's Fig. 8: loss, less that of the same seed's baseline, against the share of the pretraining tokens.
-
-    Mean, lowest and highest seed; on the right what lies near the baseline."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "leanqkv"  # the same record makes the same file
-    from matplotlib import pyplot
-    from matplotlib.ticker import PercentFormatter
-
-    base = _by_seed(record["baseline"]["loss"])
-    scratch = statistics.mean(loss - base[seed] for seed, loss in _by_seed(record["skipv1"]["loss"]).items())
-    canvas, panels = pyplot.subplots(1, 2, figsize=(9.6, 4), layout="constrained")
-    for number, arm in enumerate(ARMS):
-        points: dict[float, list[float]] = {}
-        for row in record["uptraining"]:
-            if row["arm"] == arm:
-                points.setdefault(row["share"], []).append(row["loss"] - base[row["seed"]])
-        shares = sorted(points)
-        color, means = f"C{number}", [statistics.mean(points[share]) for share in shares]
-        low, high = ([bound(points[share]) for share in shares] for bound in (min, max))
-        for axes in panels:
-            axes.plot(shares, means, "o-", color=color, label="baseline, trained on" if arm == "baseline" else arm)
-            axes.fill_between(shares, low, high, color=color, alpha=0.15, linewidth=0)
-    for axes in panels:
-        axes.axhline(0, color="black", linestyle="--", linewidth=1, label="baseline")
-        axes.axhline(scratch, color="black", linestyle=":", linewidth=1, label="SkipV1 from scratch")
-        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_xlabel("share of the pretraining tokens, calibration included")
-    panels[0].set_ylabel("validation loss less the baseline's (nats)")
-    near = [row["loss"] - base[row["seed"]] for row in record["uptraining"] if row["arm"] != "mean-v"]
-    panels[1].set_ylim(min(near) - 0.003, max(near) + 0.003)
-    panels[0].legend(frameon=False, fontsize=8)
-    canvas.savefig(file, metadata={"Date": None})
-
-
 def _difference(losses: dict[int, float], base: dict[int, float]) -> str:
     found = paired_difference(losses, base)
     assert found is not None
@@ -333,7 +296,6 @@ def _difference(losses: dict[int, float], base: dict[int, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, help="print a record as Markdown, and do nothing else")
-    parser.add_argument("--figure", type=Path, help="with --tables: draw the curves into this file, too")
     parser.add_argument("--name", default="stdlib", help="of the record")
     parser.add_argument("--data", help="as leanqkv train takes it; or torch-headers, the C++ headers in torch")
     parser.add_argument("--seeds", type=int, default=3)
@@ -345,8 +307,6 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.tables is not None:
         print(tables(read_json(asked.tables)))
-        if asked.figure is not None:
-            figure(read_json(asked.tables), asked.figure)
         return
     asked.work = asked.work or Path("runs/conversion") / asked.name
     asked.work.mkdir(parents=True, exist_ok=True)
