@@ -19,7 +19,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of both models.")] = 400,
     device: Device = None,
 ) -> None:
-    """Show every tool on one small model, and write one page about it: two to four minutes on two CPU cores.
+    """Show every tool on one small model, and write one page about it: one to two minutes on two CPU cores.
 
     Trains a baseline and a SkipV1 model on the same batches, converts the trained baseline to a smaller KV cache,
     removes weights from it exactly, scores all of them on held-out text, and decodes with each.

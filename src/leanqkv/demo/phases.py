@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """The size of the demo: 400 steps and the defaults take about two minutes on two CPU cores.
+    """The size of the demo: 400 steps and the defaults take one to two minutes on two CPU cores.
 
     Attributes:
         learning_rate: the same for both models; with few steps a lower one than the models' own learns faster.
