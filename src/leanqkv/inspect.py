@@ -144,7 +144,7 @@ def _elimination_lines(config: LeanConfig, findings: Sequence[Finding]) -> list[
     if config.norm_type != "none" and not norms_disabled(config):
         small = max(finding.share for finding in findings) < 0.01
         amount = ", so that less than 1% of the weights can be removed exactly" if small else ""
-        lines.append(f"norms: they rule out everything else{amount}")
+        lines.append(f"norms rule out every other elimination{amount}")
     projections = [",".join(slots) for slots in WAYS]
     for reason, names in reasons.items():
         what = "projections" if names == projections else "; ".join(names)

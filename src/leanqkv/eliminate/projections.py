@@ -63,7 +63,7 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
         return "keys and values are made from a latent (MLA), which is narrower than the stream"
     if config.norm_type != "none":
         norm, admitted = NORMS[config.norm_type]
-        return f"there is {norm} in front of what reads the stream, which admits {admitted}"
+        return f"every matrix that reads the stream follows {norm}, which admits {admitted}"
     shape = config.plan.parameter_shapes[weight_name(config, removal)]
     if shape[0] != shape[1]:
         return f"it is not square ({shape[1]} by {shape[0]}), so it has no inverse"

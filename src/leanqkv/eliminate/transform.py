@@ -143,7 +143,7 @@ def _alternative(removals: list[Removal], stream: Stream) -> str:
         return f"what does go is any one of them alone, {possible[0]} for example"
     numbers = block_diagonal.saved(stream.config)
     share = numbers / stream.config.plan.count_parameters().total
-    return f"what does apply here: {BLOCK_DIAGONAL}, {share:.2%} of the weights" if numbers else "nothing else applies"
+    return f"possible here: {BLOCK_DIAGONAL}, {share:.2%} of the weights" if numbers else "nothing else applies"
 
 
 def _check_conditions(conditions: Mapping[str, float], request: Request) -> None:
