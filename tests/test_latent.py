@@ -65,6 +65,9 @@ def test_the_cheaper_form_is_taken() -> None:
 
     assert absorbs(1, 100) and absorbs(1, 100_000) and absorbs(4, 100)
     assert not absorbs(100, 100) and not absorbs(1, 1) and not absorbs(1000, 2000)
+    # On a long history, multiplications per key of t queries: 256 * (64 + 64) + t * (64 + 64) expanded, t * (256 + 256)
+    # absorbed; equal at t = 85.3.
+    assert absorbs(85, 100_000) and not absorbs(86, 100_000)
 
 
 @pytest.mark.parametrize("names", [("mla",), ("mla", "skipv1")])

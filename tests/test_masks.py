@@ -7,7 +7,7 @@ import torch
 from shapes import assert_near, randomize, tiny, tokens
 from transformers import AutoModelForMaskedLM, DynamicCache
 
-from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanForMaskedLM
+from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanForMaskedLM, cache_bytes, plan
 
 SHAPES = ["gpt", "llama"]
 VARIANTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
@@ -157,3 +157,13 @@ def test_rotated_values_enter_by_distance_alone(names: tuple[str, ...]) -> None:
     with torch.no_grad():
         here, there = (model(input_ids=ids, position_ids=positions + shift).logits for shift in (0, 17))
     assert_near(there, here, 1e-5)  # rotary angles are float32
+
+
+def test_a_windowed_cache_lets_go_of_a_long_prompt() -> None:
+    """transformers keeps a view of the window, and with it the whole prompt."""
+    config = tiny("llama", "skipv1", sliding_window=4)
+    with torch.no_grad():
+        cache = LeanForCausalLM(config).eval()(tokens(1, 200), use_cache=True).past_key_values
+    held = plan(config).kv_bytes(200, torch.float32)
+    assert held < plan(config).kv_bytes_per_token(torch.float32) * 200 / 40
+    assert held <= cache_bytes(cache) <= 2 * held
