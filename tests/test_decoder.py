@@ -153,7 +153,7 @@ def test_the_cache_is_one_for_transformers_own_generation_as_well(mechanisms):
 def test_packed_layers_compute_the_same(dtype, bias):
     linear = nn.Linear(48, 80, bias=bias).to(dtype)
     if not can_pack(linear.weight):
-        pytest.skip("this build of PyTorch cannot")
+        pytest.skip("this build of PyTorch has no oneDNN product for packed weights of this dtype")
     layer = PackedLinear(linear)
     for rows in (1, 3, 8, 40):
         inputs = torch.randn(2, rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
@@ -170,7 +170,7 @@ def test_a_packed_model_shares_the_parameters_and_leaves_the_model():
     mine = {id(parameter) for parameter in model.parameters()}
     assert {id(parameter) for parameter in packed_model.parameters()} == mine
     if not can_pack(next(model.parameters())):
-        pytest.skip("this build of PyTorch cannot")
+        pytest.skip("this build of PyTorch has no oneDNN product for packed weights of this dtype")
     for layer in packed_model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         assert attention.project.layers == [attention.q_proj.down_proj, attention.k_proj, attention.v_proj]

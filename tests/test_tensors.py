@@ -72,7 +72,7 @@ def test_safetensors_come_before_pickles(tmp_path):
 def test_a_file_is_mapped_only_while_a_tensor_of_it_is_held(layout, tmp_path):
     maps = Path("/proc/self/maps")
     if not maps.is_file():
-        pytest.skip("no /proc to see mappings in")
+        pytest.skip("only Linux lists the mapped files of a process, in /proc/self/maps")
     stored = open_tensors(write(tmp_path, layout))
     assert str(tmp_path) not in maps.read_text()
     tensor = stored["a.weight"]
@@ -235,7 +235,10 @@ print(resident() - start)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux says is resident")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="resident memory is read from /proc/self/status, which only Linux has",
+)
 def test_freed_memory_is_given_back():
     """Twenty blocks of 16 MiB, each with a small one behind it that stays."""
     before, after = (
