@@ -16,7 +16,6 @@ from ..compat import has_hooks
 from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.mlp import GatedMLP
-from ..model.projection_linear import LinearProjection
 from ..model.query_nonlinear import NonlinearQuery
 from ..model.query_residual import ResidualQuery
 
@@ -27,11 +26,11 @@ MakeProduct = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 class LinearPart(NamedTuple):
     """The linear map of its input that a projection begins with.
 
-    layer: the linear layer whose weight [out, in] and bias these are. finish: the projection's result, of the input
+    layer: the module whose weight [out, in] and bias these are. finish: the projection's result, of the input
     and of what the map makes of it.
     """
 
-    layer: nn.Linear
+    layer: nn.Module
     weight: Tensor
     bias: Tensor | None
     finish: Callable[[Tensor, Tensor], Tensor]
@@ -76,12 +75,12 @@ class JoinedProjections:
         return [part for part in parts if part is not None]
 
 
-def join_projections(model: nn.Module, make_product: MakeProduct | None = None) -> list[nn.Linear]:
+def join_projections(model: nn.Module, make_product: MakeProduct | None = None) -> list[nn.Module]:
     """Join, in place, the projections of one input in every attention and gated MLP of `model`.
 
-    Names of tensors stay as they are. Returns the linear layers whose weights are now part of a joint product.
+    Names of tensors stay as they are. Returns the modules whose weights are now part of a joint product.
     """
-    layers: list[nn.Linear] = []
+    layers: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, LeanAttention | LatentAttention | GatedMLP):
             joined = JoinedProjections(module, make_product)
@@ -104,13 +103,10 @@ def linear_part(projection: nn.Module | None) -> LinearPart | None:
         return None
     if not all(parameter.is_floating_point() for parameter in projection.parameters()):
         return None
-    if type(projection) in (nn.Linear, LinearProjection):
-        return LinearPart(projection, projection.weight, projection.bias, lambda _, mapped: mapped)  # type: ignore[arg-type]
+    if type(projection) is nn.Linear:
+        return LinearPart(projection, projection.weight, projection.bias, lambda _, mapped: mapped)
     if type(projection) is ResidualQuery:
-        width = projection.out_features
-        return LinearPart(
-            projection, projection.weight, projection.bias, lambda x, mapped: (x[..., :width] + mapped) / 2
-        )
+        return LinearPart(projection, projection.weight, projection.bias, projection.halve)
     if type(projection) is NonlinearQuery:
         weighted = [child for child in projection.children() if next(child.parameters(), None) is not None]
         if all(type(child) in (nn.Linear, nn.RMSNorm, nn.LayerNorm) for child in weighted):

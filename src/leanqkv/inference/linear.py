@@ -42,7 +42,7 @@ def packed(model: nn.Module) -> Any:
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     packed_model = copy.deepcopy(model, shared)
-    joined: list[nn.Linear] = []
+    joined: list[nn.Module] = []
     if all(can_pack(weight) for weight in model.parameters()):
         joined = join_projections(packed_model, partial(pack_linear, rows=ROWS))
     joined_ids = {id(layer) for layer in joined}

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 
-class LinearOutput(nn.Linear):
+class LinearOutput:
     """The heads side by side times W_O, from `num_heads * head_dim` to `hidden_size`."""
 
     @dataclass(frozen=True)
     class Options:
         pass
 
-    def __init__(self, config, num_heads: int, options: Options):
-        super().__init__(num_heads * config.head_dim, config.hidden_size, bias=config.attention_output_bias)
+    @staticmethod
+    def build(config, num_heads: int, options: Options) -> nn.Linear:
+        return nn.Linear(num_heads * config.head_dim, config.hidden_size, bias=config.attention_output_bias)
 
 
 class IdentityOutput(nn.Module):

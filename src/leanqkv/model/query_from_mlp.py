@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torch.nn import functional as F
+
 from .projection_identity import IdentityQuery
-from .projection_linear import LinearProjection
+from .query_residual import ResidualQuery
 
 
-class QueryFromMLP(LinearProjection):
+class QueryFromMLP(ResidualQuery):
     """`Q = (X + H[:, :d] W') / 2`, W' [d, d] under the linear query's name and with its initial draw."""
 
     @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class QueryFromMLP(LinearProjection):
 
     def forward(self, hidden_states: Tensor, mlp_hidden: Tensor) -> Tensor:  # type: ignore[override]
         """hidden_states: [batch, positions, hidden_size]; mlp_hidden: [batch, positions, intermediate_size]."""
-        return (hidden_states[..., : self.out_features] + super().forward(mlp_hidden[..., : self.in_features])) / 2
+        return self.halve(hidden_states, F.linear(mlp_hidden[..., : self.weight.shape[1]], self.weight, self.bias))
 
     @staticmethod
     def clash(config, num_heads: int, options) -> str | None:

@@ -66,8 +66,8 @@ class Mechanism:
     options: Any
 
     def build(self, config, num_heads: int) -> Any:
-        """The module, for so many heads."""
-        return self.cls(config, num_heads, self.options)
+        """The module, for so many heads: what the class's `build` returns if it has one, else an instance."""
+        return getattr(self.cls, "build", self.cls)(config, num_heads, self.options)
 
     def clash(self, config, heads: Any) -> str | None:
         """Why it cannot be built in this configuration, or None; a class without `clash` goes with everything.
