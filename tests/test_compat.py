@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from shapes import randomize, tiny, tokens
-from torch import nn
 
 from leanqkv import LeanForCausalLM, compat
 from leanqkv.errors import LeanError
@@ -118,15 +117,6 @@ def test_decoding_where_the_attention_cannot_be_told(model, expected, monkeypatc
     decoder = Decoder(model)
     assert torch.equal(decoded(decoder), expected)
     assert compat.attention_implementation(decoder.model) == "sdpa"
-
-
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_hooks(kind):
-    linear = nn.Linear(2, 2)
-    assert not compat.has_hooks(linear)
-    getattr(linear, f"register_{kind}_hook")(lambda *_: None)
-    assert compat.has_hooks(linear)
-    assert compat.has_hooks(SimpleNamespace()), "what cannot be told is taken for hooked"
 
 
 def test_one_device(tmp_path):

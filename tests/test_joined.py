@@ -11,6 +11,7 @@ from torch import nn
 from leanqkv import LeanConfig, LeanForCausalLM
 from leanqkv.inference import joined
 from leanqkv.inference.joined import join_projections
+from leanqkv.model.projection_linear import is_plain_linear, is_rewritten
 
 CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("gpt", (), {}),
@@ -138,3 +139,29 @@ def test_a_product_made_once_joins_no_weights_in_a_step(monkeypatch: pytest.Monk
     join_projections(model, lambda weight, bias: lambda x: nn.functional.linear(x, weight, bias))
     monkeypatch.setattr(joined.torch, "cat", never)
     assert_near(model(input_ids=ids, use_cache=False).logits, expected, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hooked_module_is_rewritten(kind: str) -> None:
+    linear = nn.Linear(2, 2)
+    assert is_plain_linear(linear)
+    getattr(linear, f"register_{kind}_hook")(lambda *_: None)
+    assert is_rewritten(linear) and not is_plain_linear(linear)
+    assert is_rewritten(SimpleNamespace(parameters=lambda recurse: [])), "what cannot be told is taken for hooked"
+
+
+def test_other_ways_to_rewrite_a_module() -> None:
+    class Doubled(nn.Linear):
+        pass
+
+    assert not is_plain_linear(Doubled(2, 2))
+    replaced = nn.Linear(2, 2)
+    replaced.forward = lambda inputs: inputs
+    assert is_rewritten(replaced)
+
+    class OtherTensor(torch.Tensor):
+        pass
+
+    other = nn.Linear(2, 2)
+    other.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(OtherTensor))
+    assert is_rewritten(other)

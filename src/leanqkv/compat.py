@@ -77,12 +77,6 @@ def packing_works(dtype: torch.dtype) -> bool:
     return works
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is registered to run when `module` does; True if that is unknown."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind, True) for kind in kinds)
-
-
 def attention_implementation(model: nn.Module) -> str | None:
     """The name of the attention function that a transformers model uses; None if that is unknown."""
     return getattr(model.config, "_attn_implementation", None)

@@ -321,9 +321,14 @@ def test_mixtral(monkeypatch: pytest.MonkeyPatch) -> None:
             assert_near(one.loss, other.loss, 1e-5)
 
 
-def test_deepseek_v3_without_its_latent_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+DEEPSEEK_YARN = {"rope_type": "yarn", **ROTARY["yarn"], "mscale": 0.7, "mscale_all_dim": 1.3}
+
+
+@pytest.mark.parametrize("rotary", [None, DEEPSEEK_YARN], ids=["default", "yarn"])
+def test_deepseek_v3_without_its_latent_norm(rotary: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLA. P3's equations have no norm on the latent; DeepSeek's is taken out."""
     mla = {"kv_lora_rank": 12, "qk_rope_head_dim": 4}
+    mla |= {"rope_parameters": rotary} if rotary else {}
     config = DeepseekV3Config(
         **{**COMMON, "num_key_value_heads": 4},
         **mla,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..compat import has_hooks
 from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.mlp import GatedMLP
+from ..model.projection_linear import is_rewritten
 from ..model.query_nonlinear import NonlinearQuery
 from ..model.query_residual import ResidualQuery
 
@@ -96,12 +96,7 @@ def linear_part(projection: nn.Module | None) -> LinearPart | None:
     An adapter in place of a part is of another type, a quantised weight is not floating point, a hook would be passed
     over: such projections have none.
     """
-    if projection is None:
-        return None
-    modules = list(projection.modules())
-    if any(has_hooks(module) for module in modules):
-        return None
-    if not all(parameter.is_floating_point() for parameter in projection.parameters()):
+    if projection is None or any(is_rewritten(module) for module in projection.modules()):
         return None
     if type(projection) is nn.Linear:
         return LinearPart(projection, projection.weight, projection.bias, lambda _, mapped: mapped)

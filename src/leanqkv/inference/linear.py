@@ -5,11 +5,13 @@ On a CPU, oneDNN's own layout, into which a weight is copied once, is the faster
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from ..compat import has_hooks, pack_linear, packing_works
+from ..compat import pack_linear, packing_works
+from ..model.attention_latent import LatentAttention
+from ..model.projection_linear import is_plain_linear
 from .joined import join_projections
 
 # Rows that the layout is chosen for; others are computed as well.
@@ -34,11 +36,17 @@ def can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and packing_works(weight.dtype)
 
 
+def can_replace(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether `module` is a plain linear layer whose weight can be packed."""
+    return is_plain_linear(module) and can_pack(module.weight)  # type: ignore[arg-type]
+
+
 def packed(model: nn.Module) -> Any:
     """A copy of the model that shares its parameters, with packed linear layers where that is possible.
 
     Layers with the same input are packed as one. A packed layer takes the memory of its weight once more. Modules with
-    hooks, adapters or a way of their own to multiply stay as they are.
+    hooks, adapters or a way of their own to multiply stay as they are; so do the up projections of MLA, whose weights
+    are read without a call when decoding.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     packed_model = copy.deepcopy(model, shared)
@@ -47,9 +55,8 @@ def packed(model: nn.Module) -> Any:
         joined = join_projections(packed_model, partial(pack_linear, rows=ROWS))
     joined_ids = {id(layer) for layer in joined}
     for module in list(packed_model.modules()):
+        folded = (module.k_up_proj, module.v_up_proj) if isinstance(module, LatentAttention) else ()
         for name, child in module.named_children():
-            if not isinstance(child, nn.Linear) or type(child).forward is not nn.Linear.forward:
-                continue
-            if id(child) not in joined_ids and can_pack(child.weight) and not has_hooks(child):
+            if id(child) not in joined_ids and child not in folded and can_replace(child):
                 setattr(module, name, PackedLinear(child))
     return packed_model

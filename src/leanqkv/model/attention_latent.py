@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from .attention import KeyValues, attend, autocast, mix
 from .plan import BlockWeights, LatentShape, LayerPlan
 from .position import rotate
+from .projection_linear import is_plain_linear
 
 
 class LatentAttention(nn.Module):
@@ -24,6 +25,8 @@ class LatentAttention(nn.Module):
     as many queries as keys. Absorbed: W_uk is folded into the query and W_uv into the output, so that every head
     attends to the latent itself: cheapest when decoding, where expanding would touch the whole history at each step.
     The latent of a layer may come in pieces from several layers (SkipV1-MLA); the absorbed form never joins them.
+    Absorbing reads W_uk and W_uv without calling their modules, so an adapter, hook or quantized weight in their place
+    leaves the expanded form alone.
     As in LeanAttention, inference may replace `project` and `attend`.
     """
 
@@ -120,7 +123,8 @@ class LatentAttention(nn.Module):
         expanded = n * rank * both + t * n * both
         absorbed = t * rank * both + t * n * 2 * rank
         readable = isinstance(mask, Tensor) or (mask is None and t == 1)  # no mask at all may mean a causal one
-        return absorbed < expanded and readable
+        foldable = is_plain_linear(self.k_up_proj) and is_plain_linear(self.v_up_proj)
+        return absorbed < expanded and readable and foldable
 
     def _expanded(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
         latent = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]

@@ -16,6 +16,7 @@ import torch
 from .depth_average import averaged_inputs
 from .depth_average import clash as depth_average_clash
 from .layout import HeadCounts, HeadGroup, HeadLayout, HeadSource, head_groups
+from .position import latent_score_scale
 from .registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES, ConfigError, Mechanism, make_mechanism
 
 
@@ -97,6 +98,7 @@ class LayerPlan:
     lends_mlp_hidden: bool = False
     averaged: tuple[int, ...] = ()  # DenseFormer: the outputs averaged after this block
     key_scales: tuple[tuple[int, float], ...] = ()  # layers whose keys it attends with: the factor they ask for
+    score_scale: float = 1.0  # the factor that rotary positions ask for (MLA)
     caches: bool = True  # false where the whole input is seen at once: nothing is kept for later
 
     @property
@@ -104,10 +106,11 @@ class LayerPlan:
         return self.layout.num_query_heads
 
     def attention_scale(self, key_layer: int) -> float:
-        """Factor on q k^T: `1 / sqrt(head_dim)` times the `scale` options of the query and of the layer that made the
-        keys."""
+        """Factor on q k^T: `1 / sqrt(head_dim)`, times the `scale` options of the query and of the layer that made the
+        keys, times `score_scale`."""
         width = self.head_dim + (self.latent.rope_dim if self.latent else 0)
-        return width**-0.5 * getattr(self.query.options, "scale", 1.0) * dict(self.key_scales).get(key_layer, 1.0)
+        query_scale, key_scale = getattr(self.query.options, "scale", 1.0), dict(self.key_scales).get(key_layer, 1.0)
+        return width**-0.5 * query_scale * key_scale * self.score_scale
 
     @property
     def borrowed(self) -> tuple[HeadSource, ...]:
@@ -271,6 +274,7 @@ def _make_layers(config) -> list[LayerPlan]:
             key_scales=tuple(
                 (source.layer, getattr(keys[source.layer].options, "scale", 1.0)) for source in layout.keys
             ),
+            score_scale=latent_score_scale(config) if latent else 1.0,
             caches=config.mask_type != "bidirectional",
         )
         (_refuse_latent if latent else _refuse)(config, layer)

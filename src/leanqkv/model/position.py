@@ -3,6 +3,7 @@
 Su et al. 2021, https://arxiv.org/abs/2104.09864
 """
 
+import math
 from copy import copy
 
 import torch
@@ -61,3 +62,16 @@ def rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     rotated = torch.addcmul(turned * cos, torch.cat((second, first), dim=-1), sin)
     return rotated if turned is heads else torch.cat((rotated, heads[..., n:]), dim=-1)
+
+
+def latent_score_scale(config) -> float:
+    """DeepSeek's factor on MLA's scores: `(0.1 mscale_all_dim ln(factor) + 1)^2` where rotary positions are scaled.
+
+    YaRN's temperature (Peng et al. 2023, https://arxiv.org/abs/2309.00071, section 3.4) for the whole head, of which
+    rotary positions reach only the rotary part under MLA. https://huggingface.co/deepseek-ai/DeepSeek-V3
+    """
+    parameters = config.rope_parameters or {}
+    weight = parameters.get("mscale_all_dim")
+    if parameters.get("rope_type", "default") == "default" or not weight:
+        return 1.0
+    return (0.1 * weight * math.log(max(parameters["factor"], 1.0)) + 1.0) ** 2

@@ -8,7 +8,6 @@ projection, so nothing is computed twice. The first layer has none before it and
 from dataclasses import dataclass
 
 from torch import Tensor
-
 from torch.nn import functional as F
 
 from .projection_identity import IdentityQuery
