@@ -11,7 +11,7 @@ from transformers import (
 
 from . import eliminate
 from .errors import LeanError
-from .model.cache import cache_bytes
+from .model.cache import LeanQuantizedCache, cache_bytes
 from .model.causal_lm import LeanForCausalLM
 from .model.config import LeanConfig
 from .model.image_classification import LeanForImageClassification
@@ -31,6 +31,7 @@ __all__ = [
     "LeanForImageClassification",
     "LeanForMaskedLM",
     "LeanModel",
+    "LeanQuantizedCache",
     "ParameterCount",
     "Plan",
     "Recipe",

@@ -5,16 +5,20 @@ through `config.layer_types`. What a layer stores is what the plan says it compu
 where they are computed, and a layer that computes nothing stores nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    QuantizedCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -99,13 +103,63 @@ def _register(name: str, make_dynamic: Callable, make_static: Callable) -> None:
 _register(LAYER_TYPE, LeanDynamicLayer, LeanStaticLayer)
 
 
+class LeanQuantizedCache(QuantizedCache):
+    """transformers' QuantizedCache for the tensors of the plan: `LeanQuantizedCache("quanto", config, nbits=4)`.
+
+    `generate(cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})` makes one.
+    """
+
+    def __init__(self, backend: str, config, **options: Any):
+        """backend, options: as QuantizedCache takes them, which names the package that a missing backend needs.
+
+        Raises:
+            ValueError: some layers keep a sliding window; what leaves it cannot be taken out of quantized tensors.
+        """
+        if windowed := [layer.layer for layer in config.plan.layers if layer.window is not None]:
+            raise ValueError(
+                f"a quantized cache keeps all positions, but layer {windowed[0]} keeps a sliding window of "
+                f"{config.plan.layers[windowed[0]].window}; use the default cache"
+            )
+        whole: Any = PreTrainedConfig(**{"num_hidden_layers": config.num_hidden_layers})
+        super().__init__(backend, whole, **options)
+        given = {name: value for name, value in options.items() if value is not None}
+        self.layers = [_quantized_layer(type(layer), given) for layer in self.layers]
+
+
+def _quantized_layer(kind: type, options: dict[str, Any]) -> Any:
+    """A layer of transformers' class `kind` whose keys or values may be tensors without heads."""
+
+    class Layer(kind):
+        # The backends take no empty tensors.
+        def _quantize(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super()._quantize(tensor, *args, **kwargs) if tensor.numel() else (tensor, None)
+
+        def _dequantize(self, quantized: Any) -> Tensor:
+            is_empty = isinstance(quantized, tuple) and not quantized[0].numel()
+            return quantized[0] if is_empty else super()._dequantize(quantized)
+
+    return Layer(**options)
+
+
 def cache_bytes(past_key_values: Cache) -> int:
     """Bytes of key/value memory that `past_key_values` really holds: each storage once, and whole, so that a view into
-    a larger tensor counts as the larger tensor."""
+    a larger tensor counts as the larger tensor. Of a quantized cache, its scales and offsets too."""
     storages = {}
     for layer in past_key_values.layers:
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            if isinstance(tensor, Tensor) and tensor.numel():
+        for name in ("keys", "values", "_quantized_keys", "_quantized_values"):
+            for tensor in _plain_tensors(getattr(layer, name, None)):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors with memory of their own that `value` is made of."""
+    if isinstance(value, dict | tuple | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _plain_tensors(part)
+    elif is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(value, name))
+    elif isinstance(value, Tensor) and value.numel():
+        yield value

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from .cache import LeanQuantizedCache
 from .config import LeanConfig
 from .moe import batch_share, load_balancing_loss
 from .transformer import LeanModel, LeanPreTrainedModel, require_task
@@ -84,14 +85,36 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
             router_logits=outputs.router_logits,
         )
 
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """As in transformers; a model with `mask_type` "prefix" takes the prompt for its prefix."""
         if self.config.mask_type == "prefix" and kwargs.get("prefix_mask") is None:
-            prompt = inputs if inputs is not None else kwargs.get("input_ids")
+            prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
+            prompt = next((given for given in prompts if given is not None), None)
             if prompt is not None:
                 mask = kwargs.get("attention_mask")
-                kwargs["prefix_mask"] = torch.ones_like(prompt) if mask is None else mask
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+                every_token = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
+                kwargs["prefix_mask"] = every_token if mask is None else mask
+        self._make_quantized_cache(generation_config, kwargs)
+        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+
+    def _make_quantized_cache(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+        """Put a quantized cache for this model's layers into `kwargs` if `generate` is asked for one."""
+
+        def asked(name: str) -> Any:
+            configs = (getattr(config, name, None) for config in (generation_config, self.generation_config))
+            return next((value for value in (kwargs.get(name), *configs) if value is not None), None)
+
+        if asked("cache_implementation") != "quantized" or kwargs.get("past_key_values") is not None:
+            return
+        options = {name: value for name, value in (asked("cache_config") or {}).items() if name != "config"}
+        cache = LeanQuantizedCache(options.pop("backend", "quanto"), self.config, **options)
+        kwargs |= {"past_key_values": cache, "cache_implementation": None, "cache_config": None}
 
 
 LeanForCausalLM.register_for_auto_class("AutoModelForCausalLM")
