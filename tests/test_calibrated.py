@@ -1,7 +1,11 @@
 """The calibrated conversion: every fit against least squares on the features themselves."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise, permutations, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from leanqkv.convert.least_squares import (
     update_values,
 )
 from leanqkv.convert.methods import METHODS, with_first_layer_values
+from leanqkv.convert.scratch import Stream, map_tensor
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -414,3 +419,69 @@ def test_activations_that_are_not_finite_are_refused() -> None:
     tensors["model.layers.1.mlp.up_proj.weight"] *= 1e30
     with pytest.raises(LeanError, match="the activations after layer 1 are not finite"):
         calibrated(config, tensors, tokens(4, 8).numpy())
+
+
+# --- disk and memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, BIASES])
+def test_space_is_asked_for_before_anything_is_written(fields: dict, tmp_path: Path, monkeypatch) -> None:
+    """For as many bytes as the fits write, and not for one less."""
+    config, tensors = source("gpt", "gqa", **fields)
+    sample = tokens(8, 16).numpy()
+
+    def start(name: str, free: float) -> Calibration:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+        (tmp_path / name).mkdir()
+        return Calibration(config, tensors, sample, Settings(sweeps=1), tmp_path / name)
+
+    with torch.no_grad():
+        calibration = start("written", float("inf"))
+        calibration.refit_layers(orders := calibration.choose_orders(), calibration.fit_shared_values(orders, 1.0))
+        written = sum(file.stat().st_size for file in (tmp_path / "written").iterdir())
+        start("enough", written)
+        with pytest.raises(LeanError, match=r"needs 0\.\d MB in the temporary directory .* 0\.\d MB free\. Set TMPDIR"):
+            start("too_little", written - 1)
+    assert not list((tmp_path / "too_little").iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").symlink_to("/dev/full")
+    with pytest.raises(LeanError, match=r"is full\. Set TMPDIR"):
+        Stream(tmp_path / "file", (4, 8))[:2] = torch.ones(2, 8)
+    with pytest.raises(LeanError, match=r"is full\. Set TMPDIR"):
+        map_tensor(tmp_path / "file", torch.ones(4))
+
+
+def test_a_stream_is_an_array(tmp_path: Path) -> None:
+    stream, expected = Stream(tmp_path / "file", (5, 3, 2)), torch.randn(5, 3, 2)
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        stream[rows] = expected[rows]
+    stream[slice(2, 4)] = expected[2:4] = torch.randn(2, 3, 2)
+    assert torch.equal(stream[slice(1, 5)], expected[1:5]) and torch.equal(stream[slice(4, 6)], expected[4:])
+
+
+PEAKS = """
+from pathlib import Path
+from converting import source
+from shapes import tokens
+from leanqkv.convert.calibrated import Settings, calibrated
+fields = {"hidden_size": 512, "num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 2, "intermediate_size": 8}
+config, tensors = source("gpt", **fields)
+for sequences in (128, 512):
+    settings = Settings(sweeps=1, batch_size=32, choose=False, refit_values=False)
+    calibrated(config, tensors, tokens(sequences, 32).numpy(), settings)
+    print(next(line.split()[1] for line in Path("/proc/self/status").open() if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a child's memory alone is read from Linux's /proc")
+def test_memory_does_not_grow_with_the_tokens() -> None:
+    """With four times the tokens a stream grows by 25 MB, and the peak by less."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run([sys.executable, "-c", PEAKS], env=os.environ | paths, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    fewer, more = (int(kilobytes) * 1024 for kilobytes in process.stdout.split())
+    assert more - fewer < (512 - 128) * 32 * 512 * 4

@@ -2,15 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from converting import BIASES, build, logits, source
+from converting import BIASES, build, logits, source, swapped_by_hand
 from corpus import write_corpus
 from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
 
-from leanqkv import LeanForCausalLM, cache_bytes
+from leanqkv import LeanError, LeanForCausalLM, cache_bytes
 from leanqkv.convert.heads import ValueHeads, target_config
 from leanqkv.convert.methods import METHODS, pools, with_first_layer_values
 from leanqkv.convert.nonlinear_query import with_nonlinear_query
@@ -109,40 +110,8 @@ def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, 
     config, tensors = source(shape, *mechanisms, **fields)
     new, converted = with_first_layer_values(config, tensors, METHODS[method], 0.5)
     assert {name: tuple(converted[name].shape) for name in converted} == new.plan.parameter_shapes
-    n, width = config.num_key_value_heads, config.head_dim
-    num_own = n // 2
-    model, ids, first = build(config, tensors), tokens(2, 9), {}
-    group = config.num_attention_heads // n
-    for i, layer in enumerate(model.model.layers):
-        if i == 0:
-            layer.self_attn.v_proj.register_forward_hook(lambda m, x, y: first.update(values=y))
-            continue
-        attention = f"model.layers.{i}.self_attn"
-        heads = METHODS[method](split_by_hand(tensors, attention, n, group, width), num_own)
-
-        def swap(module, inputs, output, heads=heads):
-            own = torch.einsum("btd,hkd->bthk", inputs[0], heads.value)
-            if heads.value_bias is not None:
-                own = own + heads.value_bias
-            return torch.cat((own.flatten(2), first["values"][..., num_own * width :]), dim=-1)
-
-        layer.self_attn.v_proj.register_forward_hook(swap)
-        with torch.no_grad():
-            layer.self_attn.o_proj.weight.copy_(heads.output.permute(2, 0, 1, 3).flatten(1))
-            for name, per_head in (("q_proj", group), ("k_proj", 1)):
-                for parameter in getattr(layer.self_attn, name).parameters():
-                    rows = parameter.detach().unflatten(0, (n, per_head * width))
-                    parameter.copy_(rows[list(heads.order)].flatten(0, 1))
-    with torch.no_grad():
-        assert_near(logits(new, converted, ids), model(ids).logits, ROUNDING)
-
-
-def split_by_hand(tensors, attention: str, n: int, group: int, width: int) -> ValueHeads:
-    value = torch.stack([tensors[f"{attention}.v_proj.weight"][h * width : (h + 1) * width] for h in range(n)])
-    bias = tensors.get(f"{attention}.v_proj.bias")
-    columns = tensors[f"{attention}.o_proj.weight"].split(width, dim=1)
-    output = torch.stack([torch.stack(columns[h * group : (h + 1) * group]) for h in range(n)])
-    return ValueHeads(value, None if bias is None else bias.view(n, width), output)
+    ids = tokens(2, 9)
+    assert_near(logits(new, converted, ids), swapped_by_hand(config, tensors, method, ids), ROUNDING)
 
 
 # --- nonlinear query --------------------------------------------------------------------------------------------------
@@ -205,6 +174,26 @@ def test_convert(place, unwrapped):
     assert unwrapped("verify", "source", "nonlinear")[0] == 0
 
 
+def test_heads_that_cannot_be_chosen_are_reported(place, unwrapped):
+    save("source", "identity-query")
+    write_corpus(Path("corpus.txt"))
+    arguments = ("--to", "skipv1", "--calibration", "corpus.txt", "--tokens", "2000", "--out", "result")
+    code, out, _ = unwrapped("convert", "source", *arguments)
+    assert code == 0
+    assert "layer 1: heads [0, 1] keep their values" in out and "their order fixed by query 'identity'" in out
+
+
+def test_too_little_temporary_space(place, unwrapped, monkeypatch):
+    save("source")
+    write_corpus(Path("corpus.txt"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
+    arguments = ("--to", "skipv1", "--calibration", "corpus.txt", "--tokens", "2000", "--out", "result")
+    code, _, err = unwrapped("convert", "source", *arguments)
+    assert code == 2
+    assert "calibration needs 0.9 MB in the temporary directory" in err and "or save 0.2 MB by --no-refit-lent" in err
+    assert not Path("result").exists() and not list(place.glob(".result*"))
+
+
 @pytest.mark.parametrize(
     "mechanisms, fields, arguments, message",
     [
@@ -213,6 +202,9 @@ def test_convert(place, unwrapped):
         ((), {}, "--to skipv1 --method mean-v --ratio 1", "replaces 4 of 4 value heads"),
         (("mla",), {}, "--to skipv1 --method mean-v", "latent"),
         (("identity-value",), {}, "--to skipv1 --method svd", "the value of layer 0 is 'identity'"),
+        (("identity-query",), {}, "--to skipv1 --method top-vo", "the query 'identity' of layer 1 ties them"),
+        (("mlp-query",), {}, "--to skipv1 --calibration corpus.txt", "the query of layer 1 is 'from_mlp'"),
+        (("denseformer",), {}, "--to skipv1 --calibration corpus.txt", "averages over depth (depth_average)"),
         ((), {}, "--to skipv1 --method mean", "did you mean 'mean-v'"),
         ((), {}, "--to skipv2", "there is no conversion to 'skipv2'"),
         ((), {}, "--to skipv1", "needs calibration text"),
@@ -232,6 +224,11 @@ def test_bad_input(place, unwrapped, mechanisms, fields, arguments, message):
     assert code == 2
     assert message in err
     assert not Path("result").exists() and not list(place.glob(".result*"))
+
+
+def test_only_causal_models_are_converted() -> None:
+    with pytest.raises(LeanError, match="its task is 'masked_lm'"):
+        target_config(tiny("gpt", task="masked_lm"), 0.5)
 
 
 def test_target() -> None:

@@ -49,7 +49,7 @@ def convert(
     settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
     check_free(out)
     check_request(to, method, settings, calibration is not None)
-    sample = None if calibration is None else _read_tokens(source, calibration, tokens, sequence_length)
+    sample = None if calibration is None else _read_tokens(source, ratio, calibration, tokens, sequence_length)
     with progress_bar("reading") as bar:
 
         def show_written(done: int, total: int) -> None:
@@ -74,13 +74,15 @@ def convert(
     console.print(f"{out}: conversion.json", highlight=False)
 
 
-def _read_tokens(source: Path, text: str, tokens: int, sequence_length: int | None) -> "np.ndarray":
-    """Calibration tokens [sequences, length] of the tokenizer in `source`."""
+def _read_tokens(source: Path, ratio: float, text: str, tokens: int, sequence_length: int | None) -> "np.ndarray":
+    """Calibration tokens [sequences, length] of the tokenizer in `source`, a model that can be converted."""
     from ..checkpoints.open import open_checkpoint
+    from ..convert.calibrated import calibrated_target
     from ..convert.conversion import calibration_tokens
     from ..data import prepare_data
 
     config = open_checkpoint(source).config
+    calibrated_target(config, ratio)  # refuses before the text is read
     with progress_bar("reading the calibration text") as bar:
         data = prepare_data(text, vocab_size=config.vocab_size, tokenizer=str(source), progress=bar.describe)
     assert config.max_position_embeddings is not None
@@ -99,8 +101,9 @@ def _print_report(report: dict[str, Any]) -> None:
             console.print(f"layer 0: the values it lends are fitted to all layers; {error}", highlight=False)
             continue
         pairs = ", ".join(f"{head}: {first}" for head, first in layer["paired"].items())
+        tied = f", their order fixed by {layer['tied_by']}" if "tied_by" in layer else ""
         console.print(
             f"layer {layer['layer']}: heads {layer['kept']} keep their values, the others take the first layer's "
-            f"({pairs}); {error}",
+            f"({pairs}){tied}; {error}",
             highlight=False,
         )

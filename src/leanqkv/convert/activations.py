@@ -14,10 +14,14 @@ from ..model.config import LeanConfig
 from ..model.masks import make_masks
 from ..model.transformer import LeanModel
 from ..presets.edit import with_fields
+from .scratch import Stream
 
 
 class Activations:
     """The residual streams of both models at one layer, from the embedding on; on disk, for all tokens.
+
+    Blocks are run one by one, so a source whose blocks read more than the stream is none for it: queries from the MLP
+    below and averages over depth (see `calibrated_target`).
 
     Attributes:
         source, converted: the streams, float32 [sequences, length, hidden_size].
@@ -39,8 +43,7 @@ class Activations:
         names = (name for name in config.plan.parameter_shapes if name.startswith("model."))
         self._source.load_state_dict({name.removeprefix("model."): tensors[name].float() for name in names})
         self.source, self.converted, self.first = (
-            np.memmap(directory / name, dtype=np.float32, mode="w+", shape=(*tokens.shape, config.hidden_size))
-            for name in ("source", "converted", "first")
+            Stream(directory / name, (*tokens.shape, config.hidden_size)) for name in ("source", "converted", "first")
         )
         positions = torch.arange(tokens.shape[1])[None]
         hidden = torch.zeros(1, tokens.shape[1], config.hidden_size)
@@ -51,22 +54,27 @@ class Activations:
             hidden = self._source.embed_tokens(torch.from_numpy(tokens[batch].astype(np.int64)))
             if self._source.embed_positions is not None:
                 hidden = hidden + self._source.embed_positions(positions)
-            self.source[batch] = self.converted[batch] = hidden.numpy()
-            self.first[batch] = self._source.layers[0].input_layernorm(hidden).numpy()
+            self.source[batch] = self.converted[batch] = hidden
+            self.first[batch] = self._source.layers[0].input_layernorm(hidden)
 
     def batches(self) -> Iterator[slice]:
         """Yield the batches of sequences."""
-        for start in range(0, len(self.source), self.batch_size):
+        for start in range(0, self.source.shape[0], self.batch_size):
             yield slice(start, start + self.batch_size)
 
     def rewind_source(self) -> None:
         """Set the source's stream back to the embedding, where the converted one still is."""
-        self.source[:] = self.converted
+        for batch in self.batches():
+            self.source[batch] = self.converted[batch]
+
+    def source_energy(self) -> float:
+        """Return the sum of the squares of the source's stream."""
+        return sum(float(self.source[batch].double().square().sum()) for batch in self.batches())
 
     def advance_source(self, layer: int) -> None:
         """Pass the source's stream through `layer`."""
         for batch in self.batches():
-            self.source[batch] = self._block(self._source, layer, torch.from_numpy(self.source[batch]), {})
+            self.source[batch] = self._block(self._source, layer, self.source[batch], {})
 
     def advance(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Pass both streams through `layer`, the converted one with the weights of that layer in `tensors`."""
@@ -75,10 +83,10 @@ class Activations:
         weights = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
         self._converted.layers[layer].load_state_dict(weights)
         for batch in self.batches():
-            values = self._converted.layers[0].self_attn.v_proj(torch.from_numpy(self.first[batch]))
+            values = self._converted.layers[0].self_attn.v_proj(self.first[batch])
             values = values.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-            stream, borrowed = torch.from_numpy(self.converted[batch]), {0: KeyValues(None, values, values)}
-            self.converted[batch] = self._block(self._converted, layer, stream, borrowed)
+            borrowed = {0: KeyValues(None, values, values)}
+            self.converted[batch] = self._block(self._converted, layer, self.converted[batch], borrowed)
 
     def attend(self, layer: int, batch: slice, converted: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the patterns and the target of the source's attention in `layer`, and the inputs of values.
@@ -91,14 +99,14 @@ class Activations:
             inputs of this layer's and of the first layer's values, [batch, length, hidden_size], with a column of ones
             more where values have a bias.
         """
-        source = torch.from_numpy(self.source[batch])
+        source = self.source[batch]
         normed, patterns, target = self._attention(layer, source)
         if converted:
-            stream = torch.from_numpy(self.converted[batch])
+            stream = self.converted[batch]
             normed, patterns, _ = self._attention(layer, stream)
             if self.config.attention_skip:
                 target = target + source - stream
-        return patterns, target, self._with_ones(normed), self._with_ones(torch.from_numpy(self.first[batch]))
+        return patterns, target, self._with_ones(normed), self._with_ones(self.first[batch])
 
     def _with_ones(self, inputs: Tensor) -> Tensor:
         return torch.cat((inputs, torch.ones_like(inputs[..., :1])), -1) if self.config.attention_bias else inputs
@@ -110,7 +118,7 @@ class Activations:
         output, patterns, _ = block.self_attn(normed, plan, position_embeddings=self._rotation, attention_mask=mask)
         return normed, patterns, output
 
-    def _block(self, model: Any, layer: int, stream: Tensor, borrowed: dict[int, KeyValues]) -> np.ndarray:
+    def _block(self, model: Any, layer: int, stream: Tensor, borrowed: dict[int, KeyValues]) -> Tensor:
         """The stream after `layer`."""
         plan = model.plan.layers[layer]
         mask = self._masks[plan.window]
@@ -119,4 +127,4 @@ class Activations:
         )
         if not output.isfinite().all():
             raise LeanError(f"the activations after layer {layer} are not finite; is the source a trained model?")
-        return output.numpy()
+        return output

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from ..checkpoints.tensors import LazyTensors
 from ..checkpoints.write import Progress
+from ..errors import LeanError
 from ..model.config import LeanConfig
 from .activations import Activations
-from .heads import ConvertedHeads, ValueHeads, assemble_tensors, split_heads, target_config
+from .heads import ConvertedHeads, ValueHeads, assemble_tensors, immovable, split_heads, target_config
 from .least_squares import LayerTerm, add_gram, fit_values, ridge
+from .scratch import check_space, map_tensor
 
 # The largest Gram matrix from which values are fitted, in columns: 2 GB in float64.
 LARGEST_GRAM = 16_384
@@ -44,8 +46,8 @@ class Settings:
 
     Attributes:
         ratio: share of the value heads that take the first layer's values.
-        choose: choose which heads keep a value, and the first-layer head for each of the others. Else the first heads
-            keep theirs.
+        choose: choose which heads keep a value, and the first-layer head for each of the others. Else, and in layers
+            whose query or key ties heads to their places, the first heads keep theirs.
         refit_lent: fit the values that the first layer shares. Else they stay.
         refit_values: fit W_V of the heads that keep a value. Else W_O alone.
         sweeps: turns of W_O and W_V, at most.
@@ -75,6 +77,9 @@ def calibrated(
 ) -> tuple[LeanConfig, LazyTensors, dict[str, Any]]:
     """Convert a model of multi-head or grouped-query attention.
 
+    Streams and Gram matrices lie in the temporary directory: 12 bytes for each token and unit of hidden_size, and, for
+    the shared values, 8 bytes for each entry of one matrix a layer.
+
     Args:
         tokens: [sequences, length], calibration tokens.
         first_layer_weight: how much more an error of the first layer counts when the shared values are fitted.
@@ -84,11 +89,12 @@ def calibrated(
     Returns:
         the configuration with first-layer values, its tensors in float32, and a report: `lent_values`, whether the
         shared values were fitted (not where the Gram matrix would be too large), and `layers`, for each `kept` (the
-        heads that keep a value), `paired` (source head -> first-layer head) and `missed` (squared error of the
-        attention's output over its square).
+        heads that keep a value), `paired` (source head -> first-layer head), `tied_by` (the query or key that keeps
+        heads from being chosen, if any) and `missed` (squared error of the attention's output over its square).
 
     Raises:
-        LeanError: the source cannot be converted, activations are not finite, or a fit does not converge.
+        LeanError: the source cannot be converted, the temporary directory has too little space, activations are not
+            finite, or a fit does not converge.
     """
     with tempfile.TemporaryDirectory() as directory:
         calibration = Calibration(config, tensors, tokens, settings, Path(directory), progress, message)
@@ -96,6 +102,25 @@ def calibrated(
         shared = calibration.fit_shared_values(orders, first_layer_weight)
         result, layers = calibration.refit_layers(orders, shared)
     return calibration.target, result, {"lent_values": calibration.fits_shared, "layers": layers}
+
+
+def calibrated_target(config: LeanConfig, ratio: float) -> LeanConfig:
+    """Return the source's configuration with first-layer values.
+
+    Raises:
+        LeanError: the source cannot be converted, or its blocks read more than the residual stream; says why.
+    """
+    target = target_config(config, ratio)
+    readers = [
+        f"the query of layer {layer.layer} is {layer.query.kind!r}, which reads the MLP below"
+        for layer in config.plan.layers
+        if layer.weights.query_reads_mlp
+    ]
+    if config.depth_average is not None:
+        readers.append("its layers read averages over depth (depth_average)")
+    if readers:
+        raise LeanError(f"{readers[0]}. The calibrated method follows the residual stream alone: use --method mean-v")
+    return target
 
 
 def choose(costs: np.ndarray) -> tuple[int, ...]:
@@ -128,7 +153,8 @@ class Calibration:
         assert config.num_key_value_heads is not None and config.head_dim is not None
         self.config, self.tensors, self.settings = config, tensors, settings
         self.directory, self._progress, self._message = directory, progress, message
-        self.target = target_config(config, settings.ratio)
+        self.target = calibrated_target(config, settings.ratio)
+        self.ties = [immovable(layer) for layer in config.plan.layers]
         self.num_heads, self.num_own = config.num_key_value_heads, self.target.plan.layers[1].computed_value_heads
         self.group = config.num_attention_heads // self.num_heads
         self.num_shared, inputs = self.num_heads - self.num_own, config.hidden_size + config.attention_bias
@@ -136,18 +162,21 @@ class Calibration:
         own_columns = self.group * (self.num_own * inputs + self.num_shared * config.head_dim)
         self.fits_shared = settings.refit_lent and shared_columns < LARGEST_GRAM
         self.fits_own = settings.refit_values and own_columns < LARGEST_GRAM
-        self._passes, self._passes_done = config.num_hidden_layers * (2 * settings.choose + 2 * self.fits_shared + 3), 0
+        self.chooses = settings.choose and None in self.ties[1:]
+        self._passes, self._passes_done = config.num_hidden_layers * (2 * self.chooses + 2 * self.fits_shared + 3), 0
+        gram_bytes = 8 * config.num_hidden_layers * (shared_columns + config.attention_output_bias) ** 2
+        check_space(directory, 12 * tokens.size * config.hidden_size, gram_bytes * self.fits_shared)
         self._message("embedding the text")
         self._progress(0, self._passes)
         self.activations = Activations(config, self.target, tensors, tokens, settings.batch_size, directory)
         self.first_layer_values = value_matrices(self._heads(0))[self.num_own :]
 
     def choose_orders(self) -> list[tuple[int, ...]]:
-        """Return the order of every layer's heads; the first layer keeps its own."""
+        """Return the order of every layer's heads; the first layer and tied heads keep theirs."""
         orders = [tuple(range(self.num_heads))] * self.config.num_hidden_layers
-        if self.settings.choose:
+        if self.chooses:
             for layer in self._layers("choosing heads of", 2):
-                if layer:
+                if layer and not self.ties[layer]:
                     orders[layer] = choose(self.costs(layer))
                 self.activations.advance_source(layer)
             self.activations.rewind_source()
@@ -189,12 +218,10 @@ class Calibration:
         for layer in self._layers("fitting shared values to", 2):
             term = self._term(layer, orders[layer], self._own_values(layer, orders[layer]), None)
             self.activations.advance_source(layer)
-            energy = float(np.square(self.activations.source, dtype=np.float64).sum())
-            weight = (1.0 if layer else first_layer_weight) / (energy or 1)
+            weight = (1.0 if layer else first_layer_weight) / (self.activations.source_energy() or 1)
             # The Gram matrices of all layers are needed at once: they wait on disk.
-            file, shape = self.directory / f"gram{layer}", tuple(term.gram.shape)
-            gram = torch.from_numpy(np.memmap(file, dtype=np.float64, mode="w+", shape=shape))
-            terms.append(replace(term, gram=gram.copy_(term.gram), weight=weight))
+            gram = map_tensor(self.directory / f"gram{layer}", term.gram)
+            terms.append(replace(term, gram=gram, weight=weight))
 
         def on_iteration(iteration: int) -> None:
             self._message(f"fitting shared values: iteration {iteration}")
@@ -211,11 +238,14 @@ class Calibration:
         result = LazyTensors(self.target.plan.parameter_shapes, lambda name: assemble(name).float())
         for layer in self._layers("refitting", 3):
             if layer or self.fits_shared:
-                order, choice = orders[layer], {}
+                order = orders[layer]
+                choice: dict[str, Any] = {}
                 converted[layer], error = self.refit(layer, order, shared)
                 if layer:
                     paired = {order[place]: place for place in range(self.num_own, self.num_heads)}
                     choice = {"kept": sorted(order[: self.num_own]), "paired": paired}
+                    if self.settings.choose and self.ties[layer]:
+                        choice["tied_by"] = self.ties[layer]
                 report.append({"layer": layer, **choice, "missed": error})
             self.activations.advance(layer, result)
         return result, report

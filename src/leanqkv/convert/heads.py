@@ -8,7 +8,11 @@ from torch import Tensor
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.plan import LayerPlan
 from ..presets.edit import with_fields
+
+# Projections of which each head is its own rows of every tensor, so that heads can change places.
+MOVABLE = {"query": ("linear",), "key": ("linear", "block_identity")}
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,15 @@ def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
     return with_fields(config, key_value={"type": "first_layer_values", "ratio": ratio})
 
 
+def immovable(layer: LayerPlan) -> str | None:
+    """Return the query or key that ties the heads of a layer to their places, as "query 'identity'"; None for none.
+
+    An identity, for one, takes head i from slice i of the input, and no tensor of the layer can change that.
+    """
+    kinds = {slot: getattr(layer, slot).kind for slot in MOVABLE}
+    return next((f"{slot} {kind!r}" for slot, kind in kinds.items() if kind not in MOVABLE[slot]), None)
+
+
 def split_heads(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int) -> ValueHeads:
     """Return the value heads of `layer`, in float64."""
     name = f"model.layers.{layer}.self_attn"
@@ -107,7 +120,10 @@ def assemble_tensors(
                 return heads.output.permute(2, 0, 1, 3).flatten(1)
             case "o_proj.bias":
                 return tensors[name] if heads.output_bias is None else heads.output_bias
+            case _ if heads.order == tuple(range(len(heads.order))):
+                return tensors[name]
             case _:
+                assert not immovable(config.plan.layers[int(layer)])
                 return reorder(tensors[name], heads.order)
 
     return compute

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.tensors import LazyTensors
+from ..errors import LeanError
 from ..model.config import LeanConfig
-from .heads import ConvertedHeads, ValueHeads, assemble_tensors, split_heads, target_config
+from .heads import ConvertedHeads, ValueHeads, assemble_tensors, immovable, split_heads, target_config
 
 Method = Callable[[ValueHeads, int], ConvertedHeads]
 
@@ -93,9 +94,16 @@ def with_first_layer_values(
     """Return configuration and lazy tensors with every layer beyond the first converted by `method`.
 
     Raises:
-        LeanError: the source cannot be converted.
+        LeanError: the source cannot be converted, or `method` moves heads that are tied to their places.
     """
     target = target_config(config, ratio)
+    if method is top_vo:  # the one that moves heads
+        for layer in target.plan.layers[1:]:
+            if tie := immovable(layer):
+                raise LeanError(
+                    f"top-vo moves heads to other places, but the {tie} of layer {layer.layer} ties them to theirs. "
+                    "Use mean-v, mean-vo, top-v or svd"
+                )
 
     def converted(layer: int) -> ConvertedHeads | None:
         if not layer:
