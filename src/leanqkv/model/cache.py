@@ -120,7 +120,7 @@ class LeanQuantizedCache(QuantizedCache):
                 f"a quantized cache keeps all positions, but layer {windowed[0]} keeps a sliding window of "
                 f"{config.plan.layers[windowed[0]].window}; use the default cache"
             )
-        whole: Any = PreTrainedConfig(**{"num_hidden_layers": config.num_hidden_layers})
+        whole: Any = PreTrainedConfig(num_hidden_layers=config.num_hidden_layers)  # type: ignore[call-arg]
         super().__init__(backend, whole, **options)
         given = {name: value for name, value in options.items() if value is not None}
         self.layers = [_quantized_layer(type(layer), given) for layer in self.layers]
