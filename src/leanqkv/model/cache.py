@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     QuantizedCache,
@@ -71,6 +72,8 @@ class LeanStaticWindowLayer(LeanStaticLayer, StaticSlidingWindowLayer):
 
 def _own(window: Tensor) -> Tensor:
     """The parent keeps a view, and with it a whole prompt of which only the end is needed."""
+    if torch.compiler.is_compiling():  # which knows no storages
+        return window
     return window.clone() if window.untyped_storage().nbytes() > 2 * window.nbytes else window
 
 
@@ -101,6 +104,13 @@ def _register(name: str, make_dynamic: Callable, make_static: Callable) -> None:
 
 
 _register(LAYER_TYPE, LeanDynamicLayer, LeanStaticLayer)
+
+
+def dynamic_cache(plan) -> DynamicCache:
+    """`DynamicCache(config=...)`, from a plan that is made already: a compiled forward pass cannot make one."""
+    cache = DynamicCache()
+    cache.layers = [DYNAMIC_LAYER_TYPE_MAPPING[layer_type(layer)]() for layer in plan.layers]
+    return cache
 
 
 class LeanQuantizedCache(QuantizedCache):

@@ -280,6 +280,8 @@ def _make_layers(config) -> list[LayerPlan]:
         (_refuse_latent if latent else _refuse)(config, layer)
         layers.append(layer)
     _refuse_across(config, layers)
+    for layer in layers:
+        _ = layer.cached, layer.reuses_keys  # a compiled forward pass cannot fill a cached_property (Python 3.11)
     return layers
 
 

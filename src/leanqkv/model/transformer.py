@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention import KeyValues, LeanAttention
 from .attention_latent import LatentAttention
 from .block import LeanBlock
+from .cache import dynamic_cache
 from .config import LeanConfig
 from .depth_average import DepthAverage
 from .initial import normal
@@ -142,7 +143,7 @@ class LeanModel(LeanPreTrainedModel):
         if prefix_mask is not None and self.config.mask_type != "prefix":
             raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {self.config.mask_type!r}")
         if use_cache and past_key_values is None and not self.config.bidirectional:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = dynamic_cache(self.plan)
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
