@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 import torch
+
+# Documented in PyTorch's notes on fake tensors, whatever the name of the module says.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -124,7 +126,10 @@ class MicroBatch:
                 text += f" ({passes} accumulation steps)"
         text += f": {_in_words(self.needed)} of {_in_words(self.free)} free"
         if self.needed > self.free * USABLE_SHARE:
-            text += "; it may run out of memory: try --gradient-checkpointing or a smaller --context-length"
+            text += (
+                ", so it may run out of memory. A smaller --context-length needs less, and so does "
+                "--gradient-checkpointing of `leanqkv train`"
+            )
         return text
 
 
