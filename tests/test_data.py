@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leanqkv import LeanError
-from leanqkv.data import batch_plan, collate, make_batch_plan, open_corpus, prepare_data
+from leanqkv.data import batch_plan, collate, make_batch_plan, make_image_plan, open_corpus, prepare_data
 from leanqkv.data import prepare as prepare_module
 from leanqkv.data.tokenizer import train_tokenizer
 
@@ -224,6 +224,37 @@ def test_plan_is_saved_once_and_read_afterwards(tmp_path):
     again = batch_plan(tmp_path, seed=3, steps=10, **SIZES)
     assert not again.train_starts.any(), "the saved indices are the ones that are used"
     assert again.sha256 != first.sha256
+
+
+IMAGES = {"train_images": 100, "test_images": 40, "batch_size": 4, "evaluation_images": 30}
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(make_batch_plan, SIZES), (make_image_plan, IMAGES)], ids=["text", "images"]
+)
+def test_one_directory_holds_plans_for_several_sets_of_data(tmp_path, make, sizes):
+    every = [sizes, *({**sizes, name: count // 2} for name, count in sizes.items() if name != "context_length")]
+    for each in every:
+        saved = batch_plan(tmp_path, make, seed=3, steps=10, **each)
+        assert saved.sha256 == make(seed=3, steps=10, **each).sha256, each
+    assert len(list(tmp_path.iterdir())) == 2 * len(every)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(make_batch_plan, SIZES), (make_image_plan, IMAGES)], ids=["text", "images"]
+)
+@pytest.mark.parametrize("part", ["train", "evaluation"])
+@pytest.mark.parametrize(
+    "damage", [lambda starts: starts + 1000, lambda starts: starts - 1000, lambda starts: starts[1:]]
+)
+def test_a_plan_beyond_the_data_is_refused(tmp_path, make, sizes, part, damage):
+    batch_plan(tmp_path, make, seed=3, steps=10, **sizes)
+    (file,) = tmp_path.glob(f"*{part}.npy")
+    np.save(file, damage(np.load(file)))
+    with pytest.raises(LeanError, match="is not the batch plan that its name says"):
+        batch_plan(tmp_path, make, seed=3, steps=10, **sizes)
+    file.unlink()
+    assert batch_plan(tmp_path, make, seed=3, steps=10, **sizes).sha256 == make(seed=3, steps=10, **sizes).sha256
 
 
 def test_plan_depends_on_the_seed_for_training_alone_and_grows_at_the_end():

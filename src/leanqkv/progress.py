@@ -137,9 +137,15 @@ class TrainingDisplay:
 def training_display() -> Iterator[TrainingDisplay]:
     """Show the progress of training runs while the body runs; on Ctrl-C, say that they can be continued."""
     display = TrainingDisplay()
+    with continued_when_repeated(), display.bars, _log_lines(display.lines):
+        yield display
+
+
+@contextmanager
+def continued_when_repeated() -> Iterator[None]:
+    """On Ctrl-C, say that the same command goes on from here."""
     try:
-        with display.bars, _log_lines(display.lines):
-            yield display
+        yield
     except KeyboardInterrupt:
         terminal.print("stopped; run the same command again to continue", highlight=False)
         raise  # Typer exits with code 130

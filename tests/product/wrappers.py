@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from shapes import tokens
 from torch import Tensor, nn
+from two_processes import two_process_step
 
 from leanqkv import LeanForCausalLM
 from leanqkv.compat import quiet_transformers
@@ -192,6 +193,13 @@ def compiled(case: Case) -> float:
     return largest_error(gradients(model, batch(case)), gradients(plain, batch(case)))
 
 
+def two_processes(case: Case) -> float:
+    config = case.config()
+    if config.mask_type == "prefix":
+        check_fit(case.name, config, SimpleNamespace(kind="text"), 8)
+    return two_process_step(config)
+
+
 AGAINST_ROUNDED = "cached logits against a model of the rounded weights"
 TOOLS = [
     Tool("LoRA on `all-linear`, training", lora_training, 1e-6, "slope of the loss against differences", "peft"),
@@ -204,5 +212,6 @@ TOOLS = [
     Tool("CPU offload (accelerate)", offloaded, HANDED_OUT, "cached logits against full passes"),
     Tool("checkpointing, non-reentrant", non_reentrant, FLOAT64, "gradients against none"),
     Tool("checkpointing, reentrant", reentrant, FLOAT64, "gradients against none"),
+    Tool("DDP, two processes", two_processes, FLOAT64, "gradients against one process"),
     Tool("`torch.compile`", compiled, FLOAT64, "gradients against eager"),
 ]

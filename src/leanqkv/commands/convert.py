@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..progress import progress_bar
+from ..progress import continued_when_repeated, progress_bar
 from .options import SOURCE, Dtype, Out, as_dtype, console
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def convert(
     check_free(out)
     check_request(to, method, settings, calibration is not None)
     sample = None if calibration is None else _read_tokens(source, ratio, calibration, tokens, sequence_length)
-    with progress_bar("reading") as bar:
+    with continued_when_repeated(), progress_bar("reading") as bar:
 
         def show_written(done: int, total: int) -> None:
             if bar.description == "writing":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..progress import progress_bar
+from ..progress import continued_when_repeated, progress_bar
 from .options import SOURCE, Dtype, Out, as_dtype, console
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def eliminate(
     request = parse_request(remove, layer, max_condition=max_condition, balance=not plain)
     settings = {"dtype": as_dtype(dtype), "stock": format == "stock", "family": family, "inputs": _inputs(source, text)}
     give_back_freed_memory()
-    with progress_bar("reading", in_bytes=True) as bar:
+    with continued_when_repeated(), progress_bar("reading", in_bytes=True) as bar:
         report = eliminate_directory(source, out, request, **settings, progress=bar, message=bar.start)
     _print_certificate(report)
     console.print(f"{out}: certificate.json", highlight=False)

@@ -40,7 +40,12 @@ MaxDocuments = Annotated[int | None, typer.Option(min=1, help="Read no more docu
 Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps; the warm-up scales along.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences or images per step, over all processes.")]
 MicroBatchSize = Annotated[
-    int | None, typer.Option(min=1, help="Sequences or images at a time; the rest is accumulated.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Sequences or images a process takes at a time; the rest is accumulated. Default: what fits in memory.",
+        show_default=False,
+    ),
 ]
 ContextLength = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence. Default: all positions.")]
 LearningRate = Annotated[float | None, typer.Option(help="Peak; the minimum scales along.")]

@@ -1,5 +1,6 @@
 """`leanqkv train` and `uptrain`."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +25,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..model.config import LeanConfig
     from ..presets import Recipe
-    from ..train import Precision, RunSpec
+    from ..train import Precision, RunSpec, Step
     from ..train.tasks import Data as PreparedData
 
 
@@ -34,7 +35,8 @@ def train(
 ) -> None:
     """Train one model; the same command goes on after an interruption, with the same losses.
 
-    Without options the published recipe of the model applies. Several processes: `torchrun -m leanqkv.cli train …`.
+    Without options the published recipe of the model applies. Several processes: `torchrun --nproc-per-node 2 -m
+    leanqkv train …`.
 
     leanqkv train small+skipv1 --steps 600 --out runs/skipv1
 
@@ -109,26 +111,63 @@ def train_model(
     teacher: Path | None = None,
     distillation: float = 0.0,
 ) -> dict[str, Any]:
-    """Read the data, choose the precision, train, and return the record.
+    """Read the data, choose micro-batch and precision, train, and return the record.
+
+    Of several processes the first does what comes before the training, and the others do as it says.
 
     Raises:
         LeanError: options that do not fit together, before anything is read or written if possible.
     """
+    from ..environment import check_device
+    from ..train.processes import connect, first_decides, is_first
+
+    def read() -> "PreparedData":
+        return prepare(data.data, [config], data.tokenizer, data.text_field, data.max_documents)
+
+    def specify() -> "tuple[RunSpec, PreparedData]":
+        return _specify(name, config, recipe, read, run, initial, teacher, distillation)
+
+    connect(check_device(run.device))
+    spec, prepared = first_decides(specify)
+    # Another machine may have another cache.
+    return _train(spec, prepared if is_first() else read(), run, initial, teacher)
+
+
+def _specify(
+    name: str,
+    config: "LeanConfig",
+    recipe: "Recipe",
+    read: Callable[[], "PreparedData"],
+    run: RunOptions,
+    initial: Path | None,
+    teacher: Path | None,
+    distillation: float,
+) -> "tuple[RunSpec, PreparedData]":
+    """Return the specification of a run and its data."""
+    from ..checkpoints.open import open_checkpoint
     from ..checkpoints.tensors import weights_hash
     from ..environment import check_device
-    from ..train import RunSpec, parse_precision
+    from ..train import RunSpec, Step, parse_precision
     from ..train.directory import check_out
     from ..train.tasks import check_fit, task_of
 
     task_of(config, name)
     check_out(run.out)
-    check_device(run.device)
-    parse_precision(run.precision)
+    asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
     assert context is not None
-    prepared = prepare(data.data, [config], data.tokenizer, data.text_field, data.max_documents)
+    prepared = read()
     check_fit(name, config, prepared, context)
-    precision = _precision(run, config, recipe, context)
+    step = Step(
+        config,
+        recipe.batch_size,
+        context,
+        check_device(run.device),
+        asked,
+        run.gradient_checkpointing,
+        None if teacher is None else open_checkpoint(teacher).config,
+    )
+    micro_batch_size, precision = _settle(run, step, recipe.steps)
     start: dict[str, Any] = {}
     if initial is not None:
         with progress_bar("hashing the weights"):
@@ -144,13 +183,13 @@ def train_model(
         precision=str(precision),
         precision_timings=precision.timings,
         data_sha256=prepared.sha256,
-        micro_batch_size=run.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         evaluation_sequences=run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences),
         evaluate_every=run.evaluate_every,
         gradient_checkpointing=run.gradient_checkpointing,
         **start,
     )
-    return _train(spec, prepared, run, initial, teacher)
+    return spec, prepared
 
 
 def _train(
@@ -177,28 +216,35 @@ def _train(
     return record
 
 
-def _precision(run: RunOptions, config: "LeanConfig", recipe: "Recipe", context_length: int) -> "Precision":
-    """Return the precision asked for; of "auto" that of the run in `out`, or the fastest one on this machine."""
-    from ..environment import check_device
+def _settle(run: RunOptions, step: "Step", steps: int) -> "tuple[int | None, Precision]":
+    """Return micro-batch and precision: those asked for; else those of the run in `out`; else the best ones here."""
     from ..files import read_json
-    from ..train import choose_precision, parse_precision
+    from ..train import choose_micro_batch, choose_precision, free_memory, parse_precision
     from ..train.directory import SPEC
+    from ..train.micro_batch import split_batch
+    from ..train.processes import process_count
 
-    precision = parse_precision(run.precision)
-    if precision is None and (run.out / SPEC).exists():
-        spec = read_json(run.out / SPEC)
-        precision = parse_precision(spec["precision"], spec["precision_timings"])
+    begun = read_json(run.out / SPEC) if (run.out / SPEC).exists() else None
+    micro_batch_size, precision = run.micro_batch_size, step.precision
+    if micro_batch_size is None and begun is not None:
+        micro_batch_size = begun["micro_batch_size"]
+    elif micro_batch_size is None:
+        chosen = choose_micro_batch([step], free_memory(step.device))
+        micro_batch_size = chosen.size
+        console.print(str(chosen), highlight=False, soft_wrap=True)
+    if precision is None and begun is not None:
+        precision = parse_precision(begun["precision"], begun["precision_timings"])
         assert precision is not None
-        return precision
+        return micro_batch_size, precision
     if precision is None:
         with progress_bar("timing precisions") as bar:
             precision = choose_precision(
-                config,
-                batch_size=run.micro_batch_size or recipe.batch_size,
-                context_length=context_length,
-                steps=recipe.steps,
-                device=check_device(run.device),
+                step.config,
+                batch_size=split_batch(step.batch_size, micro_batch_size, process_count())[0],
+                context_length=step.context_length,
+                steps=steps,
+                device=step.device,
                 progress=bar.describe,
             )
     console.print(f"precision: {precision}", highlight=False)
-    return precision
+    return micro_batch_size, precision

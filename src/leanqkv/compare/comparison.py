@@ -3,10 +3,12 @@
 import multiprocessing
 import os
 import re
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,16 @@ from ..environment import available_cores, check_device, default_device
 from ..errors import LeanError
 from ..files import read_json, write_json
 from ..presets import preset
-from ..train import Precision, RunSpec, choose_precision, parse_precision, train
+from ..train import (
+    Precision,
+    RunSpec,
+    Step,
+    choose_micro_batch,
+    choose_precision,
+    free_memory,
+    parse_precision,
+    train,
+)
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
 from .suite import Comparison
@@ -90,6 +101,7 @@ def run_comparison(
     own_share = max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads()
     threads = directory.content.setdefault("threads", own_share)
     torch.set_num_threads(threads)
+    directory.settle_micro_batch(asked, device, workers, on_message)
     chosen = directory.settle_precision(asked, device, on_message)
 
     def train_all(todo: list[Job]) -> dict[Path, dict[str, Any]]:
@@ -171,6 +183,29 @@ class _Directory:
         self.content |= changes
         write_json(self.out / COMPARISON, self.content)
 
+    def settle_micro_batch(
+        self, asked: Precision | None, device: str, workers: int, on_message: Callable[[str], None]
+    ) -> None:
+        """Set the micro-batch of every run: the one asked for, else the one begun with, else what fits for every model.
+
+        Runs that an earlier version began without one take whole batches.
+        """
+        comparison, context_length = self.comparison, self.comparison.context_length
+        if comparison.micro_batch_size is not None:
+            return
+        if "chosen_micro_batch_size" not in self.content and "precision" not in self.content:
+            assert context_length is not None
+            recipes = {label: entry.full_recipe(comparison.recipe) for label, entry in comparison.entries.items()}
+            steps = [
+                Step(preset(entry.model), recipes[label].batch_size, context_length, device, asked)
+                for label, entry in comparison.entries.items()
+            ]
+            chosen = choose_micro_batch(steps, free_memory(device) // workers)
+            on_message(str(chosen))
+            self.write(chosen_micro_batch_size=chosen.size)
+        chosen_size = self.content.get("chosen_micro_batch_size")
+        self.comparison = replace(comparison, micro_batch_size=chosen_size)
+
     def settle_precision(self, asked: Precision | None, device: str, on_message: Callable[[str], None]) -> Precision:
         """Return the precision of every run: the one begun in, else the one asked for, else the baseline's fastest."""
         if "precision" not in self.content:
@@ -249,7 +284,9 @@ def _run_jobs(
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
     steps = context.Queue()
     with ProcessPoolExecutor(workers, context, _start_worker, (threads, steps)) as pool:
-        pending = {pool.submit(_work, index, job, data, settings): job for index, job in enumerate(jobs)}
+        others = multiprocessing.active_children()
+        with _children_ignore_interrupts():
+            pending = {pool.submit(_work, index, job, data, settings): job for index, job in enumerate(jobs)}
         try:
             while pending:
                 done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -263,9 +300,23 @@ def _run_jobs(
                 "a training process died, out of memory perhaps; run the same command again to go on, with --jobs 1"
             ) from None
         finally:
-            for future in pending:
-                future.cancel()
+            # After an error or Ctrl-C: the pool would wait until all runs under way have ended.
+            for process in set(multiprocessing.active_children()) - set(others) if pending else ():
+                process.terminate()
     return records
+
+
+@contextmanager
+def _children_ignore_interrupts() -> Iterator[None]:
+    """Let processes started in the body ignore Ctrl-C, which a terminal sends to all: this one ends them."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may say so
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 _steps: Any = None  # in a worker: the queue on which it reports its steps

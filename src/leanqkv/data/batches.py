@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import LeanError
 from ..files import partial_name
 
 
@@ -80,12 +81,26 @@ def make_image_plan(
 def batch_plan(directory: Path, make: Callable[..., BatchPlan] = make_batch_plan, **sizes: int) -> BatchPlan:
     """Return the plan saved in `directory`, made and saved there on first use.
 
+    The names of its files hold all of `sizes`, so that one directory serves plans for several sets of data.
+
     Args:
         make: `make_batch_plan` or `make_image_plan`; `sizes` are its arguments.
+
+    Raises:
+        LeanError: a saved plan of another shape than its name says, or with starts outside of the data.
     """
-    stem = "seed{seed}-{steps}x{batch_size}".format(**sizes)
-    stem += f"x{sizes['context_length']}" if "context_length" in sizes else "-images"
-    files = [directory / f"{stem}-{part}.npy" for part in ("train", "evaluation")]
+    if "train_images" in sizes:
+        stem = "seed{seed}-{steps}x{batch_size}-of-{train_images}-images-{evaluation_images}-of-{test_images}"
+        train_end, evaluation_end = sizes["train_images"], sizes["test_images"]
+        evaluated = min(sizes["evaluation_images"], evaluation_end)
+    else:
+        stem = (
+            "seed{seed}-{steps}x{batch_size}x{context_length}-of-{train_tokens}"
+            "-{evaluation_sequences}-of-{validation_tokens}"
+        )
+        train_end, evaluation_end = (sizes[f"{s}_tokens"] - sizes["context_length"] for s in ("train", "validation"))
+        evaluated = sizes["evaluation_sequences"]
+    files = [directory / f"{stem.format(**sizes)}-{part}.npy" for part in ("train", "evaluation")]
     if not all(file.exists() for file in files):
         plan = make(**sizes)
         directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +108,18 @@ def batch_plan(directory: Path, make: Callable[..., BatchPlan] = make_batch_plan
             with (partial := partial_name(file)).open("wb") as stream:
                 np.save(stream, array)
             partial.replace(file)
-    return _plan(*(np.load(file, mmap_mode="r") for file in files))
+    train, evaluation = (np.load(file, mmap_mode="r") for file in files)
+    _check_starts(files[0], train, (sizes["steps"], sizes["batch_size"]), train_end)
+    _check_starts(files[1], evaluation, (evaluated,), evaluation_end)
+    return _plan(train, evaluation)
+
+
+def _check_starts(file: Path, starts: np.ndarray, shape: tuple[int, ...], end: int) -> None:
+    if starts.shape != shape or starts.min() < 0 or starts.max() >= end:
+        raise LeanError(
+            f"{file} is not the batch plan that its name says: it needs {shape} starts below {end:,}, found "
+            f"{starts.shape} from {starts.min():,} to {starts.max():,}. Delete it, and it is made again"
+        )
 
 
 def _plan(train: np.ndarray, evaluation: np.ndarray) -> BatchPlan:

@@ -1,7 +1,17 @@
-"""One training run: precision, optimizer and schedule, checkpoints, the run's record."""
+"""One training run: micro-batch, precision, optimizer and schedule, checkpoints, the run's record."""
 
+from .micro_batch import Step, choose_micro_batch, free_memory
 from .precision import Precision, choose_precision, parse_precision
 from .spec import RunSpec
 from .training import train
 
-__all__ = ["Precision", "RunSpec", "choose_precision", "parse_precision", "train"]
+__all__ = [
+    "Precision",
+    "RunSpec",
+    "Step",
+    "choose_micro_batch",
+    "choose_precision",
+    "free_memory",
+    "parse_precision",
+    "train",
+]

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import LeanError
 from ..files import read_json, write_json
+from .processes import first_decides
 from .spec import RunSpec
 from .tasks import TrainingTask
 
@@ -27,14 +27,19 @@ COMPLETE = "complete"
 @contextmanager
 def only_here(out: Path) -> Iterator[None]:
     """Lock `out` against a second process on the same run; the processes of torchrun are one."""
-    if int(os.environ.get("RANK", "0")):
-        yield
-        return
+    lock = FileLock(out / ".lock", timeout=0)
+
+    def acquire() -> None:
+        try:
+            lock.acquire()
+        except Timeout:
+            raise LeanError(f"another process is training in {out}; wait for it, or stop it first") from None
+
+    first_decides(acquire)
     try:
-        with FileLock(out / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise LeanError(f"another process is training in {out}; wait for it, or stop it first") from None
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -93,7 +98,7 @@ def last_checkpoint(out: Path) -> str | None:
         if (checkpoint / COMPLETE).exists():
             complete.append(checkpoint)
         else:
-            shutil.rmtree(checkpoint, ignore_errors=True)  # another process may be at it too
+            shutil.rmtree(checkpoint)
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
 
 

@@ -20,7 +20,8 @@ class RunSettings:
 
     Attributes:
         context_length: tokens per sequence; of images, how many tokens the model makes of one. None: all positions.
-        micro_batch_size: sequences or images at a time; the rest of a batch is accumulated. None: the whole batch.
+        micro_batch_size: sequences or images that a process takes at a time; the rest of a batch is accumulated. None:
+            the whole batch, or a process's part of it.
         evaluation_sequences: how many sequences of the validation text, or images of the test split, are evaluated.
         evaluate_every: steps between evaluations, which are checkpoints too.
     """

@@ -42,8 +42,7 @@ class LeanTrainer(Trainer):
         progress: Progress = lambda *_: None,
     ):
         if spec.gradient_checkpointing:
-            # transformers is about to drop the older name, and its older versions have no other.
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            checkpoint_activations(model)
         precision.apply(model)
         optimizer = make_optimizer(model, spec.recipe)
         starts: Any = task.plan.train_starts.reshape(-1)  # `collate` turns them into inputs, a batch at a time
@@ -76,10 +75,9 @@ class LeanTrainer(Trainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         with torch.no_grad():
             expected = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
-        target, prediction = (logits.flatten(0, 1).float().log_softmax(-1) for logits in (expected, outputs.logits))
         # Sequences are of one length, so the mean over a micro-batch weighs as the model's own loss does.
-        divergence = torch.nn.functional.kl_div(prediction, target, reduction="batchmean", log_target=True)
-        loss = (1 - self.spec.distillation) * loss + self.spec.distillation * divergence
+        share = self.spec.distillation
+        loss = (1 - share) * loss + share * divergence(expected, outputs.logits)
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -123,8 +121,21 @@ class Watch(TrainerCallback):
             control.should_save = False
 
     def on_save(self, args, state, control, **kwargs):
+        args.distributed_state.wait_for_everyone()  # each process has written its random state
         if state.is_world_process_zero:
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+def divergence(expected: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+    """Return the mean KL(expected || predicted) per position, in nats, of logits [batch, positions, tokens]."""
+    target, prediction = (logits.flatten(0, 1).float().log_softmax(-1) for logits in (expected, predicted))
+    return torch.nn.functional.kl_div(prediction, target, reduction="batchmean", log_target=True)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let the model compute activations again in the backward pass instead of keeping them."""
+    # transformers is about to drop the older name, and its older versions have no other.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
 def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:

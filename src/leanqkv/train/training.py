@@ -1,6 +1,5 @@
 """A training run, from its specification to its record."""
 
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,9 @@ from ..errors import LeanError
 from ..files import RECORD_FORMAT
 from ..model.config import LeanConfig
 from .directory import claim, disk_full_is_an_error, finish, last_checkpoint, only_here
+from .micro_batch import split_batch
 from .precision import parse_precision
+from .processes import connect, first_decides, process_count
 from .spec import RunSpec
 from .tasks import Data, check_fit, task_of
 from .trainer import LeanTrainer, Progress, summarize
@@ -53,13 +54,14 @@ def train(
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
     config = LeanConfig(**spec.config)
     check_fit(spec.name, config, data, spec.context_length)
+    connect(device)
     arguments = _arguments(spec, out, device, keep_checkpoints)
     if data.sha256 != spec.data_sha256:
         raise LeanError(f"{spec.name} was to be trained on other data than this ({data.description})")
     for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
         if (directory and weights_hash(directory)) != wanted:
             raise LeanError(f"{spec.name} was to be trained from, or by, other weights than those in {directory}")
-    if (finished := claim(out, spec)) is not None:
+    if (finished := first_decides(lambda: claim(out, spec))) is not None:
         return finished
     with only_here(out):
         task = task_of(config)(spec, data, batches or out / "batches")
@@ -70,7 +72,7 @@ def train(
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress)
         started = time.perf_counter()
         with quiet_transformers(), disk_full_is_an_error(out):
-            trainer.train(resume_from_checkpoint=last_checkpoint(out))
+            trainer.train(resume_from_checkpoint=first_decides(lambda: last_checkpoint(out)))
             record = _record(trainer, config, data, time.perf_counter() - started)
             if trainer.is_world_process_zero():
                 finish(out, model, task, record, keep_checkpoints)
@@ -105,20 +107,14 @@ def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float
 
 def _arguments(spec: RunSpec, out: Path, device: str, keep_checkpoints: bool) -> TrainingArguments:
     recipe = spec.recipe
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    micro = spec.micro_batch_size or recipe.batch_size // processes
-    if micro < 1 or recipe.batch_size % (micro * processes):
-        raise LeanError(
-            f"a batch of {recipe.batch_size} sequences does not divide into micro-batches of {max(micro, 1)} on "
-            f"{processes} process{'es' if processes > 1 else ''}; change --batch-size or --micro-batch-size"
-        )
+    micro, accumulation = split_batch(recipe.batch_size, spec.micro_batch_size, process_count())
     arguments = TrainingArguments(
         output_dir=str(out),
         use_cpu=device == "cpu",
         seed=spec.seed,
         max_steps=recipe.steps,
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=recipe.batch_size // (micro * processes),
+        gradient_accumulation_steps=accumulation,
         max_grad_norm=recipe.max_grad_norm or 0.0,
         train_sampling_strategy="sequential",
         dataloader_pin_memory=device == "cuda",

@@ -1,0 +1,58 @@
+"""The processes of one run, which torchrun or accelerate starts: the first decides, and all do the same."""
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from accelerate import PartialState
+
+from ..errors import LeanError
+
+Answer = TypeVar("Answer")
+# How long the others wait while the first reads the data and times precisions. torchrun ends them if it fails.
+PATIENCE = timedelta(days=1)
+
+
+def process_count() -> int:
+    """Return the number of processes of this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this is the first process of the run, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def connect(device: str) -> None:
+    """Connect the processes of this run through the backend that it trains with; alone, do nothing.
+
+    Raises:
+        LeanError: `device` is of a kind that several processes cannot train on.
+    """
+    if process_count() == 1 or dist.is_initialized():
+        return
+    if device not in ("cpu", "cuda"):
+        raise LeanError(f"several processes train on cpu or cuda, found --device {device}; start one process")
+    # Trainer goes on with the process group that it finds.
+    PartialState(cpu=device == "cpu", timeout=PATIENCE)
+
+
+def first_decides(decide: Callable[[], Answer]) -> Answer:
+    """Return `decide()`, called in the first process alone, in every process.
+
+    An error of the first is raised there and ends the others with exit code 2, so that it is reported once.
+    """
+    if process_count() == 1:
+        return decide()
+    answer: list[Any] = [False, None]
+    try:
+        if is_first():
+            answer = [True, decide()]
+    finally:  # after an error too: the others must not wait
+        dist.broadcast_object_list(answer)
+    if not answer[0]:
+        sys.exit(2)
+    return answer[1]

@@ -1,0 +1,254 @@
+"""Several processes on one run, and signals to runs under way, as a person starts and stops them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from corpus import SHAPE, write_corpus
+from shapes import tiny
+from two_processes import two_process_step
+
+from leanqkv import preset
+from leanqkv.presets import MECHANISMS
+from leanqkv.train import Step, parse_precision
+
+pytestmark = pytest.mark.slow
+
+MODEL = f"tiny+skipv1{SHAPE}"
+OTHERS = {
+    "experts": {"mlp_type": "moe", "num_local_experts": 3},
+    "shared blocks": {"num_hidden_groups": 1},
+    "parallel": {"block_type": "parallel"},
+}
+# Sums of some thousand terms, in another order.
+ROUNDING = 1000 * torch.finfo(torch.float64).eps
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_two_processes_give_the_gradient_of_one_with_accumulation(name, gradient_checkpointing):
+    assert two_process_step(tiny("gpt", name, num_hidden_layers=5), gradient_checkpointing) <= ROUNDING
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_two_processes_do_with_other_blocks(name, gradient_checkpointing):
+    assert two_process_step(tiny("llama", **OTHERS[name]), gradient_checkpointing) <= ROUNDING
+
+
+def test_two_processes_do_on_images():
+    assert two_process_step(preset("vit-tiny+skipv1", num_hidden_layers=2)) <= ROUNDING
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+STOPPED = "stopped; run the same command again to continue"
+TRAIN = ("--data", "corpus.txt", "--steps", "200", "--evaluate-every", "10", "--device", "cpu", "--precision", "fp32")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a corpus, in which all that follows runs."""
+    directory = tmp_path_factory.mktemp("processes")
+    write_corpus(directory / "corpus.txt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("COLUMNS", "200")
+        patch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)
+        patch.chdir(directory)
+        yield directory
+
+
+def read(directory):
+    return json.loads(Path(directory, "record.json").read_text())
+
+
+def curves(directory):
+    record = read(directory)
+    return record["training"], record["evaluations"], record["final"]
+
+
+def torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "leanqkv"]
+    # Without a compiler to wait for.
+    environment = os.environ | {"CXX": "no-compiler", "TORCHINDUCTOR_CACHE_DIR": str(Path("inductor").resolve())}
+    run = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    return run.returncode, run.stdout, run.stderr
+
+
+def test_the_first_process_chooses_for_both_and_alone_speaks(place, cli):
+    model, options = f"tiny{SHAPE}", ("--data", "corpus.txt", "--steps", "20", "--evaluate-every", "5")
+    code, out, err = torchrun("train", model, *options, "--device", "cpu", "--out", "two")
+    assert code == 0, err
+    for line in (
+        "data: corpus.txt",
+        "micro-batch 4 of 8 on 2 processes: ",
+        "precision: ",
+        "validation loss",
+        "two: model",
+    ):
+        assert out.count(line) == 1, line
+    two = read("two")
+    assert two["hardware"]["processes"] == 2
+    assert two["micro_batch_size"] == 4
+    assert two["precision"]["choice"] in two["precision"]["milliseconds_per_step"]
+    same = ("--precision", two["precision"]["choice"], "--micro-batch-size", "4", "--device", "cpu")
+    assert cli("train", model, *options, *same, "--out", "one")[0] == 0
+    assert curves("one")[1:] == curves("two")[1:]
+    assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
+
+
+def test_an_error_of_the_first_process_is_told_once_and_ends_both(place):
+    Path("full").mkdir()
+    Path("full", "thesis.txt").write_text("precious")
+    code, _, err = torchrun("train", MODEL, *TRAIN, "--out", "full")
+    assert code != 0
+    assert err.count("error: full is not empty and not a run") == 1
+    assert [file.name for file in Path("full").iterdir()] == ["thesis.txt"]
+
+
+def interrupted(arguments, ready):
+    """Send Ctrl-C to a command and its processes, as a terminal does, once there is a file `ready`."""
+    command = [sys.executable, "-m", "leanqkv", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 200
+    while not list(Path().glob(ready)) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == STOPPED
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_in_train_and_uptrain(place, cli):
+    assert cli("train", MODEL, *TRAIN, "--out", "whole")[0] == 0
+    interrupted(("train", MODEL, *TRAIN, "--out", "stopped"), "stopped/checkpoint-*/complete")
+    assert not Path("stopped/record.json").exists()
+    assert cli("train", MODEL, *TRAIN, "--out", "stopped")[0] == 0
+    assert curves("stopped") == curves("whole")
+    assert cli("uptrain", "whole", *TRAIN, "--out", "whole-on")[0] == 0
+    interrupted(("uptrain", "whole", *TRAIN, "--out", "stopped-on"), "stopped-on/checkpoint-*/complete")
+    assert not Path("stopped-on/record.json").exists()
+    assert cli("uptrain", "whole", *TRAIN, "--out", "stopped-on")[0] == 0
+    assert curves("stopped-on") == curves("whole-on")
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ctrl_c_in_compare(place, jobs):
+    arguments = ("compare", f"tiny{SHAPE}", MODEL, *TRAIN, "--steps", "60", "--seeds", "1")
+    whole, out = f"whole-{jobs}", f"stopped-{jobs}"
+    command = [sys.executable, "-m", "leanqkv", *arguments, "--jobs", jobs]
+    subprocess.run([*command, "--out", whole], check=True, capture_output=True)
+    interrupted((*arguments, "--jobs", jobs, "--out", out), f"{out}/runs/*/checkpoint-*/complete")
+    assert len(list(Path(out).glob("runs/*/record.json"))) < 2
+    subprocess.run([*command, "--out", out], check=True, capture_output=True)
+    for run in Path(whole, "runs").iterdir():
+        assert curves(Path(out, "runs", run.name)) == curves(run)
+
+
+@pytest.mark.parametrize(
+    "command", [("convert", "--to", "skipv1", "--method", "mean-v"), ("eliminate", "--remove", "block-diagonal")]
+)
+def test_ctrl_c_while_a_checkpoint_is_written(place, cli, command, monkeypatch):
+    name, *options = command
+    model = f"tiny{SHAPE}"
+    if not Path("source").exists():
+        assert cli("train", model, *TRAIN, "--steps", "10", "--out", "source")[0] == 0
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    assert cli(name, "source", *options, "--out", f"{name}-whole")[0] == 0
+    monkeypatch.setattr("leanqkv.checkpoints.write.copy_tokenizer", interrupt)
+    monkeypatch.setattr("leanqkv.convert.conversion.copy_tokenizer", interrupt)
+    code, _, err = cli(name, "source", *options, "--out", f"{name}-stopped")
+    assert (code, err) == (130, STOPPED + "\n")
+    (shard,) = Path(f".{name}-stopped.partial").glob("*.safetensors")
+    written = shard.stat().st_mtime_ns, shard.stat().st_ino
+    monkeypatch.undo()
+    assert cli(name, "source", *options, "--out", f"{name}-stopped")[0] == 0
+    (shard,) = Path(f"{name}-stopped").glob("*.safetensors")
+    assert (shard.stat().st_mtime_ns, shard.stat().st_ino) == written, "it was written again"
+    assert shard.read_bytes() == Path(f"{name}-whole", shard.name).read_bytes()
+
+
+# --- the micro-batch --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_the_micro_batch_it_began_with(place, cli, monkeypatch):
+    """Whatever memory is free when it goes on."""
+    step = Step(preset(f"tiny{SHAPE}"), 8, 32, "cpu", parse_precision("fp32"))
+    arguments = ("train", f"tiny{SHAPE}", *TRAIN, "--steps", "20")
+    monkeypatch.setattr("leanqkv.train.free_memory", lambda device: int(step.bytes(2) / 0.8) + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("leanqkv.train.trainer.Watch.on_save", interrupt_after_saving)
+        code, out, _ = cli(*arguments, "--out", "small")
+        assert code == 130
+    assert "micro-batch 2 of 8 (4 accumulation steps): " in out
+    monkeypatch.setattr("leanqkv.train.free_memory", lambda device: 10**12)
+    code, out, err = cli(*arguments, "--out", "small")
+    assert code == 0, err
+    assert "micro-batch" not in out
+    assert json.loads(Path("small/run.json").read_text())["micro_batch_size"] == 2
+    assert cli(*arguments, "--micro-batch-size", "2", "--out", "asked")[0] == 0
+    assert curves("small") == curves("asked")
+    assert cli(*arguments, "--micro-batch-size", "4", "--out", "small")[0] == 2
+    code, out, _ = cli(*arguments, "--out", "large")
+    assert "micro-batch 8 of 8: " in out
+    # As a version wrote it that took the whole batch.
+    settings = json.loads(Path("large/run.json").read_text())
+    assert settings["micro_batch_size"] == 8
+    Path("large/run.json").write_text(json.dumps(settings | {"micro_batch_size": None}))
+    assert cli(*arguments, "--out", "large")[0] == 0
+
+
+def interrupt_after_saving(watch, args, state, control, **kwargs):
+    Path(args.output_dir, f"checkpoint-{state.global_step}", "complete").touch()
+    raise KeyboardInterrupt
+
+
+def test_a_comparison_takes_one_micro_batch_for_all_models(place, cli, monkeypatch):
+    wide = f"tiny{SHAPE}+intermediate_size=512"
+    step = Step(preset(wide), 8, 32, "cpu", parse_precision("fp32"))
+    arguments = ("compare", f"tiny{SHAPE}", wide, *TRAIN, "--steps", "10", "--seeds", "1", "--jobs", "1")
+    monkeypatch.setattr("leanqkv.compare.comparison.free_memory", lambda device: int(step.bytes(4) / 0.8) + 1)
+    code, out, err = cli(*arguments, "--out", "alike")
+    assert code == 0, err
+    assert "micro-batch 4 of 8 (2 accumulation steps): " in out
+    records = [json.loads(file.read_text()) for file in Path("alike/runs").glob("*/record.json")]
+    assert [record["micro_batch_size"] for record in records] == [4, 4]
+    monkeypatch.setattr("leanqkv.compare.comparison.free_memory", lambda device: 10**12)
+    for file in Path("alike/runs").glob("*/record.json"):
+        file.unlink()
+    assert cli(*arguments, "--out", "alike")[0] == 0
+    again = [json.loads(file.read_text()) for file in Path("alike/runs").glob("*/record.json")]
+    assert [record["evaluations"] for record in again] == [record["evaluations"] for record in records]
+
+
+def test_a_comparison_begun_with_whole_batches_goes_on(place, cli):
+    arguments = ("compare", f"tiny{SHAPE}", MODEL, *TRAIN, "--steps", "10", "--seeds", "1", "--jobs", "1")
+    assert cli(*arguments, "--out", "older")[0] == 0
+    for file in Path("older").rglob("*.json"):  # as an earlier version wrote them
+        content = json.loads(file.read_text())
+        content.pop("chosen_micro_batch_size", None)
+        if file.name in ("run.json", "record.json"):
+            content["micro_batch_size"] = None
+        file.write_text(json.dumps(content))
+    before = {file: file.stat().st_mtime_ns for file in Path("older/runs").glob("*/record.json")}
+    code, _, err = cli(*arguments, "--out", "older")
+    assert code == 0, err
+    assert before == {file: file.stat().st_mtime_ns for file in Path("older/runs").glob("*/record.json")}

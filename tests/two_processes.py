@@ -1,0 +1,83 @@
+"""A training step of two processes against one process that accumulates, for any model."""
+
+import atexit
+import functools
+import multiprocessing
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from leanqkv import LeanConfig
+from leanqkv.train.tasks import task_of
+from leanqkv.train.trainer import checkpoint_activations
+
+SEQUENCES, LENGTH, SECONDS = 4, 24, 120
+Work = tuple[LeanConfig, bool]
+
+
+def two_process_step(config: LeanConfig, gradient_checkpointing: bool = False) -> float:
+    """Return the largest difference between the gradients of two processes, half of a batch each, and those of one
+    process that takes the halves one after the other, relative to the largest gradient. In float64, without dropout.
+
+    The processes are started by the first call and serve all that follow. An error in them is raised here.
+    """
+    expected = gradients(config, gradient_checkpointing, range(2))
+    for worker in _workers():
+        worker.send((config, gradient_checkpointing))
+    found = []
+    for worker in _workers():
+        assert worker.poll(SECONDS), "a process of two does not answer"
+        found.append(worker.recv())
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for answer in found:
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer.keys() == expected.keys()
+    return max((a[name] - expected[name]).abs().max().item() for a in found for name in expected) / largest
+
+
+def gradients(config: LeanConfig, gradient_checkpointing: bool, halves: range) -> dict[str, Tensor]:
+    """Return the gradients by name, after the mean loss of these halves of a batch."""
+    torch.manual_seed(0)
+    model = task_of(config).model_class(config).double().train()
+    if gradient_checkpointing:
+        checkpoint_activations(model)
+    batch = task_of(config).random_batch(config, SEQUENCES, min(LENGTH, config.max_position_embeddings), "cpu")
+    batch = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    # As the trainer sets it: a parameter without a gradient would be an error of a later step.
+    called = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    for half in halves:
+        part = slice(half * SEQUENCES // 2, (half + 1) * SEQUENCES // 2)
+        (called(**{k: v[part] if isinstance(v, Tensor) else v for k, v in batch.items()}).loss / len(halves)).backward()
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert not missing, f"without a gradient: {missing}"
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@functools.cache
+def _workers() -> list[Connection]:
+    context = multiprocessing.get_context("spawn")
+    folder = tempfile.mkdtemp(prefix="leanqkv-two-processes-")
+    connections = []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, folder, theirs), daemon=True)
+        process.start()
+        atexit.register(process.terminate)
+        connections.append(ours)
+    return connections
+
+
+def _serve(rank: int, folder: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=rank, world_size=2)
+    while True:
+        config, gradient_checkpointing = connection.recv()
+        try:
+            connection.send(gradients(config, gradient_checkpointing, range(rank, rank + 1)))
+        except Exception as error:
+            connection.send(error)
