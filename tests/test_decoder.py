@@ -1,5 +1,7 @@
 """The decoder: the tokens of `model.generate`, from a cache that is allocated once."""
 
+import re
+
 import pytest
 import torch
 from shapes import randomize, tiny, tokens
@@ -125,6 +127,51 @@ def test_what_does_not_fit_is_refused():
     layer.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
     with pytest.raises(ValueError, match="room for 3 tokens, 4 are to be kept"):
         layer.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_new_tokens_are_refused_as_in_transformers(number):
+    model = build("llama")
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        model.generate(tokens(1, 4), max_new_tokens=number)
+    with pytest.raises(ValueError, match=f"max_new_tokens is {number}; ask for at least 1"):
+        Decoder(model).generate(tokens(1, 4), max_new_tokens=number)
+
+
+IDS = tokens(2, PROMPT)
+NO_PROMPTS = {
+    "one dimension": ((IDS[0],), "int64 of shape [9]; give token ids [batch, length]"),
+    "three dimensions": ((IDS[None],), "int64 of shape [1, 2, 9]; give token ids"),
+    "numbers": ((IDS.float(),), "the prompt is float32 of shape [2, 9]; give token ids"),
+    "truths": ((IDS.bool(),), "the prompt is bool of shape [2, 9]; give token ids"),
+    "no sequence": ((IDS[:0],), "the batch is empty; give at least one prompt"),
+    "no token": ((IDS[:, :0],), "the prompt is empty; give at least one token"),
+    "a short mask": ((IDS, torch.ones(2, 5)), "attention_mask has shape [2, 5]; give it the prompt's, [2, 9]"),
+    "one mask": ((IDS, torch.ones(9)), "attention_mask has shape [9]"),
+}
+
+
+@pytest.mark.parametrize("case", NO_PROMPTS)
+def test_what_is_no_prompt_is_refused_in_one_line(case):
+    given, message = NO_PROMPTS[case]
+    decoder = Decoder(build("llama"))
+    for refusing in (lambda: decoder.generate(*given, max_new_tokens=2), lambda: decoder.prefill(*given, room=1)):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            refusing()
+        assert "\n" not in str(caught.value)
+
+
+def test_room_for_nothing_more():
+    model = build("llama")
+    decoder = Decoder(model)
+    with torch.no_grad():
+        expected = model(IDS).logits[:, -1]
+    assert torch.allclose(decoder.prefill(IDS, room=0), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="room for 9 tokens, 10 are to be kept"):
+        decoder.step(IDS[:, 0])
+    with pytest.raises(ValueError, match="room is -1 tokens; give 0 or more"):
+        decoder.prefill(IDS, room=-1)
+    assert torch.equal(*(decoder.generate(ids, max_new_tokens=3) for ids in (IDS, IDS.int())))
 
 
 @pytest.mark.parametrize("mechanisms", [("gqa", "skipv1"), ("mla",), ("skipv1:ratio=1",)])

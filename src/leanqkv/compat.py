@@ -77,10 +77,18 @@ def packing_works(dtype: torch.dtype) -> bool:
     return works
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is registered to run when `module` does; True if that is unknown."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind, True) for kind in kinds)
+    """Whether anything is registered to run when `module` does, or in its place; True if that is unknown."""
+    return any(getattr(module, kind, True) for kind in HOOKS) or "forward" in vars(module)
+
+
+def hooks(model: nn.Module) -> list[Callable[..., Any]]:
+    """Return what is registered to run when a module of `model` does."""
+    kept = (getattr(module, kind, {}) for module in model.modules() for kind in HOOKS)
+    return [hook for registered in kept for hook in registered.values()]
 
 
 def attention_implementation(model: nn.Module) -> str | None:

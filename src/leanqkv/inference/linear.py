@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import has_hooks, pack_linear, packing_works
+from ..compat import has_hooks, hooks, pack_linear, packing_works
 from .joined import join_projections
 
 # Rows that the layout is chosen for; others are computed as well.
@@ -35,12 +35,13 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def packed(model: nn.Module) -> Any:
-    """A copy of the model that shares its parameters, with packed linear layers where that is possible.
+    """A copy of the model that shares its parameters and hooks, with packed linear layers where that is possible.
 
     Layers with the same input are packed as one. A packed layer takes the memory of its weight once more. Modules with
     hooks, adapters or a way of their own to multiply stay as they are.
     """
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    # Hooks as well: one that collects something goes on collecting it where its owner looks for it.
+    shared = {id(kept): kept for kept in (*model.parameters(), *model.buffers(), *hooks(model))}
     packed_model = copy.deepcopy(model, shared)
     joined: list[nn.Linear] = []
     if all(can_pack(weight) for weight in model.parameters()):

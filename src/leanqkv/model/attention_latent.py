@@ -120,7 +120,7 @@ class LatentAttention(nn.Module):
         expanded = n * rank * both + t * n * both
         absorbed = t * rank * both + t * n * 2 * rank
         readable = isinstance(mask, Tensor) or (mask is None and t == 1)  # no mask at all may mean a causal one
-        return absorbed < expanded and readable
+        return absorbed < expanded and readable and all(map(_is_its_weight, (self.k_up_proj, self.v_up_proj)))
 
     def _expanded(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
         latent = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
@@ -155,3 +155,10 @@ class LatentAttention(nn.Module):
         latent = torch.cat([weights.flatten(1, 2) @ piece for piece in pieces], dim=-1)  # [batch, heads * t, rank]
         output = torch.einsum("bhtc,hxc->bthx", latent.unflatten(1, (self.num_heads, t)), up_value)
         return output, weights if self.config._attn_implementation == "eager" else None
+
+
+def _is_its_weight(projection: nn.Module) -> bool:
+    """Whether the weight alone decides the result: not where there is an adapter, a quantised weight or a hook."""
+    parts = next(projection.children(), None) is not None
+    hooked = bool(projection._forward_hooks or projection._forward_pre_hooks) or "forward" in vars(projection)
+    return not parts and not hooked and projection.weight.is_floating_point()  # type: ignore[operator]
