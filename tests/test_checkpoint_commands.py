@@ -119,6 +119,18 @@ def test_the_certificate_says_what_was_done(folder, unwrapped):
     assert report["config"]["after"]["query"] == [{"type": "identity", "scale": 1.0, "bias": False, "layers": [1]}]
 
 
+def test_what_is_not_solved_twice_is_shown_against_rounding(folder, unwrapped, monkeypatch):
+    monkeypatch.setattr("leanqkv.eliminate.certify.RECOMPUTED", 0)
+    save("free", "gpt", **FREE)
+    code, out, _ = unwrapped("eliminate", "free", "--remove", "query", "--layer", "1", "--out", "less")
+    assert code == 0
+    report = json.loads(Path("less/certificate.json").read_text())
+    assert report["exact"] is None
+    distance, explained = (f"{report['rounding'][name]:.1e}" for name in ("distance", "explained"))
+    assert f"stored in float32: logits lie {distance} off; rounding explains up to {explained}" in out
+    assert "before rounding" not in out
+
+
 @pytest.mark.parametrize("factor, what", [(0.0, "all zero"), (1e200, "not finite")])
 def test_logits_that_measure_nothing_certify_nothing(folder, unwrapped, factor, what):
     model = LeanForCausalLM(tiny("llama", **SKIPLESS)).double()
