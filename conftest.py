@@ -1,8 +1,10 @@
 """Settings for every test; set before transformers is imported."""
 
+import functools
 import os
 import sys
 import tempfile
+import warnings
 from collections import Counter
 
 # Checkpoints carry their code, and loading it copies it under HF_HOME: a fresh folder, never the person's own.
@@ -26,6 +28,23 @@ def pytest_collection_modifyitems(items):
         if cases[test] % CASES_PER_FAST_ONE:
             item.add_marker(pytest.mark.slow)
         cases[test] += 1
+
+
+@functools.cache
+def compiler_works() -> bool:
+    """Whether C++ of one line can be compiled: the kernel for decoding is not asked, its own errors are to be seen."""
+    from leanqkv.compat import compile_cpp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return compile_cpp('extern "C" int one() { return 1; }') is not None
+
+
+@pytest.fixture
+def needs_compiler():
+    """Skips the test where nothing can be compiled."""
+    if not compiler_works():
+        pytest.skip("no working C++ compiler, with which the kernel for decoding is compiled")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from shapes import randomize, tiny, tokens
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
 
 from leanqkv import LeanError, LeanForCausalLM, progress
 from leanqkv.checkpoints import write
@@ -109,6 +117,18 @@ def test_the_certificate_says_what_was_done(folder, unwrapped):
     digest = hashlib.sha256(Path("less/model.safetensors").read_bytes()).hexdigest()
     assert report["weights_sha256"] == digest
     assert report["config"]["after"]["query"] == [{"type": "identity", "scale": 1.0, "bias": False, "layers": [1]}]
+
+
+def test_what_is_not_solved_twice_is_shown_against_rounding(folder, unwrapped, monkeypatch):
+    monkeypatch.setattr("leanqkv.eliminate.certify.RECOMPUTED", 0)
+    save("free", "gpt", **FREE)
+    code, out, _ = unwrapped("eliminate", "free", "--remove", "query", "--layer", "1", "--out", "less")
+    assert code == 0
+    report = json.loads(Path("less/certificate.json").read_text())
+    assert report["exact"] is None
+    distance, explained = (f"{report['rounding'][name]:.1e}" for name in ("distance", "explained"))
+    assert f"stored in float32: logits lie {distance} off; rounding explains up to {explained}" in out
+    assert "before rounding" not in out
 
 
 @pytest.mark.parametrize("factor, what", [(0.0, "all zero"), (1e200, "not finite")])
@@ -432,6 +452,38 @@ def test_bad_input_of_the_other_commands(folder, cli, arguments, message):
     before = state(folder)
     code, _, err = cli(*arguments.split())
     assert code == 2
+    assert len(err.splitlines()) == 1
+    assert message in err
+    assert state(folder) == before
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (LlamaModel, "headless has no language-model head: there is no tensor lm_head.weight"),
+        (
+            LlamaForSequenceClassification,
+            "it is a LlamaForSequenceClassification; only a LlamaForCausalLM can be opened",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "import headless --out result",
+        "export headless --out result",
+        "inspect headless",
+        "convert headless --to skipv1 --method mean-v --out result",
+        "eliminate headless --remove block-diagonal --out result",
+        "verify headless headless",
+    ],
+    ids=lambda arguments: arguments.split()[0],
+)
+def test_a_model_without_a_language_models_head(folder, cli, model, message, arguments):
+    model(LlamaConfig(**HF, max_position_embeddings=64)).save_pretrained("headless")
+    before = state(folder)
+    code, out, err = cli(*arguments.split())
+    assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert message in err
     assert state(folder) == before

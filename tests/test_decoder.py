@@ -1,5 +1,7 @@
 """The decoder: the tokens of `model.generate`, from a cache that is allocated once."""
 
+import re
+
 import pytest
 import torch
 from shapes import randomize, tiny, tokens
@@ -9,7 +11,7 @@ from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.inference import Decoder, allocate_cache, prepared
-from leanqkv.inference.attention import attend_one_query, one_query_attention
+from leanqkv.inference.attention import CHUNK_TOKENS, attend_one_query, length_chunks, one_query_attention
 from leanqkv.inference.cache import AllocatedLayer
 from leanqkv.inference.linear import PackedLinear, can_pack, packed
 from leanqkv.presets import MECHANISMS
@@ -127,6 +129,51 @@ def test_what_does_not_fit_is_refused():
         layer.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_new_tokens_are_refused_as_in_transformers(number):
+    model = build("llama")
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        model.generate(tokens(1, 4), max_new_tokens=number)
+    with pytest.raises(ValueError, match=f"max_new_tokens is {number}; ask for at least 1"):
+        Decoder(model).generate(tokens(1, 4), max_new_tokens=number)
+
+
+IDS = tokens(2, PROMPT)
+NO_PROMPTS = {
+    "one dimension": ((IDS[0],), "int64 of shape [9]; give token ids [batch, length]"),
+    "three dimensions": ((IDS[None],), "int64 of shape [1, 2, 9]; give token ids"),
+    "numbers": ((IDS.float(),), "the prompt is float32 of shape [2, 9]; give token ids"),
+    "truths": ((IDS.bool(),), "the prompt is bool of shape [2, 9]; give token ids"),
+    "no sequence": ((IDS[:0],), "the batch is empty; give at least one prompt"),
+    "no token": ((IDS[:, :0],), "the prompt is empty; give at least one token"),
+    "a short mask": ((IDS, torch.ones(2, 5)), "attention_mask has shape [2, 5]; give it the prompt's, [2, 9]"),
+    "one mask": ((IDS, torch.ones(9)), "attention_mask has shape [9]"),
+}
+
+
+@pytest.mark.parametrize("case", NO_PROMPTS)
+def test_what_is_no_prompt_is_refused_in_one_line(case):
+    given, message = NO_PROMPTS[case]
+    decoder = Decoder(build("llama"))
+    for refusing in (lambda: decoder.generate(*given, max_new_tokens=2), lambda: decoder.prefill(*given, room=1)):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            refusing()
+        assert "\n" not in str(caught.value)
+
+
+def test_room_for_nothing_more():
+    model = build("llama")
+    decoder = Decoder(model)
+    with torch.no_grad():
+        expected = model(IDS).logits[:, -1]
+    assert torch.allclose(decoder.prefill(IDS, room=0), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="room for 9 tokens, 10 are to be kept"):
+        decoder.step(IDS[:, 0])
+    with pytest.raises(ValueError, match="room is -1 tokens; give 0 or more"):
+        decoder.prefill(IDS, room=-1)
+    assert torch.equal(*(decoder.generate(ids, max_new_tokens=3) for ids in (IDS, IDS.int())))
+
+
 @pytest.mark.parametrize("mechanisms", [("gqa", "skipv1"), ("mla",), ("skipv1:ratio=1",)])
 def test_the_cache_is_one_for_transformers_own_generation_as_well(mechanisms):
     """Beams select sequences; a crop and a reset go back."""
@@ -208,7 +255,7 @@ def test_what_is_not_a_plain_layer_is_not_packed():
     "group, head_dim, value_dim, mask",
     [(1, 16, 16, "none"), (3, 64, 64, "boolean"), (3, 20, 20, "additive"), (2, 40, 16, "none"), (1, 8, 72, "none")],
 )
-def test_attention_of_one_query(dtype, group, head_dim, value_dim, mask):
+def test_attention_of_one_query(dtype, group, head_dim, value_dim, mask, needs_compiler):
     """Against attention written out in float64, on views of larger buffers whose other places are not numbers."""
     for length in (1, 7, 40, 33, 300):
         generator = torch.Generator().manual_seed(length)
@@ -247,7 +294,59 @@ def test_attention_of_one_query(dtype, group, head_dim, value_dim, mask):
             assert (output.double() - expected).abs().max() <= eps * expected.abs().max()
 
 
-def test_the_kernel_leaves_to_pytorch_what_it_is_not_made_for():
+THREADS = (1, 2, 3, 5, 8)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12])
+@pytest.mark.parametrize("threads", THREADS)
+def test_all_threads_have_the_same_work(heads, threads):
+    chunks = length_chunks(heads, 32_768, threads)
+    assert chunks == 1 if heads >= threads else heads * chunks % threads == 0
+    assert length_chunks(heads, CHUNK_TOKENS, threads) == 1, "too short to be worth it"
+    for length in (1, 2 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 3):
+        assert 1 <= length_chunks(heads, length, threads) <= max(1, length // CHUNK_TOKENS)
+
+
+def test_one_head_is_cut_into_a_part_for_every_thread(monkeypatch):
+    """MQA at batch 1; of two sequences, or of own and borrowed values, the heads of one call count."""
+    calls = []
+    kernel = {torch.float32: lambda call: calls.append((call._obj.batch * call._obj.heads, call._obj.chunks))}
+    monkeypatch.setattr("leanqkv.inference.attention.compiled_kernels", lambda: kernel)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for batch, heads in ((1, (1,)), (2, (1,)), (1, (1, 3)), (2, (4,))):
+        query, key = torch.randn(batch, 2 * sum(heads), 1, 8), torch.randn(batch, sum(heads), 8 * CHUNK_TOKENS, 8)
+        one_query_attention(query, key, [torch.randn(batch, own, key.shape[2], 8) for own in heads], None, 1.0)
+    assert calls == [(1, 8), (2, 4), (1, 8), (3, 8), (8, 1)]
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads, group", [(1, 6), (2, 3), (6, 1)], ids=["MQA", "GQA", "MHA"])
+def test_attention_of_one_query_in_parts(heads, group, dtype, threads, monkeypatch, needs_compiler):
+    """Against float64, with a part for every thread even where there are fewer positions than parts.
+
+    Sequences of different lengths, one part or more of which is hidden; of the last sequence nothing is to be seen.
+    """
+    monkeypatch.setattr("leanqkv.inference.attention.length_chunks", lambda heads, length, threads: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for length in (1, 2, 7, 40, 301):
+        generator = torch.Generator().manual_seed(length)
+        query = 4 * torch.randn(4, heads * group, 1, 20, generator=generator)  # weights of very different sizes
+        key, value = (torch.randn(4, heads, length, width, generator=generator) for width in (20, 24))
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        first_seen = torch.tensor([0, length // 2, length - 1, length])
+        mask = (torch.arange(length) >= first_seen[:, None])[:, None, None]
+        spread = (tensor.double().repeat_interleave(group, dim=1) for tensor in (key, value))
+        scores = query.double() @ next(spread).mT * 0.3
+        expected = (scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0) @ next(spread)).transpose(1, 2)
+        output = one_query_attention(query, key, [value], mask, 0.3)
+        assert output is not None and not output[3].any()
+        # One rounding of the result; in float32 also those of scores up to 20 and of the sums.
+        eps = torch.finfo(dtype).eps * (32 if dtype == torch.float32 else 1)
+        assert (output.double() - expected).abs().max() <= eps * expected.abs().max(), length
+
+
+def test_the_kernel_leaves_to_pytorch_what_it_is_not_made_for(needs_compiler):
     query, key, value = (torch.randn(2, 2, n, 8) for n in (1, 5, 5))
     assert one_query_attention(query, key, [value], None, 1.0) is not None
     others = {

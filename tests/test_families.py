@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from shapes import GPT, LLAMA, assert_near, randomize, tiny, tokens
 from torch import Tensor
@@ -13,8 +14,9 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
-    LlamaForSequenceClassification,
     PreTrainedModel,
+    ViTConfig,
+    ViTModel,
 )
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, LeanForImageClassification
@@ -249,11 +251,30 @@ def test_old_files_with_buffers_and_without_the_head(case, tmp_path):
         assert_near(logits(ours(open_checkpoint(tmp_path))), logits(reference), 1e-5)
 
 
-def test_a_base_model_is_opened(tmp_path):
-    reference = stock_model("gpt2")
-    AutoModel.from_config(reference.config).save_pretrained(tmp_path)
-    assert "wte.weight" in open_tensors(tmp_path)
-    assert open_checkpoint(tmp_path).config.vocab_size == 61
+ONE_OF_EACH = ("gpt2", "neox", "llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+def test_a_base_model_with_a_tied_head_is_a_language_model(case, tmp_path):
+    """As transformers takes it: the embedding is the head."""
+    config = stock_model(case).config
+    config.tie_word_embeddings = True
+    base = randomize(AutoModel.from_config(config))
+    base.save_pretrained(tmp_path)
+    assert not any(name.startswith(base.base_model_prefix) for name in open_tensors(tmp_path))
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    assert_near(logits(ours(open_checkpoint(tmp_path))), expected, 1e-5)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+def test_a_base_model_has_no_head(case, tmp_path):
+    config = stock_model(case).config
+    config.tie_word_embeddings = False
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    family = FAMILIES[CASES[case][0]]
+    message = rf"has no language-model head: .* {family.head}\.weight.*; save the {family.architecture}"
+    with pytest.raises(LeanError, match=message):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["gpt2", "neox-tied", "llama-gqa-tied"])
@@ -558,7 +579,7 @@ WEIGHTS_REFUSED = {
     "many missing": (["layers"], {}, ("lack tensors", "and 24 more")),
     "unknown": ([], {"score.weight": torch.ones(2, 32)}, ("unknown tensors score.weight",)),
     "another layer": ([], {"model.layers.3.mlp.up_proj.weight": torch.ones(1)}, ("unknown", "layers.3")),
-    "no head": (["lm_head"], {}, ("lack tensors lm_head.weight",)),
+    "no head": (["lm_head"], {}, ("lm_head.weight",)),
     "shape": (
         [],
         {"model.layers.2.mlp.up_proj.weight": torch.ones(47, 32)},
@@ -590,10 +611,41 @@ def test_weights_that_are_not_the_configurations_are_refused(case, own, tmp_path
         assert needle in str(caught.value)
 
 
-def test_a_classifier_is_not_a_language_model(tmp_path):
-    config = stock_model("llama-gqa-tied").config
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(LeanError, match=r"unknown tensors score\.weight"):
+HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "case, head", [("gpt2", "DoubleHeadsModel"), *((case, head) for case in ONE_OF_EACH for head in HEADS)]
+)
+def test_another_head_is_not_a_language_models(case, head, tied, tmp_path):
+    config = stock_model(case).config
+    config.tie_word_embeddings = tied
+    name = type(AutoModel.from_config(config)).__name__.removesuffix("Model") + head
+    getattr(transformers, name)(config).save_pretrained(tmp_path)
+    architecture = FAMILIES[CASES[case][0]].architecture
+    with pytest.raises(LeanError, match=rf"config\.json: it is a {name}; only a {architecture} can be opened"):
+        open_checkpoint(tmp_path)
+    # Without the name it is told by the tensors.
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"architectures": None}))
+    with pytest.raises(LeanError, match=r"no language-model head|(unknown|lack) tensors"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LLaMAForCausalLM", "LlamaForCausalLMEagle", "LlamaModel", None])
+def test_names_that_say_nothing_of_another_head_are_no_obstacle(name, tmp_path):
+    stock_model("llama").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"architectures": name and [name]}))
+    assert open_checkpoint(tmp_path).family == "llama"
+
+
+def test_an_encoder_of_images_is_of_no_family(tmp_path):
+    ViTModel(
+        ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(LeanError, match="is a 'vit' checkpoint; only leanqkv, llama"):
         open_checkpoint(tmp_path)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from shapes import assert_near, randomize, tiny, tokens
+from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from leanqkv import LeanForCausalLM, cache_bytes, kv_bytes_per_token, preset
@@ -84,6 +85,40 @@ def test_decoding_never_expands_or_joins_the_latent(names, kind, monkeypatch: py
         assert [tensor.num_heads for tensor in layer.cached] == [1]
         assert stored.keys.shape[-1] == layer.cached[0].head_dim
         assert stored.values.numel() == 0
+
+
+class Larger(nn.Module):
+    """What adapter libraries put in a layer's place."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base, self.weight = base, base.weight
+
+    def forward(self, latent: Tensor) -> Tensor:
+        return 1.5 * self.base(latent)
+
+
+@pytest.mark.parametrize("name", ["k_up_proj", "v_up_proj"])
+@pytest.mark.parametrize("how", ["adapter", "hook", "hook before", "forward"])
+def test_the_absorbed_form_passes_no_change_over(name: str, how: str) -> None:
+    """It reads the weights of the up-projections without calling them."""
+    model, ids = randomize(LeanForCausalLM(tiny("llama", "mla", "skipv1"))).eval(), tokens(1, 12)
+    with torch.no_grad():
+        plain = model(ids).logits[:, -1]
+        for layer in model.model.layers:
+            up = layer.self_attn.get_submodule(name)
+            if how == "adapter":
+                setattr(layer.self_attn, name, Larger(up))
+            elif how == "hook":
+                up.register_forward_hook(lambda module, given, output: 1.5 * output)
+            elif how == "hook before":
+                up.register_forward_pre_hook(lambda module, given: (1.5 * given[0],))
+            else:
+                up.forward = lambda latent, up=up: 1.5 * nn.functional.linear(latent, up.weight)
+        whole = model(ids).logits[:, -1]
+        step = model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values).logits[:, -1]
+    assert_near(step, whole, 1e-5)
+    assert (whole - plain).abs().max() > 0.01
 
 
 # P3, Table 2, on the shape of LLaMA-350M: 24 layers, 16 heads of 64, G = H/2; d_c = 256, d_R = 32.

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, count_parameters, kv_bytes_per_token
 from leanqkv.checkpoints.tensors import LazyTensors
-from leanqkv.eliminate import eliminate, eliminate_directory, elimination, parse_request, transform, verify
+from leanqkv.eliminate import certify, eliminate, eliminate_directory, elimination, parse_request, transform, verify
+from leanqkv.eliminate.certify import logits as logits_of
 from leanqkv.eliminate.transform import Transformed
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
@@ -153,22 +155,32 @@ def test_one_flipped_weight_is_found(case: str, tmp_path: Path) -> None:
     assert certificate["weights_sha256"] != hashlib.sha256(file).hexdigest()
 
 
-@pytest.mark.parametrize("stock", [False, True])
-def test_a_wrong_result_is_not_written(stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were an elimination wrong in one number, there would be no certificate and no checkpoint."""
+def damaged(change: Callable[[str, Tensor], Tensor]) -> Callable[..., Transformed]:
+    """`transform` that gets one tensor wrong: `change` is given every tensor's name and values."""
 
     def wrong(*args: Any) -> Transformed:
         result = transform(*args)
-        name = "model.layers.1.mlp.down_proj.weight"
-        off = torch.zeros(result.tensors[name].shape, dtype=torch.float64)
-        off[2, 3] = 1e-3
+        shapes = result.config.plan.parameter_shapes
+        return replace(result, tensors=LazyTensors(shapes, lambda name: change(name, result.tensors[name])))
 
-        def compute(wanted: str) -> Tensor:
-            return result.tensors[wanted] + off if wanted == name else result.tensors[wanted]
+    return wrong
 
-        return replace(result, tensors=LazyTensors(result.config.plan.parameter_shapes, compute))
 
-    monkeypatch.setattr(elimination, "transform", wrong)
+@pytest.mark.parametrize("limit", [certify.RECOMPUTED, 0])
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_wrong_result_is_not_written(
+    stock: bool, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were an elimination wrong in one number, there would be no certificate and no checkpoint."""
+
+    def one_off(name: str, tensor: Tensor) -> Tensor:
+        if name == "model.layers.1.mlp.down_proj.weight":
+            tensor = tensor.clone()
+            tensor[2, 3] += 1e-3
+        return tensor
+
+    monkeypatch.setattr(certify, "RECOMPUTED", limit)
+    monkeypatch.setattr(elimination, "transform", damaged(one_off))
     config = small(norm_type="layernorm", norm_bias=True, tie_word_embeddings=False, **BIASES)
     source = saved(tmp_path / "source", config)
     with pytest.raises(LeanError, match="not the same function"):
@@ -176,6 +188,70 @@ def test_a_wrong_result_is_not_written(stock: bool, tmp_path: Path, monkeypatch:
     with pytest.raises(LeanError, match="not the same function"):
         eliminate_directory(source, tmp_path / "out", parse_request("block-diagonal"), stock=stock)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+HEAD_DIM = 4
+MISTAKES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "two heads of W_O swapped": (
+        "1.self_attn.o_proj.weight",
+        lambda w: torch.cat((w[:, HEAD_DIM : 2 * HEAD_DIM], w[:, :HEAD_DIM], w[:, 2 * HEAD_DIM :]), dim=1),
+    ),
+    "W_O transposed": ("1.self_attn.o_proj.weight", lambda w: w.T),
+    "W_K transposed": ("0.self_attn.k_proj.weight", lambda w: w.T),
+    "no bias of W_Q": ("1.self_attn.q_proj.bias", torch.zeros_like),
+    "no bias of W_O": ("0.self_attn.o_proj.bias", torch.zeros_like),
+    "no bias of the MLP": ("0.mlp.up_proj.bias", torch.zeros_like),
+}
+
+
+def possible_mistakes(case: str) -> list[str]:
+    """Of tensors that the result has, and where they can be transposed."""
+    fields, remove, layer = CASES[case]
+    config = small(**fields)
+    shapes = transform(config, weights(config), parse_request(remove, layer)).config.plan.parameter_shapes
+    found = {mistake: shapes.get(f"model.layers.{name}") for mistake, (name, _) in MISTAKES.items()}
+    swaps = config.num_attention_heads > 1
+    return [mistake for mistake, shape in found.items() if shape in ((12,), (20,)) or (shape == (12, 12) and swaps)]
+
+
+@pytest.mark.parametrize("case, mistake", [(case, mistake) for case in CASES for mistake in possible_mistakes(case)])
+def test_mistakes_are_found_without_solving_twice(case: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the stored result is compared, as of large models: in float32 it is further off than by rounding."""
+    fields, remove, layer = CASES[case]
+    name, change = MISTAKES[mistake]
+    monkeypatch.setattr(certify, "RECOMPUTED", 0)
+    monkeypatch.setattr(elimination, "transform", damaged(lambda of, t: change(t) if of.endswith(name) else t))
+    with pytest.raises(LeanError, match=r"the stored result is not the same function: .* rounding to float32 explains"):
+        eliminate(model_of(small(**fields)), remove, layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_right_is_certified_without_solving_twice(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields, remove, layer = CASES[case]
+    model, passes = model_of(small(**fields)), []
+    monkeypatch.setattr(certify, "logits", lambda *given: passes.append(given[-1]) or logits_of(*given))
+    for limit in (certify.RECOMPUTED, 0):
+        monkeypatch.setattr(certify, "RECOMPUTED", limit)
+        passes.clear()
+        certificate = eliminate(model, remove, layer, dtype=dtype).certificate
+        assert (certificate["exact"] is None) == (limit == 0)
+        assert len(passes) == 6 + (limit > 0)
+        rounding = certificate["rounding"]
+        assert 0 < rounding["distance"] <= rounding["explained"] <= max(certify.EXACT, 200 * torch.finfo(dtype).eps)
+
+
+def test_logits_beyond_the_dtype_are_not_certified() -> None:
+    """Weights that float32 holds, of a function that it cannot compute."""
+    model = model_of(small(tie_word_embeddings=False), torch.float64)
+    with torch.no_grad():
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            model.get_parameter(name).mul_(1e25)
+    assert eliminate(model, "query", 1, dtype=torch.float64).certificate["exact"]["relative"] <= certify.EXACT
+    with pytest.raises(LeanError, match="computed in fp32 are not finite; store it in a wider dtype"):
+        eliminate(model, "query", 1)
 
 
 def test_verify_is_measured_plainly(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from expected_eliminations import removed, weights_fewer
 
 from leanqkv import ConfigError, LeanConfig, LeanError, LeanForImageClassification
 from leanqkv.checkpoints.dense import written_out
-from leanqkv.eliminate import parse_request, transform
+from leanqkv.eliminate import certify, eliminate, parse_request, transform
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 
@@ -58,6 +58,21 @@ def test_exact_or_refused(seed: int) -> None:
     assert relative(logits(result.config, result.tensors), logits(config, tensors)) <= tolerance(result.conditions)
     assert config.to_dict() == settings
     assert all((tensors[name] == before[name]).all() for name in before)
+
+
+# Those in which rounding moved the logits furthest beside arithmetic (14, 49, 359), most of all in bfloat16 with badly
+# conditioned matrices (55, 256, 1334) and with experts that rounding chooses (64, 187, 224); and others.
+ROUNDED_SEEDS = (14, 49, 55, 64, 187, 224, 256, 359, 1334, *range(0, 320, 10))
+
+
+@pytest.mark.parametrize("seed", [seed for seed in ROUNDED_SEEDS if weights_fewer(*draw_case(seed)[:3]) is not None])
+def test_rounding_explains_what_a_right_result_is_off(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, remove, layers, balance = draw_case(seed)
+    monkeypatch.setattr(certify, "RECOMPUTED", 0)
+    model, layer = build(config, weights(config, seed)), None if layers is None else ",".join(map(str, layers))
+    for dtype in (torch.float32, torch.bfloat16):
+        rounding = eliminate(model, remove, layer, dtype=dtype, balance=balance).certificate["rounding"]
+        assert 0 < rounding["distance"] <= rounding["explained"]
 
 
 @pytest.mark.parametrize(

@@ -194,10 +194,7 @@ def compiled(case: Case) -> float:
 
 
 def two_processes(case: Case) -> float:
-    config = case.config()
-    if config.mask_type == "prefix":
-        check_fit(case.name, config, SimpleNamespace(kind="text"), 8)
-    return two_process_step(config)
+    return two_process_step(case.config())
 
 
 AGAINST_ROUNDED = "cached logits against a model of the rounded weights"

@@ -63,6 +63,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         )
     family = FAMILIES[kind]
     try:
+        family.check_class(hf)
         config = family.lean_config(hf)
     except LeanError as error:
         raise LeanError(f"{directory / 'config.json'}: {error}") from None

@@ -108,6 +108,11 @@ def _print_certificate(report: dict[str, Any]) -> None:
         lines.append(f"worst condition number: {worst:.3g}, {name}")
     if report["exact"]:
         lines.append(f"before rounding to {report['dtype']}: logits differ by {report['exact']['relative']:.1e}")
+    else:
+        distance, explained = report["rounding"].values()
+        lines.append(
+            f"stored in {report['dtype']}: logits lie {distance:.1e} off; rounding explains up to {explained:.1e}"
+        )
     if "disabled_norms" in report:
         relative = report["disabled_norms"]["relative"]
         lines.append(

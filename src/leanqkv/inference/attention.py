@@ -8,6 +8,7 @@ and for all that the kernel is not made for, attention is PyTorch's.
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from ..compat import compile_cpp
 from ..model.attention import attend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Parts of a head shorter than this take less time than handing them to another thread.
+CHUNK_TOKENS = 128
 
 
 class _Call(ctypes.Structure):
@@ -26,7 +29,8 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "mask", "output")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "length", "head_dim", "value_dim", "threads")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "length", "head_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("threads", "chunks")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "key_batch", "key_head", "key_row")),
         *((name, ctypes.c_int64) for name in ("value_batch", "value_head", "value_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head")),
@@ -48,6 +52,16 @@ def attend_one_query(
     if output is not None:
         return output, None
     return attend(attention, query, key, values, mask, scaling, **kwargs)
+
+
+def length_chunks(heads: int, length: int, threads: int) -> int:
+    """Return into how many parts the positions of every head are cut, so that all threads have the same work.
+
+    heads: of keys, of all sequences together. One part where there are heads enough, or too few positions.
+    """
+    if heads >= threads:
+        return 1
+    return max(1, min(threads // math.gcd(heads, threads), length // CHUNK_TOKENS))
 
 
 def one_query_attention(
@@ -74,6 +88,7 @@ def one_query_attention(
     if kernels is None:
         return None
     batch, num_heads, _, head_dim = query.shape
+    length, threads = key.shape[2], torch.get_num_threads()
     value_dim, group, size = values[0].shape[-1], num_heads // key.shape[1], query.element_size()
     output = query.new_empty(batch, 1, num_heads, value_dim)
     mask, mask_batch = None, 0
@@ -88,7 +103,8 @@ def one_query_attention(
             value.data_ptr(),
             mask,
             output.data_ptr() + start * group * value_dim * size,
-            *(batch, value.shape[1], group, key.shape[2], head_dim, value_dim, torch.get_num_threads()),
+            *(batch, value.shape[1], group, length, head_dim, value_dim),
+            *(threads, length_chunks(batch * value.shape[1], length, threads)),
             *(query_batch, query_head, *key_strides, *value.stride()[:3]),
             *(mask_batch, num_heads * value_dim, value_dim),
             scaling,

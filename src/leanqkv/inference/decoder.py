@@ -12,6 +12,7 @@ from ..compat import attention_implementation
 from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
+from ..model.config import LeanConfig
 from .attention import attend_one_query
 from .cache import allocate_cache
 from .linear import packed
@@ -43,7 +44,16 @@ class Decoder:
     """
 
     def __init__(self, model: LeanForCausalLM, chunk: int = PREFILL_CHUNK_TOKENS):
-        """chunk: tokens of a prompt at a time; a prefix model's prompt is always taken whole."""
+        """Prepare `model`, which stays as it is; dropout does not act, even where the model is in training mode.
+
+        Args:
+            model: a LeanForCausalLM, or one that PEFT or `torch.compile` wraps.
+            chunk: tokens of a prompt at a time; a prefix model's prompt is always taken whole.
+
+        Raises:
+            ValueError: another model, or one with trained prompt tokens before the prompt.
+        """
+        _check_model(model)
         self.config = model.config
         self.generation_config = model.generation_config
         self.model = prepared(model)
@@ -67,7 +77,9 @@ class Decoder:
         pad_token_id: int | None = None,
         callback: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
-        """Continue `input_ids` [batch, length], padded on the left where `attention_mask` [batch, length] is 0.
+        """Continue `input_ids` [batch, length] by at most `max_new_tokens`, of which there is at least one.
+
+        The prompt is padded on the left where `attention_mask` [batch, length] is 0.
 
         Sampling is among all tokens but for `top_k` and `top_p` (transformers' own default is the 50 likeliest), and
         takes from torch's global generator what `model.generate` takes. A sequence ends with one of
@@ -80,10 +92,13 @@ class Decoder:
             [batch, length + new tokens], prompt included.
 
         Raises:
-            ValueError: as `prefill`.
+            ValueError: as `prefill`, and no tokens to be generated, as in transformers.
         """
-        batch, length = input_ids.shape
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1")
         warpers = self._warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
+        logits = self.prefill(input_ids, attention_mask, room=max_new_tokens - 1)
+        batch, length = input_ids.shape
         ends = self._ends(eos_token_id, input_ids.device)
         pad = self.generation_config.pad_token_id if pad_token_id is None else pad_token_id
         if pad is None:
@@ -91,7 +106,6 @@ class Decoder:
         tokens = input_ids.new_full((batch, length + max_new_tokens), pad)
         tokens[:, :length] = input_ids
         running = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
-        logits = self.prefill(input_ids, attention_mask, room=max_new_tokens - 1)
         for place in range(length, length + max_new_tokens):
             scores = warpers(tokens[:, :place], logits.float())  # type: ignore[arg-type]
             new = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
@@ -111,11 +125,11 @@ class Decoder:
         vocab_size]. Arguments as `generate`.
 
         Raises:
-            ValueError: an empty prompt, or more tokens than the model has positions.
+            ValueError: an empty prompt or batch, something other than token ids, a mask of another shape, or more
+                tokens than the model has positions.
         """
+        _check_prompt(input_ids, attention_mask, room)
         length, limit = input_ids.shape[1], self.config.max_position_embeddings
-        if not length:
-            raise ValueError("the prompt is empty; give at least one token")
         if self.config.position_embedding_type == "learned" and length + room > limit:
             raise ValueError(f"the prompt of {length} and {room} tokens more do not fit the model's {limit} positions")
         self.cache = allocate_cache(self.config, length + room)
@@ -164,3 +178,32 @@ class Decoder:
     def _ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
         ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
         return torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=torch.long, device=device)
+
+
+def _check_model(model: Any) -> None:
+    config = getattr(model, "config", None)
+    ours = getattr(config, "model_type", None) == LeanConfig.model_type
+    if not ours or not hasattr(model, "can_generate") or not model.can_generate():
+        raise ValueError(
+            f"a {type(model).__name__} cannot be decoded, only a LeanForCausalLM; `leanqkv import` makes one of a "
+            "checkpoint of transformers"
+        )
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"this {type(model).__name__} puts trained tokens before every prompt, which a Decoder does not; use "
+            "model.generate"
+        )
+
+
+def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, room: int) -> None:
+    shape, dtype = list(input_ids.shape), str(input_ids.dtype).removeprefix("torch.")
+    if len(shape) != 2 or dtype not in ("int64", "int32"):
+        raise ValueError(f"the prompt is {dtype} of shape {shape}; give token ids [batch, length] as int64 or int32")
+    if not shape[0]:
+        raise ValueError("the batch is empty; give at least one prompt")
+    if not shape[1]:
+        raise ValueError("the prompt is empty; give at least one token")
+    if attention_mask is not None and list(attention_mask.shape) != shape:
+        raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; give it the prompt's, {shape}")
+    if room < 0:
+        raise ValueError(f"room is {room} tokens; give 0 or more")

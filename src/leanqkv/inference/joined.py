@@ -102,11 +102,9 @@ def linear_part(projection: nn.Module | None) -> LinearPart | None:
         return LinearPart(projection, projection.weight, projection.bias, lambda _, mapped: mapped)
     if type(projection) is ResidualQuery:
         return LinearPart(projection, projection.weight, projection.bias, projection.halve)
-    if type(projection) is NonlinearQuery:
-        weighted = [child for child in projection.children() if next(child.parameters(), None) is not None]
-        if all(type(child) in (nn.Linear, nn.RMSNorm, nn.LayerNorm) for child in weighted):
-            return _bottleneck(projection)
-    return None
+    if type(projection) is not NonlinearQuery or type(projection.down_proj) is not nn.Linear:
+        return None
+    return _bottleneck(projection) if type(projection.norm_in) in (nn.RMSNorm, nn.Identity) else None
 
 
 def _bottleneck(query: NonlinearQuery) -> LinearPart:

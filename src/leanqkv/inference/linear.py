@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..compat import pack_linear, packing_works
 from ..model.attention_latent import LatentAttention
-from ..model.projection_linear import is_plain_linear
+from ..model.projection_linear import HOOKS, is_plain_linear
 from .joined import join_projections
 
 # Rows that the layout is chosen for; others are computed as well.
@@ -41,14 +41,21 @@ def can_replace(module: nn.Module) -> TypeGuard[nn.Linear]:
     return is_plain_linear(module) and can_pack(module.weight)  # type: ignore[arg-type]
 
 
+def hooks(model: nn.Module) -> list[Any]:
+    """Return what is registered to run when a module of `model` does."""
+    kept = (getattr(module, kind, {}) for module in model.modules() for kind in HOOKS)
+    return [hook for registered in kept for hook in registered.values()]
+
+
 def packed(model: nn.Module) -> Any:
-    """A copy of the model that shares its parameters, with packed linear layers where that is possible.
+    """A copy of the model that shares its parameters and hooks, with packed linear layers where that is possible.
 
     Layers with the same input are packed as one. A packed layer takes the memory of its weight once more. Modules with
     hooks, adapters or a way of their own to multiply stay as they are; so do the up projections of MLA, whose weights
     are read without a call when decoding.
     """
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    # Hooks as well: one that collects something goes on collecting it where its owner looks for it.
+    shared = {id(kept): kept for kept in (*model.parameters(), *model.buffers(), *hooks(model))}
     packed_model = copy.deepcopy(model, shared)
     joined: list[nn.Module] = []
     if all(can_pack(weight) for weight in model.parameters()):

@@ -191,9 +191,14 @@ class Plan:
         return [first_users[block] for block in sorted(first_users)]
 
     @property
-    def passes_more_than_hidden_states(self) -> bool:
-        """Whether the loss depends on tensors that a block returns beside its output."""
-        return bool(self.lenders) or self.routes or any(layer.lends_mlp_hidden for layer in self.layers)
+    def passed_beside_hidden_states(self) -> str | None:
+        """What a block returns beside its output for the loss to depend on, and the mechanism that needs it; or None."""
+        if self.lenders:
+            return f"borrowed heads (key_value {self.layers[0].key_value.kind!r})"
+        if self.routes:
+            return "router logits (mlp_type 'moe')"
+        reads_mlp = next((layer for layer in self.layers if layer.weights.query_reads_mlp), None)
+        return f"hidden activations of an MLP (query {reads_mlp.query.kind!r})" if reads_mlp else None
 
     @property
     def lenders(self) -> set[int]:

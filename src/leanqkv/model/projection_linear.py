@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+# Where a module keeps what is registered to run when it does.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class LinearProjection:
     """`X W`, from `hidden_size` to `num_heads * head_dim`, with a bias where `config.attention_bias` says so."""
@@ -35,7 +38,6 @@ def is_rewritten(module: nn.Module) -> bool:
     By hooks, by a replaced `forward` (accelerate's offloading), or by parameters of another tensor type (quantized
     weights).
     """
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if "forward" in vars(module) or any(getattr(module, name, True) for name in hooks):
+    if "forward" in vars(module) or any(getattr(module, name, True) for name in HOOKS):
         return True
     return any(type(parameter) is not nn.Parameter for parameter in module.parameters(recurse=False))

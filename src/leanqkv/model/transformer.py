@@ -51,10 +51,10 @@ class LeanPreTrainedModel(PreTrainedModel):
         self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, *args, **kwargs
     ) -> None:
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
-        if enable and reentrant and self.config.plan.passes_more_than_hidden_states:
+        if enable and reentrant and (passed := self.config.plan.passed_beside_hidden_states):
             raise ValueError(
-                "use_reentrant=True would lose the gradient of what a block passes on beside its output (borrowed "
-                "heads, hidden activations of an MLP, router logits); use use_reentrant=False"
+                f"use_reentrant=True loses the gradient of what a block returns beside its output, here {passed}; use "
+                "use_reentrant=False"
             )
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 

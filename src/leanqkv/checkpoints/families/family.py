@@ -3,6 +3,7 @@
 The tables of the families are in gpt2.py, gpt_neox.py and llama.py.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -111,6 +112,15 @@ class Family:
     transposed: bool = False  # the layers' matrices are [in, out]
     # From their config.json: our tensors that hold theirs divided by a number.
     divisors: Callable[[LeanConfig, Mapping[str, Any]], dict[str, int]] = lambda config, hf: {}
+
+    def check_class(self, hf: Mapping[str, Any]) -> None:
+        """Raise a LeanError if the config.json `hf` names a class with a head other than a language model's.
+
+        Names that say nothing of a head are left to the tensors: old files have some that are in no version.
+        """
+        for name in hf.get("architectures") or ():
+            if re.search(r"For(?!CausalLM)[A-Z]|DoubleHeads", str(name)):
+                raise LeanError(f"it is a {name}; only a {self.architecture} can be opened, a language model alone")
 
     def lean_config(self, hf: Mapping[str, Any]) -> LeanConfig:
         """Return the configuration that is the same function as the config.json `hf`; the class's defaults fill gaps.
@@ -235,6 +245,11 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf
     tensor_map = family.tensor_map(config)
     names = family.stored_names(stored.keys())
     head = names.get(f"{family.head}.weight", "") if config.tie_word_embeddings else ""
+    if [packed.name for packed in tensor_map if packed.name not in names] == [f"{family.head}.weight"]:
+        raise LeanError(
+            f"{stored.directory} has no language-model head: there is no tensor {family.head}.weight, and config.json "
+            f"ties none to the embedding; save the {family.architecture}, not its base model"
+        )
     check_stored(
         stored,
         {names.get(packed.name, packed.name): packed.shape for packed in tensor_map},
