@@ -443,6 +443,32 @@ def cache_by_context() -> str:
 # Inside trained models
 
 
+def quantized_cache() -> str:
+    """Bytes of cache per token by the precision that it is kept in, a line for each architecture."""
+    rows = read("quantized-cache.json")["rows"]
+    bits = list(rows[0]["bytes_per_token"])
+    looks = zip((INK, BLUE, ORANGE), "os^", strict=True)
+    styles = {name: (color, marker) for name, (color, marker) in zip(("MHA", "GQA", "MLA"), looks, strict=True)}
+
+    def draw(axes: Axes) -> None:
+        for row in rows:
+            kind = next((name for name in ("GQA", "MLA") if name.lower() in row["name"]), "MHA")
+            (color, marker), skips = styles[kind], "skipv1" in row["name"]
+            label = f"{kind} with SkipV1" if skips else kind
+            sizes = [row["bytes_per_token"][name] for name in bits]
+            axes.plot(bits, sizes, color=color, marker=marker, linestyle="--" if skips else "-", label=label)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(bits)), [name.replace(" (", "\n(") for name in bits])
+        axes.yaxis.set_major_locator(FixedLocator([500, 1000, 3000, 10_000, 30_000]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylabel("bytes per token")
+        axes.set_title("Both savings multiply", loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=3, columnspacing=1)
+
+    return plot("Bytes of KV cache per token of GPT-2 124M's shape, by architecture and precision.", 440, draw)
+
+
 def probes() -> str:
     """Loss of the linear probe of every layer: mean and range over seeds."""
     models = read("analysis/probes/analysis.json")["models"].values()
@@ -513,6 +539,7 @@ ALL: dict[str, Figure] = {
     "published-bytes": Figure(("kv-bytes.json",), published_bytes),
     "decoding": Figure(("decode/transformers.json",), decoding),
     "cache-by-context": Figure(("bench/gpt2-124m/bench.json",), cache_by_context),
+    "quantized-cache": Figure(("quantized-cache.json",), quantized_cache),
     "probes": Figure(("analysis/probes/analysis.json",), probes),
     "head-scores": Figure(("analysis/analysis.json",), head_scores),
     **{name: _comparison(name, words) for name, words in COMPARISONS.items()},
