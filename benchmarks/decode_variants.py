@@ -23,7 +23,7 @@ from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.environment import git_commit
 from leanqkv.files import read_json
 from leanqkv.inference import Decoder, allocate_cache
-from leanqkv.inference.memory import PeakMemory
+from leanqkv.memory import PeakMemory
 from leanqkv.model.attention_latent import LatentAttention
 from leanqkv.presets import preset
 

@@ -12,7 +12,7 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
 from leanqkv.inference.bench import measure
-from leanqkv.inference.memory import PeakMemory
+from leanqkv.memory import PeakMemory
 
 
 def build(*mechanisms: str, **fields) -> LeanForCausalLM:

@@ -14,6 +14,7 @@ LAYERS = (
     "files",
     "compat",
     "environment",
+    "memory",
     "model",
     "presets",
     "checkpoints",
@@ -31,6 +32,7 @@ LAYERS = (
     "progress",
     "commands",
     "cli",
+    "__main__",
 )
 FILES = sorted(file for file in ROOT.rglob("*.py") if file != ROOT / "__init__.py")
 

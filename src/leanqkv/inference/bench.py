@@ -13,11 +13,11 @@ from ..checkpoints.open import causal_lm, open_checkpoint
 from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
 from ..files import RECORD_FORMAT
+from ..memory import PeakMemory
 from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
 from ..presets import preset
 from . import Decoder
-from .memory import PeakMemory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Called before every measurement with the model's name, how many are done and how many there are.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ..errors import LeanError
-from ..inference.memory import PeakMemory
+from ..memory import PeakMemory
 from ..model.config import LeanConfig
 from .precision import Precision
 from .processes import process_count
