@@ -2,11 +2,11 @@
 
 import pytest
 
-from product import generation
+from product import generation, rewriting
 from product.mechanisms import CASES, Case
 from product.tools import Tool, outcome
 
-TOOLS = [*generation.TOOLS]
+TOOLS = [*generation.TOOLS, *rewriting.TOOLS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

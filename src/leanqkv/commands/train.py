@@ -73,19 +73,12 @@ def uptrain(
     leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --teacher runs/baseline --out runs/distilled
     """
     from ..checkpoints.open import open_checkpoint
-    from ..errors import LeanError
     from ..model.config import LeanConfig
     from ..presets import Recipe
     from ..train.tasks import task_of
 
     overrides = open_checkpoint(source).config.as_overrides()
     config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
-    has_tokenizer = task_of(config, source.name).has_tokenizer
-    if teacher is not None:
-        if not has_tokenizer:
-            raise LeanError(f"--teacher is for models of text, and {source} is not one; leave it out")
-        if (tokens := open_checkpoint(teacher).config.vocab_size) != config.vocab_size:
-            raise LeanError(f"the teacher has {tokens:,} tokens, the model {config.vocab_size:,}; they must agree")
     recipe = Recipe(
         steps,
         batch_size or 16,
@@ -94,6 +87,7 @@ def uptrain(
         weight_decay,
         steps // 10 if warmup_steps is None else warmup_steps,
     )
+    has_tokenizer = task_of(config, source.name).has_tokenizer
     data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
     record = train_model(source.name, config, recipe, data, run, source, teacher, distillation)
     console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}", highlight=False)
@@ -114,11 +108,12 @@ def train_model(
     Raises:
         LeanError: options that do not fit together, before anything is read or written if possible.
     """
+    from ..checkpoints.open import open_checkpoint
     from ..checkpoints.tensors import weights_hash
     from ..environment import check_device
     from ..train import RunSpec, parse_precision
     from ..train.directory import check_out
-    from ..train.tasks import check_fit, task_of
+    from ..train.tasks import check_fit, check_teacher, task_of
 
     task_of(config, name)
     check_out(run.out)
@@ -126,6 +121,8 @@ def train_model(
     parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
     assert context is not None
+    if teacher is not None:
+        check_teacher(name, config, teacher.name, open_checkpoint(teacher).config, context)
     prepared = prepare(data.data, [config], data.tokenizer, data.text_field, data.max_documents)
     check_fit(name, config, prepared, context)
     precision = _precision(run, config, recipe, context)
