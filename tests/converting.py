@@ -128,7 +128,7 @@ def conversion_error(config: LeanConfig, tensors: Mapping[str, Tensor], conversi
         result = with_nonlinear_query(config, tensors)
         expected = logits(config, tensors, ids)
     elif conversion == "calibrated":
-        sample, settings = tokens(32, 24, config.vocab_size, seed=5).numpy(), Settings(ridge=1e-9, sweeps=1)
+        sample, settings = tokens(16, 24, config.vocab_size, seed=5).numpy(), Settings(ridge=1e-9, sweeps=1)
         new, converted, report = calibrated(config, tensors, sample, settings)
         missed = missed_by_hand(build(config, tensors), build(new, converted), torch.from_numpy(sample))
         reports = [(at["missed"], missed[at["layer"]]) for at in report["layers"]]

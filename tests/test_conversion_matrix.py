@@ -1,4 +1,7 @@
-"""Every mechanism and option of a source under every conversion: right by a number, or refused by name."""
+"""Combinations and options of a source under every conversion: right by a number, or refused by name.
+
+product/rewriting.py has every mechanism by itself.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +15,7 @@ from leanqkv.convert.calibrated import Settings, calibrated
 from leanqkv.presets import MECHANISMS, parse_name
 
 # Slots whose refusal names no `type`.
-WORDS = {"heads": "value heads", "latent": "latent", "depth_average": "depth_average"}
-GPT: list[tuple[str, ...]] = [(), *((name,) for name in MECHANISMS)]
+WORDS = {"heads": "value heads", "depth_average": "depth_average"}
 COMBINED: list[tuple[tuple[str, ...], Mapping[str, Any]]] = [
     (("gqa",), BIASES | {"qk_norm": True, "norm_bias": False}),
     (("gqa", "identity-query"), {}),
@@ -24,39 +26,29 @@ COMBINED: list[tuple[tuple[str, ...], Mapping[str, Any]]] = [
     (("block-identity-key:start=4,width=6",), {"attention_bias": True, "position_embedding_type": "none"}),
     (("block-identity-value:layers=2",), {}),
     (("nonlinear-query:rank=3",), {}),
-    (("nonlinear-query:anchor=linear",), {}),
     (("mlp-query:layers=2",), {}),
     (("denseformer:period=2", "gqa"), {}),
-    ((), {"num_hidden_groups": 1}),
-    ((), {"sliding_window": 5}),
-    ((), {"mlp_type": "moe"}),
-    ((), {"mask_type": "prefix"}),
     ((), {"block_type": "parallel_shared_norm"}),
     ((), {"attention_skip": False, "norm_type": "none"}),
     ((), {"norm_type": "dyt", "head_dim": 6}),
     ((), {"hidden_dropout": 0.5, "attention_dropout": 0.5, "embedding_dropout": 0.5}),
 ]
-SOURCES = [("gpt", mechanisms, {}) for mechanisms in GPT] + [("llama", *combined) for combined in COMBINED]
 
 
-def words(mechanisms: tuple[str, ...], fields: Mapping[str, Any]) -> list[str]:
+def words(mechanisms: tuple[str, ...]) -> list[str]:
     """One of them is in every refusal of such a source."""
     presets = [MECHANISMS[name] for name, _ in parse_name("+".join(("tiny", *mechanisms))).mechanisms]
-    named = [WORDS.get(preset.slot) or repr(preset.spec["type"]) for preset in presets]
-    return named + ["share blocks"] * ("num_hidden_groups" in fields)
+    return [WORDS.get(preset.slot) or repr(preset.spec["type"]) for preset in presets]
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS)
-@pytest.mark.parametrize("shape, mechanisms, fields", SOURCES, ids=str)
-def test_right_or_refused(shape: str, mechanisms: tuple[str, ...], fields: Mapping[str, Any], conversion: str) -> None:
-    lenders = [MECHANISMS[name].spec.get("source_layer", 0) for name in mechanisms if name in MECHANISMS]
-    config, tensors = source(
-        shape, *mechanisms, num_hidden_layers=max([3, *(layer + 2 for layer in lenders)]), **fields
-    )
+@pytest.mark.parametrize("mechanisms, fields", COMBINED, ids=str)
+def test_right_or_refused(mechanisms: tuple[str, ...], fields: Mapping[str, Any], conversion: str) -> None:
+    config, tensors = source("llama", *mechanisms, **fields)
     try:
         error = conversion_error(config, tensors, conversion)
     except LeanError as refusal:
-        assert any(word in str(refusal) for word in words(mechanisms, fields)), refusal
+        assert any(word in str(refusal) for word in words(mechanisms)), refusal
     else:
         assert error <= TOLERANCES[conversion]
 

@@ -4,15 +4,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from corpus import spec
+from corpus import SHAPE, spec, write_corpus
 from shapes import randomize
 
-from leanqkv import LeanConfig, LeanError, LeanForCausalLM
+from leanqkv import LeanConfig, LeanError, LeanForCausalLM, LeanForImageClassification, preset
 from leanqkv.checkpoints.tensors import weights_hash
 from leanqkv.convert.methods import mean_v, with_first_layer_values
-from leanqkv.data import batch_plan, collate
+from leanqkv.data import batch_plan, collate, prepare_data
 from leanqkv.evaluate import sequence_losses
 from leanqkv.train import train
 
@@ -53,11 +54,14 @@ def test_it_starts_at_the_checkpoint(tmp_path, data, source):
     assert json.loads((tmp_path / "out" / "record.json").read_text())["initial_sha256"] == made.initial_sha256
 
 
-@torch.no_grad()
 def expected_loss(model, teacher, data, batches: Path, share: float) -> float:
-    """Of the first batch: cross-entropy and KL(teacher || model), written out."""
-    plan = plan_of(batches, data)
-    batch = collate(data.train(), plan.train_starts[0], 32)
+    """Of the first batch."""
+    return mixed_loss(model, teacher, collate(data.train(), plan_of(batches, data).train_starts[0], 32), share)
+
+
+@torch.no_grad()
+def mixed_loss(model, teacher, batch, share: float) -> float:
+    """Cross-entropy and KL(teacher || model), written out."""
     predicted, taught = (m(batch["input_ids"]).logits.double().log_softmax(-1) for m in (model, teacher))
     total = 0.0
     for row, targets in enumerate(batch["shift_labels"]):
@@ -98,3 +102,66 @@ def test_other_weights_are_refused(tmp_path, data, source):
     with pytest.raises(LeanError, match="other weights"):
         train(made, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+FEW = ("--steps", "1", "--batch-size", "4", "--precision", "fp32", "--evaluation-sequences", "4", "--device", "cpu")
+
+
+@pytest.fixture
+def trained(tmp_path, cli, monkeypatch):
+    """A run in `run` of this folder, with its tokenizer, and the command that trains it on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
+    given = ("--data", str(write_corpus(tmp_path / "corpus.txt")), *FEW)
+    assert cli("train", f"tiny{SHAPE}", *given, "--out", "run")[0] == 0
+    return lambda *options: cli("uptrain", "run", *given, *options, "--out", "out")
+
+
+def test_the_command_with_a_teacher_of_another_mechanism(trained):
+    """The teacher's dropout is off: the loss of the first step is that of its predictions."""
+    config = preset(f"tiny+skipv1+mla{SHAPE}", hidden_dropout=0.5, attention_dropout=0.5)
+    teacher = randomize(LeanForCausalLM(config), std=0.2).eval()
+    teacher.save_pretrained("teacher")
+    code, out, err = trained("--teacher", "teacher", "--distillation", "0.3", "--evaluate-every", "1")
+    assert (code, err) == (0, ""), out
+    record = json.loads(Path("out/record.json").read_text())
+    data = prepare_data("corpus.txt", vocab_size=300, tokenizer="run")
+    student = LeanForCausalLM.from_pretrained("run").eval()
+    [starts] = np.load("out/batches/seed0-1x4x32-train.npy")
+    expected = mixed_loss(student, teacher, collate(data.train(), starts, 32), 0.3)
+    assert record["training"][0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "made, words",
+    [
+        ({"mask_type": "prefix"}, "the teacher given attends to prefixes"),
+        ({"max_position_embeddings": 16}, "a context of 32 is longer than the 16 positions of the teacher given"),
+        ({"vocab_size": 400}, "the teacher has 400 tokens, the model 300; they must agree"),
+        (
+            {"task": "image_classification", "image_size": 8, "patch_size": 4, "num_labels": 5},
+            "the teacher given is a model of images, run of text",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_teachers_that_cannot_teach_it_are_refused(trained, made, words):
+    if "task" in made:
+        fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = LeanForImageClassification(LeanConfig(**fields, **made))
+    else:
+        model = LeanForCausalLM(preset(f"tiny{SHAPE}", **made))
+    model.save_pretrained("given")
+    code, _, err = trained("--teacher", "given")
+    assert code == 2 and words in err and len(err.splitlines()) == 1
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("rate", ["0", "-0.001", "nan", "inf"])
+def test_impossible_learning_rates_are_refused(trained, rate):
+    for option in ("--learning-rate", "--min-learning-rate"):
+        if (option, rate) == ("--min-learning-rate", "0"):
+            continue
+        code, _, err = trained(f"{option}={rate}")
+        assert code == 2 and "learning rate must be" in err and len(err.splitlines()) == 1
+        assert not Path("out").exists()

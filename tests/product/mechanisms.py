@@ -29,6 +29,9 @@ COMBINED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
 }
 PAD = 0
+# What the slots that are no field of a configuration set.
+FIELDS = {"heads": "num_key_value_heads", "latent": "kv_lora_rank"}
+DEPTH = "num_hidden_layers"
 
 
 class Case(NamedTuple):
@@ -55,7 +58,8 @@ class Case(NamedTuple):
         config, plain = self.config(), tiny(self.shape)
         presets = [MECHANISMS[name] for name, _ in parse_name("+".join(("tiny", *self.mechanisms))).mechanisms]
         named = [str(preset.spec.get("type", preset.slot)) for preset in presets] + [preset.slot for preset in presets]
-        named += [name for name in self.fields if getattr(config, name) != getattr(plain, name, None)]
+        named += [FIELDS[preset.slot] for preset in presets if preset.slot in FIELDS]
+        named += [name for name in self.fields if name != DEPTH and getattr(config, name) != getattr(plain, name, None)]
         return [*named, *(name.replace("_", " ") for name in named)]
 
 

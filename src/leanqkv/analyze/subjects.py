@@ -36,7 +36,10 @@ def open_subjects(directories: Sequence[Path]) -> list[Subject]:
             raise LeanError(f"there is no directory {directory}")
         opened = open_causal_lm(directory)
         if opened.config.mask_type != "causal":
-            raise LeanError(f"{directory} holds a model that attends to prefixes; only causal models can be analyzed")
+            raise LeanError(
+                f"{directory} holds a model that attends to prefixes (mask_type is {opened.config.mask_type!r}); only "
+                "causal models can be analyzed"
+            )
         label = directory.resolve().name
         if label in [other.label for other in subjects]:
             raise LeanError(f"two of the directories are called {label}; every model needs a name of its own")

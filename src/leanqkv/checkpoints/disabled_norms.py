@@ -35,13 +35,14 @@ def why_norms_stay(config: LeanConfig) -> str | None:
     if config.task == "image_classification":
         return "it is a model of images"
     if config.block_type == "parallel":
-        return "a parallel block reads the stream through two norms at one place"
+        return f"block_type is {config.block_type!r}, which reads the stream through two norms at one place"
     if config.qk_norm:
-        return "QK-norm has the same epsilon, and is disabled along with them"
+        return "QK-norm (qk_norm) has the same epsilon, and is disabled along with them"
     if config.mlp_type == "moe":
-        return "a router has no bias to take the norm's"
-    if config.num_hidden_groups is not None or config.depth_average is not None or config.kv_lora_rank is not None:
-        return "shared blocks, averages over depth and latents are not treated"
+        return "mlp_type is 'moe', whose router has no bias to take the norm's"
+    for field in ("num_hidden_groups", "depth_average", "kv_lora_rank"):
+        if (value := getattr(config, field)) is not None:
+            return f"{field} is {value!r}, which is not treated"
     blocked = Stream(with_fields(config, norm_type="none", norm_bias=False)).blocked
     return next(iter(blocked.values()), None)
 

@@ -69,9 +69,9 @@ class Stream:
         elif config.block_type != "serial":
             reasons.append("in a parallel block the outputs of attention and MLP are added")
         if config.num_hidden_groups and config.num_hidden_groups < config.num_hidden_layers:
-            reasons.append("layers share one block")
+            reasons.append("layers share one block (num_hidden_groups)")
         if config.depth_average is not None:
-            reasons.append("averages over depth mix the layers' outputs")
+            reasons.append("averages over depth (depth_average) mix the layers' outputs")
         return " and ".join(reasons)
 
 

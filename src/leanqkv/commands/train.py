@@ -75,19 +75,12 @@ def uptrain(
     leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --teacher runs/baseline --out runs/distilled
     """
     from ..checkpoints.open import open_checkpoint
-    from ..errors import LeanError
     from ..model.config import LeanConfig
     from ..presets import Recipe
     from ..train.tasks import task_of
 
     overrides = open_checkpoint(source).config.as_overrides()
     config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
-    has_tokenizer = task_of(config, source.name).has_tokenizer
-    if teacher is not None:
-        if not has_tokenizer:
-            raise LeanError(f"--teacher is for models of text, and {source} is not one; leave it out")
-        if (tokens := open_checkpoint(teacher).config.vocab_size) != config.vocab_size:
-            raise LeanError(f"the teacher has {tokens:,} tokens, the model {config.vocab_size:,}; they must agree")
     recipe = Recipe(
         steps,
         batch_size or 16,
@@ -96,6 +89,7 @@ def uptrain(
         weight_decay,
         steps // 10 if warmup_steps is None else warmup_steps,
     )
+    has_tokenizer = task_of(config, source.name).has_tokenizer
     data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
     record = train_model(source.name, config, recipe, data, run, source, teacher, distillation)
     console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}", highlight=False)
@@ -149,13 +143,16 @@ def _specify(
     from ..environment import check_device
     from ..train import RunSpec, Step, parse_precision
     from ..train.directory import check_out
-    from ..train.tasks import check_fit, task_of
+    from ..train.tasks import check_fit, check_teacher, task_of
 
     task_of(config, name)
     check_out(run.out)
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
     assert context is not None
+    teacher_config = None if teacher is None else open_checkpoint(teacher).config
+    if teacher is not None and teacher_config is not None:
+        check_teacher(name, config, teacher.name, teacher_config, context)
     prepared = read()
     check_fit(name, config, prepared, context)
     step = Step(
@@ -165,7 +162,7 @@ def _specify(
         check_device(run.device),
         asked,
         run.gradient_checkpointing,
-        None if teacher is None else open_checkpoint(teacher).config,
+        teacher_config,
     )
     micro_batch_size, precision = _settle(run, step, recipe.steps)
     start: dict[str, Any] = {}

@@ -64,7 +64,9 @@ def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
             if (kind := getattr(layer, slot).kind) != "linear":
                 raise LeanError(f"the {slot} of layer {layer.layer} is {kind!r}. Only linear ones are converted")
     if config.num_hidden_groups is not None:
-        raise LeanError("its layers share blocks, so the first layer's heads cannot differ from the others'")
+        raise LeanError(
+            "its layers share blocks (num_hidden_groups), so the first layer's heads cannot differ from the others'"
+        )
     heads = config.num_key_value_heads
     assert heads is not None
     if not 0 < ratio <= 1 or floor(ratio * heads) in (0, heads):

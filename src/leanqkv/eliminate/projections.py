@@ -57,16 +57,17 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
         return "it is gone already"
     if kind != "linear":
         return f"it is {kind!r}, not a plain matrix"
-    if not computed_heads(layer, removal.slot):
-        return f"the layer has none of its own, its {removal.slot}s come from another layer"
     if layer.latent is not None and removal.slot in ("key", "value"):
         return "keys and values are made from a latent (MLA), which is narrower than the stream"
+    if not computed_heads(layer, removal.slot):
+        kind = layer.key_value.kind
+        return f"the layer has none of its own, its {removal.slot}s come from another layer (key_value is {kind!r})"
     if config.norm_type != "none":
         norm, admitted = NORMS[config.norm_type]
         return f"every matrix that reads the stream follows {norm}, which admits {admitted}"
     shape = config.plan.parameter_shapes[weight_name(config, removal)]
     if shape[0] != shape[1]:
-        return f"it is not square ({shape[1]} by {shape[0]}), so it has no inverse"
+        return f"it is not square ({shape[1]} by {shape[0]}), so it has no inverse{_fewer_heads(config, removal)}"
     identity = make_mechanism(TABLES[removal.slot], removal.slot, {"type": "identity"})
     if clash := identity.cls.clash(config, shape[0] // config.head_dim, identity.options):  # type: ignore[operator]
         return clash
@@ -75,6 +76,17 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
     if stream.centered and removal.slot == "output" and is_solved_with(removal, stream):
         return "the mean that its norms subtract is folded into it, and so it is singular"
     return None
+
+
+def _fewer_heads(config: LeanConfig, removal: Removal) -> str:
+    """Say what leaves the layer fewer heads of this kind than attention has; empty where nothing does."""
+    layer = config.plan.layers[removal.layer]
+    heads = computed_heads(layer, removal.slot)
+    if heads >= config.num_attention_heads:
+        return ""
+    grouped = removal.slot in ("key", "value") and heads == config.num_key_value_heads
+    reason = f"num_key_value_heads is {heads}" if grouped else f"key_value is {layer.key_value.kind!r}"
+    return f": the layer computes {heads} of {config.num_attention_heads} heads, {reason}"
 
 
 def is_solved_with(removal: Removal, stream: Stream) -> bool:

@@ -29,9 +29,9 @@ def why_not(config: LeanConfig) -> str | None:
     if config.position_embedding_type == "rope":
         return "rotary positions act between W_Q and W_K"
     if config.qk_norm:
-        return "QK-norm acts between W_Q and W_K"
-    if config.key_value["type"] != "projected":  # type: ignore[index]
-        return "its layers share keys or values, which their different W_Q and W_O read"
+        return "QK-norm (qk_norm) acts between W_Q and W_K"
+    if (kind := config.key_value["type"]) != "projected":  # type: ignore[index]
+        return f"its layers share keys or values (key_value is {kind!r}), which their different W_Q and W_O read"
     for layer in config.plan.layers:
         for slot in PROJECTIONS:
             if (kind := getattr(layer, slot).kind) != "linear":

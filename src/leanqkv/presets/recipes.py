@@ -11,7 +11,11 @@ from .names import parse_name
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained. Counts are optimizer steps and whole batches of sequences, over all processes."""
+    """How a model is trained. Counts are optimizer steps and whole batches of sequences, over all processes.
+
+    Raises:
+        LeanError: a learning rate that is not positive, or a negative minimum.
+    """
 
     steps: int
     batch_size: int
@@ -23,6 +27,12 @@ class Recipe:
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < math.inf:
+            raise LeanError(f"the learning rate must be a positive number, found {self.learning_rate}")
+        if not 0 <= self.min_learning_rate < math.inf:
+            raise LeanError(f"the minimum learning rate must be 0 or a positive number, found {self.min_learning_rate}")
 
 
 # (base, mechanisms) -> recipe fields: each model's best learning rate in the sweep of results/quickstart, where it is
@@ -39,7 +49,7 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     `steps` scales the warm-up, and another `learning_rate` the minimum, unless these are given too.
 
     Raises:
-        LeanError: unknown names, or a learning rate that is not positive.
+        LeanError: unknown names, or a learning rate that cannot be.
     """
     parsed = parse_name(name)
     own = Recipe(**BASES[parsed.base].recipe)
@@ -52,8 +62,4 @@ def recipe(name: str, **overrides: Any) -> Recipe:
         scaled["warmup_steps"] = round(own.warmup_steps * overrides["steps"] / own.steps)
     if "learning_rate" in overrides:
         scaled["min_learning_rate"] = overrides["learning_rate"] * (own.min_learning_rate / own.learning_rate)
-    result = replace(own, **{**scaled, **overrides})
-    for what, rate in (("learning rate", result.learning_rate), ("minimum learning rate", result.min_learning_rate)):
-        if not 0 < rate < math.inf:
-            raise LeanError(f"the {what} must be a positive number, found {rate}")
-    return result
+    return replace(own, **{**scaled, **overrides})

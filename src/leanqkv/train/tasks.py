@@ -68,9 +68,7 @@ class TextTask:
     @staticmethod
     def check_data(name: str, config: LeanConfig, data: TokenData, context_length: int) -> None:
         """Check that data of the right kind fits the model."""
-        positions = config.max_position_embeddings
-        if config.position_embedding_type == "learned" and context_length > positions:
-            raise LeanError(f"a context of {context_length} is longer than the {positions} positions of {name}")
+        _check_positions(name, config, context_length)
         if data.vocab_size > config.vocab_size:
             raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
         data.require(context_length)
@@ -221,3 +219,27 @@ def check_fit(name: str, config: LeanConfig, data: Data, context_length: int) ->
     if data.kind != task.reads:
         raise LeanError(f"{name} is a model of {task.reads}, the data ({data.description}) is {data.kind}")
     task.check_data(name, config, data, context_length)
+
+
+def check_teacher(
+    name: str, config: LeanConfig, teacher_name: str, teacher_config: LeanConfig, context_length: int
+) -> None:
+    """Check that a model can be trained on another one's predictions for sequences of `context_length` tokens.
+
+    Raises:
+        LeanError: a model of images; a teacher of another task or vocabulary, with prefixes, or with fewer positions.
+    """
+    task, teaches = task_of(config, name), task_of(teacher_config, f"the teacher {teacher_name}")
+    if not task.has_tokenizer:
+        raise LeanError(f"--teacher is for models of text, and {name} is not one; leave it out")
+    if teaches is not task:
+        raise LeanError(f"the teacher {teacher_name} is a model of {teaches.reads}, {name} of {task.reads}")
+    if (size := teacher_config.vocab_size) != config.vocab_size:
+        raise LeanError(f"the teacher has {size:,} tokens, the model {config.vocab_size:,}; they must agree")
+    _check_positions(f"the teacher {teacher_name}", teacher_config, context_length)
+
+
+def _check_positions(name: str, config: LeanConfig, context_length: int) -> None:
+    positions = config.max_position_embeddings
+    if config.position_embedding_type == "learned" and context_length > positions:
+        raise LeanError(f"a context of {context_length} is longer than the {positions} positions of {name}")

@@ -20,7 +20,7 @@ from .micro_batch import split_batch
 from .precision import parse_precision
 from .processes import connect, first_decides, process_count
 from .spec import RunSpec
-from .tasks import Data, check_fit, task_of
+from .tasks import Data, check_fit, check_teacher, task_of
 from .trainer import LeanTrainer, Progress, summarize
 
 
@@ -47,13 +47,17 @@ def train(
         keep_checkpoints: keep the model of every evaluation in `checkpoint-STEP`; without, a finished run deletes them.
 
     Raises:
-        LeanError: `out` holds something else, the batch does not divide, or a checkpoint is not the one specified.
+        LeanError: `out` holds something else, the batch does not divide, a checkpoint is not the one specified, or the
+            teacher cannot teach this model.
     """
     device = check_device(device)
     if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
     config = LeanConfig(**spec.config)
     check_fit(spec.name, config, data, spec.context_length)
+    teacher_config = None if teacher is None else open_checkpoint(teacher).config
+    if teacher is not None and teacher_config is not None:
+        check_teacher(spec.name, config, teacher.name, teacher_config, spec.context_length)
     connect(device)
     arguments = _arguments(spec, out, device, keep_checkpoints)
     if data.sha256 != spec.data_sha256:
@@ -67,7 +71,7 @@ def train(
         task = task_of(config)(spec, data, batches or out / "batches")
         torch.manual_seed(spec.seed)
         model = _model(config, initial)
-        teaching = None if teacher is None else _model(open_checkpoint(teacher).config, teacher)
+        teaching = None if teacher_config is None else _model(teacher_config, teacher)
         task.configure(model)
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress)
         started = time.perf_counter()
