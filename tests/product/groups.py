@@ -5,5 +5,7 @@ from product import generation, rewriting, wrappers
 GROUPS = {
     "Generation and caches": generation.TOOLS,
     "Adapters, quantizers and training": wrappers.TOOLS,
-    "Conversion, elimination and formats": rewriting.TOOLS,
+    "Conversion": rewriting.CONVERSION,
+    "Elimination": rewriting.ELIMINATION,
+    "Formats, teachers and reports": rewriting.OTHERS,
 }

@@ -339,16 +339,16 @@ CONVERTED = dict.fromkeys(CONVERSIONS, "logits against values swapped in by hand
 }
 CLASSES = "logits of transformers' class, and ours"
 DISTILLED = "loss and gradients against sums over tokens"
-TOOLS = [
-    *(
-        Tool(
-            f"`convert --{'to' if name == 'nonlinear-query' else 'method'} {name}`",
-            partial(converted, conversion=name),
-            TOLERANCES[name],
-            number,
-        )
-        for name, number in CONVERTED.items()
-    ),
+CONVERSION = [
+    Tool(
+        f"`convert --{'to' if name == 'nonlinear-query' else 'method'} {name}`",
+        partial(converted, conversion=name),
+        TOLERANCES[name],
+        number,
+    )
+    for name, number in CONVERTED.items()
+]
+ELIMINATION = [
     *(
         Tool(f"`eliminate --remove {slot}`", partial(projection, slot=slot), FLOAT64, f"{LOGITS}, without norms")
         for slot in ("query", "key", "value", "output")
@@ -356,6 +356,8 @@ TOOLS = [
     Tool("`eliminate --remove single-head`", single_head, FLOAT64, f"{LOGITS}, with one head"),
     Tool("`eliminate --remove block-diagonal`", block_diagonal, FLOAT64, LOGITS),
     Tool("`eliminate` with norms switched off", disabled_norms, 1e-10, LOGITS),
+]
+OTHERS = [
     Tool("`export` and `import`, LayerNorm", partial(exported, shape="gpt"), FLOAT64, CLASSES),
     Tool("`export` and `import`, RMSNorm", partial(exported, shape="llama"), FLOAT32, f"{CLASSES}, norms in float32"),
     Tool("`import --dtype bf16`", rounded, FLOAT64, "logits against weights rounded by hand"),
