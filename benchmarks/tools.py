@@ -1,12 +1,12 @@
 """Every mechanism under every tool that wraps, rewrites or bypasses modules: the number that proves it right, or the
 sentence that refuses. The checks themselves are tests/product, which also compares them with this record.
 
-python benchmarks/tools.py --out results/tools.json
-
-peft, optimum-quanto and torchao have to be installed.
+python benchmarks/tools.py --out results/tools.json     # peft, optimum-quanto and torchao have to be installed
+python benchmarks/tools.py --page results/tools.json    # write the record's tables into docs/tools.md
 """
 
 import argparse
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -15,14 +15,16 @@ from typing import Any
 import harness
 
 from leanqkv.errors import LeanError
+from leanqkv.files import read_json
 from leanqkv.progress import progress_bar
 
-TESTS = Path(__file__).parent.parent / "tests"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "tools.md"
 PACKAGES = ("peft", "optimum-quanto", "torchao")
 
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(ROOT / "tests"))
     from product.groups import GROUPS
     from product.mechanisms import CASES
     from product.tools import outcome
@@ -46,18 +48,25 @@ def measure(_options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
-    """Return the record as Markdown: a summary, one table for each group of tools, and the refusals."""
-    refusals = [
-        outcome["refusal"]
-        for tools in record["groups"].values()
-        for tool in tools
-        for outcome in tool["outcomes"].values()
-        if outcome["refusal"]
-    ]
-    places = {refusal: place for place, refusal in enumerate(dict.fromkeys(refusals), start=1)}
+    """Return the record as Markdown: a summary, one table for each group of tools, and a refusal of each kind."""
+    kinds: dict[str, str] = {}
+    for outcome in (
+        outcome for tools in record["groups"].values() for tool in tools for outcome in tool["outcomes"].values()
+    ):
+        if outcome["refusal"]:
+            kinds.setdefault(kind_of(outcome["refusal"]), outcome["refusal"])
+    places = {kind: place for place, kind in enumerate(kinds, start=1)}
     made = {"summary": summary(record)}
     made |= {group: matrix(tools, places) for group, tools in record["groups"].items()}
-    return made | {"refusals": "\n".join(f"{place}. {refusal}" for refusal, place in places.items())}
+    return made | {"refusals": "\n".join(f"{places[kind]}. {refusal}" for kind, refusal in kinds.items())}
+
+
+def kind_of(refusal: str) -> str:
+    """The sentence without the names and numbers that differ between mechanisms."""
+    named = (
+        r"\(.*\)|\{.*?\}|'.*?'|\d+(\.\d+)?%?|(query|key|value|output)s? |: the layer computes.*|; (possible|nothing).*"
+    )
+    return re.sub(named, "", refusal)
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -76,7 +85,7 @@ def matrix(tools: list[dict[str, Any]], places: dict[str, int]) -> str:
 
     def cell(outcome: dict[str, Any]) -> str:
         refusal = outcome["refusal"]
-        return scientific(outcome["number"]) if refusal is None else f"refused ({places[refusal]})"
+        return scientific(outcome["number"]) if refusal is None else f"refused ({places[kind_of(refusal)]})"
 
     names = tools[0]["outcomes"]
     rows = [(name, *(cell(tool["outcomes"][name]) for tool in tools)) for name in names]
@@ -87,5 +96,18 @@ def scientific(number: float) -> str:
     return f"{number:.0e}" if number else "0"
 
 
+def fill(page: str, record: dict[str, Any]) -> str:
+    """Return the page with the record's tables between their comments."""
+    made = tables(record)
+    groups = "\n\n".join(f"### {group}\n\n{made[group]}" for group in record["groups"])
+    for name, text in {"summary": made["summary"], "groups": groups, "refusals": made["refusals"]}.items():
+        block = f"<!-- {name} -->\n{text}\n<!-- end of {name} -->"
+        page = re.sub(rf"<!-- {name} -->.*?<!-- end of {name} -->", lambda _, block=block: block, page, flags=re.DOTALL)
+    return page
+
+
 if __name__ == "__main__":
-    harness.run(harness.command_line(__doc__), measure, lambda record: "\n\n".join(tables(record).values()))
+    if sys.argv[1:2] == ["--page"]:
+        PAGE.write_text(fill(PAGE.read_text(), read_json(Path(sys.argv[2]))))
+    else:
+        harness.run(harness.command_line(__doc__), measure, lambda record: "\n\n".join(tables(record).values()))

@@ -42,6 +42,8 @@ BENCHMARKS = (
     ("exact", "exact/gpt2-small.json", "reference-exact.md"),
     ("fused_projection", "fused-projection.json", "reference-inference.md"),
     ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
+    ("quantized_cache", "quantized-cache.json", "tools.md"),
+    ("tools", "tools.json", "tools.md"),
 )
 
 
@@ -100,6 +102,13 @@ def test_the_tables_of_the_other_benchmarks_are_those_of_their_records(name, rec
     shown = (DOCS / page).read_text()
     for block in benchmark_tables(name, record):
         assert block in shown, block.splitlines()[0]
+
+
+def test_the_page_about_tools_is_what_its_record_makes():
+    fill = runpy.run_path(str(ROOT / "benchmarks" / "tools.py"))["fill"]
+    page = (DOCS / "tools.md").read_text()
+    record = json.loads((RESULTS / "tools.json").read_text())
+    assert fill(page, record) == page, "run python benchmarks/tools.py --page results/tools.json"
 
 
 @cache
@@ -173,6 +182,7 @@ NUMBERS = {
         ("0.01", "0.05", "1.25", "1.39", "2.6", "12.7", "0.1", "0.02", "0.06", "1.7", "2.9"),
     ),
     "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.90")),  # P2; the first run, tested above
+    "tools.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "tools.md"), (), ("2.13",)),  # PyTorch
     "mechanisms.md": Sources(),
     "add-a-mechanism.md": Sources(),
     "evaluate.md": Sources(),

@@ -150,7 +150,7 @@ def exported(case: Case, shape: str) -> float:
     positions."""
     rotary = {"position_embedding_type": "rope"} if case.config().block_type == "parallel" else {}
     model = case._replace(shape=shape).model(**rotary)
-    with saved(model) as (source, folder):
+    with saved(model) as (source, folder), console.capture():
         export_checkpoint(source, folder / "stock")
         stock = AutoModelForCausalLM.from_pretrained(folder / "stock", dtype=torch.float64)
         import_checkpoint(folder / "stock", folder / "back")
@@ -161,7 +161,7 @@ def exported(case: Case, shape: str) -> float:
 def rounded(case: Case) -> float:
     """Every tensor stored in bfloat16, computed in float64."""
     model = case.model()
-    with saved(model) as (source, folder):
+    with saved(model) as (source, folder), console.capture():
         import_checkpoint(source, folder / "bf16", dtype="bf16")
         found = load_model(folder / "bf16")
     with torch.no_grad():

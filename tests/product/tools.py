@@ -1,7 +1,9 @@
 """The other axis: a tool, and the outcome of a mechanism under it."""
 
 import pkgutil
+import re
 from collections.abc import Callable
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +59,7 @@ def outcome(tool: Tool, case: Case) -> Outcome:
     try:
         return Outcome(float(tool.check(case)), None)
     except (LeanError, ValueError) as error:
-        return Outcome(None, str(error))
+        return Outcome(None, re.sub(rf"{re.escape(gettempdir())}/\S*/", "", str(error)))  # of a temporary directory
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
