@@ -49,24 +49,22 @@ def measure(_options: argparse.Namespace) -> dict[str, Any]:
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
     """Return the record as Markdown: a summary, one table for each group of tools, and a refusal of each kind."""
+    tools = [tool for group in record["groups"].values() for tool in group]
+    refusals = [outcome["refusal"] for tool in tools for outcome in tool["outcomes"].values()]
     kinds: dict[str, str] = {}
-    for outcome in (
-        outcome for tools in record["groups"].values() for tool in tools for outcome in tool["outcomes"].values()
-    ):
-        if outcome["refusal"]:
-            kinds.setdefault(kind_of(outcome["refusal"]), outcome["refusal"])
+    for refusal in filter(None, refusals):
+        kinds.setdefault(kind_of(refusal), refusal)
     places = {kind: place for place, kind in enumerate(kinds, start=1)}
     made = {"summary": summary(record)}
-    made |= {group: matrix(tools, places) for group, tools in record["groups"].items()}
+    made |= {name: matrix(group, places) for name, group in record["groups"].items()}
     return made | {"refusals": "\n".join(f"{places[kind]}. {refusal}" for kind, refusal in kinds.items())}
 
 
 def kind_of(refusal: str) -> str:
     """The sentence without the names and numbers that differ between mechanisms."""
-    named = (
-        r"\(.*\)|\{.*?\}|'.*?'|\d+(\.\d+)?%?|(query|key|value|output)s? |: the layer computes.*|; (possible|nothing).*"
-    )
-    return re.sub(named, "", refusal)
+    names = r"\(.*\)|\{.*?\}|'.*?'|\d+(\.\d+)?%?|(query|key|value|output)s? "
+    tails = r": the layer computes.*|; (possible|nothing).*"
+    return re.sub(f"{names}|{tails}", "", refusal)
 
 
 def summary(record: dict[str, Any]) -> str:
