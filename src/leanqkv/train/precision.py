@@ -15,6 +15,8 @@ from .tasks import task_of
 
 ATTENTION = ("sdpa", "eager")
 TIMED_STEPS = 4
+# A run that takes fewer seconds than this without compiling is over before compiling has been timed.
+COMPILING_PAYS = 30.0
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,22 @@ def choose_precision(
         except Exception as error:  # without a compiler, bf16 or the memory for it, this is no choice
             failures.append(error)
 
+    def seconds(precision: Precision) -> float:
+        return timed[precision][0] + steps * timed[precision][1]
+
     for dtype in ("fp32", "bf16"):
         measure(Precision(dtype))
-        measure(Precision(dtype, compiled=True))
+    kinds = (False,) if timed and min(map(seconds, timed)) < COMPILING_PAYS else (False, True)
+    if True in kinds:
+        for dtype in ("fp32", "bf16"):
+            measure(Precision(dtype, compiled=True))
     if not timed:
         raise LeanError(f"no precision could be timed: {' '.join(str(failures[0]).split())[:200]}")
     if device == "cpu":
         best = min(timed, key=lambda p: timed[p][1])
-        for compiled in (False, True):
+        for compiled in kinds:
             measure(Precision(best.dtype, compiled, attention="eager"))
-    best = min(timed, key=lambda p: timed[p][0] + steps * timed[p][1])
+    best = min(timed, key=seconds)
     timings = {str(precision): round(1e3 * step, 2) for precision, (_, step) in timed.items()}
     return Precision(best.dtype, best.compiled, best.attention, timings)
 
