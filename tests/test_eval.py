@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanqkv import LeanError, LeanForCausalLM, LeanForMaskedLM
-from leanqkv.checkpoints.open import causal_lm, open_causal_lm
+from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.data import evaluation_text, prepare_data
 from leanqkv.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from leanqkv.evaluate import loss_figures, strided_losses, strided_windows
@@ -45,7 +45,7 @@ def checkpoints(tmp_path_factory):
 
 
 def model_of(checkpoints: Path, name: str, dtype: torch.dtype = torch.float64) -> LeanForCausalLM:
-    return causal_lm(open_causal_lm(checkpoints / name)).to(dtype)
+    return load_model(open_causal_lm(checkpoints / name), dtype)
 
 
 @torch.no_grad()
