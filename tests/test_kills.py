@@ -35,9 +35,9 @@ MOST = {
     "train, checkpoints kept": 6,
     "uptrain": 5,
     "compare": 5,
-    "convert": 16,
-    "eliminate": 12,
-    "export": 8,
+    "convert": 12,
+    "eliminate": 6,
+    "import": 6,
 }
 # What depends on the clock.
 TIMES = ("seconds", "last_session_seconds", "tokens_per_second")
