@@ -26,7 +26,7 @@ from leanqkv.analyze.record import Settings, analyze_models
 from leanqkv.analyze.similarity import head_similarity, off_diagonal_mean, token_similarity
 from leanqkv.analyze.subjects import open_subjects
 from leanqkv.analyze.weights import logit_spread
-from leanqkv.checkpoints.open import causal_lm, open_causal_lm
+from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.data import collate, make_batch_plan, prepare_data
 from leanqkv.report.analysis import tables
 from leanqkv.report.analysis_figures import drawings
@@ -130,7 +130,7 @@ def test_the_record_is_what_the_functions_find(place, record):
     plan = make_batch_plan(**sizes, batch_size=2, steps=3, evaluation_sequences=9, seed=0)
     assert plan.sha256 == record["batch_plan"]["sha256"]
     ids = collate(data.validation(), plan.evaluation_starts, 64)["input_ids"]
-    model = causal_lm(open_causal_lm(Path("skip1")))
+    model = load_model(open_causal_lm(Path("skip1")), torch.float32)
     seen, measured = observe(model, ids), record["models"]["skip1"]
     repeated = repeated_tokens(300, 9, 32, 0)
     copied = observe(model, repeated).patterns

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanqkv import LeanError, LeanForCausalLM, LeanForMaskedLM
-from leanqkv.checkpoints.open import causal_lm, open_causal_lm
+from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.data import evaluation_text, prepare_data
 from leanqkv.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from leanqkv.evaluate import loss_figures, strided_losses, strided_windows
@@ -45,7 +45,7 @@ def checkpoints(tmp_path_factory):
 
 
 def model_of(checkpoints: Path, name: str, dtype: torch.dtype = torch.float64) -> LeanForCausalLM:
-    return causal_lm(open_causal_lm(checkpoints / name)).to(dtype)
+    return load_model(open_causal_lm(checkpoints / name), dtype)
 
 
 @torch.no_grad()
@@ -414,8 +414,8 @@ def test_tokenizers_that_do_not_fit(checkpoints, cli, local_tasks, tmp_path):
 
 def test_logits_that_are_nan(checkpoints, cli, local_tasks, tmp_path):
     model = model_of(checkpoints, "gpt", torch.float32)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
+    with torch.no_grad():  # finite, and beyond the range of float32 as soon as they are multiplied
+        model.model.layers[1].mlp.down_proj.weight.fill_(torch.finfo(torch.float32).max)
     model.save_pretrained(tmp_path / "broken")
     load_tokenizer(checkpoints / "gpt").save_pretrained(tmp_path / "broken")
     out = tmp_path / "record.json"

@@ -174,7 +174,6 @@ def test_ctrl_c_while_a_checkpoint_is_written(place, cli, command, monkeypatch):
 
     assert cli(name, "source", *options, "--out", f"{name}-whole")[0] == 0
     monkeypatch.setattr("leanqkv.checkpoints.write.copy_tokenizer", interrupt)
-    monkeypatch.setattr("leanqkv.convert.conversion.copy_tokenizer", interrupt)
     code, _, err = cli(name, "source", *options, "--out", f"{name}-stopped")
     assert (code, err) == (130, STOPPED + "\n")
     (shard,) = Path(f".{name}-stopped.partial").glob("*.safetensors")

@@ -280,12 +280,12 @@ def test_fifty_at_once(server):
 @pytest.fixture
 def application(tmp_path):
     """A model, and a function that asks the application on it directly: no second process is needed."""
-    from leanqkv.checkpoints import load_model
+    from leanqkv.checkpoints import load_model, open_checkpoint
     from leanqkv.data.tokenizer import load_tokenizer
     from leanqkv.inference.serve import build_app
 
     save(tmp_path)
-    model, tokenizer = load_model(tmp_path), load_tokenizer(tmp_path)
+    model, tokenizer = load_model(open_checkpoint(tmp_path)), load_tokenizer(tmp_path)
     app, _ = build_app(model, tokenizer, "random")
 
     def ask(path: str, **body) -> tuple[int, str]:

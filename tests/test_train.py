@@ -16,7 +16,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from leanqkv import LeanError, LeanForCausalLM, preset, recipe
-from leanqkv.checkpoints import load_model
+from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.data import collate, make_batch_plan
 from leanqkv.evaluate import sequence_losses
 from leanqkv.files import write_json
@@ -135,7 +135,7 @@ def test_kept_checkpoints_are_the_model_at_every_evaluation(data, finished, tmp_
     )
     assert all(torch.equal(last[name], end[name]) for name in end)
     assert any(not torch.equal(first[name], end[name]) for name in end)
-    model = load_model(checkpoints["checkpoint-10"])
+    model = load_model(open_checkpoint(checkpoints["checkpoint-10"]))
     assert all(torch.equal(first[name], weight) for name, weight in model.state_dict().items() if name in first)
 
 
@@ -145,7 +145,7 @@ def test_a_run_learns_and_its_directory_holds_what_the_record_says(data, finishe
     assert [entry["step"] for entry in record["evaluations"]] == [10, 20, 30]
     assert curve[0] > curve[1] > curve[2]
     assert not list(out.glob("checkpoint-*"))
-    model = load_model(out)
+    model = load_model(open_checkpoint(out))
     assert model.config.use_cache
     plan = make_batch_plan(
         train_tokens=data.train_tokens,
@@ -445,14 +445,14 @@ def test_damaged_and_foreign_checkpoints_are_refused(finished, tmp_path):
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(LeanError, match="cannot be read"):
-        load_model(broken)
+        load_model(open_checkpoint(broken))
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(LeanError, match="'gpt2' checkpoint"):
-        load_model(broken)
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    with pytest.raises(LeanError, match="'bert' checkpoint"):
+        load_model(open_checkpoint(broken))
     with pytest.raises(LeanError, match=r"no config\.json"):
-        load_model(tmp_path)
+        load_model(open_checkpoint(tmp_path))
     other = shutil.copytree(out, tmp_path / "other")
     (other / "config.json").write_text(json.dumps(config | {"model_type": "leanqkv", "intermediate_size": 128}))
     with pytest.raises(LeanError, match=r"do not fit|cannot be read"):
-        load_model(other)
+        load_model(open_checkpoint(other))

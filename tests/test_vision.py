@@ -38,7 +38,7 @@ from leanqkv import (
     preset,
     recipe,
 )
-from leanqkv.checkpoints import load_model
+from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.compare.records import load_comparison
 from leanqkv.data import image_batch, make_image_plan, prepare_images, scaled_pixels
 from leanqkv.evaluate import image_outcomes
@@ -291,7 +291,7 @@ def test_saved_is_loaded_with_and_without_the_package(tmp_path):
     for loaded in (
         LeanForImageClassification.from_pretrained(tmp_path),
         AutoModelForImageClassification.from_pretrained(tmp_path),
-        load_model(tmp_path),
+        load_model(open_checkpoint(tmp_path)),
     ):
         assert isinstance(loaded, LeanForImageClassification)
         assert loaded.config.num_labels == 2
@@ -553,7 +553,7 @@ def test_a_run_learns_and_its_directory_holds_what_the_record_says(digits, finis
     assert record["tokens"] == 80 * 32 * 17
     assert record["batch_plan"]["evaluation_sequences"] == 599
     assert record["data"]["train_images"] == 1198
-    model = load_model(out)
+    model = load_model(open_checkpoint(out))
     assert model.config.id2label[7] == "7"
     losses, hits = image_outcomes(model, *digits.test(), range(599), 8, batch_size=32)
     assert losses.mean().item() == record["final"]["validation_loss"]

@@ -1,37 +1,171 @@
-"""Atomic file writes, JSON files, and hashes of files."""
+"""Atomic file writes, directories that can be written, JSON files, and hashes of files."""
 
+import errno
 import hashlib
 import json
 import os
+import platform
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
+from filelock import FileLock, Timeout
 
 from .errors import LeanError
 
 # Of the run records; a reader refuses any other.
 RECORD_FORMAT = 1
+LOCK = ".lock"
+# Processes of several machines may write to one directory, and know only their own machine's process numbers.
+NODE = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:63] or "node"
 
 
 def partial_name(file: Path) -> Path:
     """Return the temporary name under which this process writes `file`; no two processes share one."""
-    return file.with_name(f".{file.name}.{os.getpid()}.partial")
+    return file.with_name(f".{file.name}.{NODE}-{os.getpid()}.partial")
 
 
-def write_text(file: Path, content: str) -> None:
-    """Write under a temporary name and rename, so that no reader ever sees half a file."""
+def remove_leftovers(directory: Path, name: str | None = None) -> None:
+    """Remove what killed processes of this machine left in `directory` under temporary names (of `name`, or of all)."""
+    pattern = "*" if name is None else escape(name)
+    for path in directory.glob(f".{pattern}.{escape(NODE)}-*.partial"):
+        process = path.name.removesuffix(".partial").rpartition("-")[2]
+        if process.isdecimal() and not _is_writing(int(process), path):
+            remove(path)
+
+
+def _is_writing(process: int, path: Path) -> bool:
+    """Whether the process that made `path` still runs, and its number has not been given to a younger one."""
+    try:
+        return psutil.Process(process).create_time() <= path.stat().st_mtime + 1  # both are rounded
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return False
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory with its content; one that is gone is none to remove."""
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a temporary name to write to, which becomes `file` at the end: no reader ever sees half a file.
+
+    The file gets the mode that the umask gives to new files; libraries write weights for the owner alone.
+    """
+    remove_leftovers(file.parent, file.name)
     partial = partial_name(file)
     try:
-        partial.write_text(content, encoding="utf-8")
+        partial.touch()
+        mode = stat.S_IMODE(partial.stat().st_mode)
+        yield partial
+        partial.chmod(mode)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
 
 
+def write_text(file: Path, content: str) -> None:
+    """Write `content` as UTF-8, atomically."""
+    with replacing(file) as partial:
+        partial.write_text(content, encoding="utf-8")
+
+
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Write `content` as indented JSON, atomically."""
     write_text(file, json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def locked(directory: Path, doing: str) -> Iterator[None]:
+    """Lock `directory` against other processes that are `doing` the same; the lock's file goes at the end.
+
+    Raises:
+        LeanError: another process has it.
+    """
+    lock = FileLock(directory / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise LeanError(f"another process is {doing} in {directory}; wait for it, or stop it first") from None
+    try:
+        yield
+    finally:
+        (directory / LOCK).unlink(missing_ok=True)
+        lock.release()
+
+
+def check_place(out: Path, *sources: Path | None) -> None:
+    """Check that a directory can be at `out`, and that it is in none of the `sources`, which must stay as they are.
+
+    Raises:
+        LeanError: no name, a name too long, links that lead nowhere, a file there or above it, or inside a source.
+    """
+    shown = str(out) if len(str(out)) <= 80 else f"{str(out)[:77]}..."
+    if out.name in ("", ".."):
+        raise LeanError(f"--out is the name of a directory, found {shown!r}; give it a name")
+    # The second is the longest name that will be written beside it.
+    for path in (out, partial_name(out)):
+        try:
+            path.stat()
+        except FileNotFoundError:
+            pass
+        except NotADirectoryError:
+            above = next(parent for parent in out.parents if parent.exists() and not parent.is_dir())
+            raise LeanError(f"{shown} cannot be made: {above} is a file; choose another --out") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise LeanError(f"{shown} cannot be made: {reason}; choose another --out") from None
+    if os.path.lexists(out) and not out.is_dir():
+        what = "is a file" if out.exists() else "is a link to nothing"
+        raise LeanError(f"{shown} {what}, and nothing is ever written over; choose another --out")
+    above_out = [parent for parent in Path(os.path.realpath(out)).parents if parent.exists()]
+    for source in sources:
+        if source is not None and is_directory(source) and any(parent.samefile(source) for parent in above_out):
+            raise LeanError(f"{shown} lies in {source}, which would change; choose an --out outside of it")
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a directory is there; a name that is none of a file, such as one too long, has none."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def make_directory(directory: Path) -> None:
+    """Make `directory` and those above it.
+
+    Raises:
+        LeanError: that is not possible.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LeanError(f"{directory} cannot be made: {error.strerror}; choose another place") from None
+
+
+@contextmanager
+def disk_full_is_an_error(place: Path, advice: str) -> Iterator[None]:
+    """Turn every library's own error about a full disk into one line."""
+    try:
+        yield
+    except Exception as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        if full or shutil.disk_usage(place).free < 2**20:  # torch.save only says that a position was not the expected
+            raise LeanError(f"the disk is full: {place} could not be written; {advice}") from error
+        raise
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -44,7 +178,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LeanError(f"there is no {file}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LeanError(f"{file} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise LeanError(f"{file} does not hold a JSON object")

@@ -2,12 +2,12 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from leanqkv.checkpoints.open import causal_lm, open_causal_lm
+from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.data.corpus import open_corpus
 from leanqkv.data.prepare import fitting_tokenizer
 from leanqkv.errors import LeanError
@@ -49,7 +49,7 @@ def norm_inputs(directory: Path, tokens: int, context: int) -> tuple[str, float,
         ids += tokenizer.encode(document, add_special_tokens=False)
         if len(ids) >= tokens:
             break
-    model: Any = causal_lm(opened)
+    model = load_model(opened, torch.float32)
     model.to(FLOAT)
     streams: list[Tensor] = []
     for block in model.model.layers:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checkpoints.open import causal_lm, open_causal_lm
+from ..checkpoints.open import load_model, open_causal_lm
 from ..checkpoints.tensors import weights_hash
 from ..data import TokenData, collate, make_batch_plan
 from ..environment import record_header
@@ -126,7 +126,7 @@ class _Analysis:
     def __init__(self, subject: Subject, text: _Text, settings: Settings, device: str, step: Callable[[str], None]):
         self.subject, self.text, self.settings, self.device = subject, text, settings, device
         self.config = subject.opened.config
-        model: Any = causal_lm(subject.opened).requires_grad_(False)
+        model: Any = load_model(subject.opened, torch.float32).requires_grad_(False)
         self.model: LeanForCausalLM = model.to(device)
         self.step: Callable[[str], None] = lambda part: step(f"{subject.label}: {part}")
 
@@ -206,7 +206,7 @@ class _Analysis:
                 yield 0, start, start.state_dict()
             for number, path in weights.checkpoints(self.subject.opened.directory):
                 checkpoint = open_causal_lm(path)
-                yield number, causal_lm(checkpoint), checkpoint.tensors
+                yield number, load_model(checkpoint, torch.float32), checkpoint.tensors
 
         result = []
         for number, model, tensors in stages():

@@ -1,5 +1,5 @@
 """Checkpoints in and out."""
 
-from .open import load_config, load_model
+from .open import load_config, load_model, open_checkpoint
 
-__all__ = ["load_config", "load_model"]
+__all__ = ["load_config", "load_model", "open_checkpoint"]

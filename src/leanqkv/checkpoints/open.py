@@ -1,19 +1,19 @@
 """Open a checkpoint, ours or one of transformers: its configuration, and its tensors under our names."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..compat import quiet_transformers
-from ..errors import LeanError
+from ..errors import LeanError, first_line
 from ..files import read_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
@@ -21,13 +21,14 @@ from ..model.image_classification import LeanForImageClassification
 from ..model.masked_lm import LeanForMaskedLM
 from .families import FAMILIES, import_tensors
 from .families.family import EMBEDDING, HEAD
-from .tensors import LazyTensors, StoredTensors, check_stored, open_tensors, read_tied
+from .tensors import LazyTensors, StoredTensors, check_stored, count_nonfinite, finite, open_tensors, read_tied
 
 MODELS: dict[str, Any] = {
     "causal_lm": LeanForCausalLM,
     "masked_lm": LeanForMaskedLM,
     "image_classification": LeanForImageClassification,
 }
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Checkpoint:
     tensors: LazyTensors  # exactly those of `config.plan.parameter_shapes`
     stored: StoredTensors  # the tensors of its files, under the names that they have there
     family: str | None  # the model_type of the class of transformers that wrote it; None for one of ours
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds every stored weight."""
+        return reduce(torch.promote_types, self.stored.dtypes.values())
 
     @property
     def architecture(self) -> str:
@@ -79,21 +85,51 @@ def open_causal_lm(directory: Path) -> Checkpoint:
     return opened
 
 
-def causal_lm(opened: Checkpoint) -> LeanForCausalLM:
-    """Return the model of a checkpoint, in float32 whatever is stored, on the CPU, in evaluation mode."""
+def load_model(opened: Checkpoint, dtype: torch.dtype | None = None) -> Any:
+    """Return the model of a checkpoint, on the CPU, in evaluation mode.
+
+    One tensor at a time is read from the files, so that no more memory is taken than the model's own and a tensor's.
+
+    Args:
+        dtype: of the parameters; None: as stored.
+
+    Raises:
+        LeanError: a weight is NaN or infinite, or beyond the range of `dtype`.
+    """
+    config = deepcopy(opened.config)
+    config.dtype = dtype or opened.dtype
     with no_init_weights():
-        model = LeanForCausalLM(opened.config)
+        model = MODELS[config.task](config)
+    for parameter in model.parameters():  # the buffers, which are frequencies, stay in float32
+        parameter.data = torch.empty_like(parameter, dtype=config.dtype)
     model.tie_weights()
     load_weights(model, opened.tensors)
+    if (opened.directory / GENERATION).is_file() and model.can_generate():
+        model.generation_config = _generation_config(opened.directory)
     return model.eval()
 
 
+def _generation_config(directory: Path) -> GenerationConfig:
+    read_json(directory / GENERATION)  # names a damaged file
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise LeanError(f"{directory / GENERATION}: {first_line(error)}; correct or delete it") from None
+
+
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `model` with the tensors that its plan names; a tied head follows its embedding."""
-    parameters = dict(model.named_parameters())
+    """Fill `model` with the tensors that its plan names; a tied head follows its embedding.
+
+    Raises:
+        LeanError: a weight is NaN or infinite, or beyond the range of the model's dtype.
+    """
+    parameters, tensors = dict(model.named_parameters()), finite(tensors)
     with torch.no_grad():
         for name in model.config.plan.parameter_shapes:
-            parameters[name].copy_(tensors[name])
+            stored = tensors[name]
+            dtype = parameters[name].copy_(stored).dtype
+            if torch.finfo(dtype).max < torch.finfo(stored.dtype).max and count_nonfinite(parameters[name]):
+                raise LeanError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold")
 
 
 def load_config(directory: Path) -> LeanConfig:
@@ -107,29 +143,13 @@ def load_config(directory: Path) -> LeanConfig:
         raise LeanError(f"{directory / 'config.json'}: {str(error).splitlines()[-1].strip()}") from None
 
 
-def load_model(directory: Path) -> PreTrainedModel:
-    """Return the model of a checkpoint of ours, on the CPU, in evaluation mode.
-
-    Raises a LeanError as `load_config`, and for weights that are missing, damaged, or not the configuration's.
-    """
-    config = load_config(directory)
-    try:
-        with quiet_transformers():
-            model, info = MODELS[config.task].from_pretrained(directory, config=config, output_loading_info=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise LeanError(f"the weights in {directory} cannot be read: {str(error).splitlines()[0]}") from None
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, info.get(problem) or ())):
-            raise LeanError(
-                f"the weights in {directory} do not fit its config.json: {problem.replace('_', ' ')}, {names[0]}"
-            )
-    return model.eval()
-
-
 def _read_config(directory: Path) -> dict[str, Any]:
     if not (directory / "config.json").is_file():
         raise LeanError(f"{directory} is not a checkpoint: it has no config.json")
-    return read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
+    if not isinstance(kind := config.get("model_type"), str):
+        raise LeanError(f"{directory / 'config.json'}: model_type is a name, found {kind!r}")
+    return config
 
 
 def _own_tensors(config: LeanConfig, stored: StoredTensors) -> LazyTensors:

@@ -134,6 +134,8 @@ def open_tensors(directory: Path) -> StoredTensors:
         raise LeanError(f"{weights} has no weight_map from the tensors' names to the files they are in")
     files: dict[str, _File] = {}
     for shard in dict.fromkeys(shards.values()):
+        if Path(shard).name != shard:
+            raise LeanError(f"{weights} names {shard!r}; shards lie beside their index, give the name alone")
         if not (directory / shard).is_file():
             raise LeanError(f"{directory / shard} is missing: {weights.name} names it")
         files[shard] = _File(directory / shard)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from transformers import PreTrainedConfig
 
 from ..environment import versions
 from ..errors import LeanError
-from ..files import partial_name, read_json, write_json
+from ..files import LOCK, check_place, hash_files, locked, make_directory, read_json, remove, replacing, write_json
 from ..model.config import LeanConfig
 from ..presets.edit import with_fields
 from .dense import written_out
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors
 from .open import MODELS, Checkpoint
-from .tensors import LazyTensors
+from .tensors import WEIGHTS, LazyTensors
 
 SHARD_BYTES = 2**30
 # Of the files beside the weights, those that are about the text and not about the tensors.
@@ -36,11 +37,10 @@ JOB = "job.json"
 Progress = Callable[[int, int], None]
 
 
-def check_free(out: Path) -> None:
-    """Raise a LeanError if `out` is no new or empty directory: nothing is ever written over."""
-    if (file := next((parent for parent in out.parents if parent.is_file()), None)) is not None:
-        raise LeanError(f"{out} cannot be made: {file} is a file; choose another --out")
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+def check_free(out: Path, *sources: Path) -> None:
+    """Raise a LeanError if `out` is no new or empty directory, or in a source: nothing is ever written over."""
+    check_place(out, *sources)
+    if out.is_dir() and any(out.iterdir()):
         raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another --out")
 
 
@@ -76,7 +76,8 @@ def write_model(
 
     Args:
         stock, family: write it as a class of transformers, as `as_stock` chooses it.
-        settings: what decides the content beside the source's files, for going on after an interruption.
+        settings: whatever decides the content beside the source's files and `config`, for going on after an
+            interruption.
         finish: writes more files into the directory, whose weights and configuration are complete.
     """
     stock_config: Any = None
@@ -94,15 +95,8 @@ def write_model(
             save_config(with_fields(config, dtype=dtype), directory)
         finish(directory)
 
-    files = sorted(file for file in source.directory.iterdir() if file.suffix in (".safetensors", ".bin", ".json"))
-    job = {
-        "source": str(source.directory.resolve()),
-        "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-        "versions": versions(),
-        "stock": stock,
-        "family": family,
-        **(settings or {}),
-    }
+    job = {"source": source_hashes(source), "config": config.to_dict(), "stock": stock, "family": family}
+    job |= settings or {}
     write_checkpoint(out, shapes, tensors, dtype, job=job, finish=finish_model, progress=progress)
     return stock_config.architectures[0] if stock else MODELS[config.task].__name__
 
@@ -131,37 +125,72 @@ def write_checkpoint(
 
     Raises a LeanError if `out` is not empty or the disk has too little room, an OSError if it is full after all.
     """
+    out = Path(os.path.realpath(out))
     check_free(out)
     partial = out.with_name(f".{out.name}.partial")
-    stored_job = json.loads(json.dumps({**job, "dtype": str(dtype), "shard_bytes": shard_bytes}))
-    if partial.exists() and (not (partial / JOB).exists() or read_json(partial / JOB) != stored_job):
-        shutil.rmtree(partial)
+    content: dict[str, Any] = json.loads(
+        json.dumps({**job, "versions": versions(), "dtype": str(dtype), "shard_bytes": shard_bytes})
+    )
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
     sizes = {file: sum(empty[name].nbytes for name in names) for file, names in split.filename_to_tensors.items()}
-    _check_room(out, sum(size for file, size in sizes.items() if not (partial / file).exists()))
-    partial.mkdir(parents=True, exist_ok=True)
-    write_json(partial / JOB, stored_job)
-    report = progress or (lambda done, total: None)
-    done, total = 0, sum(sizes.values())
+    whole = _whole_shards(partial, content, sizes)
+    _check_room(out, sum(size for file, size in sizes.items() if file not in whole))
+    made = [directory for directory in (partial, *partial.parents) if not directory.exists()]
+    make_directory(partial)
+    with locked(partial, "writing"):
+        try:
+            check_free(out)  # another process may have finished it
+            _begin(partial, content, sizes)
+            report = progress or (lambda done, total: None)
+            done, total = 0, sum(sizes.values())
+            for file, names in split.filename_to_tensors.items():
+                if not (partial / file).exists():
+                    for part in _write_shard(partial / file, names, tensors, dtype):
+                        report(done + part, total)
+                done += sizes[file]
+                report(done, total)
+            if split.is_sharded:
+                index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
+                write_json(partial / "model.safetensors.index.json", index)
+            finish(partial)
+        except LeanError:  # starting again would not help
+            shutil.rmtree(partial)
+            with suppress(OSError):  # not empty: another process writes there
+                for directory in made[1:]:
+                    directory.rmdir()
+            raise
+        (partial / JOB).unlink()
+        (partial / LOCK).unlink(missing_ok=True)
+        if out.exists():
+            out.rmdir()  # empty, as checked
+        partial.replace(out)
+
+
+def _whole_shards(partial: Path, job: Mapping[str, Any], sizes: Mapping[str, int]) -> set[str]:
+    """Return the shards that an interrupted start of the same job has written."""
     try:
-        for file, names in split.filename_to_tensors.items():
-            if not (partial / file).exists():
-                for part in _write_shard(partial / file, names, tensors, dtype):
-                    report(done + part, total)
-            done += sizes[file]
-            report(done, total)
-        if split.is_sharded:
-            index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
-            write_json(partial / "model.safetensors.index.json", index)
-        finish(partial)
-    except LeanError:  # starting again would not help
-        shutil.rmtree(partial)
-        raise
-    (partial / JOB).unlink()
-    if out.exists():
-        out.rmdir()  # empty, as checked
-    partial.replace(out)
+        begun = read_json(partial / JOB)
+    except LeanError:
+        return set()
+    return {file for file in sizes if begun == job and (partial / file).exists()}
+
+
+def _begin(partial: Path, job: dict[str, Any], sizes: Mapping[str, int]) -> None:
+    """Leave nothing in `partial` but whole shards of this job, the job, and the lock."""
+    whole = _whole_shards(partial, job, sizes)
+    for path in partial.iterdir():
+        if path.name not in {*whole, JOB, LOCK}:
+            remove(path)
+    write_json(partial / JOB, job)
+
+
+def source_hashes(source: Checkpoint) -> dict[str, str]:
+    """Return the SHA-256 of every file of `source` that decides the result; its path may hold another one tomorrow."""
+    weights = {source.stored.file(name).name for name in source.stored}
+    indices = {name for name in WEIGHTS if name.endswith(".json")}
+    names = {"config.json", *weights, *indices, *TOKENIZER_FILES}
+    return {name: hash_files(source.directory / name) for name in sorted(names) if (source.directory / name).is_file()}
 
 
 def save_config(config: LeanConfig, directory: Path) -> None:
@@ -192,16 +221,13 @@ def _write_shard(file: Path, names: list[str], tensors: Mapping[str, Tensor], dt
         if not shard[name].isfinite().all():
             raise LeanError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold")
         yield sum(tensor.nbytes for tensor in shard.values())
-    temporary = partial_name(file)
     try:
-        save_file(shard, temporary, metadata={"format": "pt"})
-        temporary.replace(file)
+        with replacing(file) as temporary:
+            save_file(shard, temporary, metadata={"format": "pt"})
     except SafetensorError as error:
         if "No space left" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.parent)) from None
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _check_room(out: Path, needed: int) -> None:

@@ -42,10 +42,11 @@ def analyze(
     from ..data.prepare import TokenData, nanogpt
     from ..environment import check_device, default_device
     from ..errors import LeanError
-    from ..files import write_json
+    from ..files import check_place, make_directory, write_json
     from ..report.analysis import terminal, write_page
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    check_place(out, *models)
+    if out.exists() and any(out.iterdir()):
         raise LeanError(f"{out} is not empty, and nothing is ever overwritten; choose another --out")
     rates = tuple(sorted(learning_rates("--probe-rates", probe_rates, below=1)))
     device = check_device(device or default_device())
@@ -63,7 +64,7 @@ def analyze(
             bar(done, total)
 
         record = analyze_models(subjects, data, settings, device, progress)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     write_json(out / RECORD, record)
     page = write_page(out)
     console.print(terminal(record))

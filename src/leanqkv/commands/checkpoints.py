@@ -45,7 +45,7 @@ def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family:
     from ..checkpoints.tensors import finite
     from ..checkpoints.write import check_free, write_model
 
-    check_free(out)
+    check_free(out, source)
     give_back_freed_memory()
     opened = open_checkpoint(source)
     config, tensors = opened.config, finite(opened.tensors)

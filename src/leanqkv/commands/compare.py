@@ -89,7 +89,9 @@ def compare(
     """
     from ..compare.suites import choose
     from ..errors import LeanError
+    from ..files import check_place
 
+    check_place(out)
     if lr_grid is not None and recipe.learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
     chosen = choose(names or [], suite, scale)

@@ -47,7 +47,7 @@ def convert(
     from ..convert.conversion import check_request, convert_directory
 
     settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
-    check_free(out)
+    check_free(out, source)
     check_request(to, method, settings, calibration is not None)
     sample = None if calibration is None else _read_tokens(source, ratio, calibration, tokens, sequence_length)
     with continued_when_repeated(), progress_bar("reading") as bar:

@@ -65,10 +65,12 @@ class Scored:
 
     def load(self) -> Any:
         """Return the model, on the device."""
-        from ..checkpoints.open import causal_lm
+        import torch
+
+        from ..checkpoints.open import load_model
 
         with progress_bar("reading the weights"):
-            model: Any = causal_lm(self.checkpoint)
+            model = load_model(self.checkpoint, torch.float32)
             self.precision.apply(model)
             return model.to(self.device)
 

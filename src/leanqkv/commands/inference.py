@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from ..progress import progress_bar, terminal
-from .options import NAME_HELP, Device, console
+from .options import NAME_HELP, SOURCE, Device, console
 
 
 def generate(
-    directory: Annotated[Path, typer.Argument(help="Directory of a trained model.")],
+    directory: Annotated[Path, typer.Argument(help=SOURCE)],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.", show_default=False)] = None,
     interactive: Annotated[
         bool,
@@ -37,18 +37,17 @@ def generate(
 
     leanqkv generate runs/skipv1 --interactive
     """
-    from ..checkpoints import load_config, load_model
-    from ..data.tokenizer import load_tokenizer
+    from ..checkpoints.open import load_model, open_causal_lm
+    from ..data.prepare import fitting_tokenizer
     from ..environment import check_device
     from ..errors import LeanError
     from ..inference import Decoder
 
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
-    if (task := load_config(directory).task) != "causal_lm":
-        raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
-    model: Any = load_model(directory).to(check_device(device))  # type: ignore[arg-type]
-    decoder, tokenizer = Decoder(model), load_tokenizer(directory)
+    opened = open_causal_lm(directory)
+    tokenizer = fitting_tokenizer(directory, opened.config.vocab_size)
+    decoder = Decoder(load_model(opened).to(check_device(device)))
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
     options = {"max_new_tokens": max_new_tokens, **sampling}
     if prompt is not None:
@@ -119,7 +118,7 @@ def _input_lines() -> Iterator[str]:
 
 
 def serve(
-    directory: Annotated[Path, typer.Argument(help="Directory of a trained model.")],
+    directory: Annotated[Path, typer.Argument(help=SOURCE)],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     device: Device = None,
@@ -172,10 +171,11 @@ def bench(
     """
     from ..environment import check_device
     from ..errors import LeanError
-    from ..files import write_json
+    from ..files import check_place, make_directory, write_json
     from ..inference.bench import DTYPES, bench_record
     from ..report.bench import RECORD, table, write_page
 
+    check_place(out, *map(Path, models))
     if out.exists() and any(out.iterdir()):
         raise LeanError(f"{out} is not empty and nothing is overwritten; choose another --out")
     if len(set(models)) < len(models):
@@ -187,7 +187,7 @@ def bench(
     sizes = {"new_tokens": new_tokens, "rounds": rounds}
     with progress_bar("measuring") as bar:
         record = bench_record(models, contexts, batches, **sizes, dtype=dtype, device=device, progress=bar.show)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     write_json(out / RECORD, record)
     console.print(table(record))
     console.print(f"report: {write_page(out)}", highlight=False, soft_wrap=True)

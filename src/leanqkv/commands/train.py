@@ -146,7 +146,7 @@ def _specify(
     from ..train.tasks import check_fit, check_teacher, task_of
 
     task_of(config, name)
-    check_out(run.out)
+    check_out(run.out, initial, teacher)
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
     assert context is not None
@@ -171,6 +171,7 @@ def _specify(
             start = {"role": "uptrain", "initial_sha256": weights_hash(initial)}
             if teacher is not None:
                 start |= {"teacher_sha256": weights_hash(teacher), "distillation": distillation}
+                start["teacher_config"] = open_checkpoint(teacher).config.as_overrides()
     spec = RunSpec(
         name=name,
         config=config.as_overrides(),

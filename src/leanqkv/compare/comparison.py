@@ -18,7 +18,7 @@ import torch
 
 from ..environment import available_cores, check_device, default_device
 from ..errors import LeanError
-from ..files import read_json, write_json
+from ..files import check_place, make_directory, read_json, write_json
 from ..presets import preset
 from ..train import (
     Precision,
@@ -143,6 +143,7 @@ class _Directory:
         Raises:
             LeanError: `out` holds something else.
         """
+        check_place(out)
         self.out, self.comparison, self.data_sha256 = out, comparison, data_sha256
         wanted, file = self._plan(), out / COMPARISON
         if file.exists():
@@ -154,9 +155,9 @@ class _Directory:
                 shown = "; ".join(f"{key}: {self.content[key]} there, {wanted[key]} asked" for key in different)
                 raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
             return
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and any(out.iterdir()):
             raise LeanError(f"{out} is not empty and not a comparison; choose another --out")
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out)
         self.content = wanted
         self.write()
 

@@ -1,5 +1,6 @@
 """Convert the checkpoint in one directory into another."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -12,13 +13,12 @@ from torch import Tensor
 
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import finite
-from ..checkpoints.write import Progress, check_free, copy_tokenizer, save_config, write_checkpoint
+from ..checkpoints.write import Progress, check_free, write_model
 from ..data import TokenData
 from ..errors import LeanError
 from ..files import write_json
 from ..model.config import LeanConfig
 from ..model.registry import suggest
-from ..presets.edit import with_fields
 from .calibrated import Settings, calibrated
 from .methods import METHODS, pools, with_first_layer_values
 from .nonlinear_query import with_nonlinear_query
@@ -98,7 +98,7 @@ def convert_directory(
         LeanError: a bad request, a source that cannot be converted, or `out` is not empty.
     """
     settings = settings or Settings()
-    check_free(out)
+    check_free(out, source)
     check_request(to, method, settings, tokens is not None)
     started = time.perf_counter()
     checkpoint = open_checkpoint(source)
@@ -117,17 +117,15 @@ def convert_directory(
         if method.startswith("mean"):
             report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)  # type: ignore[arg-type]
     report |= _sizes(config, target)
-    token_sum = None if tokens is None else int(tokens.sum())
-    job = {"source": str(source.resolve()), "report": dict(report), "tokens": token_sum}
+    read = None if tokens is None else hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
+    decided = {"report": dict(report), "tokens_sha256": read}
     report["seconds"] = round(time.perf_counter() - started, 2)
 
     def finish(directory: Path) -> None:
-        copy_tokenizer(source, directory)
-        save_config(with_fields(target, dtype=dtype), directory)
         write_json(directory / REPORT, report)
 
     message("writing")
-    write_checkpoint(out, target.plan.parameter_shapes, tensors, dtype, job=job, finish=finish, progress=progress)
+    write_model(checkpoint, out, target, tensors, dtype, settings=decided, finish=finish, progress=progress)
     return report
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import LeanError
-from ..files import partial_name
+from ..files import make_directory, remove_leftovers, replacing
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,14 @@ def batch_plan(directory: Path, make: Callable[..., BatchPlan] = make_batch_plan
         train_end, evaluation_end = (sizes[f"{s}_tokens"] - sizes["context_length"] for s in ("train", "validation"))
         evaluated = sizes["evaluation_sequences"]
     files = [directory / f"{stem.format(**sizes)}-{part}.npy" for part in ("train", "evaluation")]
+    for file in files:  # another process may have made it while one that was killed was writing
+        remove_leftovers(directory, file.name)
     if not all(file.exists() for file in files):
         plan = make(**sizes)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         for file, array in zip(files, (plan.train_starts, plan.evaluation_starts), strict=True):
-            with (partial := partial_name(file)).open("wb") as stream:
+            with replacing(file) as partial, partial.open("wb") as stream:
                 np.save(stream, array)
-            partial.replace(file)
     train, evaluation = (np.load(file, mmap_mode="r") for file in files)
     _check_starts(files[0], train, (sizes["steps"], sizes["batch_size"]), train_end)
     _check_starts(files[1], evaluation, (evaluated,), evaluation_end)

@@ -1,12 +1,20 @@
 """The cache of prepared data: directories that are complete or absent."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+
+from ..files import (
+    disk_full_is_an_error,
+    make_directory,
+    partial_name,
+    read_json,
+    remove,
+    remove_leftovers,
+    write_json,
+)
 
 # What describes a directory's content.
 ABOUT = "data.json"
@@ -29,14 +37,18 @@ def made_once(kind: str, content: str, fill: Callable[[Path], dict[str, Any]]) -
     """
     directory = cache_directory() / kind / hashlib.sha256(content.encode()).hexdigest()[:24]
     if not (directory / ABOUT).exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True) as name:
-            partial = Path(name, "data")
-            partial.mkdir()
-            (partial / ABOUT).write_text(json.dumps(fill(partial), indent=1))
+        make_directory(directory.parent)
+        remove_leftovers(directory.parent, directory.name)
+        partial = partial_name(directory)
+        try:
+            with disk_full_is_an_error(directory.parent, "make room, or set LEANQKV_CACHE to a folder on another disk"):
+                partial.mkdir()
+                write_json(partial / ABOUT, fill(partial))
             try:
                 partial.rename(directory)
             except OSError:
                 if not (directory / ABOUT).exists():  # else another process finished the same data first
                     raise
-    return {**json.loads((directory / ABOUT).read_text()), "directory": directory}
+        finally:
+            remove(partial)
+    return {**read_json(directory / ABOUT), "directory": directory}

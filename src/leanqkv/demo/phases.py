@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import load_config, load_model
+from ..checkpoints.open import load_config, load_model, open_checkpoint
 from ..compare.suite import Comparison, Entry
 from ..convert.conversion import REPORT, calibration_tokens, convert_directory
 from ..data import TokenData, batch_plan, collate
@@ -18,7 +18,7 @@ from ..eliminate.elimination import CERTIFICATE
 from ..environment import record_header
 from ..errors import LeanError
 from ..evaluate import sequence_losses
-from ..files import read_json, write_json
+from ..files import check_place, make_directory, read_json, write_json
 from ..inference import Decoder
 from ..model.cache import cache_bytes
 
@@ -75,6 +75,7 @@ def claim(out: Path, settings: Settings, device: str) -> dict[str, Any]:
     Raises:
         LeanError: `out` holds something else, or a demo of other settings.
     """
+    check_place(out)
     file = out / RECORD
     if file.exists():
         record = read_json(file)
@@ -85,9 +86,9 @@ def claim(out: Path, settings: Settings, device: str) -> dict[str, Any]:
                     "Choose another --out or delete it."
                 )
         return record
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and any(out.iterdir()):
         raise LeanError(f"{out} is not empty and not a demo. Choose another --out.")
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     record = {**record_header("demo", settings.comparison().title, device), "settings": asdict(settings)}
     write_json(file, record)
     return record
@@ -236,8 +237,7 @@ def decode(out: Path, settings: Settings, data: TokenData, device: str, progress
 
 
 def _load(directory: Path, device: str) -> Any:
-    model: Any = load_model(directory)
-    return model.to(device)
+    return load_model(open_checkpoint(directory)).to(device)
 
 
 def _spread(values: list[float]) -> Mapping[str, float]:

@@ -92,7 +92,7 @@ def eliminate_directory(
         stock, family, progress: as in `write_model`; a stock class has identities for the eliminated weights.
         message: called with the name of each phase: solving, writing, certifying.
     """
-    check_free(out)
+    check_free(out, source)
     opened = open_checkpoint(source)
     before = opened.config, finite(opened.tensors)
     if stock and norms_disabled(opened.config):

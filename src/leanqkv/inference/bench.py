@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.open import causal_lm, open_checkpoint
+from ..checkpoints.open import load_model, open_checkpoint
 from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
-from ..files import RECORD_FORMAT
+from ..files import RECORD_FORMAT, is_directory
 from ..memory import PeakMemory
 from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
@@ -76,14 +76,14 @@ def build_model(name: str, tokens: int) -> LeanForCausalLM:
     Raises:
         LeanError: neither, or a model that cannot decode up to `tokens` tokens.
     """
-    checkpoint = open_checkpoint(Path(name)) if Path(name).exists() else None
+    checkpoint = open_checkpoint(Path(name)) if is_directory(Path(name)) else None
     config = preset(name) if checkpoint is None else checkpoint.config
     if config.task != "causal_lm":
         raise LeanError(f"{name} is a model for {config.task}, which has no cache and decodes nothing")
     limit = config.max_position_embeddings
     if config.position_embedding_type == "learned" and tokens > limit:
         raise LeanError(f"{name} has {limit} positions; the longest --context and --new-tokens are {tokens}")
-    return LeanForCausalLM(config) if checkpoint is None else causal_lm(checkpoint)
+    return LeanForCausalLM(config) if checkpoint is None else load_model(checkpoint, torch.float32)
 
 
 def measure(

@@ -26,9 +26,9 @@ from starlette.requests import ClientDisconnect
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from ..checkpoints import load_config, load_model
+from ..checkpoints.open import load_model, open_causal_lm
 from ..compat import quiet_transformers
-from ..data.tokenizer import load_tokenizer
+from ..data.prepare import fitting_tokenizer
 from ..errors import LeanError
 from . import Decoder
 from .openai_api import ENDPOINTS, LENGTH_FIELDS, Answer, ApiError, Completion, Response, check_fields
@@ -274,13 +274,11 @@ def serve(
     Raises:
         LeanError: no causal language model or no tokenizer in `directory`; an address that cannot be listened on.
     """
-    if (task := load_config(directory).task) != "causal_lm":
-        raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
-    tokenizer = load_tokenizer(directory)
+    opened = open_causal_lm(directory)
+    tokenizer = fitting_tokenizer(directory, opened.config.vocab_size)
     with _listen(host, port) as listener:  # before the weights, which may take long
-        model: Any = load_model(directory)
         name = directory.resolve().name
-        app, generator = build_app(model.to(device=device, dtype=dtype or model.dtype), tokenizer, name)
+        app, generator = build_app(load_model(opened, dtype).to(device), tokenizer, name)
         shown = f"[{host}]" if ":" in host else host
         started(name, f"http://{shown}:{listener.getsockname()[1]}/v1")
         with quiet_transformers():

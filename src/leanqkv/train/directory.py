@@ -1,19 +1,17 @@
 """The directory of a run: its owner, its checkpoints, and the files put there at the end."""
 
-import errno
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
 from ..errors import LeanError
-from ..files import read_json, write_json
+from ..files import LOCK, check_place, locked, make_directory, read_json, remove, write_json
 from .processes import first_decides
 from .spec import RunSpec
 from .tasks import TrainingTask
@@ -27,45 +25,19 @@ COMPLETE = "complete"
 @contextmanager
 def only_here(out: Path) -> Iterator[None]:
     """Lock `out` against a second process on the same run; the processes of torchrun are one."""
-    lock = FileLock(out / ".lock", timeout=0)
-
-    def acquire() -> None:
-        try:
-            lock.acquire()
-        except Timeout:
-            raise LeanError(f"another process is training in {out}; wait for it, or stop it first") from None
-
-    first_decides(acquire)
-    try:
+    with ExitStack() as stack:
+        first_decides(lambda: stack.enter_context(locked(out, "training")))
         yield
-    finally:
-        lock.release()
 
 
-@contextmanager
-def disk_full_is_an_error(out: Path) -> Iterator[None]:
-    """Turn every library's own error about a full disk into one line."""
-    try:
-        yield
-    except Exception as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        if full or shutil.disk_usage(out).free < 2**20:  # torch.save only says that a position was not the expected one
-            raise LeanError(
-                f"the disk is full: {out} could not be written; make room and run the same command again, it goes on "
-                "from the last checkpoint"
-            ) from error
-        raise
-
-
-def check_out(out: Path) -> None:
+def check_out(out: Path, *sources: Path | None) -> None:
     """Check that a run can be started or continued in `out`.
 
     Raises:
-        LeanError: `out` holds something that is not a run.
+        LeanError: `out` cannot be a directory, lies in a source, or holds something that is not a run.
     """
-    if (out / SPEC).exists() or not out.exists():
-        return
-    if not out.is_dir() or any(not file.name.startswith(".") for file in out.iterdir()):
+    check_place(out, *sources)
+    if out.exists() and not (out / SPEC).exists() and any(not file.name.startswith(".") for file in out.iterdir()):
         raise LeanError(f"{out} is not empty and not a run of leanqkv; choose another --out")
 
 
@@ -77,7 +49,7 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
     """
     if not (out / SPEC).exists():
         check_out(out)
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out)
         write_json(out / SPEC, spec.as_json())
         return None
     earlier, wanted = read_json(out / SPEC), spec.as_json()
@@ -105,7 +77,7 @@ def last_checkpoint(out: Path) -> str | None:
 def finish(
     out: Path, model: PreTrainedModel, task: TrainingTask, record: dict[str, Any], keep_checkpoints: bool
 ) -> None:
-    """Put the final model and, last of all, the record in place; then delete the checkpoints.
+    """Put the final model and, last of all, the record in place; then remove whatever a finished run has no use for.
 
     With `keep_checkpoints`, the checkpoints keep the files that a model is loaded from.
     """
@@ -116,13 +88,32 @@ def finish(
         model.save_pretrained(partial)
         task.save(partial)
         for file in sorted(partial.iterdir()):
+            shutil.copymode(out / SPEC, file)  # weights are written for their owner alone
             file.replace(out / file.name)
         partial.rmdir()
+    record["checkpoints_kept"] = keep_checkpoints and record["diverged"] is None
     write_json(out / RECORD, record)
-    for checkpoint in out.glob("checkpoint-*"):
-        if not keep_checkpoints or record["diverged"] is not None:
-            shutil.rmtree(checkpoint)
+    for path in _remains(out, record):
+        remove(path)
+
+
+def clean(out: Path, record: dict[str, Any]) -> None:
+    """Remove what a process that was killed after it wrote the record has left in a finished run."""
+    if _remains(out, record):
+        with locked(out, "training"):
+            for path in _remains(out, record):
+                remove(path)
+
+
+def _remains(out: Path, record: dict[str, Any]) -> list[Path]:
+    """Return what a finished run has no use for: checkpoints, or their state of training if they are kept; its lock."""
+    remains = [path for path in (out / ".partial", out / LOCK) if path.exists()]
+    kept = record.get("checkpoints_kept")  # None: by an earlier version, which left what was to be kept
+    for checkpoint in out.glob("checkpoint-*") if kept is not None else ():
+        if not kept:
+            remains.append(checkpoint)
             continue
         for file in checkpoint.iterdir():
             if file.suffix not in (".json", ".safetensors", ".py") and file.name != COMPLETE:
-                file.unlink()
+                remains.append(file)
+    return remains

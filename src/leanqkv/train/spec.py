@@ -38,7 +38,7 @@ class RunSpec(RunSettings):
 
     Attributes:
         initial_sha256: of the weights that the run starts from; None: they are drawn from the seed.
-        teacher_sha256: of a model whose predictions are to be matched as well.
+        teacher_sha256, teacher_config: of a model whose predictions are to be matched as well.
         distillation: weight of the divergence from the teacher; the loss weighs 1 less this.
     """
 
@@ -55,6 +55,7 @@ class RunSpec(RunSettings):
     role: str = "final"
     initial_sha256: str | None = None
     teacher_sha256: str | None = None
+    teacher_config: dict[str, Any] | None = None
     distillation: float = 0.0
 
     @property

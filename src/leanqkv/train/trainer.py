@@ -1,6 +1,7 @@
 """`transformers.Trainer` over the batch plan, read in order: optimizer, schedule, loss, log."""
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -123,7 +124,10 @@ class Watch(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()  # each process has written its random state
         if state.is_world_process_zero:
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            for weights in checkpoint.glob("*.safetensors"):  # written for their owner alone
+                shutil.copymode(checkpoint / "config.json", weights)
+            (checkpoint / COMPLETE).touch()
 
 
 def divergence(expected: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,17 @@ from ..checkpoints.tensors import weights_hash
 from ..compat import quiet_transformers, use_one_device
 from ..environment import check_device, git_commit, hardware, versions
 from ..errors import LeanError
-from ..files import RECORD_FORMAT
+from ..files import RECORD_FORMAT, disk_full_is_an_error
 from ..model.config import LeanConfig
-from .directory import claim, disk_full_is_an_error, finish, last_checkpoint, only_here
+from .directory import claim, clean, finish, last_checkpoint, only_here
 from .micro_batch import split_batch
 from .precision import parse_precision
 from .processes import connect, first_decides, process_count
 from .spec import RunSpec
 from .tasks import Data, check_fit, check_teacher, task_of
 from .trainer import LeanTrainer, Progress, summarize
+
+AFTER_FULL = "make room and run the same command again, it goes on from the last checkpoint"
 
 
 def train(
@@ -65,7 +67,10 @@ def train(
     for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
         if (directory and weights_hash(directory)) != wanted:
             raise LeanError(f"{spec.name} was to be trained from, or by, other weights than those in {directory}")
+    if teacher and spec.teacher_config not in (None, open_checkpoint(teacher).config.as_overrides()):
+        raise LeanError(f"{spec.name} was to be trained by another model than that in {teacher}")
     if (finished := first_decides(lambda: claim(out, spec))) is not None:
+        first_decides(lambda: clean(out, finished))
         return finished
     with only_here(out):
         task = task_of(config)(spec, data, batches or out / "batches")
@@ -75,7 +80,7 @@ def train(
         task.configure(model)
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress)
         started = time.perf_counter()
-        with quiet_transformers(), disk_full_is_an_error(out):
+        with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL):
             trainer.train(resume_from_checkpoint=first_decides(lambda: last_checkpoint(out)))
             record = _record(trainer, config, data, time.perf_counter() - started)
             if trainer.is_world_process_zero():
