@@ -1,5 +1,9 @@
 """leanqkv: transformers with fewer attention weights and a smaller KV cache."""
 
+from . import startup
+
+startup.interrupts_are_quiet()  # before the libraries are loaded, which takes seconds
+
 import torch
 from transformers import (
     AutoConfig,

@@ -113,6 +113,8 @@ def load_model(directory: Path) -> PreTrainedModel:
     Raises a LeanError as `load_config`, and for weights that are missing, damaged, or not the configuration's.
     """
     config = load_config(directory)
+    if getattr(config, "quantization_config", None) is None:
+        _own_tensors(config, open_tensors(directory))  # refuses what transformers reads without a word
     try:
         with quiet_transformers():
             model, info = MODELS[config.task].from_pretrained(directory, config=config, output_loading_info=True)

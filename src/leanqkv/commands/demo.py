@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of the demo; goes on where an earlier start left off.")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of both models.")] = 400,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of both models.")] = 400,
     device: Device = None,
 ) -> None:
     """Show every tool on one small model, and write one page about it: one to two minutes on two CPU cores.

@@ -1,17 +1,22 @@
 """How each base is trained, after the papers, and what its mechanisms change."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import LeanError
+from ..ranges import RANGES, check_fields
 from .catalog import BASES, MECHANISMS
 from .names import parse_name
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained. Counts are optimizer steps and whole batches of sequences, over all processes."""
+    """How a model is trained. Counts are optimizer steps and whole batches of sequences, over all processes.
+
+    Raises:
+        LeanError: a number outside of its range, a minimum learning rate above the peak, or a warm-up that is longer
+            than the cosine.
+    """
 
     steps: int
     batch_size: int
@@ -23,6 +28,19 @@ class Recipe:
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.min_learning_rate > self.learning_rate:
+            raise LeanError(
+                f"the minimum learning rate ({self.min_learning_rate:g}) is above the peak ({self.learning_rate:g}); "
+                "change one of them"
+            )
+        if self.warmup_steps > (length := self.schedule_steps or self.steps):
+            raise LeanError(
+                f"a warm-up of {self.warmup_steps:,} steps is longer than the schedule of {length:,}; give fewer "
+                "--warmup-steps"
+            )
 
 
 # (base, mechanisms) -> recipe fields: each model's best learning rate in the sweep of results/quickstart, where it is
@@ -39,8 +57,11 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     `steps` scales the warm-up, and another `learning_rate` the minimum, unless these are given too.
 
     Raises:
-        LeanError: unknown names, or a learning rate that is not positive.
+        LeanError: unknown names, or numbers that `Recipe` refuses.
     """
+    for field, value in overrides.items():
+        if field in RANGES and value is not None:
+            RANGES[field].check(field, value)  # before others are scaled by it
     parsed = parse_name(name)
     own = Recipe(**BASES[parsed.base].recipe)
     mechanisms = [mechanism for mechanism, _ in parsed.mechanisms]
@@ -52,8 +73,4 @@ def recipe(name: str, **overrides: Any) -> Recipe:
         scaled["warmup_steps"] = round(own.warmup_steps * overrides["steps"] / own.steps)
     if "learning_rate" in overrides:
         scaled["min_learning_rate"] = overrides["learning_rate"] * (own.min_learning_rate / own.learning_rate)
-    result = replace(own, **{**scaled, **overrides})
-    for what, rate in (("learning rate", result.learning_rate), ("minimum learning rate", result.min_learning_rate)):
-        if not 0 < rate < math.inf:
-            raise LeanError(f"the {what} must be a positive number, found {rate}")
-    return result
+    return replace(own, **{**scaled, **overrides})

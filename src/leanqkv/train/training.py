@@ -53,7 +53,7 @@ def train(
     if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
     config = LeanConfig(**spec.config)
-    check_fit(spec.name, config, data, spec.context_length)
+    check_fit(spec.name, config, data, spec.context_length, spec.recipe, spec.evaluation_sequences)
     connect(device)
     arguments = _arguments(spec, out, device, keep_checkpoints)
     if data.sha256 != spec.data_sha256:
