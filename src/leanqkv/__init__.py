@@ -1,9 +1,8 @@
 """leanqkv: transformers with fewer attention weights and a smaller KV cache."""
 
-from . import startup
+from . import startup  # noqa: F401  # first: loading the libraries takes seconds, in which Ctrl-C may come
 
-startup.interrupts_are_quiet()  # before the libraries are loaded, which takes seconds
-
+# isort: split
 import torch
 from transformers import (
     AutoConfig,

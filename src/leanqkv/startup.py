@@ -13,8 +13,8 @@ def _exit_quietly(*_: Any) -> None:
     os._exit(130)
 
 
-def interrupts_are_quiet() -> None:
-    """End the process quietly on Ctrl-C from now on, if it is the command line; call it before anything is imported."""
+def _interrupts_are_quiet() -> None:
+    """End the process quietly on Ctrl-C from now on, if it is the command line; called before they are loaded."""
     name = Path(sys.argv[0]).stem if sys.argv else ""
     started = name == "leanqkv" or (name == "-m" and bool({"leanqkv", "leanqkv.cli"} & set(sys.orig_argv)))
     # Another handler, or none, is someone else's decision, as in the workers of a comparison.
@@ -27,3 +27,6 @@ def interrupts_are_raised() -> None:
     """Raise KeyboardInterrupt on Ctrl-C again, as Python does."""
     if signal.getsignal(signal.SIGINT) is _exit_quietly:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_interrupts_are_quiet()

@@ -79,7 +79,8 @@ def analyze_models(
     """Analyze the models one after the other, all on the same sequences, and return the record.
 
     Raises:
-        LeanError: text shorter than a sequence, or with fewer of them than asked for; a model whose outputs are not finite.
+        LeanError: text shorter than a sequence, or with fewer of them than asked for; a model whose outputs are not
+            finite.
     """
     length, config = settings.context_length, subjects[0].opened.config
     data.require(length)

@@ -224,8 +224,8 @@ def _train(
         if not is_first():
             sys.exit(2)  # it is reported once
         raise LeanError(
-            f"{spec.name} diverged at step {record['diverged']['step']:,}: {record['diverged']['reason']}, and there is "
-            f"no model. {run.out / RECORD} has its losses; choose another --out and a smaller --learning-rate"
+            f"{spec.name} diverged at step {record['diverged']['step']:,}: {record['diverged']['reason']}; no model "
+            f"is written. {run.out / RECORD} has its losses; choose another --out and a smaller --learning-rate"
         )
     files = [file for file in ("model.safetensors", "tokenizer.json", "record.json") if (run.out / file).exists()]
     console.print(f"{run.out}: {', '.join(files)}", highlight=False)

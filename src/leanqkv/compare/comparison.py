@@ -30,6 +30,7 @@ from ..train import (
     parse_precision,
     train,
 )
+from ..train.micro_batch import split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
 from .suite import Comparison
@@ -95,6 +96,7 @@ def run_comparison(
     context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
     for label, config in configs.items():
         check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
+        split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses what does not divide
     directory = _Directory(out, replace(comparison, context_length=context), data.sha256)
     largest = max(config.plan.count_parameters().total for config in configs.values())
     workers = min(comparison.runs, jobs or default_jobs(device, largest))

@@ -218,8 +218,9 @@ def check_fit(
     """Check that a model can be trained on `data` in sequences of `context_length` tokens, before anything is written.
 
     Raises:
-        LeanError: a recipe whose batches do not fit in memory, or more to evaluate than there is; data of another kind than the model's; sequences longer than its positions or than the data, tokens
-            beyond its vocabulary; images of another number of channels or classes than the model's.
+        LeanError: a recipe whose batches do not fit in memory, or more to evaluate than there is; data of another kind
+            than the model's; sequences longer than its positions or than the data, tokens beyond its vocabulary; images
+            of another number of channels or classes than the model's.
     """
     task = task_of(config, name)
     if data.kind != task.reads:
