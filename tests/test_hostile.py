@@ -351,7 +351,7 @@ def test_tokenizer(refused, folder, command, tokenizer):
     assert "tokenizer" in line
 
 
-# --- paths: everything that is no checkpoint, for every command that opens one -----------------------------------------
+# --- paths: everything that is no checkpoint, for every command that opens one ----------------------------------------
 
 
 def empty_folder(folder: Path) -> str:
@@ -488,6 +488,15 @@ def test_whole_numbers_as_weights(refused, edited):
     save_file(tensors, edited / "model.safetensors", metadata={"format": "pt"})
     for command in (STORED["generate"], STORED["eval"], STORED["convert"]):
         assert "int32" in refused(*command)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_refused_pickles_are_one_line(refused, edited, zipped, recwarn):
+    (edited / "model.safetensors").unlink()
+    torch.save({"a": Path()}, edited / "pytorch_model.bin", pickle_protocol=4, _use_new_zipfile_serialization=zipped)
+    for command in STORED.values():
+        assert "pytorch_model.bin" in refused(*command)
+    assert not [warning for warning in recwarn if "pickle" in str(warning.message)]
 
 
 def test_tokenizer_of_another_vocabulary(refused, edited):
