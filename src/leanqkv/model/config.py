@@ -41,9 +41,8 @@ OPTIONAL_SIZES = {
     *("num_key_value_heads", "head_dim", "num_hidden_groups", "kv_lora_rank", "sliding_window"),
     *("num_local_experts", "num_experts_per_tok", "vocab_size", "image_size", "patch_size", "num_channels"),
 }
-# What has so many makes an object for each of them.
-LARGEST_SIZE, LARGEST_COUNT = 2**31 - 1, 10_000
-COUNTS = ("num_hidden_layers", "num_local_experts", "num_hidden_groups")
+# A plan takes time with the square of the layers.
+LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 1000
 # Finite numbers: the smallest one, and the end that they stay below.
 NUMBERS = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), (0, 1)),
@@ -178,7 +177,7 @@ class LeanConfig(PreTrainedConfig):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number, at least 1, found {value!r}")
-            if value > (most := LARGEST_COUNT if name in COUNTS else LARGEST_SIZE):
+            if value > (most := MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE):
                 raise ConfigError(f"{name} can be {most:,} at most, found {value:,}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
