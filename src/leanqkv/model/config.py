@@ -41,7 +41,7 @@ OPTIONAL_SIZES = {
     *("num_key_value_heads", "head_dim", "num_hidden_groups", "kv_lora_rank", "sliding_window"),
     *("num_local_experts", "num_experts_per_tok", "vocab_size", "image_size", "patch_size", "num_channels"),
 }
-# A plan takes time with the square of the layers.
+# `inspect` compares every layer with the others.
 LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 1000
 # Finite numbers: the smallest one, and the end that they stay below.
 NUMBERS = {
