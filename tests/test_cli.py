@@ -103,7 +103,8 @@ def test_a_killed_comparison_leaves_no_process_behind(place):
     models = (f"tiny{SHAPE}", MODEL)
     options = ("--data", "corpus.txt", "--steps", "100000", "--precision", "fp32", "--jobs", "2", "--device", "cpu")
     command = [sys.executable, "-m", "leanqkv.cli", "compare", *models, *options, "--out", "orphans"]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": (place / "orphans.err").open("w")}
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **streams)
     deadline = time.monotonic() + 200
     while len(list(place.glob("orphans/runs/*/checkpoint-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -115,6 +116,19 @@ def test_a_killed_comparison_leaves_no_process_behind(place):
     for worker in alive:
         worker.kill()
     assert not alive
+    assert "leaked" not in (place / "orphans.err").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.4, 1.0, 1.6])
+def test_ctrl_c_while_the_libraries_load_is_quiet(seconds):
+    command = [sys.executable, "-m", "leanqkv", "presets"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate()[1]
+    assert err == ""
+    assert process.returncode in (130, 0), "0: it was over"
 
 
 def test_generate_and_inspect_a_trained_model(cli, trained):

@@ -1,5 +1,8 @@
 """leanqkv: transformers with fewer attention weights and a smaller KV cache."""
 
+from . import startup  # noqa: F401  # first: loading the libraries takes seconds, in which Ctrl-C may come
+
+# isort: split
 import torch
 from transformers import (
     AutoConfig,

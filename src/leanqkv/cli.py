@@ -2,10 +2,16 @@
 
 import errno
 import os
+import re
 import sys
+import traceback
+from tempfile import NamedTemporaryFile
+from textwrap import shorten
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from .commands import (
     analyze,
@@ -20,9 +26,13 @@ from .commands import (
     presets,
     train,
 )
+from .commands.options import with_checked_numbers
+from .errors import LeanError, first_line
+from .startup import interrupts_are_raised
 
+# Of Typer's options, whichever copy of Click it brings.
+USAGE_ERROR: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "UsageError")
 app = typer.Typer(
-    help="Transformers with fewer attention weights and a smaller KV cache.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -31,23 +41,37 @@ app = typer.Typer(
 errors = Console(stderr=True)
 
 
-app.command()(demo.demo)
-app.command()(train.train)
-app.command()(train.uptrain)
-app.command()(compare.compare)
-app.command()(compare.report)
-app.command()(inspect.inspect)
-app.command()(eliminate.eliminate)
-app.command()(eliminate.verify)
-app.command()(convert.convert)
-app.command("import")(checkpoints.import_checkpoint)
-app.command("export")(checkpoints.export_checkpoint)
-app.command()(inference.generate)
-app.command()(inference.serve)
-app.command()(inference.bench)
-app.command("eval")(evaluate.evaluate)
-app.command()(analyze.analyze)
-app.command()(presets.presets)
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; LEANQKV_DEBUG=1 does the same.")
+    ] = False,
+) -> None:
+    """Transformers with fewer attention weights and a smaller KV cache."""
+    if debug:
+        os.environ["LEANQKV_DEBUG"] = "1"
+
+
+for command, name in (
+    (demo.demo, None),
+    (train.train, None),
+    (train.uptrain, None),
+    (compare.compare, None),
+    (compare.report, None),
+    (inspect.inspect, None),
+    (eliminate.eliminate, None),
+    (eliminate.verify, None),
+    (convert.convert, None),
+    (checkpoints.import_checkpoint, "import"),
+    (checkpoints.export_checkpoint, "export"),
+    (inference.generate, None),
+    (inference.serve, None),
+    (inference.bench, None),
+    (evaluate.evaluate, "eval"),
+    (analyze.analyze, None),
+    (presets.presets, None),
+):
+    app.command(name)(with_checked_numbers(command))
 
 
 def main() -> None:
@@ -56,36 +80,74 @@ def main() -> None:
 
 
 def run(app: typer.Typer) -> None:
-    """Run a command line. An error that its user can mend is printed as one line, with exit code 2."""
+    """Run a command line and exit. An error is one line: exit code 2 if its user can mend it, 1 if it is a defect."""
+    interrupts_are_raised()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from .errors import LeanError
-
     try:
-        app()
-    except (LeanError, ValueError) as error:
-        from .model.registry import ConfigError
+        _refuse_empty(sys.argv[1:])
+        sys.exit(app(standalone_mode=False) or 0)
+    except Exception as error:
+        if os.environ.get("LEANQKV_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        if isinstance(error, USAGE_ERROR) and type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # the help, which Typer gives where nothing is asked
+            sys.exit(2)
+        message = _mendable(error)
+        _fail(_unforeseen(error) if message is None else message, 1 if message is None else 2)
 
-        if not isinstance(error, LeanError | ConfigError):
-            raise
-        _fail(str(error))
-    except OSError as error:
-        reasons = {errno.ENOSPC: "the disk is full", errno.EACCES: "permission denied", errno.EROFS: "read-only"}
-        if error.errno not in reasons:
-            raise
+
+def _refuse_empty(arguments: list[str]) -> None:
+    """Refuse empty values: an empty path would be the current directory. An empty prompt is one."""
+    for before, argument in zip(["leanqkv", *arguments], arguments, strict=False):
+        name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        if equals and not value and name != "--prompt":
+            raise LeanError(f"the value after {name} is empty; give one or leave the option out")
+
+
+def _mendable(error: Exception) -> str | None:
+    """Return what a person should read about an error that they or their machine caused; None of any other."""
+    if isinstance(error, USAGE_ERROR):
+        command = error.ctx.command_path if error.ctx is not None else "leanqkv"
+        message = error.format_message()
+        return f"{message}{'' if message.endswith(('.', '?')) else '.'} See {command} --help"
+    if isinstance(error, LeanError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno is not None:
         where = f": {name}" if (name := error.filename2 or error.filename) else ""
-        _fail(f"{reasons[error.errno]}{where}; what was complete is kept, the same command goes on from there")
+        reasons = {errno.ENOSPC: "the disk is full", errno.EACCES: "permission denied", errno.EROFS: "read-only"}
+        if error.errno in reasons:
+            again = "what was complete is kept, the same command goes on from there"
+            return f"{reasons[error.errno]}{where}; {again}"
+        return f"{error.strerror}{where}" if where else None
+    # PyTorch reports missing memory as a RuntimeError.
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory|not enough memory", str(error)):
+        return f"out of memory; choose smaller batches or sequences ({first_line(error)})"
+    from .model.registry import ConfigError
+
+    return str(error) if isinstance(error, ConfigError) else None
 
 
-def _fail(message: str) -> None:
-    errors.print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
-    sys.exit(2)
+def _unforeseen(error: Exception) -> str:
+    """Write the traceback to a file, and return the line about it."""
+    if isinstance(error, typer.Abort) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # an EOFError, which Typer takes for the end of a person's input
+    text = "".join(traceback.format_exception(error))
+    try:
+        with NamedTemporaryFile("w", prefix="leanqkv-", suffix=".log", delete=False, encoding="utf-8") as file:
+            file.write(text.encode(errors="backslashreplace").decode())
+        where = f"its traceback is in {file.name}"
+    except OSError:
+        where = "leanqkv --debug shows its traceback"
+    return f"a defect of leanqkv, unforeseen {type(error).__name__}: {shorten(first_line(error), 200)}; {where}"
 
 
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(" ".join(text.split()))
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    # Neither a terminal's control characters nor bytes that are no text come from a message.
+    printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    errors.print(f"[bold red]error:[/] {escape(printable)}", highlight=False, soft_wrap=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from .errors import LeanError
@@ -35,6 +36,19 @@ def check_device(device: str | None) -> str:
     if device not in available:
         raise LeanError(f"there is no device {device!r} here; --device can be {' or '.join(sorted(available))}")
     return device
+
+
+def free_memory(device: str) -> int:
+    """Return the bytes that this process can still take on `device`; processes on one CPU share its memory evenly."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    if device == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    available = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # outside of Linux, or without a limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - used)
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def available_cores() -> int:

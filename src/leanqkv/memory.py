@@ -10,6 +10,24 @@ from torch import Tensor
 # Documented in PyTorch's notes on extending it, whatever the name of the module says.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..environment import free_memory
+from ..errors import LeanError
+
+
+def check_cache(model: Any, batch_size: int, tokens: int, options: str) -> None:
+    """Check that a KV cache for a batch of sequences of `tokens` fits in the free memory of the model's device.
+
+    Raises:
+        LeanError: it does not; `options` are those of the command line that can be smaller.
+    """
+    parameter = next(model.parameters())
+    needed = batch_size * model.config.plan.kv_bytes(tokens, parameter.dtype)
+    if needed > (free := free_memory(parameter.device.type)):
+        raise LeanError(
+            f"a KV cache for {tokens:,} tokens of {batch_size:,} sequence{'s' * (batch_size > 1)} takes "
+            f"{needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; choose smaller {options}"
+        )
+
 
 class PeakMemory(TorchDispatchMode):
     """Inside it, `peak` is the most bytes that tensors made since its start held at one time.

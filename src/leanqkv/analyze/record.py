@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..checkpoints.open import load_model, open_causal_lm
 from ..checkpoints.tensors import weights_hash
-from ..data import TokenData, collate, make_batch_plan
+from ..data import TokenData, check_plan, collate, make_batch_plan
 from ..environment import record_header
 from ..errors import LeanError
 from ..model.causal_lm import LeanForCausalLM
+from ..ranges import POSITIVE, check_each, check_fields
 from . import heads, weights
 from .observe import layer_outputs, observe
 from .probe import RATES, phases, probe_losses, slope_interval, train_probes
@@ -39,6 +40,9 @@ class Settings:
             repeated random tokens.
         probe_steps: 0 for no probes.
         probe_batch_size: sequences a step.
+
+    Raises:
+        LeanError: a number outside of its range.
     """
 
     context_length: int
@@ -47,6 +51,10 @@ class Settings:
     probe_batch_size: int = 2
     probe_rates: tuple[float, ...] = RATES
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_each("a rate of the probes", self.probe_rates, POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,17 @@ def analyze_models(
     """Analyze the models one after the other, all on the same sequences, and return the record.
 
     Raises:
-        LeanError: text shorter than a sequence; a model whose outputs are not finite.
+        LeanError: text shorter than a sequence, or with fewer of them than asked for; a model whose outputs are not
+            finite.
     """
     length, config = settings.context_length, subjects[0].opened.config
     data.require(length)
+    check_plan(
+        steps=settings.probe_steps,
+        batch_size=settings.probe_batch_size,
+        evaluation_sequences=settings.samples,
+        different=data.evaluations(length),
+    )
     plan = make_batch_plan(
         train_tokens=data.train_tokens,
         validation_tokens=data.validation_tokens,

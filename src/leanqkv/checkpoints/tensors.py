@@ -1,6 +1,7 @@
 """Tensors of a checkpoint, each read or computed only when it is asked for."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +85,9 @@ class _File:
             if self.path.suffix == ".safetensors":
                 with safe_open(self.path, framework="pt") as file:
                     return {name: file.get_tensor(name) for name in ([wanted] if wanted else file.keys())}
-            contents: Any = torch.load(self.path, map_location="cpu", mmap=self._mapped, weights_only=True)
+            with warnings.catch_warnings():  # of a pickle's protocol: it is read or refused
+                warnings.filterwarnings("ignore", "Detected pickle protocol")
+                contents: Any = torch.load(self.path, map_location="cpu", mmap=self._mapped, weights_only=True)
         if not isinstance(contents, Mapping):
             raise LeanError(f"{self.path} holds no state dict but a {type(contents).__name__}")
         for name, tensor in contents.items():

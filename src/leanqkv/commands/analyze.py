@@ -16,11 +16,11 @@ def analyze(
     out: Annotated[Path, typer.Option(help="New directory for analysis.json, table.md and report.html.")],
     text: TextOptions,
     samples: Annotated[
-        int, typer.Option(min=2, help="Sequences of held-out text to look at; as many of repeated random tokens.")
+        int, typer.Option(help="Sequences of held-out text to look at; as many of repeated random tokens.")
     ] = 64,
     context_length: ContextLength = None,
-    probe_steps: Annotated[int, typer.Option(min=0, help="0 for no probes; the paper takes 4000.")] = 500,
-    probe_batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 2,
+    probe_steps: Annotated[int, typer.Option(help="0 for no probes; the paper takes 4000.")] = 500,
+    probe_batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 2,
     probe_rates: Annotated[
         str, typer.Option(help="Learning rates, separated by commas; every layer's probe gets its best one.")
     ] = "1e-4,2e-4,3e-4",

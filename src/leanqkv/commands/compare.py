@@ -65,17 +65,17 @@ def compare(
     ] = False,
     data: DataOptions,
     recipe: RecipeOptions,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Paired seeds. Default: the suite's, else 3.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Paired seeds. Default: the suite's, else 3.")] = None,
     lr_grid: LearningRateGrid = None,
     micro_batch_size: MicroBatchSize = None,
     context_length: ContextLength = None,
     precision: PrecisionOption = "auto",
     device: Device = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time. Default: one a core for small models on a CPU, else 1.")
+        int | None, typer.Option(help="Runs at a time. Default: one a core for small models on a CPU, else 1.")
     ] = None,
-    evaluate_every: Annotated[int | None, typer.Option(min=1)] = None,
-    evaluation_sequences: Annotated[int | None, typer.Option(min=1)] = None,
+    evaluate_every: Annotated[int | None, typer.Option()] = None,
+    evaluation_sequences: Annotated[int | None, typer.Option()] = None,
 ) -> None:
     """Train several models on the same batches and seeds, and report paired differences.
 

@@ -23,15 +23,15 @@ def convert(
         str | None,
         typer.Option(help="Text for the calibrated method, as --data of train takes it.", show_default=False),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens.")] = 200_000,
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 200_000,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="Of the calibration sequences. Default: 512, or all positions.")
+        int | None, typer.Option(help="Of the calibration sequences. Default: 512, or all positions.")
     ] = None,
     ratio: Annotated[float, typer.Option(help="Share of the value heads that becomes the first layer's.")] = 0.5,
     choose: Annotated[bool, typer.Option(help="Calibrated: which heads keep a value, by what is lost without.")] = True,
     refit_lent: Annotated[bool, typer.Option(help="Calibrated: fit the values that the first layer lends.")] = True,
     refit_values: Annotated[bool, typer.Option(help="Calibrated: fit W_V of the kept heads, not W_O alone.")] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of the new matrices of a nonlinear query.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the new matrices of a nonlinear query.")] = 0,
     dtype: Dtype = "fp32",
 ) -> None:
     """Convert a checkpoint to first-layer values (three quarters of the KV cache), or give it a nonlinear query.
@@ -78,15 +78,17 @@ def _read_tokens(source: Path, ratio: float, text: str, tokens: int, sequence_le
     """Calibration tokens [sequences, length] of the tokenizer in `source`, a model that can be converted."""
     from ..checkpoints.open import open_checkpoint
     from ..convert.calibrated import calibrated_target
-    from ..convert.conversion import calibration_tokens
+    from ..convert.conversion import calibration_tokens, check_sequence_length
     from ..data import prepare_data
 
     config = open_checkpoint(source).config
     calibrated_target(config, ratio)  # refuses before the text is read
+    assert config.max_position_embeddings is not None
+    length = sequence_length or min(512, config.max_position_embeddings)
+    check_sequence_length(config, length)
     with progress_bar("reading the calibration text") as bar:
         data = prepare_data(text, vocab_size=config.vocab_size, tokenizer=str(source), progress=bar.describe)
-    assert config.max_position_embeddings is not None
-    return calibration_tokens(data, config, tokens, sequence_length or min(512, config.max_position_embeddings))
+    return calibration_tokens(data, config, tokens, length)
 
 
 def _print_report(report: dict[str, Any]) -> None:

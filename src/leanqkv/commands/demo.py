@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of the demo; goes on where an earlier start left off.")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of both models.")] = 400,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of both models.")] = 400,
     device: Device = None,
 ) -> None:
     """Show every tool on one small model, and write one page about it: one to two minutes on two CPU cores.
@@ -28,6 +28,7 @@ def demo(
     """
     import torch
 
+    from ..data import check_plan
     from ..demo.phases import PHASES, Settings, claim
     from ..environment import check_device, default_device
     from ..files import read_json
@@ -38,6 +39,8 @@ def demo(
     if device == "cpu":
         torch.set_num_threads(1)  # as the runs do: models this small are slower on several threads
     settings = Settings(steps=steps)
+    sequences = settings.evaluation_sequences
+    check_plan(steps=steps, batch_size=settings.batch_size, evaluation_sequences=sequences, different=sequences)
     record = claim(out, settings, device)
     console.print(SCALE, highlight=False)
     if any(phase not in record for phase in PHASES):

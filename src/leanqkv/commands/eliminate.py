@@ -37,7 +37,7 @@ def eliminate(
     ] = None,
     dtype: Dtype = "fp32",
     max_condition: Annotated[
-        float, typer.Option(min=1, help="Refuse to solve with a matrix that is worse conditioned.")
+        float, typer.Option(help="Refuse to solve with a matrix that is worse conditioned.")
     ] = 1e8,
     plain: Annotated[
         bool, typer.Option("--plain", help="The textbook form, not the one that loses least to rounding.")
@@ -76,7 +76,7 @@ def verify(
     other: Annotated[Path, typer.Argument(help="Another, of the same vocabulary.", metavar="DIR")],
     text: Text = None,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="Largest difference of logits in float64, relative to the largest logit.")
+        float, typer.Option(help="Largest difference of logits in float64, relative to the largest logit.")
     ] = TOLERANCE,
 ) -> None:
     """Compare two checkpoints on their logits, in float64, float32 and bfloat16; exit code 1 if they differ.
@@ -139,17 +139,17 @@ def _difference_table(report: dict[str, Any]) -> Table:
 def _inputs(source: Path, text: Path | None) -> "dict[str, Tensor] | None":
     """Return the beginning of `text` as two sequences of up to 64 of the model's tokens, or None without a text."""
     from ..checkpoints.open import open_checkpoint
-    from ..data.tokenizer import load_tokenizer
+    from ..data import read_pieces
+    from ..data.prepare import fitting_tokenizer
     from ..errors import LeanError
 
     if text is None:
         return None
     config = open_checkpoint(source).config
-    try:
-        content = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LeanError(f"{text} cannot be read: {error}") from None
-    ids = load_tokenizer(source)(content, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    beginning = next(read_pieces(text), "")
+    ids = fitting_tokenizer(source, config.vocab_size)(beginning, return_tensors="pt", add_special_tokens=False)[
+        "input_ids"
+    ]
     length = min(64, config.max_position_embeddings, ids.shape[1] // 2)
     if length < 1:
         raise LeanError(f"{text} is too short: it is {ids.shape[1]} tokens")

@@ -28,12 +28,11 @@ class TextScoring:
         str, typer.Option(help="whole: all of --data. validation: the part of it that train holds out.")
     ] = "whole"
     context_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per window. Default: all positions.", show_default=False)
+        int | None, typer.Option(help="Tokens per window. Default: all positions.", show_default=False)
     ] = None
     stride: Annotated[
         int | None,
         typer.Option(
-            min=1,
             help="Tokens from one window to the next; fewer give each token more context. Default: half a window.",
         ),
     ] = None
@@ -48,7 +47,7 @@ class TaskScoring:
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025.")
     ] = None
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: score so many examples of each.")] = None
+    limit: Annotated[int | None, typer.Option(help="With --tasks: score so many examples of each.")] = None
     include_path: Annotated[
         Path | None, typer.Option(help="With --tasks: folder of YAML files with tasks of your own.")
     ] = None
@@ -99,7 +98,7 @@ def evaluate(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     text: TextScoring,
     tasks: TaskScoring,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows, or requests of tasks, at a time.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Windows, or requests of tasks, at a time.")] = 8,
     precision: Annotated[str, typer.Option(help="fp32 or bf16, with +sdpa or +eager.")] = "fp32",
     device: Device = None,
     out: Annotated[

@@ -1,5 +1,6 @@
 """`leanqkv generate`, `serve` and `bench`."""
 
+import io
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..progress import progress_bar, terminal
+from ..ranges import BATCH, COUNT, Range, check_each
 from .options import NAME_HELP, SOURCE, Device, console
 
 
@@ -25,10 +27,10 @@ def generate(
             "an answer.",
         ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among this many likeliest tokens.")] = 50,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    max_new_tokens: Annotated[int, typer.Option()] = 64,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")] = 50,
+    seed: Annotated[int, typer.Option()] = 0,
     device: Device = None,
 ) -> None:
     """Continue a prompt with a trained model; speed and KV-cache size go to standard error.
@@ -47,7 +49,8 @@ def generate(
         raise LeanError("generate takes either --prompt or --interactive")
     opened = open_causal_lm(directory)
     tokenizer = fitting_tokenizer(directory, opened.config.vocab_size)
-    decoder = Decoder(load_model(opened).to(check_device(device)))
+    model = load_model(opened).to(check_device(device))
+    decoder = Decoder(model)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
     options = {"max_new_tokens": max_new_tokens, **sampling}
     if prompt is not None:
@@ -74,13 +77,14 @@ def _print_answer(
     """Print the continuation of a prompt while it is generated, after the prompt itself if `echo`.
 
     Raises:
-        LeanError: prompt and answer do not fit the model's learned positions.
+        LeanError: prompt and answer do not fit the model's learned positions, or their cache the memory.
     """
     import torch
     from transformers import TextStreamer
 
     from ..data.tokenizer import encode_prompt
     from ..errors import LeanError
+    from ..inference.memory import check_cache
     from ..model.cache import cache_bytes
 
     inputs = encode_prompt(tokenizer, prompt).to(decoder.model.device)
@@ -89,6 +93,7 @@ def _print_answer(
     if decoder.config.position_embedding_type == "learned" and new > room:
         advice = f"--max-new-tokens can be {room} at most, found {new}" if room > 0 else "shorten it"
         raise LeanError(f"the prompt takes {length} of the model's {positions} positions: {advice}")
+    check_cache(decoder.model, 1, length + new, "--max-new-tokens")
     if echo:
         print(prompt, end="", flush=True)
     torch.manual_seed(seed)
@@ -107,6 +112,8 @@ def _input_lines() -> Iterator[str]:
     if marker:
         with suppress(ImportError):
             import readline  # noqa: F401  # gives input() a history and a line that can be edited
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no UTF-8 spoil one prompt, not all
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             line = input(marker)
@@ -120,7 +127,7 @@ def _input_lines() -> Iterator[str]:
 def serve(
     directory: Annotated[Path, typer.Argument(help=SOURCE)],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     device: Device = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the weights: fp64, fp32 or bf16. Default: as stored.", show_default=False)
@@ -158,8 +165,8 @@ def bench(
     out: Annotated[Path, typer.Option(help="New directory for bench.json, table.md and report.html.")],
     context: Annotated[str, typer.Option(help="Tokens of the prompts, between commas.")] = "512,1024",
     batch: Annotated[str, typer.Option(help="Sequences at a time, between commas.")] = "1,8,16",
-    new_tokens: Annotated[int, typer.Option(min=1, help="Decoded after every prompt.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="The models take turns in each.")] = 3,
+    new_tokens: Annotated[int, typer.Option(help="Decoded after every prompt.")] = 32,
+    rounds: Annotated[int, typer.Option(help="The models take turns in each.")] = 3,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     device: Device = None,
 ) -> None:
@@ -182,7 +189,7 @@ def bench(
         raise LeanError("a model is named twice; every model is measured once")
     if dtype not in DTYPES:
         raise LeanError(f"--dtype is {' or '.join(DTYPES)}, found {dtype!r}")
-    contexts, batches = _numbers(context, "--context"), _numbers(batch, "--batch")
+    contexts, batches = _numbers(context, "--context", COUNT), _numbers(batch, "--batch", BATCH)
     device = check_device(device)
     sizes = {"new_tokens": new_tokens, "rounds": rounds}
     with progress_bar("measuring") as bar:
@@ -193,10 +200,12 @@ def bench(
     console.print(f"report: {write_page(out)}", highlight=False, soft_wrap=True)
 
 
-def _numbers(text: str, option: str) -> list[int]:
+def _numbers(text: str, option: str, allowed: Range) -> list[int]:
     from ..errors import LeanError
 
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() and len(part) < 20 for part in parts):
         raise LeanError(f"{option} is positive numbers between commas, such as 1,8; found {text!r}")
-    return sorted({int(part) for part in parts})
+    numbers = sorted({int(part) for part in parts})
+    check_each(f"each number of {option}", numbers, allowed)
+    return numbers

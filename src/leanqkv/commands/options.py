@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..progress import console, progress_bar
+from ..ranges import check_options
 
 if TYPE_CHECKING:
     from ..model.config import LeanConfig
@@ -36,21 +37,20 @@ Tokenizer = Annotated[
     typer.Option(help="Directory or hub name. Default: a byte-level BPE trained on the data.", show_default=False),
 ]
 TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datasets that holds the text.")]
-MaxDocuments = Annotated[int | None, typer.Option(min=1, help="Read no more documents than that.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps; the warm-up scales along.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences or images per step, over all processes.")]
+MaxDocuments = Annotated[int | None, typer.Option(help="Read no more documents than that.")]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the warm-up scales along.")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences or images per step, over all processes.")]
 MicroBatchSize = Annotated[
     int | None,
     typer.Option(
-        min=1,
         help="Sequences or images a process takes at a time; the rest is accumulated. Default: what fits in memory.",
         show_default=False,
     ),
 ]
-ContextLength = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence. Default: all positions.")]
+ContextLength = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: all positions.")]
 LearningRate = Annotated[float | None, typer.Option(help="Peak; the minimum scales along.")]
-WeightDecay = Annotated[float | None, typer.Option(min=0, help="On matrices only.")]
-WarmupSteps = Annotated[int | None, typer.Option(min=0)]
+WeightDecay = Annotated[float | None, typer.Option(help="On matrices only.")]
+WarmupSteps = Annotated[int | None, typer.Option()]
 PrecisionOption = Annotated[
     str, typer.Option(help="auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.")
 ]
@@ -85,7 +85,7 @@ class RecipeOptions:
     warmup_steps: WarmupSteps = None
     schedule_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Length of the cosine; a longer run stays at its minimum. Default: the steps."),
+        typer.Option(help="Length of the cosine; a longer run stays at its minimum. Default: the steps."),
     ] = None
 
 
@@ -94,18 +94,15 @@ class RunOptions:
     """How a run is done."""
 
     out: Annotated[Path, typer.Option(help="Directory of the run; goes on where an earlier start of it left off.")]
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of the batches, and of new weights.")] = 0
+    seed: Annotated[int, typer.Option(help="Of the order of the batches, and of new weights.")] = 0
     micro_batch_size: MicroBatchSize = None
     context_length: ContextLength = None
     precision: PrecisionOption = "auto"
     device: Device = None
-    evaluate_every: Annotated[
-        int, typer.Option(min=1, help="Steps between validations, which are checkpoints too.")
-    ] = 50
+    evaluate_every: Annotated[int, typer.Option(help="Steps between validations, which are checkpoints too.")] = 50
     evaluation_sequences: Annotated[
         int | None,
         typer.Option(
-            min=1,
             help="Validation sequences, the same each time. Default: 128; of images the whole test split.",
             show_default=False,
         ),
@@ -142,6 +139,19 @@ def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
     # Typer reads both.
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def with_checked_numbers(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with every number among its options checked before anything else is done."""
+    signature = inspect.signature(command)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        check_options(values)
+        command(**values)
+
+    run.__signature__ = signature  # type: ignore[attr-defined]
     return run
 
 

@@ -1,5 +1,6 @@
 """`leanqkv train` and `uptrain`."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,20 +51,20 @@ def train(
 @option_groups
 def uptrain(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")],
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")],
     text: TextOptions,
     run: RunOptions,
     teacher: Annotated[
         Path | None, typer.Option(help="Checkpoint whose predictions are matched as well.", show_default=False)
     ] = None,
     distillation: Annotated[
-        float, typer.Option(min=0, max=1, help="With --teacher: share of KL(teacher || model) in the loss.")
+        float, typer.Option(help="With --teacher: share of KL(teacher || model) in the loss.")
     ] = 0.5,
     batch_size: BatchSize = 16,
     learning_rate: Annotated[float, typer.Option(help="Peak, as in P3's uptraining.")] = 1.5e-4,
     min_learning_rate: Annotated[float | None, typer.Option(help="Default: a tenth.", show_default=False)] = None,
-    weight_decay: Annotated[float, typer.Option(min=0, help="On matrices only.")] = 0.1,
-    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Default: a tenth.", show_default=False)] = None,
+    weight_decay: Annotated[float, typer.Option(help="On matrices only.")] = 0.1,
+    warmup_steps: Annotated[int | None, typer.Option(help="Default: a tenth.", show_default=False)] = None,
 ) -> None:
     """Go on training a checkpoint, such as a converted one; dropout is off, as in the paper's uptraining.
 
@@ -154,7 +155,8 @@ def _specify(
     if teacher is not None and teacher_config is not None:
         check_teacher(name, config, teacher.name, teacher_config, context)
     prepared = read()
-    check_fit(name, config, prepared, context)
+    evaluated = run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences)
+    check_fit(name, config, prepared, context, recipe, evaluated)
     step = Step(
         config,
         recipe.batch_size,
@@ -182,7 +184,7 @@ def _specify(
         precision_timings=precision.timings,
         data_sha256=prepared.sha256,
         micro_batch_size=micro_batch_size,
-        evaluation_sequences=run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences),
+        evaluation_sequences=evaluated,
         evaluate_every=run.evaluate_every,
         gradient_checkpointing=run.gradient_checkpointing,
         **start,
@@ -193,8 +195,15 @@ def _specify(
 def _train(
     spec: "RunSpec", data: "PreparedData", run: RunOptions, initial: Path | None, teacher: Path | None
 ) -> dict[str, Any]:
-    """Train, showing the progress and the outcome."""
+    """Train, showing the progress and the outcome.
+
+    Raises:
+        LeanError: the run diverged.
+    """
+    from ..errors import LeanError
     from ..train import train
+    from ..train.directory import RECORD
+    from ..train.processes import is_first
 
     with training_display() as display:
         display.start(spec.recipe.steps)
@@ -209,6 +218,13 @@ def _train(
             progress=partial(display.update, spec.name),
         )
         display.finish(spec.name, spec.recipe.steps, outcome(record))
+    if record["diverged"]:
+        if not is_first():
+            sys.exit(2)  # it is reported once
+        raise LeanError(
+            f"{spec.name} diverged at step {record['diverged']['step']:,}: {record['diverged']['reason']}; no model "
+            f"is written. {run.out / RECORD} has its losses; choose another --out and a smaller --learning-rate"
+        )
     files = [file for file in ("model.safetensors", "tokenizer.json", "record.json") if (run.out / file).exists()]
     console.print(f"{run.out}: {', '.join(files)}", highlight=False)
     return record

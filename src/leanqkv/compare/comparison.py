@@ -30,6 +30,7 @@ from ..train import (
     parse_precision,
     train,
 )
+from ..train.micro_batch import split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
 from .suite import Comparison
@@ -90,10 +91,12 @@ def run_comparison(
     device = check_device(device or default_device())
     asked = parse_precision(precision)
     configs = {label: preset(entry.model) for label, entry in comparison.entries.items()}
-    rates = {label: entry.full_recipe(comparison.recipe).learning_rate for label, entry in comparison.entries.items()}
+    recipes = {label: entry.full_recipe(comparison.recipe) for label, entry in comparison.entries.items()}
+    rates = {label: own.learning_rate for label, own in recipes.items()}
     context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
     for label, config in configs.items():
-        check_fit(label, config, data, context)
+        check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
+        split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses what does not divide
     directory = _Directory(out, replace(comparison, context_length=context), data.sha256)
     largest = max(config.plan.count_parameters().total for config in configs.values())
     workers = min(comparison.runs, jobs or default_jobs(device, largest))
@@ -283,6 +286,9 @@ def _run_jobs(
         return records
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
+    # Where all of these processes are killed, the one that cleans up after them has nothing to warn about.
+    filters = filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))
+    os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys(filters))
     steps = context.Queue()
     with ProcessPoolExecutor(workers, context, _start_worker, (threads, steps)) as pool:
         others = multiprocessing.active_children()

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import LeanError
 from ..presets import Recipe, recipe
+from ..ranges import POSITIVE, SEED, check_each
 from ..train.spec import RunSettings
 
 TINY, SMALL, PAPER = SCALES = ("tiny", "small", "paper")
@@ -63,7 +64,8 @@ class Comparison(RunSettings):
         command: the command line that it was asked for with.
 
     Raises:
-        LeanError: two entries of one label, or a recipe for all where the entries differ in just that.
+        LeanError: two entries of one label, a number outside of its range, or a recipe for all where the entries differ
+            in just that.
     """
 
     title: str
@@ -79,6 +81,9 @@ class Comparison(RunSettings):
     command: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_each("a seed", self.seeds, SEED)
+        check_each("a learning rate", self.learning_rates or (), POSITIVE)
         entries = [entry for group in self.groups for entry in group]
         labels = [entry.label for entry in entries]
         if repeated := {label for label in labels if labels.count(label) > 1}:

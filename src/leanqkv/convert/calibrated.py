@@ -25,6 +25,7 @@ from ..checkpoints.tensors import LazyTensors
 from ..checkpoints.write import Progress
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..ranges import check_fields
 from .activations import Activations
 from .heads import ConvertedHeads, ValueHeads, assemble_tensors, immovable, split_heads, target_config
 from .least_squares import LayerTerm, add_gram, fit_values, ridge
@@ -53,6 +54,9 @@ class Settings:
         sweeps: turns of W_O and W_V, at most.
         ridge: pull towards the source's weights, as a share of the mean of the Gram matrix's diagonal.
         batch_size: sequences per forward pass.
+
+    Raises:
+        LeanError: a number outside of its range.
     """
 
     ratio: float = 0.5
@@ -62,6 +66,9 @@ class Settings:
     sweeps: int = 30
     ridge: float = 3e-3
     batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @torch.no_grad()

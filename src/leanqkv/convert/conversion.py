@@ -45,15 +45,24 @@ def check_request(to: str, method: str, settings: Settings, has_text: bool) -> N
         raise LeanError("--calibration is for --to skipv1 --method calibrated; leave it out")
 
 
+def check_sequence_length(config: LeanConfig, length: int) -> None:
+    """Check that the model has positions for sequences of `length` tokens.
+
+    Raises:
+        LeanError: it has not.
+    """
+    positions = config.max_position_embeddings
+    if positions is not None and length > positions:
+        raise LeanError(f"a --sequence-length of {length:,} is beyond the model's {positions:,} positions. Choose less")
+
+
 def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length: int) -> np.ndarray:
     """Return [sequences, length] tokens of the training split, evenly spread over it.
 
     Raises:
         LeanError: the data has tokens beyond the model's vocabulary, or too little text; or sequences are too long.
     """
-    positions = config.max_position_embeddings
-    if positions is not None and length > positions:
-        raise LeanError(f"a --sequence-length of {length:,} is beyond the model's {positions:,} positions. Choose less")
+    check_sequence_length(config, length)
     if data.vocab_size > config.vocab_size:
         raise LeanError(
             f"the data has {data.vocab_size:,} tokens, the model a vocabulary of {config.vocab_size:,}: they do not "

@@ -1,7 +1,7 @@
 """Data: corpora, tokenizers, prepared files of tokens and images, and the batch plan that compared runs share."""
 
-from .batches import BatchPlan, batch_plan, collate, make_batch_plan, make_image_plan
-from .corpus import Corpus, open_corpus
+from .batches import BatchPlan, batch_plan, check_plan, collate, make_batch_plan, make_image_plan
+from .corpus import Corpus, open_corpus, read_pieces
 from .evaluation import EvaluationText, evaluation_text
 from .images import ImageData, image_batch, prepare_images, processor_settings, scaled_pixels
 from .prepare import TokenData, prepare_data
@@ -13,6 +13,7 @@ __all__ = [
     "ImageData",
     "TokenData",
     "batch_plan",
+    "check_plan",
     "collate",
     "evaluation_text",
     "image_batch",
@@ -22,5 +23,6 @@ __all__ = [
     "prepare_data",
     "prepare_images",
     "processor_settings",
+    "read_pieces",
     "scaled_pixels",
 ]

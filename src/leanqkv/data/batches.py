@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..environment import free_memory
 from ..errors import LeanError
 from ..files import make_directory, remove_leftovers, replacing
+
+# Sequences of a text that are evaluated unless the user says otherwise.
+DEFAULT_EVALUATION = 128
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,29 @@ class BatchPlan:
             "batch_size": batch_size,
             "evaluation_sequences": len(self.evaluation_starts),
         }
+
+
+def check_plan(*, steps: int, batch_size: int, evaluation_sequences: int, different: int) -> None:
+    """Check that a plan fits in memory, and that the data has what it evaluates, before anything is written.
+
+    Args:
+        different: how many different sequences or images there are to evaluate.
+
+    Raises:
+        LeanError: it does not.
+    """
+    needed, free = 8 * steps * batch_size, free_memory("cpu")
+    if needed > free:
+        raise LeanError(
+            f"the plan of {steps:,} batches of {batch_size:,} takes {needed / 1e9:,.1f} GB of memory, and "
+            f"{free / 1e9:,.1f} GB are free; choose fewer steps or smaller batches"
+        )
+    # Of a short text as many as by default are taken, some of them twice.
+    if evaluation_sequences > (most := max(different, DEFAULT_EVALUATION)):
+        raise LeanError(
+            f"{evaluation_sequences:,} are to be evaluated, and the held-out data has {different:,} to choose from; "
+            f"choose {most:,} or fewer"
+        )
 
 
 def make_batch_plan(

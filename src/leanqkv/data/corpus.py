@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
     """
     if source is None or source == "stdlib":
         return _standard_library()
+    if not source:
+        raise LeanError("the name of the data is empty; give a file, a folder or a dataset")
     path = Path(source)
     if path.exists():
         return _local_files(path, text_field)
@@ -57,6 +60,30 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
 def looks_like_path(source: str) -> bool:
     """Tell a path that does not exist from the name of a Hugging Face dataset."""
     return bool(Path(source).suffix) or source.startswith((".", "/", "~"))
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn what the operating system says about `file` while the body reads it into one line that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise LeanError(f"{file} cannot be read: {error.strerror or first_line(error)}") from None
+
+
+def encodable(text: str, place: str) -> str:
+    """Return `text` if UTF-8 can express it: half of a surrogate pair is no character.
+
+    Raises:
+        LeanError: it cannot; `place` says whose text that is.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LeanError(
+            f"{place} is no UTF-8 text: {text[error.start]!r} at character {error.start + 1:,} is half of a character"
+        ) from None
+    return text
 
 
 def _standard_library() -> Corpus:
@@ -91,10 +118,12 @@ def _local_files(path: Path, text_field: str) -> Corpus:
 
 def _files_corpus(description: str, root: Path, files: Sequence[Path], text_field: str) -> Corpus:
     digest = hashlib.sha256(text_field.encode())
+    size = 0
     for file in files:
-        digest.update(f"\0{file.relative_to(root)}\0".encode())
-        add_file(digest, file)
-    size = sum(file.stat().st_size for file in files)
+        digest.update(b"\0" + os.fsencode(file.relative_to(root)) + b"\0")
+        with reading(file):
+            add_file(digest, file)
+            size += file.stat().st_size
     if not size:
         raise LeanError(f"the data is empty: {description} in {root} has no bytes")
 
@@ -106,14 +135,19 @@ def _files_corpus(description: str, root: Path, files: Sequence[Path], text_fiel
             elif suffix == ".parquet":
                 yield from _read_parquet(file, text_field)
             else:
-                yield from _read_text(file)
+                yield from read_pieces(file)
 
     return Corpus(f"{description}, {size / 1e6:.1f} MB", digest.hexdigest(), documents)
 
 
-def _read_text(file: Path) -> Iterator[str]:
+def read_pieces(file: Path) -> Iterator[str]:
+    """Yield a text file in pieces of about a Mi characters, cut at line ends.
+
+    Raises:
+        LeanError: unreadable, or no text in UTF-8.
+    """
     try:
-        with file.open(encoding="utf-8") as stream:
+        with reading(file), file.open(encoding="utf-8") as stream:
             while piece := stream.read(PIECE_CHARACTERS):
                 if len(piece) == PIECE_CHARACTERS:
                     piece += stream.readline(PIECE_CHARACTERS)
@@ -125,7 +159,7 @@ def _read_text(file: Path) -> Iterator[str]:
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
-    with file.open("rb") as stream:
+    with reading(file), file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
@@ -133,6 +167,8 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
                 record = json.loads(line)
             except ValueError as error:
                 raise LeanError(f"{file} line {number} is not JSON: {error}") from None
+            except RecursionError:
+                raise LeanError(f"{file} line {number} cannot be read: its JSON is nested too deeply") from None
             yield _field(record, text_field, f"{file} line {number}")
 
 
@@ -140,9 +176,11 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
+    # Arrow, its codecs and its text raise errors of many kinds.
+    damaged = (pyarrow.ArrowException, OSError, ValueError)
     try:
         table = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
+    except damaged as error:
         raise LeanError(f"{file} is not a Parquet file: {first_line(error)}") from None
     schema = table.schema_arrow
     if text_field not in schema.names:
@@ -150,15 +188,24 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
     kind = schema.field(text_field).type
     if not pyarrow.types.is_string(kind) and not pyarrow.types.is_large_string(kind):
         raise LeanError(f"{file}: column {text_field!r} holds {kind}, not text; give --text-field")
-    for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
-        yield from (text for text in batch.column(0).to_pylist() if text)
+    batches = table.iter_batches(batch_size=1024, columns=[text_field])
+    row = 0
+    while True:
+        try:
+            texts = next(batches).column(0).to_pylist()
+        except StopIteration:
+            return
+        except damaged as error:
+            raise LeanError(f"{file} is damaged behind row {row:,}: {first_line(error)}") from None
+        row += len(texts)
+        yield from (text for text in texts if text)
 
 
 def _field(record: object, text_field: str, place: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise LeanError(f"{place} has no text in field {text_field!r} (found: {fields}); give --text-field")
-    return record[text_field]
+    return encodable(record[text_field], place)
 
 
 def _hub_dataset(source: str, text_field: str) -> Corpus:

@@ -57,6 +57,10 @@ class ImageData:
         images, classes = (self.directory / f"{split}-{part}.npy" for part in ("images", "classes"))
         return np.load(images, mmap_mode="r"), np.load(classes, mmap_mode="r")
 
+    def evaluations(self, context_length: int) -> int:
+        """Return how many test images there are."""
+        return self.test_images
+
     def sizes(self) -> str:
         """Return the sizes of the splits, in words."""
         return f"{self.train_images:,} training and {self.test_images:,} test images"

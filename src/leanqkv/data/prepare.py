@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from ..errors import LeanError
 from ..files import hash_files
 from .cache import made_once
-from .corpus import open_corpus
+from .corpus import open_corpus, reading
 from .tokenizer import load_tokenizer, train_tokenizer
 
 # One document in this many goes to the validation split; short corpora give up as large a tail instead.
@@ -70,6 +70,10 @@ class TokenData:
                     f"the {split} text is too short: {tokens} tokens, one sequence needs {context_length + 1}; "
                     "give more data or a smaller --context-length"
                 )
+
+    def evaluations(self, context_length: int) -> int:
+        """Return how many different sequences of `context_length` tokens the held-out text has."""
+        return self.validation_tokens - context_length
 
     def sizes(self) -> str:
         """Return the sizes of the splits, in words."""
@@ -212,7 +216,10 @@ def nanogpt(path: Path, vocab_size: int) -> TokenData | None:
     else:
         return None
     files = list(dict.fromkeys((train, validation)))
-    counts = [_count_tokens(file, vocab_size) for file in files]
+    counts = []
+    for file in files:
+        with reading(file):
+            counts.append(_count_tokens(file, vocab_size))
     if len(files) == 1:
         counts = [counts[0] - counts[0] // VALIDATION_SHARE, counts[0] // VALIDATION_SHARE]
     return TokenData(

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..errors import LeanError, first_line
+from .corpus import encodable, looks_like_path
 
 END_OF_TEXT = "<|endoftext|>"
 # The merges hardly change after this much text.
@@ -39,6 +40,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         LeanError: none there, or none that marks the end of a text.
     """
+    if looks_like_path(str(name)) and not Path(name).exists():
+        raise LeanError(f"no tokenizer at {name}: there is no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name))
     except Exception as error:  # transformers raises a dozen kinds; each means that there is no usable tokenizer
@@ -52,7 +55,12 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None) -> Tensor:
-    """Return the token ids of a prompt, [1, length]; an empty one is the token that texts begin with."""
+    """Return the token ids of a prompt, [1, length]; an empty one is the token that texts begin with.
+
+    Raises:
+        LeanError: it is no text in UTF-8.
+    """
+    encodable(prompt or "", "the prompt")
     # A tokenizer of ours adds no token to a prompt, as in training; LLaMA's puts one before it.
     text = prompt or tokenizer.bos_token or tokenizer.eos_token
     return tokenizer(text, return_tensors="pt", add_special_tokens=bool(prompt))["input_ids"]

@@ -21,6 +21,7 @@ from ..evaluate import sequence_losses
 from ..files import check_place, make_directory, read_json, write_json
 from ..inference import Decoder
 from ..model.cache import cache_bytes
+from ..ranges import check_fields
 
 RECORD = "demo.json"
 COMPARISON, CONVERTED, ELIMINATED = "comparison", "converted", "eliminated"
@@ -39,6 +40,9 @@ class Settings:
         evaluation_sequences: of the held-out text; all models are scored on the same ones.
         calibration_tokens: of the training text that the conversion reads.
         prompt: continued by `new_tokens` in each of `rounds`.
+
+    Raises:
+        LeanError: a number outside of its range.
     """
 
     steps: int
@@ -54,6 +58,9 @@ class Settings:
     prompt: str = "def __init__(self, name):\n    "
     new_tokens: int = 64
     rounds: int = 5
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def comparison(self) -> Comparison:
         """Both models on the same batches, with one seed."""

@@ -13,7 +13,7 @@ from ..checkpoints.open import load_model, open_checkpoint
 from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
 from ..files import RECORD_FORMAT, is_directory
-from ..memory import PeakMemory
+from ..memory import PeakMemory, check_cache
 from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
 from ..presets import preset
@@ -42,11 +42,12 @@ def bench_record(
         dtype: of DTYPES.
 
     Raises:
-        LeanError: a name of neither, or a model that cannot decode so many tokens.
+        LeanError: a name of neither, or a model that cannot decode so many tokens, or a cache beyond the memory.
     """
     models: dict[str, Any] = {name: build_model(name, max(contexts) + new_tokens) for name in names}
     for model in models.values():
         model.to(device, DTYPES[dtype]).eval()
+        check_cache(model, max(batches), max(contexts) + new_tokens, "--context, --batch or --new-tokens")
     rows = measure(models, contexts, batches, new_tokens=new_tokens, rounds=rounds, progress=progress)
     return {
         "record": RECORD_FORMAT,

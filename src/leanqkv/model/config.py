@@ -1,6 +1,7 @@
 """LeanConfig: everything that defines the function a checkpoint computes."""
 
 from dataclasses import fields
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
@@ -39,6 +40,13 @@ SIZES = (
 OPTIONAL_SIZES = {
     *("num_key_value_heads", "head_dim", "num_hidden_groups", "kv_lora_rank", "sliding_window"),
     *("num_local_experts", "num_experts_per_tok", "vocab_size", "image_size", "patch_size", "num_channels"),
+}
+# `inspect` compares every layer with the others.
+LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 1000
+# Finite numbers: the smallest one, and the end that they stay below.
+NUMBERS = {
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), (0, 1)),
+    **dict.fromkeys(("norm_eps", "initializer_range", "router_aux_loss_coef"), (0, inf)),
 }
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 
@@ -167,13 +175,16 @@ class LeanConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is None and name in OPTIONAL_SIZES:
                 continue
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number, at least 1, found {value!r}")
+            if value > (most := MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE):
+                raise ConfigError(f"{name} can be {most:,} at most, found {value:,}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 0 and below 1, found {getattr(self, name)}")
+        for name, (low, end) in NUMBERS.items():
+            if (number := getattr(self, name)) is not None and not low <= number < end:
+                bounds = f"at least {low}" + (f" and below {end}" if end < inf else " and finite")
+                raise ConfigError(f"{name} must be {bounds}, found {number}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_key_value_heads ({self.num_key_value_heads}) must divide num_attention_heads "
@@ -225,6 +236,16 @@ class LeanConfig(PreTrainedConfig):
             self.qk_rope_head_dim = self.head_dim // 2
         if self.kv_lora_rank is not None and "partial_rotary_factor" in self.rope_parameters:
             raise ConfigError("partial_rotary_factor has no meaning with a latent: qk_rope_head_dim says what rotates")
+        for name, value in self.rope_parameters.items():
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, (int, float)) and not isinstance(number, bool) and not 0 <= number < inf:
+                    raise ConfigError(f"rope_parameters: {name} must be at least 0 and finite, found {number}")
+        share = self.rope_parameters.get("partial_rotary_factor", 1.0)
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"rope_parameters: partial_rotary_factor must be above 0, at most 1, found {share!r}")
+        theta = self.rope_parameters.get("rope_theta")
+        if not isinstance(theta, (int, float)) or not theta:
+            raise ConfigError(f"rope_parameters: rope_theta must be a positive number, found {theta!r}")
         rotated = int(self.rotary_head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
         if rotated < 2 or rotated % 2:
             raise ConfigError(

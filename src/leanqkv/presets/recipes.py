@@ -1,10 +1,10 @@
 """How each base is trained, after the papers, and what its mechanisms change."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import LeanError
+from ..ranges import RANGES, check_fields
 from .catalog import BASES, MECHANISMS
 from .names import parse_name
 
@@ -14,7 +14,8 @@ class Recipe:
     """How a model is trained. Counts are optimizer steps and whole batches of sequences, over all processes.
 
     Raises:
-        LeanError: a learning rate that is not positive, or a negative minimum.
+        LeanError: a number outside of its range, a minimum learning rate above the peak, or a warm-up that is longer
+            than the cosine.
     """
 
     steps: int
@@ -29,10 +30,17 @@ class Recipe:
     max_grad_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.learning_rate < math.inf:
-            raise LeanError(f"the learning rate must be a positive number, found {self.learning_rate}")
-        if not 0 <= self.min_learning_rate < math.inf:
-            raise LeanError(f"the minimum learning rate must be 0 or a positive number, found {self.min_learning_rate}")
+        check_fields(self)
+        if self.min_learning_rate > self.learning_rate:
+            raise LeanError(
+                f"the minimum learning rate ({self.min_learning_rate:g}) is above the peak ({self.learning_rate:g}); "
+                "change one of them"
+            )
+        if self.warmup_steps > (length := self.schedule_steps or self.steps):
+            raise LeanError(
+                f"a warm-up of {self.warmup_steps:,} steps is longer than the schedule of {length:,}; give fewer "
+                "--warmup-steps"
+            )
 
 
 # (base, mechanisms) -> recipe fields: each model's best learning rate in the sweep of results/quickstart, where it is
@@ -49,8 +57,11 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     `steps` scales the warm-up, and another `learning_rate` the minimum, unless these are given too.
 
     Raises:
-        LeanError: unknown names, or a learning rate that cannot be.
+        LeanError: unknown names, or numbers that `Recipe` refuses.
     """
+    for field, value in overrides.items():
+        if field in RANGES and value is not None:
+            RANGES[field].check(field, value)  # before others are scaled by it
     parsed = parse_name(name)
     own = Recipe(**BASES[parsed.base].recipe)
     mechanisms = [mechanism for mechanism, _ in parsed.mechanisms]

@@ -1,15 +1,11 @@
 """The micro-batch: as much of a batch as fits in memory, from a count of what a training step would hold."""
 
 import math
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 # Documented in PyTorch's notes on fake tensors, whatever the name of the module says.
@@ -177,16 +173,3 @@ def split_batch(batch_size: int, micro_batch_size: int | None, processes: int) -
             f"{processes} process{'es' if processes > 1 else ''}; change --batch-size or --micro-batch-size"
         )
     return micro, batch_size // (micro * processes)
-
-
-def free_memory(device: str) -> int:
-    """Return the bytes that this process can still take on `device`; processes on one CPU share its memory evenly."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    if device == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    available = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # outside of Linux, or without a limit
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, limit - used)
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

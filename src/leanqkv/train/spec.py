@@ -5,7 +5,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..data.batches import DEFAULT_EVALUATION
 from ..presets import Recipe
+from ..ranges import check_fields
 
 # How run.json and record.json begin, whichever class a field is inherited from.
 _FIRST_FIELDS = (
@@ -24,12 +26,18 @@ class RunSettings:
             the whole batch, or a process's part of it.
         evaluation_sequences: how many sequences of the validation text, or images of the test split, are evaluated.
         evaluate_every: steps between evaluations, which are checkpoints too.
+
+    Raises:
+        LeanError: a number outside of its range.
     """
 
     context_length: int | None = None
     micro_batch_size: int | None = None
-    evaluation_sequences: int = 128
+    evaluation_sequences: int = DEFAULT_EVALUATION
     evaluate_every: int = 50
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from ..data import (
     ImageData,
     TokenData,
     batch_plan,
+    check_plan,
     collate,
     image_batch,
     make_image_plan,
@@ -30,6 +31,7 @@ from ..files import write_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.image_classification import LeanForImageClassification
+from ..presets import Recipe
 from .spec import RunSpec
 
 Data = TokenData | ImageData
@@ -208,17 +210,26 @@ def prepare(configs: Sequence[LeanConfig], source: str | None, progress: Progres
     return tasks.pop().prepare_data(configs, source, progress, **text)
 
 
-def check_fit(name: str, config: LeanConfig, data: Data, context_length: int) -> None:
-    """Check that a model can be trained on `data` in sequences of `context_length` tokens.
+def check_fit(
+    name: str, config: LeanConfig, data: Data, context_length: int, recipe: Recipe, evaluation_sequences: int
+) -> None:
+    """Check that a model can be trained on `data` in sequences of `context_length` tokens, before anything is written.
 
     Raises:
-        LeanError: data of another kind than the model's; sequences longer than its positions or than the data, tokens
-            beyond its vocabulary; images of another number of channels or classes than the model's.
+        LeanError: a recipe whose batches do not fit in memory, or more to evaluate than there is; data of another kind
+            than the model's; sequences longer than its positions or than the data, tokens beyond its vocabulary; images
+            of another number of channels or classes than the model's.
     """
     task = task_of(config, name)
     if data.kind != task.reads:
         raise LeanError(f"{name} is a model of {task.reads}, the data ({data.description}) is {data.kind}")
     task.check_data(name, config, data, context_length)
+    check_plan(
+        steps=recipe.steps,
+        batch_size=recipe.batch_size,
+        evaluation_sequences=evaluation_sequences,
+        different=data.evaluations(context_length),
+    )
 
 
 def check_teacher(

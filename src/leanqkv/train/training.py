@@ -56,7 +56,7 @@ def train(
     if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
     config = LeanConfig(**spec.config)
-    check_fit(spec.name, config, data, spec.context_length)
+    check_fit(spec.name, config, data, spec.context_length, spec.recipe, spec.evaluation_sequences)
     teacher_config = None if teacher is None else open_checkpoint(teacher).config
     if teacher is not None and teacher_config is not None:
         check_teacher(spec.name, config, teacher.name, teacher_config, spec.context_length)
