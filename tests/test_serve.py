@@ -315,7 +315,7 @@ def test_without_chat_template(application):
 def test_a_failure_to_generate_is_told_and_survived(application, monkeypatch):
     options = {"path": "/v1/completions", "prompt": "a", "max_tokens": 4}
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "generate", lambda *_, **__: 1 / 0)
+        patch.setattr(Decoder, "step", lambda *_, **__: 1 / 0)
         status, answer = application.ask(**options)
         assert status == 500
         assert json.loads(answer)["error"]["type"] == "server_error"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 FIELDS_WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice"),
 }
+# Every token is compared with every beginning of every stop string.
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 # Values of unsupported fields that ask for nothing, as false ones do.
 NO_OP_VALUES: dict[str, Any] = {
     "n": 1,
@@ -32,8 +33,8 @@ NO_OP_VALUES: dict[str, Any] = {
 class ApiError(HTTPException):
     """An error as the answer to a request, with OpenAI's code for it where there is one."""
 
-    def __init__(self, status: int, message: str, code: str | None = None):
-        super().__init__(status, message)
+    def __init__(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(status, message, headers)
         self.code = code
 
 
@@ -50,14 +51,18 @@ def check_fields(body: dict[str, Any], supported: set[str], model: str) -> None:
         return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
 
     def strings(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+        found = isinstance(value, list) and len(value) <= MAX_STOPS
+        return found and all(isinstance(item, str) and 0 < len(item) <= MAX_STOP_CHARACTERS for item in value)
 
     rules = {
         **dict.fromkeys(LENGTH_FIELDS, ("a positive integer", lambda value: number(value, int) and value > 0)),
         "temperature": ("a number from 0", lambda value: number(value) and value >= 0),
         "top_p": ("a number above 0 and up to 1", lambda value: number(value) and 0 < value <= 1),
         "seed": ("an integer of 64 bits", lambda value: number(value, int) and abs(value) < 2**63),
-        "stop": ("a string that is not empty, or a list of such", lambda value: strings([value]) or strings(value)),
+        "stop": (
+            f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or up to {MAX_STOPS} of them",
+            lambda value: strings([value]) or strings(value),
+        ),
         "stream": ("true or false", lambda value: isinstance(value, bool)),
         "prompt": ("a string", lambda value: isinstance(value, str)),
     }
@@ -76,7 +81,6 @@ class Answer:
     body: dict[str, Any]  # the request
     new_tokens: int = 0
     finish_reason: str = "length"
-    cancelled: threading.Event = field(default_factory=threading.Event)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -94,9 +98,15 @@ class Completion(Answer):
     opening: dict[str, Any] = {"text": ""}
 
     @staticmethod
-    def encode(body: dict[str, Any], tokenizer: Any) -> Tensor:
-        """Return the token ids of the prompt in a request, [1, length]."""
-        return encode_prompt(tokenizer, body.get("prompt"))
+    def encode(body: dict[str, Any], tokenizer: Any, limit: int) -> Tensor:
+        """Return the token ids of the prompt in a request, [1, length].
+
+        Raises:
+            ApiError: it has more than `limit` characters, or not what the endpoint takes.
+        """
+        prompt = body.get("prompt")
+        _check_length(prompt or "", limit)
+        return encode_prompt(tokenizer, prompt)
 
     def whole(self, text: str) -> dict[str, Any]:
         """Return the answer in one piece."""
@@ -132,8 +142,8 @@ class ChatCompletion(Completion):
     opening = {"delta": {"role": "assistant", "content": ""}}
 
     @staticmethod
-    def encode(body: dict[str, Any], tokenizer: Any) -> Tensor:
-        return _encode_messages(body["messages"], tokenizer, body.get("chat_template_kwargs", {}))
+    def encode(body: dict[str, Any], tokenizer: Any, limit: int) -> Tensor:
+        return _encode_messages(body["messages"], tokenizer, body.get("chat_template_kwargs", {}), limit)
 
     def _content(self, text: str, streamed: bool = False) -> dict[str, Any]:
         return {"delta": {"content": text}} if streamed else {"message": {"role": "assistant", "content": text}}
@@ -145,7 +155,7 @@ class Response(Answer):
     fields = {"input", "instructions", "max_output_tokens"}
 
     @staticmethod
-    def encode(body: dict[str, Any], tokenizer: Any) -> Tensor:
+    def encode(body: dict[str, Any], tokenizer: Any, limit: int) -> Tensor:
         """Return the token ids of the prompt in a request, [1, length]."""
         items = body["input"]
         if not isinstance(items, str | list):
@@ -155,7 +165,7 @@ class Response(Answer):
         if body.get("instructions"):
             has_system = bool(items) and items[0]["role"] == "system"
             items = [{"role": "system", "content": body["instructions"]}, *items[has_system:]]
-        return _encode_messages(items, tokenizer, {})
+        return _encode_messages(items, tokenizer, {}, limit)
 
     def whole(self, text: str) -> dict[str, Any]:
         """Return the answer in one piece."""
@@ -220,12 +230,20 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def _encode_messages(messages: list[dict[str, Any]], tokenizer: Any, options: dict[str, Any]) -> Tensor:
+def _check_length(text: str, limit: int) -> None:
+    if len(text) > limit:
+        message = f"the prompt has {len(text):,} characters, the model's positions hold {limit:,} at most; send less"
+        raise ApiError(413, message, "context_length_exceeded")
+
+
+def _encode_messages(messages: list[dict[str, Any]], tokenizer: Any, options: dict[str, Any], limit: int) -> Tensor:
     """Return the token ids of a conversation, [1, length]; `options` are the chat template's.
 
     Raises:
-        ApiError: the model has no chat template, or a message has more than text.
+        ApiError: the model has no chat template, or a message has more than text, or all more than `limit` characters.
     """
+    if "chat_template" in options:  # a program, which could run forever
+        raise ApiError(400, "chat_template is not supported, only the model's own", "unsupported_parameter")
     if not tokenizer.chat_template:
         raise ApiError(400, "this model has no chat template, it continues text: use /v1/completions")
     texts = []
@@ -236,5 +254,6 @@ def _encode_messages(messages: list[dict[str, Any]], tokenizer: Any, options: di
         if other or message.get("tool_calls"):
             raise ApiError(400, f"{min(other, default='tool_calls')} is not supported", "unsupported_parameter")
         texts.append({"role": message["role"], "content": " ".join(part["text"] for part in parts)})
-    fixed = {"add_generation_prompt": True, "tokenize": True, "return_tensors": "pt", "return_dict": True}
-    return tokenizer.apply_chat_template(texts, **options, **fixed)["input_ids"]
+    text = tokenizer.apply_chat_template(texts, **options, add_generation_prompt=True, tokenize=False)
+    _check_length(text, limit)
+    return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
