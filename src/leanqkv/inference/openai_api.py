@@ -98,15 +98,9 @@ class Completion(Answer):
     opening: dict[str, Any] = {"text": ""}
 
     @staticmethod
-    def encode(body: dict[str, Any], tokenizer: Any, limit: int) -> Tensor:
-        """Return the token ids of the prompt in a request, [1, length].
-
-        Raises:
-            ApiError: it has more than `limit` characters, or not what the endpoint takes.
-        """
-        prompt = body.get("prompt")
-        _check_length(prompt or "", limit)
-        return encode_prompt(tokenizer, prompt)
+    def encode(body: dict[str, Any], tokenizer: Any) -> Tensor:
+        """Return the token ids of the prompt in a request, [1, length]."""
+        return encode_prompt(tokenizer, body.get("prompt"))
 
     def whole(self, text: str) -> dict[str, Any]:
         """Return the answer in one piece."""
@@ -142,8 +136,8 @@ class ChatCompletion(Completion):
     opening = {"delta": {"role": "assistant", "content": ""}}
 
     @staticmethod
-    def encode(body: dict[str, Any], tokenizer: Any, limit: int) -> Tensor:
-        return _encode_messages(body["messages"], tokenizer, body.get("chat_template_kwargs", {}), limit)
+    def encode(body: dict[str, Any], tokenizer: Any) -> Tensor:
+        return _encode_messages(body["messages"], tokenizer, body.get("chat_template_kwargs", {}))
 
     def _content(self, text: str, streamed: bool = False) -> dict[str, Any]:
         return {"delta": {"content": text}} if streamed else {"message": {"role": "assistant", "content": text}}
@@ -155,7 +149,7 @@ class Response(Answer):
     fields = {"input", "instructions", "max_output_tokens"}
 
     @staticmethod
-    def encode(body: dict[str, Any], tokenizer: Any, limit: int) -> Tensor:
+    def encode(body: dict[str, Any], tokenizer: Any) -> Tensor:
         """Return the token ids of the prompt in a request, [1, length]."""
         items = body["input"]
         if not isinstance(items, str | list):
@@ -165,7 +159,7 @@ class Response(Answer):
         if body.get("instructions"):
             has_system = bool(items) and items[0]["role"] == "system"
             items = [{"role": "system", "content": body["instructions"]}, *items[has_system:]]
-        return _encode_messages(items, tokenizer, {}, limit)
+        return _encode_messages(items, tokenizer, {})
 
     def whole(self, text: str) -> dict[str, Any]:
         """Return the answer in one piece."""
@@ -230,17 +224,11 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def _check_length(text: str, limit: int) -> None:
-    if len(text) > limit:
-        message = f"the prompt has {len(text):,} characters, the model's positions hold {limit:,} at most; send less"
-        raise ApiError(413, message, "context_length_exceeded")
-
-
-def _encode_messages(messages: list[dict[str, Any]], tokenizer: Any, options: dict[str, Any], limit: int) -> Tensor:
+def _encode_messages(messages: list[dict[str, Any]], tokenizer: Any, options: dict[str, Any]) -> Tensor:
     """Return the token ids of a conversation, [1, length]; `options` are the chat template's.
 
     Raises:
-        ApiError: the model has no chat template, or a message has more than text, or all more than `limit` characters.
+        ApiError: the model has no chat template, or a message has more than text.
     """
     if "chat_template" in options:  # a program, which could run forever
         raise ApiError(400, "chat_template is not supported, only the model's own", "unsupported_parameter")
@@ -254,6 +242,5 @@ def _encode_messages(messages: list[dict[str, Any]], tokenizer: Any, options: di
         if other or message.get("tool_calls"):
             raise ApiError(400, f"{min(other, default='tool_calls')} is not supported", "unsupported_parameter")
         texts.append({"role": message["role"], "content": " ".join(part["text"] for part in parts)})
-    text = tokenizer.apply_chat_template(texts, **options, add_generation_prompt=True, tokenize=False)
-    _check_length(text, limit)
-    return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    fixed = {"add_generation_prompt": True, "tokenize": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(texts, **options, **fixed)["input_ids"]

@@ -5,6 +5,7 @@ together. Every field of a request is used, is known not to change the text, or 
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..checkpoints import load_config, load_model
+from ..checkpoints.memory import give_back_freed_memory
 from ..compat import quiet_transformers
 from ..data.tokenizer import load_tokenizer
 from ..errors import LeanError
@@ -41,7 +43,8 @@ from .batch import Row, Scheduler
 from .openai_api import ENDPOINTS, LENGTH_FIELDS, Answer, ApiError, Completion, Response, check_fields
 
 DEFAULT_NEW_TOKENS = 1024
-MAX_BODY_BYTES = 2 * 2**20  # is parsed within tens of milliseconds, in which no other thread runs
+# Of a body: JSON is parsed in one go, and nothing else runs meanwhile (512 KiB take up to 60 milliseconds).
+MAX_BODY_BYTES, BODY_BYTES_PER_POSITION, BODY_BYTES_BESIDE = 2**19, 16, 2**16
 MAX_REQUESTS = 256
 RETRY_SECONDS = 10
 REQUEST_SECONDS = 20  # for a client to send a request, headers and body
@@ -183,18 +186,18 @@ async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
             task.cancel()
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_body(request: Request, limit: int) -> bytes:
     content, length = bytearray(), 0
     try:
         async for chunk in request.stream():
             length += len(chunk)
             # The rest is read as well: many clients take no answer before they have sent everything.
-            if length <= MAX_BODY_BYTES:
+            if length <= limit:
                 content += chunk
     except ClientDisconnect as error:
         raise ApiError(400, DISCONNECTED) from error
-    if length > MAX_BODY_BYTES:
-        raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+    if length > limit:
+        raise ApiError(413, f"the body is larger than {limit:,} bytes; send less")
     return bytes(content)
 
 
@@ -262,20 +265,20 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     if unused := UNUSED_SETTINGS & model.generation_config.to_diff_dict().keys():
         logger.warning("generation_config.json sets %s, which this server does not apply", ", ".join(sorted(unused)))
     generator = Generator(model, tokenizer)
-    longest = max(map(len, tokenizer.get_vocab()))
-    characters = model.config.max_position_embeddings * longest
+    limit = min(BODY_BYTES_BESIDE + BODY_BYTES_PER_POSITION * model.config.max_position_embeddings, MAX_BODY_BYTES)
+    slots = Middleware(RequestLimit, slots=asyncio.Semaphore(MAX_REQUESTS))
 
     def read(request: Request, content: bytes, endpoint: type[Completion | Response]) -> tuple[Answer, Row]:
         body = _read_object(request, content)
         check_fields(body, endpoint.fields, name)
         try:
-            prompt = endpoint.encode(body, tokenizer, characters)
+            prompt = endpoint.encode(body, tokenizer)
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise ApiError(400, f"the request cannot be read: {type(error).__name__}: {error}") from error
         return endpoint(_request_id(request), name, prompt, body), _row(body, prompt[0], generator.decoder)
 
     async def respond(request: Request, endpoint: type[Completion | Response]) -> JSONResponse | StreamingResponse:
-        content = await _read_body(request)
+        content = await _read_body(request, limit)
         reading = asyncio.get_running_loop().run_in_executor(generator.reader, read, request, content, endpoint)
         answer, row = await _unless_disconnected(request, reading)
         texts, headers = generator.texts(answer, row), {"x-request-id": answer.id}
@@ -287,9 +290,8 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
 
         return JSONResponse(answer.whole(await _unless_disconnected(request, whole())), headers=headers)
 
-    limit = Middleware(RequestLimit, slots=asyncio.Semaphore(MAX_REQUESTS))
     routes = [
-        Route(path, partial(respond, endpoint=endpoint), methods=["POST"], middleware=[limit])
+        Route(path, partial(respond, endpoint=endpoint), methods=["POST"], middleware=[slots])
         for path, endpoint in ENDPOINTS.items()
     ]
     app = FastAPI(openapi_url=None, routes=routes)  # type: ignore[arg-type]
@@ -396,12 +398,16 @@ def serve(
     if (task := load_config(directory).task) != "causal_lm":
         raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
     tokenizer = load_tokenizer(directory)
+    # Batches come in many sizes, and oneDNN keeps code for each; its default of 1024 sizes takes up to 300 MB.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     with _listen(host, port) as listener:  # before the weights, which may take long
         model: Any = load_model(directory)
         name = directory.resolve().name
         app, generator = build_app(model.to(device=device, dtype=dtype or model.dtype), tokenizer, name)
         shown = f"[{host}]" if ":" in host else host
         started(name, f"http://{shown}:{listener.getsockname()[1]}/v1")
+        gc.freeze()  # so that a collection looks at requests alone, and is short
+        give_back_freed_memory()
         with quiet_transformers():
             try:
                 Server(app, generator).run(sockets=[listener])
