@@ -77,6 +77,11 @@ def allocate_cache(config: LeanConfig, capacity: int) -> Cache:
     return cache
 
 
+def token_bytes(cache: Cache) -> int:
+    """Bytes of keys and values of the tokens in `cache`, without the room for more."""
+    return sum(states.nbytes for layer in _in_use(cache) for states in (layer.keys, layer.values))
+
+
 def make_room(cache: Cache, room: int) -> None:
     """Make room for `room` more tokens than `cache` holds."""
     for layer in cache.layers:
