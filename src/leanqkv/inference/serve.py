@@ -398,8 +398,6 @@ def serve(
     if (task := load_config(directory).task) != "causal_lm":
         raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
     tokenizer = load_tokenizer(directory)
-    # Batches come in many sizes, and oneDNN keeps code for each; its default of 1024 sizes takes up to 300 MB.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     with _listen(host, port) as listener:  # before the weights, which may take long
         model: Any = load_model(directory)
         name = directory.resolve().name
