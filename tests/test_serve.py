@@ -25,6 +25,7 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM, LeanForMaskedLM
 from leanqkv.inference import Decoder
+from leanqkv.inference.batch import Scheduler
 
 pytestmark = pytest.mark.slow
 
@@ -338,6 +339,10 @@ def test_a_failure_to_generate_is_told_and_survived(application, monkeypatch):
         assert (error["type"], error["message"]) == ("error", "division by zero")
         assert failed["type"] == "response.failed"
         assert failed["response"]["error"] == {"code": "server_error", "message": "division by zero"}
+    assert application.ask(**options)[0] == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_merge", lambda _: 1 / 0)
+        assert application.ask(**options)[0] == 500
     assert application.ask(**options)[0] == 200
 
 

@@ -43,7 +43,6 @@ def generate(
     leanqkv generate runs/assistant --interactive --chat
     """
     from ..checkpoints import load_config, load_model
-    from ..data.tokenizer import load_tokenizer
     from ..environment import check_device
     from ..errors import LeanError
     from ..inference import Decoder
@@ -52,12 +51,7 @@ def generate(
         raise LeanError("generate takes either --prompt or --interactive")
     if (task := load_config(directory).task) != "causal_lm":
         raise LeanError(f"{directory} holds a model for {task}, which does not continue text")
-    tokenizer = load_tokenizer(directory)
-    if chat and not tokenizer.chat_template:
-        raise LeanError(f"{directory} has no chat template, it continues text; leave out --chat")
-    if tokenizer.chat_template and not chat:
-        note = "this model has a chat template, and the prompt is continued without it; --chat applies it"
-        terminal.print(note, style="dim", highlight=False, soft_wrap=True)
+    tokenizer = _tokenizer(directory, chat)
     model: Any = load_model(directory).to(check_device(device))  # type: ignore[arg-type]
     decoder = Decoder(model)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
@@ -78,6 +72,24 @@ def generate(
             message = " ".join(str(error).split())
             terminal.print("error:", style="bold red", end=" ")
             terminal.print(message, highlight=False, soft_wrap=True, markup=False)
+
+
+def _tokenizer(directory: Path, chat: bool) -> Any:
+    """Return a model's tokenizer; say so if it has a chat template that is not asked for.
+
+    Raises:
+        LeanError: there is none, or it has no chat template and `chat` is true.
+    """
+    from ..data.tokenizer import load_tokenizer
+    from ..errors import LeanError
+
+    tokenizer = load_tokenizer(directory)
+    if chat and not tokenizer.chat_template:
+        raise LeanError(f"{directory} has no chat template, it continues text; leave out --chat")
+    if tokenizer.chat_template and not chat:
+        note = "this model has a chat template, and the prompt is continued without it; --chat applies it"
+        terminal.print(note, style="dim", highlight=False, soft_wrap=True)
+    return tokenizer
 
 
 def _print_answer(

@@ -136,7 +136,12 @@ class Generator:
         """Generate while there are rows; between two steps the answers' tasks take what the step gave them."""
         loop = asyncio.get_running_loop()
         while self.scheduler.busy:
-            for row, event in await loop.run_in_executor(self._thread, self.scheduler.advance):
+            try:
+                events = await loop.run_in_executor(self._thread, self.scheduler.advance)
+            except Exception as error:
+                events = [(row, error) for row in self.scheduler.rows]
+                self.scheduler.drop()
+            for row, event in events:
                 if isinstance(event, Exception):
                     logger.error("an answer could not be generated", exc_info=event)
                     event = ApiError(500, str(event) or type(event).__name__)
@@ -254,6 +259,15 @@ def _request_id(request: Request) -> str:
     return request.headers.get("x-request-id") or str(uuid4())
 
 
+async def _error_answer(request: Request, error: Exception) -> JSONResponse:
+    status = getattr(error, "status_code", 500)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    message = getattr(error, "detail", f"{type(error).__name__}: {error}")
+    content = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
+    headers = {"x-request-id": _request_id(request), **(getattr(error, "headers", None) or {})}
+    return JSONResponse({"error": content}, status, headers)
+
+
 def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator]:
     """Return the application and what generates for it.
 
@@ -304,16 +318,8 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    async def error_answer(request: Request, error: Exception) -> JSONResponse:
-        status = getattr(error, "status_code", 500)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        message = getattr(error, "detail", f"{type(error).__name__}: {error}")
-        content = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
-        headers = {"x-request-id": _request_id(request), **(getattr(error, "headers", None) or {})}
-        return JSONResponse({"error": content}, status, headers)
-
     for kind in (HTTPException, Exception):
-        app.add_exception_handler(kind, error_answer)
+        app.add_exception_handler(kind, _error_answer)
     return app, generator
 
 
