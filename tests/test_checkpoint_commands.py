@@ -237,9 +237,9 @@ def test_inspect_sums_a_checkpoint_up_in_about_ten_lines(folder, cli):
     assert code == 0
     lines = out.splitlines()
     assert len(lines) <= 12
-    size = 2 * sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    size = 2 * sum(parameter.numel() for parameter in model.parameters()) / 1e3
     shape = "LlamaForCausalLM, 30 layers, width 32, 4 heads of 8 (2 for keys and values), vocabulary 97"
-    assert lines[0] == f"llama: {shape}, {size:.1f} MB in bfloat16"
+    assert lines[0] == f"llama: {shape}, {size:.1f} kB in bfloat16"
     text = " ".join(out.split())
     assert f"parameters: {model.num_parameters():,} (" in text
     assert f"KV cache, bfloat16: {30 * 2 * 2 * 8 * 2:,} bytes per token, 50.0% of MHA" in text
@@ -248,6 +248,14 @@ def test_inspect_sums_a_checkpoint_up_in_about_ten_lines(folder, cli):
     assert text.count("RMSNorm") == 1
     condition = torch.linalg.cond(weight.double()).item()
     assert f"worst condition number: {condition:.3g}, layer 16 o_proj (of 120 projections)" in text
+
+
+def test_a_tied_head_is_counted_once(folder, cli):
+    model = LlamaForCausalLM(LlamaConfig(**HF | {"tie_word_embeddings": True}, num_key_value_heads=2))
+    model.save_pretrained("tied")
+    text = " ".join(cli("inspect", "tied", "--layers", "--no-spectra")[1].split())
+    assert f"parameters: {model.num_parameters():,} (" in text
+    assert f"fewer of {model.num_parameters():,} weights" in text
 
 
 @pytest.mark.slow

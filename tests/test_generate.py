@@ -6,12 +6,13 @@ import signal
 import sys
 
 import pytest
+import torch
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM, cache_bytes
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "12")
-REMARK = r"(\d+) new tokens, [\d,.]+ tokens/s, KV cache ([\d,]+) bytes\n"
+REMARK = r"(\d+) new tokens, [\d,.]+ tokens/s, KV cache ([\d,]+) bytes of tokens in ([\d,]+) allocated\n"
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +135,49 @@ def test_one_way_to_be_prompted(unwrapped, model, arguments):
     code, out, err = unwrapped("generate", str(model), *arguments)
     assert (code, out) == (2, "")
     assert "generate takes either --prompt or --interactive" in err
+
+
+def test_bytes_of_tokens_and_the_room_for_more_are_told_apart(cli, model, tmp_path):
+    """An answer that ends early has room left."""
+    from leanqkv.data.tokenizer import load_tokenizer
+
+    ids = load_tokenizer(model)("def ", return_tensors="pt")["input_ids"]
+    stopped = LeanForCausalLM.from_pretrained(model).eval()
+    output = stopped.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    new = output.index(output[3]) + 1
+    stopped.generation_config.eos_token_id = output[3]
+    stopped.save_pretrained(tmp_path)
+    load_tokenizer(model).save_pretrained(tmp_path)
+    err = cli("generate", str(tmp_path), "--prompt", "def ", *GREEDY)[2]
+    count, held, allocated = (int(found.replace(",", "")) for found in re.fullmatch(REMARK, err).groups())
+    assert count == new
+    per_token = stopped.config.plan.kv_bytes(1, torch.float32)
+    length = ids.shape[1]
+    assert (held, allocated) == (per_token * (length + new - 1), per_token * (length + 12 - 1))
+
+
+@pytest.fixture
+def assistant(model, tmp_path):
+    """The same model, with a chat template."""
+    from leanqkv.data.tokenizer import load_tokenizer
+
+    LeanForCausalLM.from_pretrained(model).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_chat_puts_the_prompt_into_the_template(cli, assistant):
+    text, held = answer(assistant, "user:def ;")
+    code, out, err = cli("generate", str(assistant), "--prompt", "def ", "--chat", *GREEDY)
+    assert (code, out) == (0, f"{text}\n")
+    assert re.fullmatch(REMARK, err)[2].replace(",", "") == str(held)
+
+
+def test_a_template_that_is_not_applied_is_told(cli, assistant, model):
+    code, out, err = cli("generate", str(assistant), "--prompt", "def ", *GREEDY)
+    assert (code, out) == (0, f"def {answer(model, 'def ')[0]}\n")
+    assert "has a chat template" in err and "--chat applies it" in err
+    code, out, err = cli("generate", str(model), "--prompt", "def ", "--chat", *GREEDY)
+    assert (code, out) == (2, "") and "has no chat template" in err

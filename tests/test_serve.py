@@ -1,4 +1,4 @@
-"""`leanqkv serve`, by the client it is made for."""
+"""`leanqkv serve`, by the client it is made for and by hostile ones."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -24,6 +25,7 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM, LeanForMaskedLM
 from leanqkv.inference import Decoder
+from leanqkv.inference.batch import Scheduler
 
 pytestmark = pytest.mark.slow
 
@@ -251,8 +253,16 @@ def test_who_hangs_up_is_not_generated_for(server):
     assert busy <= 0.1, "something still generates"
 
 
+def test_fifty_first_tokens_come_together(server):
+    """The last one within twice the median."""
+    asyncio.run(hostile_crowd(server.address, {}, hang_up=False))
+    first = sorted(asyncio.run(hostile_crowd(server.address, {}, hang_up=False)))
+    print(f"first token of {len(first)}: median {median(first):.2f} s, last {first[-1]:.2f} s")
+    assert first[-1] < 2 * median(first) + 0.5  # half a second for what else the machine does
+
+
 def test_fifty_at_once(server):
-    """The same answers as one by one, and no more than 16 MiB of memory kept."""
+    """The same answers as one by one, and the memory for them is given back."""
 
     async def ask(client, n: int) -> str:
         options = {"model": "random", "prompt": PROMPTS[n], "max_tokens": 8, "seed": n, "temperature": n % 3 / 2}
@@ -271,10 +281,12 @@ def test_fifty_at_once(server):
 
     expected = asyncio.run(in_turn())
     assert len(set(expected)) == 50
+    for _ in range(3):  # Code is generated for numbers of rows that have not been seen, and kept.
+        assert asyncio.run(together()) == expected
     memory = psutil.Process(server.process.pid).memory_info
     before = memory().rss
     assert asyncio.run(together()) == expected
-    assert memory().rss - before < 16 * 2**20
+    assert memory().rss < 1.05 * before
 
 
 @pytest.fixture
@@ -315,7 +327,7 @@ def test_without_chat_template(application):
 def test_a_failure_to_generate_is_told_and_survived(application, monkeypatch):
     options = {"path": "/v1/completions", "prompt": "a", "max_tokens": 4}
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "generate", lambda *_, **__: 1 / 0)
+        patch.setattr(Decoder, "step", lambda *_, **__: 1 / 0)
         status, answer = application.ask(**options)
         assert status == 500
         assert json.loads(answer)["error"]["type"] == "server_error"
@@ -327,6 +339,10 @@ def test_a_failure_to_generate_is_told_and_survived(application, monkeypatch):
         assert (error["type"], error["message"]) == ("error", "division by zero")
         assert failed["type"] == "response.failed"
         assert failed["response"]["error"] == {"code": "server_error", "message": "division by zero"}
+    assert application.ask(**options)[0] == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_merge", lambda _: 1 / 0)
+        assert application.ask(**options)[0] == 500
     assert application.ask(**options)[0] == 200
 
 
@@ -379,3 +395,170 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(place, cli, monkeypat
     assert "masked_lm, which does not continue text" in refused(cli, "masked")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert "pip install 'leanqkv[serve]'" in refused(cli, "model")
+
+
+@pytest.fixture
+def live(tmp_path, monkeypatch):
+    """A server on a thread of this process, with small limits."""
+    from leanqkv.checkpoints import load_model
+    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.inference import serve
+
+    monkeypatch.setattr(serve, "MAX_REQUESTS", 60)
+    monkeypatch.setattr(serve, "REQUEST_SECONDS", 2)
+    save(tmp_path, TEMPLATE)
+    app, generator = serve.build_app(load_model(tmp_path), load_tokenizer(tmp_path), "random")
+    server = serve.Server(app, generator)
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, ThreadPoolExecutor(1) as pool:
+        port = listener.getsockname()[1]
+        running = pool.submit(server.run, sockets=[listener])
+        try:
+            yield SimpleNamespace(port=port, address=f"http://127.0.0.1:{port}/v1", server=server, generator=generator)
+        finally:
+            server.should_exit = True
+            running.result(30)
+            generator.close()
+
+
+def say(port: int, *parts: bytes, seconds: float = 10) -> bytes:
+    """What the server answers to these bytes, one part every half second, until it closes the connection."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
+        with suppress(ConnectionError):
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(0.5 if len(parts) > 1 else 0)
+        with suppress(ConnectionError):
+            while received := connection.recv(4096):
+                answer += received
+    return answer
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "parts", [(b"POST /v1/comp",), (HEAD % 20, b'{"prompt"'), (HEAD % 90, *[b" "] * 12)], ids=["head", "body", "drops"]
+)
+def test_a_slow_client_is_told_and_let_go(live, caplog, parts):
+    start = time.monotonic()
+    assert say(live.port, *parts).startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - start < 9  # of which sending the drops takes 6
+    assert caplog.text == ""
+
+
+def test_a_silent_client_is_let_go(live):
+    assert say(live.port).startswith(b"HTTP/1.1 408 ")
+
+
+def test_half_a_body_leaves_no_trace(live, caplog):
+    for sent in (HEAD % 20, HEAD % 20 + b'{"prompt"', b"POST /v1", b"nonsense\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", live.port)) as connection:
+            connection.sendall(sent)
+            time.sleep(0.1)
+    time.sleep(0.5)
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_requests_beyond_the_limit_are_told_when_to_come_again(live):
+    client = openai.OpenAI(base_url=live.address, api_key="none", max_retries=0, timeout=60)
+    long = {"model": "random", "prompt": "a", "max_tokens": POSITIONS - 9, "temperature": 0, "stream": True}
+    with ThreadPoolExecutor(60) as pool:
+        streams = list(pool.map(lambda _: client.completions.create(**long), range(60)))
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**long)
+    assert int(caught.value.response.headers["retry-after"]) > 0
+    with urlopen(live.address.removesuffix("/v1") + "/health", timeout=30) as answer:
+        assert answer.status == 200
+    for stream in streams:
+        stream.close()
+    deadline = time.monotonic() + 10
+    while live.generator.scheduler.busy and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert client.completions.create(model="random", prompt="a", max_tokens=2).choices[0].text is not None
+
+
+async def hostile_crowd(address: str, expected: dict[int, str], hang_up: bool = True) -> list[float]:
+    """50 clients, of which every second one hangs up, between bodies that are huge or malformed; returns the seconds
+    to each one's first token."""
+    first = []
+
+    async def ask(client, n: int) -> None:
+        start, text = time.monotonic(), ""
+        options = {"model": "random", "prompt": PROMPTS[n], "seed": n, "temperature": n % 3 / 2}
+        leaves = hang_up and n % 2
+        stream = await client.completions.create(**options, max_tokens=20_000 if leaves else 40, stream=True)
+        async for piece in stream:
+            if piece.choices[0].text and not text:
+                first.append(time.monotonic() - start)
+            text += piece.choices[0].text
+            if leaves and len(text) > 5:
+                await stream.close()
+                return
+        assert text == expected.setdefault(n, text)
+
+    async def disturb(client, content: bytes, statuses: set[int]) -> None:
+        headers = {"Content-Type": "application/json"}
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.with_options(max_retries=0).post(
+                "/completions", cast_to=object, content=content, options={"headers": headers}
+            )
+        assert caught.value.status_code in statuses
+
+    async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
+        bodies = [
+            (b'{"prompt": "' + b"x" * 8 * 2**20 + b'"}', {413}),
+            (b'{"prompt": "' + b"x" * 500_000 + b'"}', {400}),
+        ]
+        bodies += [(b"[" * 100_000, {400}), (b'{"a":[' + b"[]," * 150_000 + b"[]]}", {400}), (b"\xff\xfe", {400})]
+        crowd = [ask(client, n) for n in range(50)]
+        if hang_up:
+            crowd += [disturb(client, *body) for body in bodies]
+        await asyncio.gather(*crowd)
+    return first
+
+
+PROBE = """
+import sys, threading, time, urllib.request
+ended = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
+while not ended.wait(0.02):
+    start = time.monotonic()
+    assert urllib.request.urlopen(sys.argv[1], timeout=30).status == 200
+    print(time.monotonic() - start)
+"""
+
+
+def test_a_hostile_crowd_harms_nobody_else(server):
+    """All other answers are those of each client alone, /health answers meanwhile, and the memory comes back."""
+    expected = {n: complete(server, PROMPTS[n], 40, seed=n, temperature=n % 3 / 2)[0] for n in range(0, 50, 2)}
+    for _ in range(3):  # Code is generated for numbers of rows that have not been seen, and kept.
+        asyncio.run(hostile_crowd(server.address, expected))
+    memory = psutil.Process(server.process.pid).memory_info
+    before = memory().rss
+    health = server.address.removesuffix("/v1") + "/health"
+    command = [sys.executable, "-c", PROBE, health]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
+        first = sorted(asyncio.run(hostile_crowd(server.address, expected)))
+        times = sorted(map(float, probe.communicate()[0].split()))
+    print(f"first token of {len(first)}: median {median(first):.2f} s, last {first[-1]:.2f} s")
+    print(f"/health: {len(times)} times, median {median(times):.3f} s, longest {times[-1]:.3f} s")
+    print(f"memory: {before / 2**20:.0f} MiB before, {memory().rss / 2**20:.0f} MiB after")
+    assert probe.returncode == 0
+    # Where all cores are busy with something else, single answers may take longer; tokenizing on the loop took seconds.
+    assert times[len(times) * 9 // 10] < 0.1 and times[-1] < 0.5
+    assert memory().rss < 1.05 * before
+
+
+def test_no_callback_keeps_the_event_loop(live, monkeypatch):
+    """By the processor time that it takes, which does not depend on what else the machine does."""
+    longest, run = [0.0, ""], asyncio.Handle._run
+
+    def timed(handle):
+        start, text = time.thread_time(), repr(handle)
+        run(handle)
+        longest[:] = max(longest, [time.thread_time() - start, text])
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    asyncio.run(hostile_crowd(live.address, {}))
+    assert longest[0] < 0.1, longest

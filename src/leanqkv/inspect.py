@@ -5,6 +5,7 @@ from itertools import groupby
 from math import prod
 
 import torch
+from rich.filesize import decimal
 from rich.table import Table
 
 from .checkpoints.disabled_norms import norms_disabled
@@ -39,11 +40,12 @@ def condition_line(spectra: Sequence[Spectrum]) -> str:
 
 
 def query_output_line(config: LeanConfig) -> str:
-    """Return what removing all of Q and P would save, as Graef's table counts (P4 section 4)."""
-    table = weight_table(config)
+    """Return what removing all of Q and P would save, Q and P as Graef's table counts them (P4 section 4)."""
+    table, total = weight_table(config), config.plan.count_parameters().total
+    saved = table["total weights"] - table["total without Q and P"]
     return (
-        f"without any Q and P, were that exact: {table['weight savings']:.0%} fewer of {table['total weights']:,.0f} "
-        f"weights, {table['possible speedup at batch 1']:.2f}× at batch 1 (as P4 counts)"
+        f"without any Q and P, were that exact: {saved / total:.0%} fewer of {total:,} weights, "
+        f"{total / (total - saved):.2f}× at batch 1 (P4)"
     )
 
 
@@ -111,7 +113,7 @@ def _shape_line(config: LeanConfig, title: str, checkpoint: Checkpoint | None) -
         size = sum(prod(shape) * stored.dtypes[name].itemsize for name, shape in stored.shapes.items())
     return (
         f"{title}: {architecture}, {config.num_hidden_layers} layers, width {config.hidden_size:,}, {heads}, "
-        f"{outputs}, {size / 1e6:,.1f} MB in {dtypes}"
+        f"{outputs}, {decimal(size)} in {dtypes}"
     )
 
 

@@ -27,6 +27,9 @@ def generate(
             "an answer.",
         ),
     ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt into the model's chat template, as a user's message.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option()] = 64,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")] = 50,
@@ -38,9 +41,10 @@ def generate(
     leanqkv generate runs/skipv1 --prompt "def " --max-new-tokens 64
 
     leanqkv generate runs/skipv1 --interactive
+
+    leanqkv generate runs/assistant --interactive --chat
     """
     from ..checkpoints.open import load_model, open_causal_lm
-    from ..data.prepare import fitting_tokenizer
     from ..environment import check_device
     from ..errors import LeanError
     from ..inference import Decoder
@@ -48,20 +52,20 @@ def generate(
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
     opened = open_causal_lm(directory)
-    tokenizer = fitting_tokenizer(directory, opened.config.vocab_size)
+    tokenizer = _tokenizer(directory, opened.config.vocab_size, chat)
     model = load_model(opened).to(check_device(device))
     decoder = Decoder(model)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
     options = {"max_new_tokens": max_new_tokens, **sampling}
     if prompt is not None:
         try:
-            _print_answer(decoder, tokenizer, prompt, seed, options, echo=True)
+            _print_answer(decoder, tokenizer, prompt, seed, options, chat=chat, echo=not chat)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         return
     for line in _input_lines():
         try:
-            _print_answer(decoder, tokenizer, line, seed, options)
+            _print_answer(decoder, tokenizer, line, seed, options, chat=chat)
         except KeyboardInterrupt:
             print(flush=True)
             terminal.print("stopped", style="dim")
@@ -71,8 +75,26 @@ def generate(
             terminal.print(message, highlight=False, soft_wrap=True, markup=False)
 
 
+def _tokenizer(directory: Path, vocab_size: int, chat: bool) -> Any:
+    """Return a model's tokenizer; say so if it has a chat template that is not asked for.
+
+    Raises:
+        LeanError: there is none, it has more tokens than the model, or no chat template although `chat` is true.
+    """
+    from ..data.prepare import fitting_tokenizer
+    from ..errors import LeanError
+
+    tokenizer = fitting_tokenizer(directory, vocab_size)
+    if chat and not tokenizer.chat_template:
+        raise LeanError(f"{directory} has no chat template, it continues text; leave out --chat")
+    if tokenizer.chat_template and not chat:
+        note = "this model has a chat template, and the prompt is continued without it; --chat applies it"
+        terminal.print(note, style="dim", highlight=False, soft_wrap=True)
+    return tokenizer
+
+
 def _print_answer(
-    decoder: Any, tokenizer: Any, prompt: str, seed: int, options: dict[str, Any], *, echo: bool = False
+    decoder: Any, tokenizer: Any, prompt: str, seed: int, options: dict[str, Any], *, chat: bool, echo: bool = False
 ) -> None:
     """Print the continuation of a prompt while it is generated, after the prompt itself if `echo`.
 
@@ -84,10 +106,16 @@ def _print_answer(
 
     from ..data.tokenizer import encode_prompt
     from ..errors import LeanError
-    from ..inference.memory import check_cache
+    from ..inference.cache import token_bytes
+    from ..memory import check_cache
     from ..model.cache import cache_bytes
 
-    inputs = encode_prompt(tokenizer, prompt).to(decoder.model.device)
+    if chat:
+        fixed = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **fixed)["input_ids"]
+    else:
+        ids = encode_prompt(tokenizer, prompt)
+    inputs = ids.to(decoder.model.device)
     length, positions = inputs.shape[1], decoder.config.max_position_embeddings
     room, new = positions - length, options["max_new_tokens"]
     if decoder.config.position_embedding_type == "learned" and new > room:
@@ -102,7 +130,9 @@ def _print_answer(
     output = decoder.generate(inputs, callback=lambda tokens: streamer.put(tokens.cpu()), **options)
     streamer.end()
     new, seconds = output.shape[1] - length, time.perf_counter() - start
-    summary = f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, KV cache {cache_bytes(decoder.cache):,} bytes"
+    held, allocated = token_bytes(decoder.cache), cache_bytes(decoder.cache)
+    cache = f"KV cache {held:,} bytes of tokens in {allocated:,} allocated"
+    summary = f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, {cache}"
     terminal.print(summary, style="dim", highlight=False)
 
 
@@ -135,8 +165,8 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API: /v1/completions, chat/completions, responses, models; and /health.
 
-    The model is named after its directory. Requests are answered one after the other. There is no authentication: put
-    a reverse proxy in front of anything but localhost.
+    The model is named after its directory. Requests are answered together. There is no authentication: put a reverse
+    proxy in front of anything but localhost.
 
     leanqkv serve runs/skipv1 --port 8000
     """

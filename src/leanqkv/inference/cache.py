@@ -1,6 +1,10 @@
 """A cache that is allocated once, for a known number of tokens, and read where it lies."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..model.cache import LAYER_TYPE
@@ -47,6 +51,11 @@ class AllocatedLayer(DynamicLayer):
         buffer[:, :, : history.shape[-2]] = history
         return buffer
 
+    def make_room(self, room: int) -> None:
+        """Make room for `room` more tokens than there are."""
+        held = 0 if self.keys is None else self.keys.shape[-2]
+        self.capacity, self._buffers = held + room, None
+
     def get_max_length(self) -> int:
         return self.capacity
 
@@ -66,3 +75,52 @@ def allocate_cache(config: LeanConfig, capacity: int) -> Cache:
         for kind, layer in zip(config.layer_types, cache.layers, strict=True)
     ]
     return cache
+
+
+def token_bytes(cache: Cache) -> int:
+    """Bytes of keys and values of the tokens in `cache`, without the room for more."""
+    return sum(states.nbytes for layer in _in_use(cache) for states in (layer.keys, layer.values))
+
+
+def make_room(cache: Cache, room: int) -> None:
+    """Make room for `room` more tokens than `cache` holds."""
+    for layer in cache.layers:
+        if isinstance(layer, AllocatedLayer):
+            layer.make_room(room)
+
+
+def keep_rows(cache: Cache, rows: Tensor, padding: int) -> None:
+    """Keep the sequences `rows` alone, without their first `padding` tokens; then call `make_room`."""
+    for layer in _in_use(cache):
+        length = _tokens(layer) - padding
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            setattr(layer, name, states[rows, :, max(states.shape[-2] - length, 0) :])
+        _set_tokens(layer, length)
+
+
+def join_rows(cache: Cache, other: Cache) -> None:
+    """Put the sequences of `other` behind those of `cache`, padded on the left to one length; then call `make_room`."""
+    for layer, added in zip(_in_use(cache), _in_use(other), strict=True):
+        for name in ("keys", "values"):
+            parts = [getattr(layer, name), getattr(added, name)]
+            length = max(part.shape[-2] for part in parts)
+            padded = [F.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts]
+            setattr(layer, name, torch.cat(padded))
+        _set_tokens(layer, max(_tokens(layer), _tokens(added)))
+
+
+def _in_use(cache: Cache) -> list[Any]:
+    """The layers that hold something; one that computes nothing does not."""
+    layers: list[Any] = cache.layers
+    return [layer for layer in layers if layer.is_initialized]
+
+
+def _tokens(layer: Any) -> int:
+    """How many tokens a layer has seen; one with a window holds fewer."""
+    return getattr(layer, "cumulative_length", layer.keys.shape[-2])
+
+
+def _set_tokens(layer: Any, length: int) -> None:
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length

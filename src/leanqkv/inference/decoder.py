@@ -1,6 +1,6 @@
 """Prefill in chunks, then one token of every sequence at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ class Decoder:
         self.model = prepared(model)
         self.chunk = chunk if model.config.mask_type != "prefix" else 2**31
         self.cache: Cache | None = None  # of the last prompt
-        self._mask: Tensor | None = None
-        self._given: dict[str, Any] = {}
+        self.mask: Tensor | None = None  # of its tokens; None: no padding
+        self.given: dict[str, Any] = {}
 
     @torch.inference_mode()
     def generate(
@@ -96,10 +96,10 @@ class Decoder:
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1")
-        warpers = self._warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
+        warpers = self.warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
         logits = self.prefill(input_ids, attention_mask, room=max_new_tokens - 1)
         batch, length = input_ids.shape
-        ends = self._ends(eos_token_id, input_ids.device)
+        ends = self.ends(eos_token_id, input_ids.device)
         pad = self.generation_config.pad_token_id if pad_token_id is None else pad_token_id
         if pad is None:
             pad = int(ends[0]) if len(ends) else 0
@@ -128,27 +128,40 @@ class Decoder:
             ValueError: an empty prompt or batch, something other than token ids, a mask of another shape, or more
                 tokens than the model has positions.
         """
+        *_, logits = self.prefill_chunks(input_ids, attention_mask, room=room)
+        assert logits is not None
+        return logits
+
+    @torch.inference_mode()
+    def prefill_chunks(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, room: int
+    ) -> Iterator[Tensor | None]:
+        """Prefill a chunk at a time: yield None after every chunk but the last, and after that what `prefill` returns.
+
+        Raises:
+            ValueError: as `prefill`.
+        """
         _check_prompt(input_ids, attention_mask, room)
         length, limit = input_ids.shape[1], self.config.max_position_embeddings
         if self.config.position_embedding_type == "learned" and length + room > limit:
             raise ValueError(f"the prompt of {length} and {room} tokens more do not fit the model's {limit} positions")
         self.cache = allocate_cache(self.config, length + room)
-        self._mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-        self._given = {}
+        self.mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+        self.given = {}
         if self.config.mask_type == "prefix":
-            self._given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            self.given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         for start in range(0, length, self.chunk):
             end = min(start + self.chunk, length)
-            mask = None if self._mask is None else self._mask[:, :end]
+            mask = None if self.mask is None else self.mask[:, :end]
             logits = self._forward(input_ids[:, start:end], mask)
-        return logits
+            yield logits if end == length else None
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Read one more token of every sequence, [batch]; return the next token's logits [batch, vocab_size]."""
-        if self._mask is not None:
-            self._mask = torch.cat((self._mask, self._mask.new_ones(len(tokens), 1)), dim=1)
-        return self._forward(tokens[:, None], self._mask)
+        if self.mask is not None:
+            self.mask = torch.cat((self.mask, self.mask.new_ones(len(tokens), 1)), dim=1)
+        return self._forward(tokens[:, None], self.mask)
 
     def _forward(self, new: Tensor, attention_mask: Tensor | None) -> Tensor:
         """[batch, vocab_size], of the last position."""
@@ -162,10 +175,11 @@ class Decoder:
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
-            **self._given,
+            **self.given,
         ).logits[:, -1]
 
-    def _warpers(self, temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
+    def warpers(self, temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
+        """Return what turns logits into those to sample from."""
         warpers = LogitsProcessorList()
         if temperature != 1.0:
             warpers.append(TemperatureLogitsWarper(temperature))
@@ -175,7 +189,8 @@ class Decoder:
             warpers.append(TopPLogitsWarper(top_p))
         return warpers
 
-    def _ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
+    def ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
+        """Return the tokens that end a sequence; None: the generation config's."""
         ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
         return torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=torch.long, device=device)
 

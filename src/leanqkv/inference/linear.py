@@ -4,10 +4,11 @@ On a CPU, oneDNN's own layout, into which a weight is copied once, is the faster
 """
 
 import copy
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..compat import pack_linear, packing_works
 from ..model.attention_latent import LatentAttention
@@ -25,10 +26,28 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.product = pack_linear(linear.weight, linear.bias, ROWS)
+        self.product = packed_product(linear.weight, linear.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.product(inputs)
+
+
+def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return `x -> x W^T + b` with a packed copy of W, for some numbers of rows only: other inputs are padded.
+
+    oneDNN generates code for every number of rows, a quarter of a megabyte of it, and keeps it.
+    """
+    product = pack_linear(weight, bias, ROWS)
+
+    def padded(inputs: Tensor) -> Tensor:
+        rows = inputs.shape[:-1].numel()
+        step = 1 if rows <= ROWS else max(ROWS, 2 ** (rows.bit_length() - 3))  # four numbers from 64 to 128, and so on
+        if not (missing := -rows % step):
+            return product(inputs)
+        flat = F.pad(inputs.reshape(rows, -1), (0, 0, 0, missing))
+        return product(flat)[:rows].view(*inputs.shape[:-1], -1)
+
+    return padded
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -59,7 +78,7 @@ def packed(model: nn.Module) -> Any:
     packed_model = copy.deepcopy(model, shared)
     joined: list[nn.Module] = []
     if all(can_pack(weight) for weight in model.parameters()):
-        joined = join_projections(packed_model, partial(pack_linear, rows=ROWS))
+        joined = join_projections(packed_model, packed_product)
     joined_ids = {id(layer) for layer in joined}
     for module in list(packed_model.modules()):
         folded = (module.k_up_proj, module.v_up_proj) if isinstance(module, LatentAttention) else ()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 FIELDS_WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice"),
 }
+# Every token is compared with every beginning of every stop string.
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 # Values of unsupported fields that ask for nothing, as false ones do.
 NO_OP_VALUES: dict[str, Any] = {
     "n": 1,
@@ -32,8 +33,8 @@ NO_OP_VALUES: dict[str, Any] = {
 class ApiError(HTTPException):
     """An error as the answer to a request, with OpenAI's code for it where there is one."""
 
-    def __init__(self, status: int, message: str, code: str | None = None):
-        super().__init__(status, message)
+    def __init__(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(status, message, headers)
         self.code = code
 
 
@@ -50,14 +51,18 @@ def check_fields(body: dict[str, Any], supported: set[str], model: str) -> None:
         return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
 
     def strings(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+        found = isinstance(value, list) and len(value) <= MAX_STOPS
+        return found and all(isinstance(item, str) and 0 < len(item) <= MAX_STOP_CHARACTERS for item in value)
 
     rules = {
         **dict.fromkeys(LENGTH_FIELDS, ("a positive integer", lambda value: number(value, int) and value > 0)),
         "temperature": ("a number from 0", lambda value: number(value) and value >= 0),
         "top_p": ("a number above 0 and up to 1", lambda value: number(value) and 0 < value <= 1),
         "seed": ("an integer of 64 bits", lambda value: number(value, int) and abs(value) < 2**63),
-        "stop": ("a string that is not empty, or a list of such", lambda value: strings([value]) or strings(value)),
+        "stop": (
+            f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or up to {MAX_STOPS} of them",
+            lambda value: strings([value]) or strings(value),
+        ),
         "stream": ("true or false", lambda value: isinstance(value, bool)),
         "prompt": ("a string", lambda value: isinstance(value, str)),
     }
@@ -76,7 +81,6 @@ class Answer:
     body: dict[str, Any]  # the request
     new_tokens: int = 0
     finish_reason: str = "length"
-    cancelled: threading.Event = field(default_factory=threading.Event)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -226,6 +230,8 @@ def _encode_messages(messages: list[dict[str, Any]], tokenizer: Any, options: di
     Raises:
         ApiError: the model has no chat template, or a message has more than text.
     """
+    if "chat_template" in options:  # a program, which could run forever
+        raise ApiError(400, "chat_template is not supported, only the model's own", "unsupported_parameter")
     if not tokenizer.chat_template:
         raise ApiError(400, "this model has no chat template, it continues text: use /v1/completions")
     texts = []

@@ -1,46 +1,60 @@
 """An OpenAI-compatible server for one model.
 
-The event loop reads requests and writes answers; one thread generates them, one after the other. Every field of a
-request is used, is known not to change the text, or is refused.
+The event loop reads requests and writes answers, one thread tokenizes prompts, and one generates answers, all of them
+together. Every field of a request is used, is known not to change the text, or is refused.
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import h11
+import psutil
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..checkpoints.memory import give_back_freed_memory
 from ..checkpoints.open import load_model, open_causal_lm
 from ..compat import quiet_transformers
 from ..data.prepare import fitting_tokenizer
 from ..errors import LeanError
 from . import Decoder
+from .batch import Row, Scheduler
 from .openai_api import ENDPOINTS, LENGTH_FIELDS, Answer, ApiError, Completion, Response, check_fields
 
 DEFAULT_NEW_TOKENS = 1024
-MAX_BODY_BYTES = 8 * 2**20
-POLL_SECONDS = 0.1  # between two looks for a disconnected client
+# Of a body: JSON is parsed in one go, and nothing else runs meanwhile (512 KiB take up to 60 milliseconds).
+MAX_BODY_BYTES, BODY_BYTES_PER_POSITION, BODY_BYTES_BESIDE = 2**19, 16, 2**16
+MAX_REQUESTS = 256
+RETRY_SECONDS = 10
+REQUEST_SECONDS = 20  # for a client to send a request, headers and body
 SHUTDOWN_SECONDS = 3  # for clients that are slow to read the rest of an answer
 # Settings of a generation_config.json that would change the text, and that Decoder does not have.
 UNUSED_SETTINGS = {
     *("repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "bad_words_ids", "suppress_tokens"),
 }
+
+DISCONNECTED, STOPPED = "the client disconnected", "the server was ended"
 
 logger = logging.getLogger(__name__)
 
@@ -80,78 +94,123 @@ class TextStream:
 
 
 class Generator:
-    """Generates answers one after the other, on one thread."""
+    """Generates all answers together, on one thread."""
 
     def __init__(self, model: Any, tokenizer: Any):
         self.decoder, self.tokenizer, self.stopping = Decoder(model), tokenizer, False
+        self.scheduler = Scheduler(self.decoder, _cache_tokens(model))
+        self.reader = ThreadPoolExecutor(1, "tokenize")
         self._thread = ThreadPoolExecutor(1, "generate")
+        self._driver: asyncio.Task | None = None
+        self._events: dict[Row, asyncio.Queue] = {}
 
-    async def texts(self, request: Request, answer: Answer, options: dict[str, Any]) -> AsyncIterator[str]:
-        """Yield an answer's text in pieces, until it ends or the client disconnects; `options` are those of Decoder.
+    async def texts(self, answer: Answer, row: Row) -> AsyncIterator[str]:
+        """Yield an answer's text in pieces, until it ends; when this is closed, its row is dropped.
 
         Raises:
             ApiError: generation failed, or the server is shutting down.
         """
-        loop = asyncio.get_running_loop()
-        tokens: asyncio.Queue = asyncio.Queue()
-
-        def put(new: Tensor) -> bool:
-            if not answer.cancelled.is_set():
-                loop.call_soon_threadsafe(tokens.put_nowait, int(new))
-            return answer.cancelled.is_set()
-
-        generated = loop.run_in_executor(self._thread, self._generate, answer, options, put)
-        generated.add_done_callback(lambda _: tokens.put_nowait(None))
+        events = self._events[row] = asyncio.Queue()
         text, ended = TextStream(self.tokenizer, answer.stops), False
         try:
-            while not ended and not await request.is_disconnected():
-                if self.stopping:
-                    raise ApiError(503, "the server was ended")
-                try:
-                    token = await asyncio.wait_for(tokens.get(), POLL_SECONDS)
-                except TimeoutError:
-                    continue
-                if token is None and (error := generated.exception()):
-                    logger.error("an answer could not be generated", exc_info=error)
-                    raise ApiError(500, str(error) or type(error).__name__)
+            if self.stopping:
+                raise ApiError(503, STOPPED)
+            self.scheduler.waiting.append(row)
+            if self._driver is None or self._driver.done():
+                self._driver = asyncio.create_task(self._drive())
+            while not ended:
+                token = await events.get()
+                if isinstance(token, ApiError):
+                    raise token
                 piece = text.finish() if token is None else text.add(token)
                 answer.new_tokens, ended = len(text.tokens), token is None or text.stopped
-                if text.stopped or (token is None and generated.result()):
+                if text.stopped or (token is None and row.ended):
                     answer.finish_reason = "stop"
                 if piece:
                     yield piece
         finally:
-            answer.cancelled.set()
+            row.cancelled = True
+            del self._events[row]
 
-    def _generate(self, answer: Answer, options: dict[str, Any], callback: Callable[[Tensor], bool]) -> bool:
-        """Return whether the answer ended by itself, not by its length."""
-        if answer.cancelled.is_set():
-            return False
-        # The random generator is global: it is seeded on the one thread that draws from it.
-        seed = answer.body.get("seed")
-        torch.seed() if seed is None else torch.manual_seed(seed)
-        try:
-            tokens = self.decoder.generate(answer.prompt.to(self.decoder.model.device), callback=callback, **options)
-        finally:
-            self.decoder.cache = None
-        ends = self.decoder.generation_config.eos_token_id
-        return int(tokens[0, -1]) in ([ends] if isinstance(ends, int) else ends or [])
+    async def _drive(self) -> None:
+        """Generate while there are rows; between two steps the answers' tasks take what the step gave them."""
+        loop = asyncio.get_running_loop()
+        while self.scheduler.busy:
+            try:
+                events = await loop.run_in_executor(self._thread, self.scheduler.advance)
+            except Exception as error:
+                events = [(row, error) for row in self.scheduler.rows]
+                self.scheduler.drop()
+            for row, event in events:
+                if isinstance(event, Exception):
+                    logger.error("an answer could not be generated", exc_info=event)
+                    event = ApiError(500, str(event) or type(event).__name__)
+                self._put(row, event)
+
+    def _put(self, row: Row, event: int | ApiError | None) -> None:
+        if row in self._events:
+            self._events[row].put_nowait(event)
+
+    def stop(self) -> None:
+        """End all answers with an error."""
+        self.stopping = True
+        for row in self._events:
+            row.cancelled = True
+            self._put(row, ApiError(503, STOPPED))
 
     def close(self) -> None:
-        """Wait for the thread: an interpreter must not end under one in PyTorch."""
-        self._thread.shutdown()
+        """Wait for the threads: an interpreter must not end under one in PyTorch."""
+        for thread in (self.reader, self._thread):
+            thread.shutdown(cancel_futures=True)
 
 
-async def _read_object(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body, without fields that are null; raise ApiError for anything else there."""
-    content = bytearray()
+def _cache_tokens(model: Any) -> int:
+    """Return how many tokens the cache may hold: with padding, and twice while it grows, in half of the free memory."""
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    return free // 8 // max(1, model.config.plan.kv_bytes_per_token(model.dtype))
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """Return the result of `work`, which is cancelled when the client disconnects; the body must have been read."""
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnect())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ApiError(400, DISCONNECTED)
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    content, length = bytearray(), 0
     try:
         async for chunk in request.stream():
-            content += chunk
-            if len(content) > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+            length += len(chunk)
+            # The rest is read as well: many clients take no answer before they have sent everything.
+            if length <= limit:
+                content += chunk
+    except ClientDisconnect as error:
+        raise ApiError(400, DISCONNECTED) from error
+    if length > limit:
+        raise ApiError(413, f"the body is larger than {limit:,} bytes; send less")
+    return bytes(content)
+
+
+def _read_object(request: Request, content: bytes) -> dict[str, Any]:
+    """Return the JSON object in the body, without fields that are null; raise ApiError for anything else there."""
+    try:
         body = json.loads(content)
-    except (ValueError, RecursionError, ClientDisconnect) as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not a JSON object: {error}") from None
     # Browsers let a page of any other site send the other types.
     content_type = request.headers.get("content-type", "").partition(";")[0]
@@ -160,28 +219,53 @@ async def _read_object(request: Request) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _decoder_options(body: dict[str, Any], prompt_tokens: int, model: Any) -> dict[str, Any]:
-    """Return the options of `Decoder.generate`; what a request leaves open is the model's default.
+def _row(body: dict[str, Any], prompt: Tensor, decoder: Decoder) -> Row:
+    """Return what is to be generated; what a request leaves open is the model's default.
 
     Raises:
         ApiError: prompt and answer exceed the positions that the model was trained on.
     """
-    positions, defaults = model.config.max_position_embeddings, model.generation_config
-    room = positions - prompt_tokens
+    positions, defaults = decoder.config.max_position_embeddings, decoder.generation_config
+    room = positions - len(prompt)
     new = next((body[name] for name in LENGTH_FIELDS if name in body), min(max(room, 1), DEFAULT_NEW_TOKENS))
     if new > room:
-        lengths = f"a prompt of {prompt_tokens} tokens and {new} new ones"
+        lengths = f"a prompt of {len(prompt)} tokens and {new} new ones"
         message = f"the model has {positions} positions, found {lengths}; ask for less"
         raise ApiError(400, message, "context_length_exceeded")
     temperature = body.get("temperature", 1.0 if defaults.temperature is None else defaults.temperature)
     if temperature == 0:
-        return {"max_new_tokens": new}
-    sampling = {"temperature": float(temperature), "top_p": body.get("top_p", defaults.top_p), "top_k": defaults.top_k}
-    return {"max_new_tokens": new, "do_sample": True, **sampling}
+        return Row(prompt, new)
+    generator = torch.Generator(decoder.model.device)
+    generator.seed() if "seed" not in body else generator.manual_seed(body["seed"])
+    warpers = decoder.warpers(float(temperature), defaults.top_k, body.get("top_p", defaults.top_p))
+    return Row(prompt, new, warpers, generator)
+
+
+class RequestLimit:
+    """Middleware that refuses requests while all of `slots` are taken, by open requests in whatever state."""
+
+    def __init__(self, app: ASGIApp, slots: asyncio.Semaphore):
+        self._app, self._slots = app, slots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._slots.locked():
+            message = f"{MAX_REQUESTS} requests are worked on or wait; try again later"
+            raise ApiError(429, message, "rate_limit_exceeded", {"Retry-After": str(RETRY_SECONDS)})
+        async with self._slots:
+            await self._app(scope, receive, send)
 
 
 def _request_id(request: Request) -> str:
     return request.headers.get("x-request-id") or str(uuid4())
+
+
+async def _error_answer(request: Request, error: Exception) -> JSONResponse:
+    status = getattr(error, "status_code", 500)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    message = getattr(error, "detail", f"{type(error).__name__}: {error}")
+    content = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
+    headers = {"x-request-id": _request_id(request), **(getattr(error, "headers", None) or {})}
+    return JSONResponse({"error": content}, status, headers)
 
 
 def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator]:
@@ -194,24 +278,37 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     """
     if unused := UNUSED_SETTINGS & model.generation_config.to_diff_dict().keys():
         logger.warning("generation_config.json sets %s, which this server does not apply", ", ".join(sorted(unused)))
-    generator, app = Generator(model, tokenizer), FastAPI(openapi_url=None)
+    generator = Generator(model, tokenizer)
+    limit = min(BODY_BYTES_BESIDE + BODY_BYTES_PER_POSITION * model.config.max_position_embeddings, MAX_BODY_BYTES)
+    slots = Middleware(RequestLimit, slots=asyncio.Semaphore(MAX_REQUESTS))
 
-    async def respond(request: Request, endpoint: type[Completion | Response]) -> JSONResponse | StreamingResponse:
-        body = await _read_object(request)
+    def read(request: Request, content: bytes, endpoint: type[Completion | Response]) -> tuple[Answer, Row]:
+        body = _read_object(request, content)
         check_fields(body, endpoint.fields, name)
         try:
             prompt = endpoint.encode(body, tokenizer)
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise ApiError(400, f"the request cannot be read: {type(error).__name__}: {error}") from error
-        options = _decoder_options(body, prompt.shape[1], model)
-        answer = endpoint(_request_id(request), name, prompt, body)
-        texts, headers = generator.texts(request, answer, options), {"x-request-id": answer.id}
-        if body.get("stream"):
-            return StreamingResponse(answer.events(texts), headers=headers, media_type="text/event-stream")
-        return JSONResponse(answer.whole("".join([text async for text in texts])), headers=headers)
+        return endpoint(_request_id(request), name, prompt, body), _row(body, prompt[0], generator.decoder)
 
-    for path, endpoint in ENDPOINTS.items():
-        app.add_route(path, partial(respond, endpoint=endpoint), methods=["POST"])
+    async def respond(request: Request, endpoint: type[Completion | Response]) -> JSONResponse | StreamingResponse:
+        content = await _read_body(request, limit)
+        reading = asyncio.get_running_loop().run_in_executor(generator.reader, read, request, content, endpoint)
+        answer, row = await _unless_disconnected(request, reading)
+        texts, headers = generator.texts(answer, row), {"x-request-id": answer.id}
+        if answer.body.get("stream"):
+            return StreamingResponse(answer.events(texts), headers=headers, media_type="text/event-stream")
+
+        async def whole() -> str:
+            return "".join([text async for text in texts])
+
+        return JSONResponse(answer.whole(await _unless_disconnected(request, whole())), headers=headers)
+
+    routes = [
+        Route(path, partial(respond, endpoint=endpoint), methods=["POST"], middleware=[slots])
+        for path, endpoint in ENDPOINTS.items()
+    ]
+    app = FastAPI(openapi_url=None, routes=routes)  # type: ignore[arg-type]
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -221,15 +318,8 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    async def error_answer(request: Request, error: Exception) -> JSONResponse:
-        status = getattr(error, "status_code", 500)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        message = getattr(error, "detail", f"{type(error).__name__}: {error}")
-        content = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
-        return JSONResponse({"error": content}, status, {"x-request-id": _request_id(request)})
-
     for kind in (HTTPException, Exception):
-        app.add_exception_handler(kind, error_answer)
+        app.add_exception_handler(kind, _error_answer)
     return app, generator
 
 
@@ -242,16 +332,53 @@ def _listen(host: str, port: int) -> socket.socket:
         raise LeanError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
 
 
+class TimedProtocol(H11Protocol):
+    """HTTP that ends a connection whose client takes more than REQUEST_SECONDS for a request."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._cancel()
+
+    def _await_request(self) -> None:
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._cancel()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(REQUEST_SECONDS, self._expire)
+
+    def _cancel(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        # Nothing can be said to who is being answered already, nor to who has sent nothing.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and self.conn.their_state is not h11.ERROR:
+            headers = [("connection", "close"), ("content-length", "0")]
+            response = h11.Response(status_code=408, headers=headers, reason=b"Request Timeout")
+            self.transport.write(self.conn.send(response))
+        self.transport.close()
+
+
 class Server(uvicorn.Server):
     """A server whose shutdown does not wait for answers to be complete, which may take minutes."""
 
     def __init__(self, app: FastAPI, generator: Generator):
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
-        super().__init__(config)
+        options: Any = {"log_level": "warning", "access_log": False, "http": TimedProtocol}
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SHUTDOWN_SECONDS, **options))
         self.generator = generator
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.generator.stopping = True
+        self.generator.stop()
         await super().shutdown(sockets)
 
 
@@ -281,6 +408,8 @@ def serve(
         app, generator = build_app(load_model(opened, dtype).to(device), tokenizer, name)
         shown = f"[{host}]" if ":" in host else host
         started(name, f"http://{shown}:{listener.getsockname()[1]}/v1")
+        gc.freeze()  # so that a collection looks at requests alone, and is short
+        give_back_freed_memory()
         with quiet_transformers():
             try:
                 Server(app, generator).run(sockets=[listener])

@@ -1,0 +1,228 @@
+"""Many answers at once: rows of a batch that come and go, each with the tokens that it has alone.
+
+Prompts are read a chunk at a time, and between two chunks every other row goes on. Rows of like lengths are decoded
+together; a row that ends leaves its batch, and a new one joins.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from .cache import join_rows, keep_rows, make_room
+from .decoder import PREFILL_CHUNK_TOKENS, Decoder
+
+MAX_ROWS = 64
+CHUNK_TOKENS = 8 * PREFILL_CHUNK_TOKENS  # of all prompts of a batch
+ROOM_TOKENS = 64  # for which a cache grows, at least
+
+
+@dataclass(eq=False)
+class Row:
+    """One answer that is generated.
+
+    Attributes:
+        prompt: token ids, [length].
+        warpers: of the logits to sample from, with `generator`; None: the likeliest token is taken.
+        cancelled: set to have the row dropped.
+    """
+
+    prompt: Tensor
+    max_new_tokens: int
+    warpers: LogitsProcessorList | None = None
+    generator: torch.Generator | None = None
+    tokens: list[int] = field(default_factory=list)  # generated so far
+    ended: bool = False  # by itself
+    cancelled: bool = False
+
+    @property
+    def length(self) -> int:
+        """How many of its tokens a cache holds: all but the last new one."""
+        return len(self.prompt) + max(len(self.tokens) - 1, 0)
+
+    @property
+    def done(self) -> bool:
+        return self.cancelled or self.ended or len(self.tokens) == self.max_new_tokens
+
+
+# What happened to a row: a new token; None, its end; or an error, which ends it too.
+Event = tuple[Row, int | Exception | None]
+
+
+class Batch:
+    """Rows that are decoded together, padded on the left."""
+
+    def __init__(self, decoder: Decoder, rows: list[Row]):
+        self.rows = rows
+        self._decoder = copy(decoder)  # with a cache of its own
+        if decoder.config.mask_type != "prefix":
+            self._decoder.chunk = min(decoder.chunk, max(1, CHUNK_TOKENS // len(rows)))
+        self._device = decoder.model.device
+        self._chunks: Iterator[Tensor | None] | None = self._read_prompts()
+        self._room = 0
+
+    @property
+    def reading(self) -> bool:
+        """Whether the prompts are not read yet."""
+        return self._chunks is not None
+
+    def advance(self) -> list[Event]:
+        """Read a chunk of the prompts, or generate one token for every row; rows that end are dropped."""
+        if all(row.cancelled for row in self.rows):
+            self.rows = []
+            return []
+        if self._chunks is not None:
+            logits = next(self._chunks)
+            if logits is None:
+                return []
+            self._chunks, self._decoder.given = None, {}  # a prefix matters to its own tokens only
+        else:
+            self._make_room()
+            logits = self._decoder.step(torch.tensor([row.tokens[-1] for row in self.rows], device=self._device))
+            self._room -= 1
+        events = self._choose(logits)
+        kept = [number for number, row in enumerate(self.rows) if not row.done]
+        events += [(row, None) for row in self.rows if row.done]
+        if len(kept) < len(self.rows):
+            self._keep(kept)
+        return events
+
+    def join(self, other: "Batch") -> None:
+        """Take over the rows of `other`, which must not be used after that."""
+        join_rows(self._decoder.cache, other._decoder.cache)  # type: ignore[arg-type]
+        self.rows += other.rows
+        self._set_mask()
+
+    def _read_prompts(self) -> Iterator[Tensor | None]:
+        longest = max(row.length for row in self.rows)
+        ids = torch.zeros(len(self.rows), longest, dtype=torch.long)
+        for line, row in zip(ids, self.rows, strict=True):
+            line[longest - row.length :] = row.prompt
+        mask = self._mask()
+        return self._decoder.prefill_chunks(ids.to(self._device), mask, room=0)
+
+    def _choose(self, logits: Tensor) -> list[Event]:
+        """Return the next token of every row, after adding it to the row."""
+        likeliest, events = logits.float().argmax(-1).tolist(), list[Event]()
+        ends = self._decoder.ends(None, torch.device("cpu")).tolist()
+        for number, row in enumerate(self.rows):
+            token = likeliest[number]
+            if row.warpers is not None:
+                scores = row.warpers(None, logits[number : number + 1].float())  # type: ignore[arg-type]
+                try:
+                    token = int(torch.multinomial(scores.softmax(-1), 1, generator=row.generator))
+                except RuntimeError as error:  # scores that are not finite, at a temperature next to 0
+                    row.cancelled = True
+                    events.append((row, error))
+            row.tokens.append(token)
+            row.ended = token in ends
+            events.append((row, token))
+        return events
+
+    def _keep(self, numbers: list[int]) -> None:
+        before = max(row.length for row in self.rows)
+        self.rows = [self.rows[number] for number in numbers]
+        if self.rows:
+            padding = before - max(row.length for row in self.rows)
+            keep_rows(self._decoder.cache, torch.tensor(numbers, device=self._device), padding)  # type: ignore[arg-type]
+            self._set_mask()
+
+    def _set_mask(self) -> None:
+        self._decoder.mask, self._room = self._mask(), 0
+
+    def _mask(self) -> Tensor | None:
+        lengths = torch.tensor([row.length for row in self.rows], device=self._device)
+        longest = int(lengths.max())
+        if int(lengths.min()) == longest:
+            return None
+        return (torch.arange(longest, device=self._device) >= longest - lengths[:, None]).long()
+
+    def _make_room(self) -> None:
+        if not self._room:
+            longest = max(row.length for row in self.rows)
+            most = max(row.max_new_tokens - len(row.tokens) for row in self.rows)
+            self._room = min(most, max(ROOM_TOKENS, longest // 4))
+            make_room(self._decoder.cache, self._room)  # type: ignore[arg-type]
+
+
+class Scheduler:
+    """Takes rows in the order in which they come, and generates for all that there is room for."""
+
+    def __init__(self, decoder: Decoder, max_tokens: int):
+        """max_tokens: of all prompts and answers that are worked on at once; a single one may have more."""
+        self.waiting: deque[Row] = deque()
+        self._decoder, self._max_tokens = decoder, max_tokens
+        self._batches: list[Batch] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self._batches)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All that are worked on or wait."""
+        return [*(row for batch in self._batches for row in batch.rows), *self.waiting]
+
+    @torch.inference_mode()
+    def advance(self) -> list[Event]:
+        """Generate one token for every row whose prompt is read, and read a chunk of one batch of prompts."""
+        self._admit()
+        events: list[Event] = []
+        reading = [batch for batch in self._batches if batch.reading][:1]
+        for batch in [*reading, *(batch for batch in self._batches if not batch.reading)]:
+            try:
+                events += batch.advance()
+            except Exception as error:  # such as missing memory: the other batches go on
+                events += [(row, error) for row in batch.rows]
+                batch.rows = []
+        # Prompts take turns, too.
+        self._batches = [*(b for b in self._batches if b not in reading), *reading]
+        self._merge()
+        return events
+
+    def drop(self) -> None:
+        """Forget all rows."""
+        self.waiting.clear()
+        self._batches = []
+
+    def _admit(self) -> None:
+        rows = [row for batch in self._batches for row in batch.rows]
+        used = sum(len(row.prompt) + row.max_new_tokens for row in rows)
+        new: list[Row] = []
+        while self.waiting and len(rows) + len(new) < MAX_ROWS:
+            row = self.waiting[0]
+            used += len(row.prompt) + row.max_new_tokens
+            if used > self._max_tokens and (rows or new) and not row.cancelled:
+                break
+            self.waiting.popleft()
+            if row.cancelled:
+                used -= len(row.prompt) + row.max_new_tokens
+            else:
+                new.append(row)
+        while new:
+            group = [new.pop(0)]
+            while new and _alike([*group, new[0]]):
+                group.append(new.pop(0))
+            self._batches.append(Batch(self._decoder, group))
+
+    def _merge(self) -> None:
+        kept: list[Batch] = []
+        for batch in self._batches:
+            if not batch.rows:
+                continue
+            into = next((b for b in kept if not (b.reading or batch.reading) and _alike([*b.rows, *batch.rows])), None)
+            if into is None:
+                kept.append(batch)
+            else:
+                into.join(batch)
+        self._batches = kept
+
+
+def _alike(rows: Sequence[Row]) -> bool:
+    """Whether at most half of a cache of these rows is padding, or it is small."""
+    lengths = [row.length for row in rows]
+    return len(rows) * max(lengths) <= max(2 * sum(lengths), CHUNK_TOKENS)

@@ -1,0 +1,153 @@
+"""Answers that are generated together: each has the tokens that it has alone, whoever comes and goes."""
+
+import pytest
+import torch
+from shapes import tokens
+from test_decoder import build, names
+
+from leanqkv.inference import Decoder
+from leanqkv.inference.batch import Row, Scheduler
+
+LENGTHS, NEW = (9, 3, 17, 1, 9, 12), (12, 5, 20, 9, 1, 30)
+SHAPES = [{}, {"sliding_window": 4}, {"mask_type": "prefix"}]
+
+
+def rows(decoder: Decoder) -> list[Row]:
+    """Prompts and answers of several lengths; every second one is sampled, each with its own settings."""
+    found = []
+    for number, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True)):
+        row = Row(tokens(1, length, seed=number)[0], new)
+        if number % 2:
+            row.warpers = decoder.warpers(0.5 + number / 4, None, 0.9 if number == 3 else None)
+            row.generator = torch.Generator().manual_seed(number)
+        found.append(row)
+    return found
+
+
+def alone(decoder: Decoder) -> list[list[int]]:
+    return [run(Scheduler(decoder, 0), [row])[row] for row in rows(decoder)]
+
+
+def run(scheduler: Scheduler, given: list[Row], every: int = 0) -> dict[Row, list[int]]:
+    """The events of each row, that a new one comes `every` steps, without the None at its end."""
+    events, coming, steps = {row: [] for row in given}, list(given), 0
+    while coming or scheduler.busy:
+        while coming and steps >= every * (len(given) - len(coming)):
+            scheduler.waiting.append(coming.pop(0))
+        for row, event in scheduler.advance():
+            events[row].append(event)
+        steps += 1
+    ended = [found.pop() for found in events.values()]
+    assert ended == [None] * len(given)
+    return events
+
+
+def check(model, every: int = 2) -> None:
+    decoder = Decoder(model, chunk=4)
+    expected = alone(decoder)
+    for steps in (0, every):
+        given = rows(decoder)
+        found = run(Scheduler(decoder, 10**6), given, steps)
+        assert [found[row] for row in given] == expected
+
+
+@pytest.mark.parametrize("mechanisms", names(), ids="+".join)
+def test_every_mechanism_gives_the_tokens_of_each_row_alone(mechanisms):
+    check(build("llama", *mechanisms, num_hidden_layers=6 if "skipv4" in mechanisms else 4))
+
+
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+@pytest.mark.parametrize("fields", SHAPES, ids=str)
+def test_every_mask_gives_the_tokens_of_each_row_alone(shape, fields):
+    check(build(shape, **fields), every=3)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_row_alone_has_the_tokens_of_generate(seed):
+    decoder = Decoder(build("llama"))
+    prompt = tokens(1, 9)
+    row = Row(prompt[0], 12, decoder.warpers(0.8, 20, 0.9), torch.Generator().manual_seed(seed))
+    torch.manual_seed(seed)
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    expected = decoder.generate(prompt, max_new_tokens=12, **options)[0, 9:].tolist()
+    assert run(Scheduler(decoder, 0), [row])[row] == expected
+    greedy = Row(prompt[0], 12)
+    assert run(Scheduler(decoder, 0), [greedy])[greedy] == decoder.generate(prompt, max_new_tokens=12)[0, 9:].tolist()
+
+
+def test_rows_are_decoded_in_one_batch_and_leave_it():
+    """As few steps as the longest answer needs; a cache no longer than the rows that are left."""
+    decoder = Decoder(build("llama"))
+    scheduler, given = Scheduler(decoder, 10**6), rows(decoder)
+    scheduler.waiting.extend(given)
+    for step in range(1, max(NEW) + 1):
+        assert scheduler.busy
+        scheduler.advance()
+        running = [row for row in given if not row.done]
+        assert scheduler.rows == running
+        if running:
+            (batch,) = scheduler._batches
+            held = batch._decoder.cache.layers[0].keys
+            assert held.shape[0] == len(running)
+            assert held.shape[2] == max(len(row.prompt) for row in running) + step - 1
+    assert not scheduler.busy
+
+
+def test_a_cancelled_row_is_dropped_and_the_others_go_on():
+    decoder = Decoder(build("llama"), chunk=4)
+    expected, given = alone(decoder), rows(decoder)
+    scheduler = Scheduler(decoder, 10**6)
+    scheduler.waiting.extend(given)
+    found = {row: [] for row in given}
+    for step in range(40):
+        given[2].cancelled |= step == 2
+        given[5].cancelled |= step == 6
+        for row, event in scheduler.advance():
+            found[row].append(event)
+    assert not scheduler.busy
+    for number, row in enumerate(given):
+        if row.cancelled:
+            assert len(found[row]) < 10
+        else:
+            assert found[row] == [*expected[number], None]
+
+
+def test_an_error_ends_its_own_row():
+    decoder = Decoder(build("llama"))
+    expected, given = alone(decoder), rows(decoder)
+    given[1].warpers = decoder.warpers(1e-44, None, None)  # The logits become infinite.
+    scheduler = Scheduler(decoder, 10**6)
+    scheduler.waiting.extend(given)
+    found = {row: [] for row in given}
+    while scheduler.busy:
+        for row, event in scheduler.advance():
+            found[row].append(event)
+    assert isinstance(found[given[1]][0], RuntimeError)
+    assert [found[row][:-1] for row in given[2:]] == expected[2:]
+
+
+def test_a_long_prompt_keeps_nobody_waiting():
+    """A short one that comes later has its answer before the long one is read."""
+    decoder = Decoder(build("llama"), chunk=1)
+    decoder.config.max_position_embeddings = 10**5
+    scheduler = Scheduler(decoder, 10**6)
+    long, short = Row(tokens(1, 5000)[0], 1), Row(tokens(1, 1)[0], 5)
+    scheduler.waiting.append(long)
+    scheduler.advance()
+    scheduler.waiting.append(short)
+    for _ in range(12):
+        scheduler.advance()
+    assert short.done and not long.tokens
+
+
+def test_memory_limits_how_many_are_worked_on():
+    decoder = Decoder(build("llama"))
+    scheduler, given = Scheduler(decoder, 60), rows(decoder)
+    scheduler.waiting.extend(given)
+    scheduler.advance()
+    assert len(scheduler.waiting) == len(given) - 2  # 21 and 8 of the 60 tokens; the third one would have 37
+    found = {row: len(row.tokens) for row in given}
+    assert [count > 0 for count in found.values()] == [True, True, False, False, False, False]
+    while scheduler.busy:
+        scheduler.advance()
+    assert all(row.done for row in given)
