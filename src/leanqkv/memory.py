@@ -10,8 +10,8 @@ from torch import Tensor
 # Documented in PyTorch's notes on extending it, whatever the name of the module says.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..environment import free_memory
-from ..errors import LeanError
+from .environment import free_memory
+from .errors import LeanError
 
 
 def check_cache(model: Any, batch_size: int, tokens: int, options: str) -> None:
