@@ -123,6 +123,15 @@ def test_second_preparation_is_read_from_the_cache(tmp_path, monkeypatch):
     assert prepare_data(source, vocab_size=300).sha256 != first.sha256
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_tokens_that_are_cut_off_are_refused(tmp_path, split):
+    data = prepare_data(str(write_text(tmp_path / "a.txt")), vocab_size=300)
+    file = data.directory / f"{split}.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(LeanError, match=f"{split}.bin is cut off.*Delete the folder"):
+        getattr(data, split)()
+
+
 def test_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
     source = str(write_text(tmp_path / "a.txt"))
 

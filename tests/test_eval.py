@@ -454,3 +454,12 @@ def test_tasks_that_are_not_there(checkpoints, cli, local_tasks, without_default
 def test_without_lm_eval(checkpoints, cli, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert "pip install 'leanqkv[eval]'" in refused(cli, checkpoints / "gpt", "--tasks", "p3")
+
+
+def test_a_record_replaces_no_file_of_the_checkpoint(checkpoints, cli, tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    for name in ("config.json", "model.safetensors"):
+        before = (checkpoints / "gpt" / name).read_bytes()
+        arguments = ("--data", tmp_path / "a.txt", "--out", checkpoints / "gpt" / name)
+        assert "is a file of the checkpoint" in refused(cli, checkpoints / "gpt", *arguments)
+        assert (checkpoints / "gpt" / name).read_bytes() == before

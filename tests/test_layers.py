@@ -10,7 +10,9 @@ import leanqkv
 ROOT = Path(leanqkv.__file__).parent
 # Each may import those before it.
 LAYERS = (
+    "startup",
     "errors",
+    "ranges",
     "files",
     "compat",
     "environment",

@@ -33,14 +33,19 @@ class Range:
         bounds = f"of at least {low}" if self.high == math.inf else f"from {low} to {high}"
         return f"{kind} {'that is 0 or ' if self.or_zero else ''}{bounds}"
 
+    def __contains__(self, value: Any) -> bool:
+        numeric = isinstance(value, Integral if self.whole else Real) and not isinstance(value, bool)
+        if not numeric or not math.isfinite(value):
+            return False
+        return self.low <= value <= self.high or (self.or_zero and value == 0)
+
     def check(self, what: str, value: Any) -> None:
         """Refuse `value` unless it is one of these numbers; `what` names it.
 
         Raises:
             LeanError: it is not.
         """
-        numeric = isinstance(value, Integral if self.whole else Real) and not isinstance(value, bool)
-        if numeric and math.isfinite(value) and (self.low <= value <= self.high or (self.or_zero and value == 0)):
+        if value in self:
             return
         found = f"{value:,}" if isinstance(value, Integral) and not isinstance(value, bool) else repr(value)
         raise LeanError(f"{what} must be {self}, found {found}")

@@ -127,6 +127,8 @@ def evaluate(
     _refuse(tasks if tasks.tasks is None else text, "--tasks" if tasks.tasks is None else "--data")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise LeanError(f"--out {out} cannot be written; give a file, in a folder that exists")
+    if out is not None and out.exists() and out.resolve().parent == source.resolve():
+        raise LeanError(f"--out {out} is a file of the checkpoint, which stays as it is; choose another name")
     arithmetic = _precision(precision)
     device = check_device(device)
     scored = Scored(open_causal_lm(source), arithmetic, device, batch_size)

@@ -45,13 +45,23 @@ class TokenData:
     validation_file: str = "validation.bin"
 
     def train(self) -> np.ndarray:
-        """Return the training tokens, [train_tokens]."""
-        return np.memmap(self.directory / self.train_file, dtype=self.dtype, mode="r", shape=(self.train_tokens,))
+        """Return the training tokens, [train_tokens]. Raises a LeanError if the file has fewer."""
+        return self._open(self.train_file, self.train_tokens)[: self.train_tokens]
 
     def validation(self) -> np.ndarray:
-        """Return the held-out tokens, [validation_tokens]."""
-        tokens = np.memmap(self.directory / self.validation_file, dtype=self.dtype, mode="r")
+        """Return the held-out tokens, [validation_tokens]. Raises a LeanError if the file has fewer."""
+        tokens = self._open(self.validation_file, self.validation_tokens)
         return tokens[len(tokens) - self.validation_tokens :]  # of a lone nanoGPT file the tail
+
+    def _open(self, name: str, tokens: int) -> np.ndarray:
+        """The tokens of a file, of which there must be so many at least."""
+        file, itemsize = self.directory / name, np.dtype(self.dtype).itemsize
+        if (size := file.stat().st_size) < tokens * itemsize or size % itemsize:
+            raise LeanError(
+                f"{file} is cut off: it has {size:,} bytes, {tokens:,} tokens take {tokens * itemsize:,}. Delete the "
+                f"folder {file.parent} and start again"
+            )
+        return np.memmap(file, dtype=self.dtype, mode="r")
 
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
         """Return the tokenizer, or None for files of tokens without one."""

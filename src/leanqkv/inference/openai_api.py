@@ -12,6 +12,7 @@ from fastapi import HTTPException
 from torch import Tensor
 
 from ..data.tokenizer import encode_prompt
+from ..ranges import TEMPERATURE
 
 COMMON_FIELDS = {"model", "temperature", "top_p", "seed", "stream"}
 LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -56,7 +57,7 @@ def check_fields(body: dict[str, Any], supported: set[str], model: str) -> None:
 
     rules = {
         **dict.fromkeys(LENGTH_FIELDS, ("a positive integer", lambda value: number(value, int) and value > 0)),
-        "temperature": ("a number from 0", lambda value: number(value) and value >= 0),
+        "temperature": (str(TEMPERATURE), lambda value: value in TEMPERATURE),
         "top_p": ("a number above 0 and up to 1", lambda value: number(value) and 0 < value <= 1),
         "seed": ("an integer of 64 bits", lambda value: number(value, int) and abs(value) < 2**63),
         "stop": (
