@@ -57,17 +57,16 @@ def interval_note(comparison: ComparisonRecord) -> str:
 def warnings(comparison: ComparisonRecord) -> list[str]:
     """Return what makes the differences weak evidence: learning rates, few seeds, few evaluation sequences."""
     lines = []
-    rates = sorted({result.learning_rate for result in comparison.results if result.learning_rate is not None})
-    if len(rates) > 1:
-        each = "each is the best of its search" if comparison.grid else "and none was searched"
-        lines.append(
-            f"Learning rates differ between models ({listed([f'{rate:g}' for rate in rates])}); {each}. "
-            "Part of a difference may come from them."
-        )
+    groups = [
+        {result.learning_rate for result in comparison.results if result.name in names and result.learning_rate}
+        for names in comparison.groups
+    ]
+    rates = listed([f"{rate:g}" for rate in sorted(set().union(*groups))])
+    if any(len(group) > 1 for group in groups):
+        each = "each is the best of its search" if comparison.grid else "none was searched"
+        lines.append(f"Learning rates differ ({rates}); {each}. Part of a difference may come from them.")
     elif rates and not comparison.grid:
-        lines.append(
-            f"The learning rate was not searched: {rates[0]:g} for every model. Another may favor another model."
-        )
+        lines.append(f"The learning rate ({rates}) was not searched. Another may favor another model.")
     pairs = [len(result.difference.by_seed) for result in comparison.results if result.difference]
     if pairs and min(pairs) == 1:
         lines.append("A difference known from one seed has no interval. It may be seed noise.")
