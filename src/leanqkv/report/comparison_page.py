@@ -107,7 +107,8 @@ def _differences(comparison: ComparisonRecord) -> Captioned | None:
     return (
         f"Difference to {_baseline(comparison)}",
         "Validation loss minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
-        f"zero is better. {_intervals(comparison, 'bands')}",
+        f"zero is better. {_intervals(comparison, 'bands')}"
+        + (" Wide bands of early evaluations may be cut off." if interval_note(comparison) else ""),
         figures.difference_curves(series, comparison.measure),
     )
 
