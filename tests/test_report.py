@@ -358,8 +358,18 @@ def test_the_axes_of_the_curves_hold_most_evaluations(evaluations: int, left_out
     """The first fifth of the steps is left out, but never more than a quarter of the evaluations."""
     points = [Band(step, *3 * (8 - step / evaluations,)) for step in range(1, evaluations + 1)]
     series = figures.Series("tiny", 0, points)
-    assert figures.leaves_out([series]) == (left_out > 0)
+    assert bool(figures.edge_note([series])) == (left_out > 0)
     assert len(figures._settled(series)) == evaluations - left_out
+
+
+def test_a_figure_of_runs_under_way_says_what_its_bands_are(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    for name in ARCHITECTURES:
+        for folder in (*folders(directory, name, 0), *folders(directory, name, 1)):
+            edit(folder / "record.json", final=None)
+    shutil.rmtree(*folders(directory, "tiny+mqa", 1))
+    text = "".join(Page(write_report(directory).read_text()).text)
+    assert "The bands are 95% intervals of the difference to tiny, over seeds. One seed gives none: tiny+mqa." in text
 
 
 def test_the_command_wraps_and_the_difference_is_the_second_column(page: str) -> None:

@@ -87,8 +87,7 @@ def _training_curves(comparison: ComparisonRecord) -> Captioned | None:
         return None
     return (
         f"{name[0].upper()}{name[1:]} during training",
-        "Lines are means over seeds."
-        + (" The first evaluations, where every model is still bad, lie beyond the edge." * figures.leaves_out(series)),
+        f"Lines are means over seeds.{figures.edge_note(series)}",
         figures.curves(series, comparison.measure, per_step.pop() if len(per_step) == 1 else None),
     )
 
@@ -104,11 +103,12 @@ def _differences(comparison: ComparisonRecord) -> Captioned | None:
     ]
     if not series:
         return None
+    pairs = {r.name: len(r.curves().keys() & r.baseline.curves().keys()) for r in comparison.results if r.baseline}
     return (
         f"Difference to {_baseline(comparison)}",
         "Validation loss minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
-        f"zero is better. {_intervals(comparison, 'bands')}"
-        + (" Wide bands of early evaluations may be cut off." if interval_note(comparison) else ""),
+        f"zero is better. {_intervals(comparison, pairs, 'bands')}"
+        + (" Wide bands of early evaluations may be cut off." if max(pairs.values()) > 1 else ""),
         figures.difference_curves(series, comparison.measure),
     )
 
@@ -117,11 +117,11 @@ def _baseline(comparison: ComparisonRecord) -> str:
     return comparison.baselines[0] if len(comparison.groups) == 1 else "its own baseline"
 
 
-def _intervals(comparison: ComparisonRecord, marks: str) -> str:
-    """What a figure's bands or bars mean, and which models have none."""
-    if not interval_note(comparison):
+def _intervals(comparison: ComparisonRecord, pairs: Mapping[str, int], marks: str) -> str:
+    """What a figure's bands or bars mean, and which models have none. pairs: the seeds of every difference."""
+    if max(pairs.values(), default=0) < 2:
         return f"There are no {marks}, because one seed gives no interval."
-    alone = [result.name for result in comparison.results if result.verdict == "one seed"]
+    alone = [name for name, count in pairs.items() if count == 1]
     absent = f" One seed gives none: {listed(alone)}." if alone else ""
     return f"The {marks} are 95% intervals of the difference to {_baseline(comparison)}, over seeds.{absent}"
 
@@ -152,10 +152,11 @@ def _loss_and_cache(comparison: ComparisonRecord) -> Captioned | None:
     ]
     if len({one.points[0].step for one in series}) < 2:
         return None
+    pairs = {r.name: len(r.losses.keys() & r.baseline.losses.keys()) for r in comparison.results if r.baseline}
     return (
         "Validation loss and KV cache",
         "Down and to the left is better. Marks are means over seeds; equal caches stand side by side; the dashed line "
-        f"is the loss of {comparison.baselines[0]}. {_intervals(comparison, 'bars')}",
+        f"is the loss of {comparison.baselines[0]}. {_intervals(comparison, pairs, 'bars')}",
         figures.cache_scatter(series),
     )
 

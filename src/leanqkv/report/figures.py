@@ -126,7 +126,7 @@ class _Canvas:
 
 
 def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> Drawing:
-    """Draw the measure's means over training; the first steps may run off the edge, see `leaves_out`."""
+    """Draw the measure's means over training; the first steps may run off the edge, see `edge_note`."""
 
     def plot(canvas: _Canvas) -> None:
         canvas.means(series)
@@ -298,9 +298,10 @@ def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, mea
     return _draw(name, plot, description)
 
 
-def leaves_out(series: Sequence[Series]) -> bool:
-    """Return whether the first evaluations of a line may lie beyond the edge of `curves`."""
-    return any(len(_settled(one)) < len(one.points) for one in series)
+def edge_note(series: Sequence[Series]) -> str:
+    """Return the sentence for a caption of `curves` that leave the figure; empty where all of them are shown."""
+    beyond = any(len(_settled(one)) < len(one.points) for one in series)
+    return " The first evaluations, where every model is still bad, lie beyond the edge." if beyond else ""
 
 
 def _settled(series: Series) -> Sequence[Band]:
