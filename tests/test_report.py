@@ -13,8 +13,10 @@ import pytest
 from rich.console import Console
 
 from leanqkv.compare.records import load_comparison
+from leanqkv.compare.statistics import Band
 from leanqkv.errors import LeanError
-from leanqkv.report.comparison import markdown, reading, remarks, terminal_table
+from leanqkv.report import figures
+from leanqkv.report.comparison import markdown, reading, remarks, terminal_table, warnings
 from leanqkv.report.comparison_page import write_report
 
 STEPS = list(range(0, 601, 50))
@@ -187,22 +189,23 @@ def page(finished: Path) -> str:
 def test_markdown_holds_the_numbers(finished: Path) -> None:
     rows = markdown_rows(finished)
     assert list(rows) == list(ARCHITECTURES)
-    assert rows["tiny"] == ["1.33M (794k)", "2,048 (100%)", "3.9050 ± 0.0071", "baseline", "0.003", "26,098"]
+    assert rows["tiny"] == ["baseline", "3.9050 (0.0071)", "2,048 (100%)", "1.33M (794k)", "0.003", "26,098"]
     # Differences -0.0210 and -0.0212: mean -0.0211, half-width 12.706 * 0.0001 = 0.0013.
-    assert rows["tiny+skipv1"][1:4] == ["1,664 (81%)", "3.8839 ± 0.0069", "**−0.0211 ± 0.0013**"]
-    assert rows["tiny+mqa"][1] == "512 (25%)"
-    assert rows["tiny+mqa"][3] == "**+0.0514 ± 0.0051**"
+    assert rows["tiny+skipv1"][:3] == ["**−0.0211 ± 0.0013**", "3.8839 (0.0069)", "1,664 (81%)"]
+    assert rows["tiny+mqa"][2] == "512 (25%)"
+    assert rows["tiny+mqa"][0] == "**+0.0514 ± 0.0051**"
     # -0.004 and +0.006: half-width 12.706 * 0.005 = 0.0635, not clear and so not bold.
-    assert rows["tiny+identity-query"][3] == "+0.0010 ± 0.0635"
+    assert rows["tiny+identity-query"][0] == "+0.0010 ± 0.0635"
 
 
 def test_terminal_table_fits_100_columns_with_the_same_numbers(finished: Path) -> None:
     lines = terminal(finished)
     assert max(map(len, lines)) <= 100
     assert not any("…" in line for line in lines)
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if re.match(r"(tiny|\+)\S*\s+\d", line)}
+    row = re.compile(r"(tiny|\+)\S*\s+(\W\d|baseline)")
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if row.match(line)}
     assert next(iter(rows)) == "tiny"
-    assert rows["+skipv1"] == "1.31M (770k) 1,664 (81%) 3.8839 ± 0.0069 −0.0211 ± 0.0013 0.003 25,714"
+    assert rows["+skipv1"] == "−0.0211 ± 0.0013 3.8839 (0.0069) 1,664 (81%) 1.31M (770k) 0.003 25,714"
 
 
 def test_large_models_fit_100_columns_too(tmp_path: Path) -> None:
@@ -223,7 +226,7 @@ def test_large_models_fit_100_columns_too(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 100
     assert not any("…" in line for line in lines)
     row = next(line.split() for line in lines if line.startswith("gpt2-124m "))
-    assert row[1:5] == ["124M", "(124M)", "136,864", "(100%)"]
+    assert row[3:7] == ["136,864", "(100%)", "124M", "(124M)"]
     assert row[-2:] == ["0.000125", "1,234,567"]
 
 
@@ -245,8 +248,8 @@ def test_baseline_comes_first_wherever_it_is_listed(finished: Path, tmp_path: Pa
     edit(directory / "compare.json", baseline="tiny+mqa")
     rows = markdown_rows(directory)
     assert next(iter(rows)) == "tiny+mqa"
-    assert rows["tiny"][1] == "2,048 (400%)"
-    assert rows["tiny"][3] == "**−0.0514 ± 0.0051**"
+    assert rows["tiny"][2] == "2,048 (400%)"
+    assert rows["tiny"][0] == "**−0.0514 ± 0.0051**"
 
 
 @pytest.mark.slow
@@ -258,9 +261,9 @@ def test_missing_and_diverged_runs_are_shown(finished: Path, tmp_path: Path) -> 
     for seed in (0, 1):
         save(directory, record("tiny+identity-query", seed, 4.0) | {"final": None})
     rows = markdown_rows(directory)
-    assert rows["tiny+skipv1"][2:4] == ["3.8790<br>1 missing", "−0.0210<br>1 seed"]
-    assert rows["tiny+mqa"][2:4] == ["3.9510<br>1 diverged", "+0.0510<br>1 seed"]
-    assert rows["tiny+identity-query"][2:4] == ["2 missing", "–"]
+    assert rows["tiny+skipv1"][:2] == ["−0.0210<br>1 seed", "3.8790<br>1 missing"]
+    assert rows["tiny+mqa"][:2] == ["+0.0510<br>1 seed", "3.9510<br>1 diverged"]
+    assert rows["tiny+identity-query"][:2] == ["–", "2 missing"]
     assert rows["tiny+identity-query"][5] == "–"
     listed = remarks(load_comparison(directory))
     assert "tiny+identity-query: no finished run yet for seeds 0 and 1." in listed
@@ -275,7 +278,7 @@ def test_missing_and_diverged_runs_are_shown(finished: Path, tmp_path: Path) -> 
 def test_a_loss_that_is_not_a_number_counts_as_diverged(finished: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(finished, tmp_path / "copy"))
     save(directory, record("tiny+mqa", 1, 4.0) | {"final": {"validation_loss": math.nan, "perplexity": math.nan}})
-    assert markdown_rows(directory)["tiny+mqa"][2] == "3.9510<br>1 diverged"
+    assert markdown_rows(directory)["tiny+mqa"][1] == "3.9510<br>1 diverged"
 
 
 def test_nothing_but_the_plan_still_makes_a_report(tmp_path: Path) -> None:
@@ -293,9 +296,86 @@ def test_nothing_but_the_plan_still_makes_a_report(tmp_path: Path) -> None:
 def test_one_seed_has_no_interval(finished: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(finished, tmp_path / "copy"))
     edit(directory / "compare.json", seeds=[0])
-    assert markdown_rows(directory)["tiny+skipv1"][2:4] == ["3.8790", "−0.0210"]
+    assert markdown_rows(directory)["tiny+skipv1"][:2] == ["−0.0210", "3.8790"]
     assert "known from one seed only, too few to judge" in reading(load_comparison(directory))
-    assert "clearly" not in markdown(load_comparison(directory)).lower()
+    shown = markdown(load_comparison(directory))
+    assert "clearly" not in shown.lower() and "±" not in shown
+    text = "".join(Page(write_report(directory).read_text()).text)
+    assert "±" not in text and "95% intervals" not in text
+    assert "There are no bands, because one seed gives no interval." in text
+    assert "A difference known from one seed has no interval." in text
+
+
+def test_what_weakens_a_comparison_is_said_beside_its_table(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    two_seeds = "Fewer than 3 seeds: intervals are wide, and their width is itself uncertain."
+    assert warnings(load_comparison(directory)) == [two_seeds]
+    page = write_report(directory).read_text()
+    assert page.index("</table>") < page.index(two_seeds) < page.index("<h2", page.index("</table>"))
+    assert two_seeds in markdown(load_comparison(directory))
+
+    plan = json.loads((directory / "compare.json").read_text())
+    edit(directory / "compare.json", seeds=[0, 1, 3], grid=None)
+    for name in ARCHITECTURES:
+        save(directory, record(name, 3, 3.9))
+    [unsearched] = warnings(load_comparison(directory))
+    assert unsearched == "The learning rate (0.003) was not searched. Another may favor another model."
+
+    for folder in (directory / "runs").glob("final-tiny+mqa-*"):
+        changed = json.loads((folder / "record.json").read_text())
+        changed["recipe"]["learning_rate"], changed["batch_plan"]["evaluation_sequences"] = 1e-3, 63
+        (folder / "record.json").write_text(json.dumps(changed))
+    differ, sequences = warnings(load_comparison(directory))
+    assert differ.startswith("Learning rates differ (0.001 and 0.003); none was searched.")
+    assert sequences.startswith("Fewer than 64 evaluation sequences: 63.")
+    edit(directory / "compare.json", grid=plan["grid"])
+    assert "each is the best of its search" in warnings(load_comparison(directory))[0]
+    # A model of another size has a rate of its own; it is compared within its own group.
+    others = [name for name in ARCHITECTURES if name != "tiny+mqa"]
+    edit(directory / "compare.json", groups=[others, ["tiny+mqa"]])
+    assert warnings(load_comparison(directory)) == [sequences]
+
+
+def test_the_last_differences_of_the_figure_are_those_of_the_table(finished: Path, monkeypatch: Any) -> None:
+    drawn: list[figures.Series] = []
+
+    def keep(series: list[figures.Series], measure: Any) -> figures.Drawing:
+        drawn.extend(series)
+        return figures.Drawing("", "")
+
+    monkeypatch.setattr(figures, "difference_curves", keep)
+    write_report(finished)
+    rows = markdown_rows(finished)
+    assert len(drawn) == len(ARCHITECTURES) - 1
+    for series in drawn:
+        end = series.points[-1]
+        shown = f"{end.mean:+.4f} ± {(end.high - end.low) / 2:.4f}".replace("-", "−")
+        assert rows[series.label][0].strip("*") == shown
+
+
+@pytest.mark.parametrize(("evaluations", "left_out"), [(1, 0), (2, 0), (3, 0), (4, 0), (8, 1), (13, 2), (100, 19)])
+def test_the_axes_of_the_curves_hold_most_evaluations(evaluations: int, left_out: int) -> None:
+    """The first fifth of the steps is left out, but never more than a quarter of the evaluations."""
+    points = [Band(step, *3 * (8 - step / evaluations,)) for step in range(1, evaluations + 1)]
+    series = figures.Series("tiny", 0, points)
+    assert bool(figures.edge_note([series])) == (left_out > 0)
+    assert len(figures._settled(series)) == evaluations - left_out
+
+
+def test_a_figure_of_runs_under_way_says_what_its_bands_are(finished: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    for name in ARCHITECTURES:
+        for folder in (*folders(directory, name, 0), *folders(directory, name, 1)):
+            edit(folder / "record.json", final=None)
+    shutil.rmtree(*folders(directory, "tiny+mqa", 1))
+    text = "".join(Page(write_report(directory).read_text()).text)
+    assert "The bands are 95% intervals of the difference to tiny, over seeds. One seed gives none: tiny+mqa." in text
+
+
+def test_the_command_wraps_and_the_difference_is_the_second_column(page: str) -> None:
+    assert re.search(r"pre \{[^}]*white-space: pre-wrap; overflow-wrap: anywhere", page)
+    headers = re.findall(r'<th scope="col">(.*?)</th>', page, flags=re.DOTALL)
+    assert headers[:2] == ["model", "difference to<br>baseline, 95%"]
 
 
 def test_runs_that_cannot_be_paired_are_named(finished: Path, tmp_path: Path) -> None:
@@ -405,7 +485,7 @@ def test_page_has_every_figure_twice_with_a_caption_and_a_label(page: str) -> No
 def test_page_without_a_search_has_three_figures(tmp_path: Path) -> None:
     page = write_report(build(tmp_path, grid=False)).read_text()
     assert Page(page).count("figure") == 3
-    assert "search" not in "".join(Page(page).text).replace("none was searched for", "")
+    assert "The learning rate search" not in page
 
 
 def test_figures_follow_the_theme(page: str) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from leanqkv.compare.statistics import Band, average, paired_difference, relative_improvement, standard_deviation
+from leanqkv.compare.statistics import Band, average, difference_curve, paired_difference, standard_deviation
 
 
 def test_two_seeds() -> None:
@@ -73,11 +73,16 @@ def test_average_keeps_the_steps_every_seed_has() -> None:
     assert average({}) == []
 
 
-def test_relative_improvement() -> None:
-    # Step 100: seed 0 (4 - 3) / 4 = 0.25, seed 1 (5 - 5.5) / 5 = -0.1; seed 2 has no baseline.
+def test_difference_curve_is_the_paired_interval_at_every_common_step() -> None:
+    # Step 100: differences -1 and 0.5, mean -0.25, standard error 0.75, t(0.975, 1) = 12.7062. Seed 2 has no baseline.
     curves = {0: {0: 8.0, 100: 3.0}, 1: {0: 8.0, 100: 5.5, 200: 1.0}, 2: {100: 0.0}}
-    result = relative_improvement(curves, {0: {0: 8.0, 100: 4.0}, 1: {0: 8.0, 100: 5.0}})
+    result = difference_curve(curves, {0: {0: 8.0, 100: 4.0}, 1: {0: 8.0, 100: 5.0}})
     assert [band.step for band in result] == [0, 100]
     assert result[0] == Band(0, 0.0, 0.0, 0.0)
-    assert (result[1].mean, result[1].low, result[1].high) == pytest.approx((0.075, -0.1, 0.25))
-    assert relative_improvement(curves, {}) == []
+    reach = 12.706205 * 0.75
+    assert (result[1].mean, result[1].low, result[1].high) == pytest.approx((-0.25, -0.25 - reach, -0.25 + reach))
+    assert difference_curve(curves, {}) == []
+
+
+def test_a_difference_curve_of_one_seed_has_no_width() -> None:
+    assert difference_curve({0: {50: 3.0}}, {0: {50: 4.0}, 1: {50: 9.0}}) == [Band(50, -1.0, -1.0, -1.0)]

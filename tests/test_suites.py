@@ -447,7 +447,7 @@ def test_page_and_terminal_have_the_papers_too(sizes):
         assert "−0.011 (−0.40%)" in where
     assert "suite llama-sizes at scale tiny" in text
     assert SUITES["llama-sizes"].scales[TINY].notes[0] in text
-    assert "Improvement over its own baseline" in text
+    assert "Difference to its own baseline" in text
 
 
 @pytest.mark.slow

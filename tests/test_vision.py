@@ -676,7 +676,7 @@ def test_models_of_images_are_compared_by_their_accuracy(cli):
     assert second.difference.by_seed[1] == second.scores[1] - first.scores[1]
     assert {run.batch_plan["evaluation_sequences"] for run in comparison.finals} == {599}
     table = markdown(comparison)
-    assert "| test accuracy mean ± s.d. |" in table
+    assert "| test accuracy mean (s.d.) |" in table
     assert "validation loss" not in table
     page = write_report("both").read_text()
     for text in ("Test accuracy during training", "1,198 to train on, 599 to test on", "16 images of 17 tokens"):

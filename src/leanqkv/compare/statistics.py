@@ -36,7 +36,7 @@ class PairedDifference:
 
 @dataclass(frozen=True)
 class Band:
-    """A value at one step: its mean over seeds and the lowest and highest seed."""
+    """A value at one step: its mean over seeds, and the ends of a range around it."""
 
     step: float
     mean: float
@@ -66,7 +66,7 @@ def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]
 
 
 def average(curves: Mapping[int, Curve]) -> list[Band]:
-    """Return mean and range over seeds at every step that all curves have."""
+    """Return the mean, the lowest and the highest seed at every step that all curves have."""
     if not curves:
         return []
     steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
@@ -74,11 +74,17 @@ def average(curves: Mapping[int, Curve]) -> list[Band]:
     return [Band(step, float(np.mean(at)), min(at), max(at)) for step, at in values.items()]
 
 
-def relative_improvement(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> list[Band]:
-    """Return `(L_baseline - L) / L_baseline`, per seed at each common step, then over seeds; above zero is better."""
-    relative = {}
-    for seed, curve in curves.items():
-        if seed in baseline:
-            common = {step: (baseline[seed][step], loss) for step, loss in curve.items() if step in baseline[seed]}
-            relative[seed] = {step: (reference - loss) / reference for step, (reference, loss) in common.items()}
-    return average(relative)
+def difference_curve(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> list[Band]:
+    """Return the paired difference to the baseline and its 95% interval, at every step that all pairs of curves have.
+
+    With one pair the interval is unknown, and `low` and `high` are the mean.
+    """
+    seeds = curves.keys() & baseline.keys()
+    if not seeds:
+        return []
+    bands = []
+    for step in sorted(set.intersection(*(set(curves[seed].keys() & baseline[seed].keys()) for seed in seeds))):
+        difference = paired_difference(*({seed: of[seed][step] for seed in seeds} for of in (curves, baseline)))
+        assert difference is not None
+        bands.append(Band(step, difference.mean, *(difference.interval or 2 * (difference.mean,))))
+    return bands

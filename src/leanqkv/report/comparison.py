@@ -11,15 +11,18 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from ..compare.records import ComparisonRecord, Result
+from ..compare.statistics import standard_deviation
 from ..compare.suites import SUITES
 from .published import published_tables
 from .stability import stability_table
-from .text import ABSENT, Table, compact, listed, mean_and_deviation, percent, seeds, signed, with_interval
+from .text import ABSENT, Table, compact, listed, percent, seeds, signed, with_interval
 
-DIFFERENCE = 4  # the place of that column
+DIFFERENCE = 1  # the place of that column
+# Fewer are warned of: at two seeds Student's t is 12.7, at three 4.3.
+ENOUGH_SEEDS, ENOUGH_INPUTS = 3, 64
 INTERVAL_NOTE = (
-    "Differences are paired by seed; after ± stands half of the 95% Student t interval. "
-    "“Clearly” means that this interval leaves out zero; it is not corrected for comparing several architectures."
+    "Differences are paired by seed. ± is half of the 95% interval: Student's t over seeds. “Clearly” means that this "
+    "interval leaves out zero; it is not corrected for comparing several models."
 )
 VERDICTS = {
     "lower": "clearly lower for",
@@ -33,18 +36,50 @@ def result_table(comparison: ComparisonRecord) -> Table:
     """Return a row per architecture, a difference clear of zero in bold, and the result in words below."""
     headers = (
         "model",
-        "parameters\n(non-emb.)",
-        "KV bytes per\ntoken (bf16)",
-        f"{comparison.measure.name}\nmean ± s.d.",
         "difference to\nbaseline, 95%",
+        f"{comparison.measure.name}\nmean (s.d.)",
+        "KV bytes per\ntoken (bf16)",
+        "parameters\n(non-emb.)",
         "learning\nrate",
         "tokens/s",
     )
-    note = reading(comparison)
-    if any(result.verdict in ("lower", "higher", "unclear") for result in comparison.results):
-        note = f"{note} {INTERVAL_NOTE}"
+    note = [reading(comparison), " ".join(warnings(comparison)), interval_note(comparison)]
     rows = [_result_cells(comparison, result) for result in comparison.results]
-    return Table(headers, rows, comparison.title, note)
+    return Table(headers, rows, comparison.title, "\n\n".join(filter(None, note)))
+
+
+def interval_note(comparison: ComparisonRecord) -> str:
+    """Return what ± and “clearly” mean; empty where no difference has an interval."""
+    known = any(result.verdict in ("lower", "higher", "unclear") for result in comparison.results)
+    return INTERVAL_NOTE if known else ""
+
+
+def warnings(comparison: ComparisonRecord) -> list[str]:
+    """Return what makes the differences weak evidence: learning rates, few seeds, few evaluation sequences."""
+    lines = []
+    groups = [
+        {result.learning_rate for result in comparison.results if result.name in names and result.learning_rate}
+        for names in comparison.groups
+    ]
+    rates = listed([f"{rate:g}" for rate in sorted(set().union(*groups))])
+    if any(len(group) > 1 for group in groups):
+        each = "each is the best of its search" if comparison.grid else "none was searched"
+        lines.append(f"Learning rates differ ({rates}); {each}. Part of a difference may come from them.")
+    elif rates and not comparison.grid:
+        lines.append(f"The learning rate ({rates}) was not searched. Another may favor another model.")
+    pairs = [len(result.difference.by_seed) for result in comparison.results if result.difference]
+    if pairs and min(pairs) == 1:
+        lines.append("A difference known from one seed has no interval. It may be seed noise.")
+    elif pairs and min(pairs) < ENOUGH_SEEDS:
+        lines.append(f"Fewer than {ENOUGH_SEEDS} seeds: intervals are wide, and their width is itself uncertain.")
+    counts = [run.batch_plan["evaluation_sequences"] for run in comparison.finals]
+    if counts and min(counts) < ENOUGH_INPUTS:
+        inputs = comparison.measure.inputs
+        lines.append(
+            f"Fewer than {ENOUGH_INPUTS} evaluation {inputs}: {min(counts)}. Other {inputs} may give another "
+            "difference, and no interval over seeds covers that."
+        )
+    return lines
 
 
 def terminal_report(comparison: ComparisonRecord) -> RenderableType:
@@ -184,15 +219,21 @@ def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
     pairs = len(difference.by_seed) if difference else 0
     remark = "" if pairs == len(comparison.seeds) else f"\n{seeds(pairs)}"
     states = [result.state(seed) for seed in comparison.seeds]
-    scores = [mean_and_deviation(result.scores.values())] if result.scores else []
+    scores = [_mean_and_deviation(list(result.scores.values()))] if result.scores else []
     scores += [f"{states.count(state)} {state}" for state in ("diverged", "missing") if state in states]
     speeds = [run.tokens_per_second for run in result.finals.values() if run.loss is not None and run.tokens_per_second]
     return [
         f"`{result.name}`",
-        f"{compact(run.parameters['total'])} ({compact(run.parameters['non_embedding'])})" if run else ABSENT,
-        (f"{kv_bytes:,}" + (f" ({percent(kv_bytes, reference)})" if reference else "")) if kv_bytes else ABSENT,
-        "\n".join(scores),
         "baseline" if result.baseline is None else with_interval(difference, remark=remark),
+        "\n".join(scores),
+        (f"{kv_bytes:,}" + (f" ({percent(kv_bytes, reference)})" if reference else "")) if kv_bytes else ABSENT,
+        f"{compact(run.parameters['total'])} ({compact(run.parameters['non_embedding'])})" if run else ABSENT,
         ABSENT if result.learning_rate is None else f"{result.learning_rate:g}",
         f"{np.mean(speeds):,.0f}" if speeds else ABSENT,
     ]
+
+
+def _mean_and_deviation(values: Sequence[float]) -> str:
+    """`3.9050 (0.0071)`; ± is kept for intervals."""
+    deviation = standard_deviation(values)
+    return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ({deviation:.4f})")

@@ -8,10 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from ..compare.measure import LOSS
-from ..compare.records import ComparisonRecord, Run, load_comparison
-from ..compare.statistics import Band, average, relative_improvement
+from ..compare.records import ComparisonRecord, Result, Run, load_comparison
+from ..compare.statistics import Band, average, difference_curve, paired_difference
 from . import figures, html
-from .comparison import DIFFERENCE, INTERVAL_NOTE, markdown, reading, remarks, result_table, sections, suite_claims
+from .comparison import (
+    DIFFERENCE,
+    interval_note,
+    markdown,
+    reading,
+    remarks,
+    result_table,
+    sections,
+    suite_claims,
+    warnings,
+)
 from .text import ABSENT, Table, listed, signed
 
 Captioned = tuple[str, str, figures.Drawing]  # heading, caption and drawing
@@ -26,14 +36,15 @@ def write_report(directory: str | Path) -> Path:
         LeanError: as `load_comparison`.
     """
     comparison = load_comparison(directory)
-    drawn = (_training_curves(comparison), _improvement(comparison), _search(comparison), _loss_and_cache(comparison))
+    drawn = (_training_curves(comparison), _differences(comparison), _search(comparison), _loss_and_cache(comparison))
     return html.write_report(
         Path(directory),
         "comparison.html.j2",
         markdown(comparison),
         comparison=comparison,
         reading=reading(comparison),
-        interval_note=INTERVAL_NOTE,
+        warnings=warnings(comparison),
+        interval_note=interval_note(comparison),
         finished=sum(run.state != "missing" for run in comparison.finals),
         planned=len(comparison.architectures) * len(comparison.seeds),
         result=result_table(comparison),
@@ -76,30 +87,43 @@ def _training_curves(comparison: ComparisonRecord) -> Captioned | None:
         return None
     return (
         f"{name[0].upper()}{name[1:]} during training",
-        "Lines are means over seeds, bands reach from the lowest to the highest seed. The first evaluations, "
-        "where every model is still bad, lie beyond the edge.",
+        f"Lines are means over seeds.{figures.edge_note(series)}",
         figures.curves(series, comparison.measure, per_step.pop() if len(per_step) == 1 else None),
     )
 
 
-def _improvement(comparison: ComparisonRecord) -> Captioned | None:
-    """Of losses alone: an accuracy begins near zero, where a ratio says little."""
+def _differences(comparison: ComparisonRecord) -> Captioned | None:
+    """Of losses alone: an accuracy begins near zero for every model."""
     series = [
         figures.Series(result.name, result.style, points)
         for result in comparison.results
         if comparison.measure == LOSS
         and result.baseline
-        and (points := relative_improvement(result.curves(), result.baseline.curves()))
+        and (points := difference_curve(result.curves(), result.baseline.curves()))
     ]
-    over = comparison.baselines[0] if len(comparison.groups) == 1 else "its own baseline"
     if not series:
         return None
+    pairs = {r.name: len(r.curves().keys() & r.baseline.curves().keys()) for r in comparison.results if r.baseline}
     return (
-        f"Improvement over {over}",
-        f"How much lower the validation loss is than that of {over} at the same step and seed, "
-        "in percent; above zero is better. Bands reach from the lowest to the highest seed.",
-        figures.improvement_curves(series),
+        f"Difference to {_baseline(comparison)}",
+        "Validation loss minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
+        f"zero is better. {_intervals(comparison, pairs, 'bands')}"
+        + (" Wide bands of early evaluations may be cut off." if max(pairs.values()) > 1 else ""),
+        figures.difference_curves(series, comparison.measure),
     )
+
+
+def _baseline(comparison: ComparisonRecord) -> str:
+    return comparison.baselines[0] if len(comparison.groups) == 1 else "its own baseline"
+
+
+def _intervals(comparison: ComparisonRecord, pairs: Mapping[str, int], marks: str) -> str:
+    """What a figure's bands or bars mean, and which models have none. pairs: the seeds of every difference."""
+    if max(pairs.values(), default=0) < 2:
+        return f"There are no {marks}, because one seed gives no interval."
+    alone = [name for name, count in pairs.items() if count == 1]
+    absent = f" One seed gives none: {listed(alone)}." if alone else ""
+    return f"The {marks} are 95% intervals of the difference to {_baseline(comparison)}, over seeds.{absent}"
 
 
 def _search(comparison: ComparisonRecord) -> Captioned | None:
@@ -122,18 +146,26 @@ def _search(comparison: ComparisonRecord) -> Captioned | None:
 
 def _loss_and_cache(comparison: ComparisonRecord) -> Captioned | None:
     series = [
-        figures.Series(result.name, result.style, average({seed: {size: x} for seed, x in result.losses.items()}))
+        figures.Series(result.name, result.style, [_paired_loss(result, size)])
         for result in comparison.results
         if result.losses and (size := result.kv_bytes) is not None
     ]
     if len({one.points[0].step for one in series}) < 2:
         return None
+    pairs = {r.name: len(r.losses.keys() & r.baseline.losses.keys()) for r in comparison.results if r.baseline}
     return (
         "Validation loss and KV cache",
-        "Down and to the left is better. Marks are means over seeds, bars reach from the lowest to the highest "
-        "seed; equal caches stand side by side; the dashed line is the loss of the baseline.",
+        "Down and to the left is better. Marks are means over seeds; equal caches stand side by side; the dashed line "
+        f"is the loss of {comparison.baselines[0]}. {_intervals(comparison, pairs, 'bars')}",
         figures.cache_scatter(series),
     )
+
+
+def _paired_loss(result: Result, size: float) -> Band:
+    """The loss at this size of cache, with the interval of its difference to the baseline."""
+    difference = paired_difference(result.losses, result.baseline.losses) if result.baseline else None
+    width = (difference and difference.half_width) or 0
+    return Band(size, result.mean_loss, result.mean_loss - width, result.mean_loss + width)
 
 
 def _facts(comparison: ComparisonRecord) -> list[tuple[str, list[str]]]:

@@ -164,7 +164,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str, figures.Drawing]]:
     return [
         (
             "Validation loss during training",
-            "One run each, on the same batches. The first evaluations lie beyond the edge.",
+            f"One run each, on the same batches.{figures.edge_note(curves)}",
             figures.curves(curves, LOSS, training["tokens_per_step"]),
         ),
         (

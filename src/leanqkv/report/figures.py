@@ -88,13 +88,18 @@ class _Canvas:
         dash = {"linestyle": DASHES[series.style % len(DASHES)], "linewidth": 1.8 if series.style else 2.4}
         [self.legend[series.label]] = self.axes.plot(xs, ys, **options, **self.look(series.style), **dash)
 
-    def bands(self, series: Sequence[Series], scale: float = 1) -> None:
-        """Draw the means as lines, and the ranges around them."""
+    def means(self, series: Sequence[Series]) -> None:
         for one in series:
-            steps = [band.step for band in one.points]
-            low, mean, high = ([scale * getattr(b, edge) for b in one.points] for edge in ("low", "mean", "high"))
-            self.line(one, steps, mean, markevery=max(1, len(steps) // 12))
-            self.axes.fill_between(steps, low, high, color=self.look(one.style)["color"], alpha=0.16, linewidth=0)
+            steps, means = [band.step for band in one.points], [band.mean for band in one.points]
+            self.line(one, steps, means, markevery=max(1, len(steps) // 12))
+
+    def bands(self, series: Sequence[Series]) -> None:
+        """Draw the means as lines, and the ranges around them."""
+        self.means(series)
+        for one in series:
+            steps, low, high = ([getattr(band, name) for band in one.points] for name in ("step", "low", "high"))
+            color = self.look(one.style)["color"]
+            self.axes.fill_between(steps, low, high, facecolor=(color, 0.13), edgecolor=(color, 0.6), linewidth=0.7)
 
     def mark(self, label: str, xs: Sequence[float], ys: Sequence[float], style: int, **look: Any) -> None:
         """Draw marks in the architecture's color; in the legend they have the ink's."""
@@ -121,17 +126,12 @@ class _Canvas:
 
 
 def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> Drawing:
-    """Draw the measure over training; the first steps run off the edge so that the end can be told apart."""
+    """Draw the measure's means over training; the first steps may run off the edge, see `edge_note`."""
 
     def plot(canvas: _Canvas) -> None:
-        canvas.bands(series)
-        if shown := _settled(series):
-            low, high = min(band.low for band in shown), max(band.high for band in shown)
-            if measure.better == "lower":
-                high = max(band.mean for band in shown)
-            else:
-                low = min(band.mean for band in shown)
-            canvas.limits(low, high, 0.05)
+        canvas.means(series)
+        if shown := [band.mean for one in series for band in _settled(one)]:
+            canvas.limits(min(shown), max(shown), 0.05)
         for one in series:
             canvas.crosses(one)
         canvas.axes.set_ylabel(measure.name)
@@ -146,20 +146,21 @@ def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | No
     return _draw("loss", plot, f"Line chart: {measure.name} over training steps, one line per architecture.")
 
 
-def improvement_curves(series: Sequence[Series]) -> Drawing:
-    """Draw relative improvement over the baseline in percent; limits leave the noise of the first steps out."""
+def difference_curves(series: Sequence[Series], measure: Measure) -> Drawing:
+    """Draw differences to the baseline and their intervals; the last evaluation's intervals are whole."""
 
     def plot(canvas: _Canvas) -> None:
         canvas.axes.axhline(0, color=_INK, linewidth=1.4, zorder=1.5)
-        canvas.bands(series, scale=100)
-        if shown := _settled(series):
-            canvas.limits(100 * min(0, *(b.low for b in shown)), 100 * max(0, *(b.high for b in shown)), 0.06)
+        canvas.bands(series)
+        means = [band.mean for one in series for band in _settled(one)]
+        ends = [end for one in series for end in (one.points[-1].low, one.points[-1].high)]
+        canvas.limits(min(0, *means, *ends), max(0, *means, *ends), 0.06)
         canvas.axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}".replace("-", "−") if y else "0"))
-        canvas.axes.set_ylabel("improvement over the baseline, %")
+        canvas.axes.set_ylabel(f"difference in {measure.name}")
         canvas.step_axis()
 
-    description = "Line chart: relative improvement over the baseline in percent over training steps."
-    return _draw("improvement", plot, description)
+    description = f"Line chart: difference in {measure.name} to the baseline over training steps."
+    return _draw("difference", plot, description)
 
 
 def learning_rate_grid(series: Sequence[Series]) -> Drawing:
@@ -297,10 +298,16 @@ def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, mea
     return _draw(name, plot, description)
 
 
-def _settled(series: Sequence[Series]) -> list[Band]:
-    """The points that set the limits: without the first evaluation and the first fifth of the steps."""
-    last = max((band.step for one in series for band in one.points), default=0)
-    return [band for one in series for band in one.points[1:] if band.step >= last / 5]
+def edge_note(series: Sequence[Series]) -> str:
+    """Return the sentence for a caption of `curves` that leave the figure; empty where all of them are shown."""
+    beyond = any(len(_settled(one)) < len(one.points) for one in series)
+    return " The first evaluations, where every model is still bad, lie beyond the edge." if beyond else ""
+
+
+def _settled(series: Series) -> Sequence[Band]:
+    """The points that set the limits: without the first fifth of the steps, but three quarters of them at least."""
+    early = sum(band.step < series.points[-1].step / 5 for band in series.points)
+    return series.points[min(early, len(series.points) // 4) :]
 
 
 def _draw(name: str, plot: Callable[[_Canvas], None], description: str) -> Drawing:
