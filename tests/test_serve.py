@@ -393,7 +393,7 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(place, cli, monkeypat
     (place / "model" / "tokenizer.json").unlink()
     assert "no tokenizer at model" in refused(cli, "model")
     LeanForMaskedLM(tiny("gpt", task="masked_lm")).save_pretrained(place / "masked")
-    assert "masked_lm, which does not continue text" in refused(cli, "masked")
+    assert "masked_lm, which does not predict the next token" in refused(cli, "masked")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert "pip install 'leanqkv[serve]'" in refused(cli, "model")
 
@@ -401,14 +401,14 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(place, cli, monkeypat
 @pytest.fixture
 def live(tmp_path, monkeypatch):
     """A server on a thread of this process, with small limits."""
-    from leanqkv.checkpoints import load_model
+    from leanqkv.checkpoints import load_model, open_checkpoint
     from leanqkv.data.tokenizer import load_tokenizer
     from leanqkv.inference import serve
 
     monkeypatch.setattr(serve, "MAX_REQUESTS", 60)
     monkeypatch.setattr(serve, "REQUEST_SECONDS", 2)
     save(tmp_path, TEMPLATE)
-    app, generator = serve.build_app(load_model(tmp_path), load_tokenizer(tmp_path), "random")
+    app, generator = serve.build_app(load_model(open_checkpoint(tmp_path)), load_tokenizer(tmp_path), "random")
     server = serve.Server(app, generator)
     gc.freeze()  # as `serve` does: a collection of everything takes 0.2 seconds
     with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, ThreadPoolExecutor(1) as pool:

@@ -638,7 +638,7 @@ def test_train_inspect_and_what_they_refuse(cli, cache):
     assert code == 0
     assert "KV cache: none" in out
     for arguments, message in (
-        (("generate", "run", "--prompt", "a"), "image_classification, which does not continue text"),
+        (("generate", "run", "--prompt", "a"), "image_classification, which does not predict the next token"),
         (("train", model, "--data", str(folder), *options, "--tokenizer", "x", "--out", "b"), "--tokenizer is about"),
         (("train", SMALL, "--data", str(folder), *options, "--out", "b"), "3 channels"),
         (("train", SMALL, *options, "--context-length", "9", "--out", "b"), "leave out --context-length"),

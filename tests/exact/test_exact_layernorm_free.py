@@ -140,7 +140,9 @@ def test_what_is_certified_is_the_trick_apart(tmp_path: Path) -> None:
         source = tmp_path / f"hub{scale:.0f}"
         model = gpt2(scale)
         model.save_pretrained(source)
-        certificate = eliminate_directory(source, source / "out", parse_request("query", 1), dtype=torch.float64)
+        certificate = eliminate_directory(
+            source, tmp_path / f"out{scale:.0f}", parse_request("query", 1), dtype=torch.float64
+        )
         wanted = reference(source)
         with torch.no_grad():
             trick = relative(model.double()(input_ids=IDS).logits, wanted)

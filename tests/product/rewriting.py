@@ -138,7 +138,7 @@ def block_diagonal(case: Case) -> float:
     with saved(model) as (source, folder):
         request, certified = parse_request("block-diagonal"), {"input_ids": tokens(1, 4)}
         report = eliminate_directory(source, folder / "less", request, dtype=torch.float64, inputs=certified)
-        found = logits(load_model(folder / "less"))
+        found = logits(load_model(open_checkpoint(folder / "less")))
     return relative_error(found, logits(model)) / max(report["conditions"].values())
 
 
@@ -154,7 +154,7 @@ def exported(case: Case, shape: str) -> float:
         export_checkpoint(source, folder / "stock")
         stock = AutoModelForCausalLM.from_pretrained(folder / "stock", dtype=torch.float64)
         import_checkpoint(folder / "stock", folder / "back")
-        back = load_model(folder / "back")
+        back = load_model(open_checkpoint(folder / "back"))
     return max(relative_error(logits(found), logits(model)) for found in (stock.eval(), back))
 
 
@@ -163,7 +163,7 @@ def rounded(case: Case) -> float:
     model = case.model()
     with saved(model) as (source, folder), console.capture():
         import_checkpoint(source, folder / "bf16", dtype="bf16")
-        found = load_model(folder / "bf16")
+        found = load_model(open_checkpoint(folder / "bf16"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
