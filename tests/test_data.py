@@ -139,7 +139,7 @@ def test_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare_module, "write_tokens", full)
-    with pytest.raises(LeanError, match="the disk is full.*LEANQKV_CACHE"):
+    with pytest.raises(LeanError, match=r"the disk is full.*LEANQKV_CACHE"):
         prepare_data(source, vocab_size=400)
     assert list((tmp_path / "cache" / "data").iterdir()) == []
 
