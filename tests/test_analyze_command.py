@@ -238,7 +238,7 @@ def test_one_model_and_no_probes(place, unwrapped):
         (["plain1", "other"], "plain1 and other have different tokenizers"),
         (["plain1", "plain1"], "two of the directories are called plain1"),
         (["mute"], "no tokenizer at mute"),
-        (["nan"], "nan: its outputs are not finite"),
+        (["nan"], "values that are NaN or infinite"),
         (["plain1", "--data", "nowhere.txt"], "no data at nowhere.txt"),
         (["plain1", "--data", "short.txt"], "text is too short"),
         (["plain1", "--context-length", "65"], "longer than the 64 positions of plain1"),

@@ -123,7 +123,7 @@ def test_the_command(tmp_path, monkeypatch, unwrapped):
         (["nothing"], "nothing"),
         ([TINY, TINY], "named twice"),
         ([TINY, "--context", "8,x"], "--context is positive numbers between commas"),
-        ([TINY, "--batch", "0"], "--batch is positive numbers"),
+        ([TINY, "--batch", "0"], "each number of --batch must be a whole number from 1"),
         ([TINY, "--context", "1000"], "positions; the longest"),
         ([TINY, "--dtype", "fp16"], "--dtype is bf16 or fp32"),
         (["vit-tiny"], "is a model for image_classification"),

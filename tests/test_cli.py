@@ -195,7 +195,7 @@ def test_presets_name_their_papers(cli):
         (["inspect", "tiny+gqa:group_size=0"], "group_size must divide"),
         (["inspect", "wrong"], "hidden_size"),
         (["report", "nowhere"], "there is no nowhere/compare.json"),
-        (["generate", "other", "--prompt", "a"], "'gpt2' checkpoint"),
+        (["generate", "other", "--prompt", "a"], "other has no weights"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(place, cli, arguments, message):

@@ -165,7 +165,7 @@ def test_a_complete_demo_is_only_drawn_again(whole, cli):
     ("arguments", "message"),
     [
         ((*DEMO, "notes"), "notes is not empty and not a demo"),
-        ((*DEMO, "notes/precious.txt"), "is not empty and not a demo"),
+        ((*DEMO, "notes/precious.txt"), "precious.txt is a file"),
         (("demo", "--steps", "13", "--out", "whole"), "steps is 12 there and 13 here"),
         ((*DEMO, "new", "--device", "gpu"), "no device 'gpu'"),
         (("report", "begun"), "without training. Go on with: leanqkv demo --out begun"),

@@ -127,7 +127,7 @@ def test_an_index_without_metadata_is_read(folder, cli):
 # --- places -----------------------------------------------------------------------------------------------------------
 
 PLACES = {
-    "empty": ("", "give it a name"),
+    "empty": ("", "the value after --out is empty"),
     "here": (".", "give it a name"),
     "above": ("..", "give it a name"),
     "under a file": ("corpus.txt/out", "corpus.txt is a file"),

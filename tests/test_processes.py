@@ -147,17 +147,14 @@ def test_ctrl_c_in_train_and_uptrain(place, cli):
     assert curves("stopped-on") == curves("whole-on")
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_ctrl_c_in_compare(place, jobs):
+def test_ctrl_c_in_compare(place, cli):
     arguments = ("compare", f"tiny{SHAPE}", MODEL, *TRAIN, "--steps", "60", "--seeds", "1")
-    whole, out = f"whole-{jobs}", f"stopped-{jobs}"
-    command = [sys.executable, "-m", "leanqkv", *arguments, "--jobs", jobs]
-    subprocess.run([*command, "--out", whole], check=True, capture_output=True)
-    interrupted((*arguments, "--jobs", jobs, "--out", out), f"{out}/runs/*/checkpoint-*/complete")
-    assert len(list(Path(out).glob("runs/*/record.json"))) < 2
-    subprocess.run([*command, "--out", out], check=True, capture_output=True)
-    for run in Path(whole, "runs").iterdir():
-        assert curves(Path(out, "runs", run.name)) == curves(run)
+    assert cli(*arguments, "--jobs", "1", "--out", "all")[0] == 0
+    interrupted((*arguments, "--jobs", "2", "--out", "stopped-all"), "stopped-all/runs/*/checkpoint-*/complete")
+    assert len(list(Path("stopped-all").glob("runs/*/record.json"))) < 2
+    assert cli(*arguments, "--jobs", "1", "--out", "stopped-all")[0] == 0
+    for run in Path("all", "runs").iterdir():
+        assert curves(Path("stopped-all", "runs", run.name)) == curves(run)
 
 
 @pytest.mark.parametrize(

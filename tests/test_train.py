@@ -290,7 +290,10 @@ import re
 from pathlib import Path
 from leanqkv import preset
 from leanqkv.train import Precision, Step
+from leanqkv.train import precision
 from leanqkv.train.precision import time_steps
+
+precision.TIMED_STEPS = 1
 
 def peak():  # of this process, in bytes; getrusage would begin at the peak of the process that started it
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
