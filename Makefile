@@ -1,5 +1,5 @@
 # make demo       set up, then every tool on one small model: a few minutes on 2 cores; ends with runs/demo/report.html
-# make test       set up, lint, and the whole test suite: about 5 minutes on 2 cores
+# make test       set up, lint, and the whole test suite: about 10 minutes on 2 cores
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
 # make lint       ruff and mypy
 # make setup      a virtual environment in .venv, about 2 minutes

@@ -534,16 +534,6 @@ def test_inputs_and_outputs(variant: Variant) -> None:
         assert_near(model(input_ids=ids, labels=masked).loss, expected + balance, rounding(torch.float32))
 
 
-@pytest.mark.slow
-def test_compiles_without_graph_breaks() -> None:
-    model = Variant("llama", ("gqa", "skipv1"), BIASES).trained()
-    ids = tokens(2, 6)
-    with torch.no_grad():
-        expected = model(input_ids=ids, use_cache=False).logits
-        found = torch.compile(model, backend="eager", fullgraph=True)(input_ids=ids, use_cache=False).logits
-    assert_near(found, expected, rounding(torch.float32))
-
-
 def test_either_ids_or_embeddings() -> None:
     model = LeanForCausalLM(tiny("gpt"))
     with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
