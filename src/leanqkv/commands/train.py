@@ -151,8 +151,9 @@ def _specify(
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
     assert context is not None
-    teacher_config = None if teacher is None else open_checkpoint(teacher).config
-    if teacher is not None and teacher_config is not None:
+    teacher_config: LeanConfig | None = None
+    if teacher is not None:
+        teacher_config = open_checkpoint(teacher).config
         check_teacher(name, config, teacher.name, teacher_config, context)
     prepared = read()
     evaluated = run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences)
@@ -171,9 +172,9 @@ def _specify(
     if initial is not None:
         with progress_bar("hashing the weights"):
             start = {"role": "uptrain", "initial_sha256": weights_hash(initial)}
-            if teacher is not None:
+            if teacher is not None and teacher_config is not None:
                 start |= {"teacher_sha256": weights_hash(teacher), "distillation": distillation}
-                start["teacher_config"] = open_checkpoint(teacher).config.as_overrides()
+                start["teacher_config"] = teacher_config.as_overrides()
     spec = RunSpec(
         name=name,
         config=config.as_overrides(),

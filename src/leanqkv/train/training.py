@@ -57,8 +57,9 @@ def train(
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
     config = LeanConfig(**spec.config)
     check_fit(spec.name, config, data, spec.context_length, spec.recipe, spec.evaluation_sequences)
-    teacher_config = None if teacher is None else open_checkpoint(teacher).config
-    if teacher is not None and teacher_config is not None:
+    teacher_config: LeanConfig | None = None
+    if teacher is not None:
+        teacher_config = open_checkpoint(teacher).config
         check_teacher(spec.name, config, teacher.name, teacher_config, spec.context_length)
     connect(device)
     arguments = _arguments(spec, out, device, keep_checkpoints)
@@ -67,7 +68,7 @@ def train(
     for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
         if (directory and weights_hash(directory)) != wanted:
             raise LeanError(f"{spec.name} was to be trained from, or by, other weights than those in {directory}")
-    if teacher and spec.teacher_config not in (None, open_checkpoint(teacher).config.as_overrides()):
+    if teacher_config is not None and spec.teacher_config not in (None, teacher_config.as_overrides()):
         raise LeanError(f"{spec.name} was to be trained by another model than that in {teacher}")
     if (finished := first_decides(lambda: claim(out, spec))) is not None:
         first_decides(lambda: clean(out, finished))
