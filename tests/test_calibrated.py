@@ -448,9 +448,9 @@ def test_space_is_asked_for_before_anything_is_written(fields: dict, tmp_path: P
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").symlink_to("/dev/full")
-    with pytest.raises(LeanError, match=r"is full\. Set TMPDIR"):
+    with pytest.raises(LeanError, match=r"the disk is full: .*; set TMPDIR"):
         Stream(tmp_path / "file", (4, 8))[:2] = torch.ones(2, 8)
-    with pytest.raises(LeanError, match=r"is full\. Set TMPDIR"):
+    with pytest.raises(LeanError, match=r"the disk is full: .*; set TMPDIR"):
         map_tensor(tmp_path / "file", torch.ones(4))
 
 

@@ -4,10 +4,7 @@ Files are written by plain writes, never through a memory map: a full disk is th
 process, and the pages written do not count as memory of the process.
 """
 
-import errno
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -16,6 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import LeanError
+from ..files import disk_full_is_an_error
+
+ADVICE = "set TMPDIR to a larger disk"
 
 
 class Stream:
@@ -32,7 +32,7 @@ class Stream:
 
     def __setitem__(self, rows: slice, tensor: Tensor) -> None:
         start, _, _ = rows.indices(self.shape[0])
-        with _naming_full_disk(self._file), self._file.open("r+b") as file:
+        with disk_full_is_an_error(self._file.parent, ADVICE), self._file.open("r+b") as file:
             file.seek(start * self._row * np.float32().nbytes)
             file.write(tensor.float().contiguous().numpy().data)
 
@@ -40,7 +40,7 @@ class Stream:
 def map_tensor(file: Path, tensor: Tensor) -> Tensor:
     """Write `tensor` to `file` and return it as a map of that file, whose pages the system can drop."""
     array = tensor.contiguous().numpy()
-    with _naming_full_disk(file):
+    with disk_full_is_an_error(file.parent, ADVICE):
         file.write_bytes(array.data)
     return torch.from_numpy(np.memmap(file, array.dtype, mode="c", shape=array.shape))
 
@@ -57,16 +57,3 @@ def check_space(directory: Path, streams: int, gram_matrices: int) -> None:
             f"calibration needs {needed / 1e6:,.1f} MB in the temporary directory {directory.parent}, which has "
             f"{free / 1e6:,.1f} MB free. Set TMPDIR to a larger disk, {options}"
         )
-
-
-@contextmanager
-def _naming_full_disk(file: Path) -> Iterator[None]:
-    """Turn a full disk into a LeanError: nothing written here is of use to a second attempt."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise LeanError(
-            f"the disk of the temporary directory {file.parent.parent} is full. Set TMPDIR to a larger one"
-        ) from None
