@@ -1,4 +1,5 @@
 # make demo       set up, then every tool on one small model: a few minutes on 2 cores; ends with runs/demo/report.html
+# make real       set up, then a pretrained model: fetched, converted and compared, on 2 cores in minutes
 # make test       set up, lint, and the whole test suite: about 10 minutes on 2 cores
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
 # make lint       ruff and mypy
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch comes first and by its exact version: asked for by another package it may bring gigabytes.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: setup demo test test-fast lint clean
+.PHONY: setup demo real test test-fast lint clean
 
 setup: $(VENV)/ready
 
@@ -23,6 +24,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/leanqkv demo --out runs/demo
+
+real: setup
+	$(BIN)/python -m experiments.real
 
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal

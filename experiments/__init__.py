@@ -1,1 +1,1 @@
-"""Checks of what the papers state; the package does not depend on them."""
+"""Run from a checkout: checks of what the papers state, and `make real`; the package does not depend on them."""

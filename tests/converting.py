@@ -106,8 +106,8 @@ def missed_by_hand(before: LeanForCausalLM, after: LeanForCausalLM, ids: Tensor)
         model(ids)
     missed = []
     for i, target in attended[before].items():
-        if before.config.attention_skip:
-            target = target + streams[before][i] - streams[after][i]
+        if before.config.attention_skip and before.config.norm_placement == "before":
+            target = target + (streams[before][i] - streams[after][i]) / before.config.residual_multiplier
         missed.append(float((target - attended[after][i]).square().sum() / target.square().sum()))
     return missed
 

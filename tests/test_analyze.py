@@ -212,6 +212,9 @@ def test_where_values_come_from():
     assert layers("skipv1:injection=odd_even")[2] == (2, 2, 0, 0)
     assert layers("skipv0")[1] == (1, 1)
     assert layers("cla-v") == [(0, 0, 0, 0), (0, 0, 0, 0), (2, 2, 2, 2)]
+    assert layers("borrowed-values") == [(0, 0, 0, 0), (1, 1, 0, 0), (2, 2, 1, 1)]
+    rows = {"type": "borrowed_values", "heads": [[0, 2, 0, 0], [2, 1, 0, 3], [2, 2, 1, 1]]}
+    assert layers(key_value=rows) == [(0, 0, 0, 0), (1, 1, 1, 1), (2, 0, 1, 2)]
     assert layers("mla:rank=8,rope_dim=4", "skipv1", shape="llama") == [None] * 3
 
 

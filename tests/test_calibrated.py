@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from converting import BIASES, build, logits, source
+from converting import BIASES, TOLERANCES, build, conversion_error, logits, source
 from shapes import assert_near, tokens
 from torch import Tensor
 
@@ -485,3 +485,18 @@ def test_memory_does_not_grow_with_the_tokens() -> None:
     assert process.returncode == 0, process.stderr
     fewer, more = (int(kilobytes) * 1024 for kilobytes in process.stdout.split())
     assert more - fewer < (512 - 128) * 32 * 512 * 4
+
+
+def test_fits_that_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = source("gpt")
+    monkeypatch.setattr("leanqkv.convert.calibrated.LARGEST_STEP", 0.0)
+    _, _, report = calibrated(config, tensors, tokens(8, 16).numpy())
+    assert not report["lent_values"] and [layer["layer"] for layer in report["layers"]] == [1, 2]
+    alone = calibrated(config, tensors, tokens(8, 16).numpy(), Settings(refit_lent=False, refit_values=False))[2]
+    assert report["layers"] == alone["layers"]
+
+
+@pytest.mark.parametrize("conversion", ["calibrated", "top-vo"])
+def test_heads_move_with_their_part_of_a_norm_over_all_heads(conversion: str) -> None:
+    config, tensors = source("llama", qk_norm="width")
+    assert conversion_error(config, tensors, conversion) < TOLERANCES[conversion]

@@ -169,6 +169,7 @@ def test_presets_name_their_papers(cli):
     assert code == 0
     for text in ("gpt2-124m", "llama-3b", "tinyllama-1.1b", "skipv0", "P2 eq. 2-3", "source_layer=2"):
         assert text in out
+    assert "heads=" not in out, "rows cannot be in a name"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,12 @@ from leanqkv.presets import MECHANISMS
 
 ROPE = {"position_embedding_type": "rope"}
 
+
+def borrowed(heads: Any, **fields: Any) -> dict[str, Any]:
+    options = {name: fields.pop(name) for name in ("ratio", "head") if name in fields}
+    return {"key_value": {"type": "borrowed_values", "heads": heads, **options}, **fields}
+
+
 # mechanisms, overrides, what the message must contain
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     # names
@@ -77,6 +83,38 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     (("skipv1:injection=rotate",), {}, ("injection", "second_half", "'rotate'")),
     (("resformer:mode=per_head",), {}, ("mode", "per_layer", "'per_head'")),
     (("resformer:mode=per_token,weight=1.0",), {}, ("weight", "between 0 and 1")),
+    # borrowed values
+    (("borrowed-values:ratio=0.75",), {}, ("ratio", "between 0 and 0.5", "0.75")),
+    (("borrowed-values:ratio=-0.5",), {}, ("ratio", "between 0 and 0.5", "-0.5")),
+    (("borrowed-values", "mqa"), {}, ("ratio 0.5 of 1 value head is less than one",)),
+    (("borrowed-values", "mla"), {}, ("borrowed_values", "latent (MLA)")),
+    (("borrowed-values", "skipv1"), {}, ("borrowed-values", "skipv1", "clash")),
+    (("borrowed-values:heads=1",), {}, ("heads", "rows of four whole numbers", "found 1")),
+    (("borrowed-values",), {"num_hidden_groups": 1}, ("num_hidden_groups", "layers 0 and 1")),
+    ((), borrowed([]), ("heads", "at least one", "found []")),
+    ((), borrowed([[1, 0, 0, 0], [1, 2, 3]]), ("heads", "rows of four", "found [1, 2, 3]")),
+    ((), borrowed([[1, 0, 0, 0], [1, 2, 0, 1.0]]), ("heads", "whole numbers", "found [1, 2, 0, 1.0]")),
+    ((), borrowed([[1, True, 0, 0]]), ("heads", "whole numbers", "True")),
+    ((), borrowed([[1, None, 0, 0]]), ("heads", "whole numbers", "None")),
+    ((), borrowed("1000"), ("heads", "rows of four", "'1000'")),
+    ((), borrowed({"1": [1, 0, 0, 0]}), ("heads", "rows of four")),
+    ((), borrowed(None), ("heads", "rows of four", "None")),
+    ((), borrowed([[3, 0, 0, 0]]), ("[3, 0, 0, 0]", "3 layers of 4 value heads")),
+    ((), borrowed([[1, 4, 0, 0]]), ("[1, 4, 0, 0]", "3 layers of 4 value heads")),
+    ((), borrowed([[1, 0, 0, 4]]), ("[1, 0, 0, 4]", "3 layers of 4 value heads")),
+    ((), borrowed([[1, -1, 0, 0]]), ("[1, -1, 0, 0]", "counted from 0")),
+    ((), borrowed([[1, 0, -1, 0]]), ("[1, 0, -1, 0]", "counted from 0")),
+    ((), borrowed([[1, 0, 2, 0]]), ("[1, 0, 2, 0]", "the same or an earlier")),
+    (("gqa",), borrowed([[1, 2, 0, 0]]), ("[1, 2, 0, 0]", "3 layers of 2 value heads")),
+    ((), borrowed([[1, 0, 0, 0], [1, 0, 0, 1]]), ("head 0 of layer 1", "two rows")),
+    ((), borrowed([[1, 0, 1, 0]]), ("[1, 0, 1, 0]", "borrowed itself")),
+    ((), borrowed([[1, 0, 0, 0], [2, 0, 1, 0]]), ("[2, 0, 1, 0]", "borrowed itself")),
+    ((), borrowed([[1, 0, 0, 0]], ratio=0.25), ("heads", "leave ratio out")),
+    ((), borrowed([[1, 0, 0, 0]], head=1), ("'head'", "did you mean 'heads'")),
+    (("mla",), borrowed([[1, 0, 0, 0]]), ("borrowed_values", "latent (MLA)")),
+    (("keys-as-values",), borrowed([[1, 0, 0, 0]]), ("layer 1", "1, 2, 3", "value 'keys'")),
+    (("identity-value:layers=1",), borrowed([[1, i, 0, i] for i in range(4)]), ("layer 1", "no values of its own")),
+    ((), borrowed([[1, 3, 0, 0]], num_hidden_groups=1), ("num_hidden_groups", "layers 0 and 1")),
     (("denseformer:dilation=0",), {}, ("depth_average", "dilation", "0")),
     (("denseformer:peroid=2",), {}, ("depth_average", "peroid", "period")),
     (("mla", "gqa"), {}, ("num_key_value_heads", "kv_lora_rank")),
@@ -102,6 +140,35 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     ((), {"sliding_window": 1}, ("sliding_window", "at least 2")),
     ((), {"mask_type": "bidirectional"}, ("causal_lm", "masked_lm")),
     ((), {"task": "masked_lm", "mask_type": "causal"}, ("masked_lm", "bidirectionally")),
+    ((), {"sliding_window": 4, "window_layers": []}, ("window_layers", "[]")),
+    ((), {"sliding_window": 4, "window_layers": [1, 3]}, ("window_layers", "0 to 2", "[1, 3]")),
+    ((), {"sliding_window": 4, "window_layers": [1, 0]}, ("window_layers", "ascending", "[1, 0]")),
+    ((), {"window_layers": [1]}, ("window_layers", "sliding_window")),
+    ((), ROPE | {"rope_layers": [-1]}, ("rope_layers", "[-1]")),
+    ((), {"rope_layers": [1]}, ("rope_layers", "position_embedding_type 'learned'")),
+    ((), ROPE | {"window_rope_parameters": {}}, ("window_rope_parameters", "sliding_window")),
+    (
+        (),
+        ROPE | {"sliding_window": 4, "window_rope_parameters": {"rope_theta": 0}},
+        ("window_rope_parameters", "rope_theta", "0"),
+    ),
+    (("mla",), ROPE | {"rope_layers": [1]}, ("rope_layers", "latent")),
+    (
+        ("skipv1",),
+        {"sliding_window": 4, "window_layers": [1, 2]},
+        ("layer 1", "layer 0", "sliding window: None, not 4"),
+    ),
+    (("skipv1",), {"sliding_window": 4, "window_layers": [0]}, ("layer 1", "layer 0", "sliding window: 4, not None")),
+    (("skipkv1",), ROPE | {"rope_layers": [0]}, ("layer 1", "layer 0", "rotary positions: rope_parameters, not None")),
+    (("keys-as-values", "skipv1"), ROPE | {"rope_layers": [1, 2]}, ("layer 1", "layer 0", "rotary positions")),
+    ((), {"norm_placement": "behind"}, ("norm_placement", "'behind'")),
+    ((), {"norm_placement": "after", "norm_type": "none"}, ("norm_placement 'after'", "norm_type 'none'")),
+    ((), {"norm_placement": "both", "block_type": "parallel"}, ("norm_placement 'both'", "serial", "'parallel'")),
+    ((), {"qk_norm": "head"}, ("qk_norm", "'width'", "'head'")),
+    ((), {"residual_multiplier": 0.0}, ("residual_multiplier", "positive", "0.0")),
+    ((), {"logits_scaling": float("inf")}, ("logits_scaling", "finite", "inf")),
+    ((), {"attention_multiplier": -1.0}, ("attention_multiplier", "-1.0")),
+    ((), {"norm_topk_prob": True}, ("norm_topk_prob", "mlp_type 'moe'")),
     # heads
     ((), {"num_attention_heads": 5}, ("hidden_size", "32", "num_attention_heads", "5")),
     ((), {"num_key_value_heads": 3}, ("num_key_value_heads", "3", "num_attention_heads", "4")),
@@ -174,6 +241,7 @@ def test_edited_file_is_checked(tmp_path: Path) -> None:
         *(tiny(shape, name, num_hidden_layers=5) for shape in ("gpt", "llama") for name in MECHANISMS),
         tiny("llama", rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}, qk_norm=True, head_dim=12),
         tiny("gpt", "nonlinear-query:rank=5,anchor=linear,layers=0,2", "gqa", "skipv1:ratio=1.0", eos_token_id=[1, 2]),
+        tiny("gpt", **borrowed([[0, 2, 0, 0], [1, 0, 0, 3], [2, 1, 0, 1]])),
     ],
     ids=lambda config: "-".join(str(x["type"]) for x in (*config.query, *config.key, *config.value, config.key_value)),
 )

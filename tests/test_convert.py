@@ -209,7 +209,7 @@ def test_too_little_temporary_space(place, unwrapped, monkeypatch):
         ((), {}, "--to skipv2", "there is no conversion to 'skipv2'"),
         ((), {}, "--to skipv1", "needs calibration text"),
         ((), {}, "--to skipv1 --method svd --calibration corpus.txt", "--calibration is for"),
-        ((), {}, "--to skipv1 --method svd --no-choose", "are for --method calibrated"),
+        ((), {}, "--to skipv1 --method svd --no-choose", "are for --to skipv1 --method calibrated"),
         ((), {}, "--to skipv1 --calibration corpus.txt --tokens 10000000", "calibration tokens are asked for"),
         ((), {}, "--to skipv1 --calibration corpus.txt --sequence-length 65", "65 is beyond the model's 64 positions"),
         (("nonlinear-query",), {}, "--to nonlinear-query", "the query of layer 0 is 'nonlinear'"),

@@ -45,6 +45,8 @@ CASES: list[tuple[tuple[str, ...], dict]] = [
     (("yoco",), {"num_hidden_layers": 4}),
     (("cla-v",), {"num_hidden_layers": 4}),
     (("fusedkv-lite",), {"num_hidden_layers": 4}),
+    (("borrowed-values",), {}),
+    ((), {"key_value": {"type": "borrowed_values", "heads": [[0, 2, 0, 0], [1, 0, 0, 3], [2, 1, 0, 1], [2, 3, 2, 2]]}}),
     (("keys-as-values", "skipv1"), {}),
     (("mla",), {}),
     (("mla", "skipv1"), {}),

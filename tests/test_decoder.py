@@ -17,7 +17,18 @@ from leanqkv.inference.linear import PackedLinear, can_pack, packed
 from leanqkv.presets import MECHANISMS
 
 PROMPT, NEW = 9, 12
-SHAPES = [("gpt", {}), ("llama", {}), ("llama", {"sliding_window": 4}), ("llama", {"mask_type": "prefix"})]
+# Of the same layer, of the layer below and of the first one, not the last heads.
+SCATTERED = {
+    "type": "borrowed_values",
+    "heads": [[0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0]],
+}
+SHAPES = [
+    ("gpt", {}),
+    ("llama", {}),
+    ("llama", {"sliding_window": 4}),
+    ("llama", {"mask_type": "prefix"}),
+    ("llama", {"key_value": SCATTERED}),
+]
 
 
 def build(shape: str, *mechanisms: str, **fields) -> LeanForCausalLM:
@@ -89,6 +100,18 @@ def test_a_sequence_ends_with_its_last_token_and_is_filled_up():
     assert (both(model, ids, eos_token_id=ends, pad_token_id=1)[0] == 1).any()
     one, expected = both(model, ids[:1], eos_token_id=ends)
     assert one.shape == expected.shape == (1, PROMPT + 4)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"key_value": SCATTERED}, {"key_value": SCATTERED, "num_attention_heads": 8}], ids=str
+)
+def test_single_borrowed_heads_give_the_same_tokens(fields):
+    model = build("gpt", **{"num_key_value_heads": 4, **fields})
+    actual, expected = both(model, tokens(2, PROMPT))
+    assert torch.equal(actual, expected)
+    decoder = Decoder(model)
+    decoder.generate(tokens(2, PROMPT), max_new_tokens=NEW)
+    assert cache_bytes(decoder.cache) == 2 * (PROMPT + NEW - 1) * model.config.plan.kv_bytes_per_token(torch.float32)
 
 
 @pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("gqa", "skipv1"), ("mla",), ("yoco",), ("keys-as-values",)])

@@ -314,19 +314,18 @@ CORPORA = TEXTS | {
     "empty-tokens": written("empty.bin", b""),
     "empty-name": lambda folder: "",
 }
-READERS = {
-    **dict.fromkeys(("train", "uptrain", "compare", "eval", "analyze"), ("--data", CORPORA)),
-    "convert": ("--calibration", CORPORA),
-    **dict.fromkeys(("eliminate", "verify"), ("--text", TEXTS)),
-}
+READERS = [
+    *((command, "--data", CORPORA) for command in ("train", "uptrain", "compare", "eval", "analyze")),
+    *(("convert", option, CORPORA) for option in ("--calibration", "--evaluate")),
+    *((command, "--text", TEXTS) for command in ("eliminate", "verify")),
+]
 
 
 @pytest.mark.parametrize(
-    "command, text", [(command, text) for command, (_, texts) in READERS.items() for text in texts]
+    "command, option, text", [(command, option, text) for command, option, texts in READERS for text in texts]
 )
-def test_text(refused, folder, command, text):
-    option, texts = READERS[command]
-    name = texts[text](folder)
+def test_text(refused, folder, command, option, text):
+    name = (TEXTS if option == "--text" else CORPORA)[text](folder)
     line = refused(*COMMANDS[command], option, name)
     if text in ("surrogate", "nested", "nested-whole", "no-json", "no-object", "no-field", "null", "bytes"):
         assert "line 2" in line

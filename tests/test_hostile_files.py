@@ -10,7 +10,7 @@ import pytest
 import torch
 from corpus import SHAPE, write_corpus
 from safetensors.torch import load_file, save_file
-from shapes import randomize, tiny
+from shapes import assert_near, randomize, tiny
 
 from leanqkv import LeanForCausalLM
 from leanqkv.data.tokenizer import train_tokenizer
@@ -203,7 +203,8 @@ def test_a_model_is_the_one_that_from_pretrained_loads(tmp_path, shape, dtype):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs), name
     ids = torch.arange(10)[None] % 90
-    assert torch.equal(model(ids).logits, expected(ids).logits)
+    # The products of equal weights are rounded as the weights are aligned in memory.
+    assert_near(model(ids).logits, expected(ids).logits, 64 * torch.finfo(dtype).eps)
     assert not model.training
 
 

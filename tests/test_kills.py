@@ -25,7 +25,10 @@ COMMANDS = {
     "train, checkpoints kept": ("train", MODEL, *STEPS, "--keep-checkpoints", "--out", "out"),
     "uptrain": ("uptrain", "../source", "--teacher", "../source", *STEPS, "--out", "out"),
     "compare": ("compare", MODEL, f"{MODEL}+skipv1", *STEPS, "--seeds", "1", "--jobs", "1", "--out", "out"),
-    "convert": ("convert", "../source", "--to", "skipv1", "--method", "mean-v", "--out", "deep/out"),
+    "convert": (
+        *("convert", "../source", "--to", "skipv1", "--method", "mean-v", "--out", "deep/out"),
+        *("--evaluate", "../corpus.txt", "--evaluate-tokens", "64"),
+    ),
     "eliminate": ("eliminate", "../source", "--remove", "block-diagonal", "--out", "out"),
     "import": ("import", "../source", "--out", "out"),
 }

@@ -73,6 +73,7 @@ CASES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("mla:rank=7,rope_dim=2",), ROPE),
     (("yoco",), FOUR),
     (("cla-v", "identity-query"), FOUR),
+    ((), {"key_value": {"type": "borrowed_values", "heads": [[0, 1, 0, 0], [1, 0, 0, 0]]}}),
     (("resformer:mode=per_token", "denseformer"), {}),
     (("no-output", "identity-query"), {"block_type": "parallel"}),
     (("mlp-query",), {"attention_skip": False}),

@@ -12,14 +12,15 @@ from .checkpoints.disabled_norms import norms_disabled
 from .checkpoints.open import MODELS, Checkpoint
 from .eliminate.audit import WAYS, Finding, Spectrum, weight_table
 from .eliminate.transform import BLOCK_DIAGONAL, SINGLE_HEAD
-from .model.config import LeanConfig
+from .model.config import MULTIPLIERS, LeanConfig
 from .model.layout import HeadSource
 from .model.plan import LayerPlan
 
 # Fields that change what a block computes, shown where they differ from their default.
 BLOCK_FIELDS = (
     *("task", "mask_type", "sliding_window", "block_type", "attention_skip", "mlp_skip", "norm_type", "mlp_type"),
-    *("num_local_experts", "num_experts_per_tok", "num_hidden_groups", "qk_norm", "depth_average"),
+    *("num_local_experts", "num_experts_per_tok", "norm_topk_prob", "num_hidden_groups", "qk_norm", "depth_average"),
+    *("norm_placement", "window_layers", "rope_layers", *MULTIPLIERS),
 )
 NUMBERS = {"layer", "cached per token (bf16)", "saves", "batch 1", "shape", "rank", "condition", "smallest σ"}
 

@@ -66,7 +66,9 @@ TEMPERATURE = Range(1e-4, 1e4, or_zero=True)
 
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("steps", "schedule_steps", "evaluate_every", "evaluation_sequences", "log_every"), COUNT),
-    **dict.fromkeys(("max_documents", "documents", "tokens", "calibration_tokens", "limit", "sweeps"), COUNT),
+    **dict.fromkeys(
+        ("max_documents", "documents", "tokens", "evaluate_tokens", "calibration_tokens", "limit", "sweeps"), COUNT
+    ),
     **dict.fromkeys(("context_length", "stride", "max_new_tokens", "new_tokens", "top_k"), COUNT),
     **dict.fromkeys(("warmup_steps", "probe_steps"), COUNT_OR_NONE),
     **dict.fromkeys(("batch_size", "micro_batch_size", "probe_batch_size"), BATCH),

@@ -37,8 +37,10 @@ AXES: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
                 *("skipv1", "skipv2", "skipv0", "skipkv1", "skipv1-yoco", "svformer", "resformer", "yoco-v", "yoco"),
                 *("cla-v", "cla", "fusedkv-lite", "skipv1:injection=pooling", "skipv1:injection=dynamic"),
                 *("skipv1:injection=odd_even", "skipv1:injection=resformer", "resformer:mode=per_token"),
+                "borrowed-values",
             )
         },
+        "single heads": ((), {"key_value": {"type": "borrowed_values", "heads": [[1, 0, 0, 0], [3, 0, 2, 0]]}}),
     },
     "heads": {"MHA": ((), {}), "GQA": (("gqa",), {}), "MQA": (("mqa",), {}), "MLA": (("mla",), {})},
     "value": {"linear": ((), {}), "keys": (("keys-as-values",), {})},
@@ -85,8 +87,12 @@ def reason(combination: Combination) -> str | None:
         return "the latent already is key and value"
     if heads == "MLA" and sharing in ("skipkv1", "skipv0"):
         return "one rotary key has no halves; a latent has no heads to leave out"
-    if heads == "MQA" and sharing.startswith(("skipv1", "skipv2", "skipv0", "skipkv1")):
+    if heads == "MQA" and sharing.startswith(("skipv1", "skipv2", "skipv0", "skipkv1", "borrowed-values")):
         return "half of one head is none"
+    if heads == "MLA" and sharing in ("borrowed-values", "single heads"):
+        return "a latent has no heads to borrow"
+    if value == "keys" and sharing == "single heads" and heads != "MQA":
+        return "the keys that are values are the first ones, and here the first value is borrowed"
     if value == "keys" and sharing == "skipv1-yoco":
         return "the upper layers have no keys of their own to use as values"
     return None
@@ -161,7 +167,7 @@ def must_build() -> list[Combination]:
 
 @cache
 def sampled() -> list[Combination]:
-    """Of everything that has a meaning, enough that every two choices of different axes meet, and 200 more."""
+    """Of everything that has a meaning, enough that every two choices of different axes meet, and 260 more."""
     meaningful = [combination for combination in every_combination() if reason(combination) is None]
     random.Random(0).shuffle(meaningful)
     met: set[tuple] = set()
@@ -170,7 +176,7 @@ def sampled() -> list[Combination]:
         pairs = set(combinations(sorted(combination.items()), 2))
         (others if pairs <= met else chosen).append(combination)
         met |= pairs
-    return chosen + others[:200]
+    return chosen + others[:260]
 
 
 def check(combination: Combination) -> None:

@@ -26,6 +26,18 @@ FOUR = {"num_hidden_layers": 4}  # so that the middle layer is not the first
 DEEPER = dict.fromkeys(("skipv3", "skipv1-yoco", "yoco-v", "yoco", "cla-v", "cla", "fusedkv-lite"), FOUR)
 DEEPER["skipv4"] = {"num_hidden_layers": 5}
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "qk_norm": True}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+LOCAL = FOUR | {"sliding_window": 4, "window_layers": [0, 2, 3]}
+# Of the same layer, of the layer below and of the first one, not the last heads.
+SCATTERED = {
+    "type": "borrowed_values",
+    "heads": [[0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0]],
+}
 COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     ((), BIASES),
     (("skipv1", "nonlinear-query"), {}),
@@ -59,6 +71,18 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("skipv1",), {"mlp_type": "moe", "num_local_experts": 3}),
     (("keys-as-values",), {"mask_type": "prefix"}),
     ((), FOUR | {"num_hidden_groups": 2}),
+    (("gqa",), MULTIPLIERS | {"qk_norm": True, "norm_placement": "both"}),
+    (("gqa",), LOCAL | {"rope_parameters": {"rope_theta": 500.0}, "window_rope_parameters": {"rope_theta": 20.0}}),
+    (("skipv1", "gqa"), MULTIPLIERS | {"qk_norm": "width", "norm_placement": "after"}),
+    (("nonlinear-query", "gqa"), FOUR | {"rope_layers": [0, 2]}),
+    (("mla",), LOCAL | MULTIPLIERS),
+    (("keys-as-values",), LOCAL),
+    ((), {"mlp_type": "moe", "num_local_experts": 3, "norm_topk_prob": False}),
+    ((), {"key_value": SCATTERED}),
+    ((), {"key_value": SCATTERED, **BIASES}),
+    (("gqa",), {"key_value": {"type": "borrowed_values", "heads": [[0, 1, 0, 0], [1, 0, 0, 0], [2, 1, 1, 1]]}}),
+    (("nonlinear-query",), {"key_value": SCATTERED, "sliding_window": 5}),
+    (("borrowed-values:ratio=0.25", "keys-as-values"), {}),
 ]
 
 
@@ -298,6 +322,10 @@ def elements_per_token(config: LeanConfig) -> int:
             values += int(all_values * sharing["ratio"])
         elif kind in ("shared_middle", "first_values_middle_keys") and layer > middle:
             keys, values = 0 if kind != "shared_middle" or sharing.get("keys") else keys, 0
+        elif kind == "borrowed_values" and "heads" in sharing:
+            values -= sum(row[0] == layer for row in sharing["heads"])
+        elif kind == "borrowed_values" and layer > 0:
+            values -= int(all_values * sharing["ratio"])
         elif kind == "shared_adjacent" and layer % sharing.get("group_size", 2):
             keys, values = 0 if sharing.get("keys") else keys, 0
         if config.value == [{"type": "keys"}] and not (kind == "interpolated_values" and layer > 0):
@@ -518,7 +546,7 @@ def test_inputs_and_outputs(variant: Variant) -> None:
 
         hidden = model(input_ids=ids, output_hidden_states=True).hidden_states
         assert len(hidden) == model.config.num_hidden_layers + 1
-        assert torch.equal(model.lm_head(hidden[-1]), full.logits)
+        assert torch.equal(model.lm_head(hidden[-1]) / model.config.logits_scaling, full.logits)
 
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids))
         assert torch.equal(embedded.logits, full.logits)

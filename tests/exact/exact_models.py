@@ -120,9 +120,29 @@ def random_config(draw: random.Random) -> LeanConfig:
     """Any architecture with a vocabulary; every second one without mechanisms, most without norms."""
     while True:
         try:
-            return small(**_random_fields(draw))
+            fields = _random_fields(draw)
+            return small(**fields | _scales_and_layers(random.Random(repr(fields)), fields))
         except ConfigError:
             continue
+
+
+def borrowing_config(draw: random.Random) -> LeanConfig:
+    """The same, in which single value heads are borrowed by rows drawn at random, of every layer's some or all."""
+    while True:
+        fields = _random_fields(draw)
+        number = fields["num_key_value_heads"]
+        places = [(layer, head) for layer in range(fields["num_hidden_layers"]) for head in range(number)]
+        borrowed = set(draw.sample(places, draw.randint(1, len(places) - 1))) if len(places) > 1 else set()
+        computed = [place for place in places if place not in borrowed]
+        rows = []
+        for layer, head in sorted(borrowed):
+            if sources := [place for place in computed if place[0] <= layer]:
+                rows.append([layer, head, *draw.choice(sources)])
+        if rows:
+            try:
+                return small(**fields | {"key_value": {"type": "borrowed_values", "heads": rows}})
+            except ConfigError:
+                continue
 
 
 def _random_fields(draw: random.Random) -> dict[str, Any]:
@@ -166,6 +186,24 @@ def _random_fields(draw: random.Random) -> dict[str, Any]:
     elif flag(0.1):
         fields["sliding_window"] = 4
     return fields if flag() else fields | _mechanism(draw, fields)
+
+
+def _scales_and_layers(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """Multipliers, norms after the sublayers, and windows and rotary positions in some layers, each now and then."""
+    some = sorted(draw.sample(range(fields["num_hidden_layers"]), draw.randint(1, fields["num_hidden_layers"])))
+    rotary, more = fields["position_embedding_type"] == "rope", {}
+    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+        more |= {name: draw.uniform(0.3, 2.0)} if draw.random() < 0.3 else {}
+    if fields["norm_type"] != "none":
+        more["norm_placement"] = draw.choice(("before", "after", "both"))
+    if fields["qk_norm"]:
+        more["qk_norm"] = draw.choice((True, "width"))
+    if rotary and draw.random() < 0.3:
+        more["rope_layers"] = some
+    if "sliding_window" in fields:
+        more["window_layers"] = some
+        more |= {"window_rope_parameters": {"rope_theta": 100.0}} if rotary else {}
+    return more
 
 
 def _mechanism(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:

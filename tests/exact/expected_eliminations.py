@@ -131,7 +131,8 @@ def identity_blocks(config: LeanConfig) -> dict[tuple[str, int], int] | None:
     for side in ("key", "value"):
         rotated = 0
         if side == "key" and config.position_embedding_type == "rope":
-            rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+            ropes = filter(None, (config.rope_parameters, config.window_rope_parameters))  # the wider, in all layers
+            rotated = max(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) for rope in ropes)
         width = config.head_dim - rotated
         if not 0 < width < config.hidden_size or (side == "key" and config.qk_norm):
             continue
@@ -151,8 +152,18 @@ def identity_blocks(config: LeanConfig) -> dict[tuple[str, int], int] | None:
 def heads(config: LeanConfig, side: str) -> Generators:
     """The bases inside the heads: (block, head), and (block, head, "mean") of two of them."""
     generators, plans = Generators(), config.plan.layers
+    used: dict[tuple[int, int], tuple[int, int]] = {}
     for plan in plans:
         made = heads_made(plan, side)
+        # One head of W_Q or W_O takes up one inverse, in every layer that shares its block.
+        sources = plan.layout.keys if side == "key" else plan.layout.values
+        attended = [
+            (plans[source.layer].block, summands(plans[source.layer], side, head)[0])
+            for source in sources
+            for head in range(source.start, source.stop)
+        ]
+        for place, head in enumerate(attended):
+            generators.equal(used.setdefault((plan.block, place), head), head)
         if side == "value" and plan.layout.mixed_with is not None:  # heads that are added to each other
             for head in range(made):
                 generators.equal((plan.block, head), (plans[plan.layout.mixed_with].block, head))

@@ -125,6 +125,10 @@ def test_written_out_is_the_same_function(seed: int) -> None:
         },
         {"value": [{"type": "identity", "bias": True}], "key_value": {"type": "first_layer_values", "ratio": 0.34}},
         {"output": [{"type": "identity", "bias": True, "layers": [0]}]},
+        {
+            "value": [{"type": "identity", "bias": True, "layers": [0]}],
+            "key_value": {"type": "borrowed_values", "heads": [[0, 1, 0, 0], [1, 0, 0, 2], [1, 2, 1, 1]]},
+        },
         {"key": [{"type": "block_identity", "start": 3}], "value": [{"type": "block_identity", "start": 8}]},
         {"key": [{"type": "block_identity", "start": 2, "width": 2}], "num_key_value_heads": 1, **BIASES},
         {"query": [{"type": "identity"}], "qk_norm": True},

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from exact_models import relative, tolerance
+from exact_models import logits, relative, small, tolerance, weights
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM
+from leanqkv.checkpoints.disabled_norms import without_norms
 from leanqkv.eliminate import eliminate_directory, parse_request
 
 D, HEADS, LAYERS = 12, 3, 3
@@ -190,3 +191,29 @@ def test_norms_that_act_are_not_taken_away(tmp_path: Path) -> None:
 def test_all_layers_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(LeanError, match=r"layer 0.*layer 1"):
         eliminate_directory(source, tmp_path / "out", parse_request("query"))
+
+
+MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+}
+DISABLED = {"norm_type": "layernorm", "norm_bias": True, "norm_eps": 1e12}
+
+
+def test_multipliers_are_taken_along() -> None:
+    """The last norm's bias goes into an MLP's, which the stream takes times the residual multiplier."""
+    config = small(**DISABLED, **MULTIPLIERS)
+    tensors = weights(config)
+    tensors |= {name: 1e6 * tensor for name, tensor in tensors.items() if "norm.weight" in name}
+    assert tensors["model.norm.bias"].any()
+    new, without = without_norms(config, tensors)
+    assert new.norm_type == "none"
+    assert relative(logits(new, without), logits(config, tensors)) <= EXACT
+
+
+@pytest.mark.parametrize("placement", ["after", "both"])
+def test_norms_after_the_sublayers_stay(placement: str) -> None:
+    with pytest.raises(LeanError, match=f"norm_placement is '{placement}'"):
+        without_norms(small(**DISABLED, norm_placement=placement), {})

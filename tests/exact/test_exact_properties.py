@@ -5,7 +5,18 @@ from collections import Counter
 
 import pytest
 import torch
-from exact_models import IDS, build, elements, logits, random_config, relative, small, tolerance, weights
+from exact_models import (
+    IDS,
+    borrowing_config,
+    build,
+    elements,
+    logits,
+    random_config,
+    relative,
+    small,
+    tolerance,
+    weights,
+)
 from expected_eliminations import removed, weights_fewer
 
 from leanqkv import ConfigError, LeanConfig, LeanError, LeanForImageClassification
@@ -37,7 +48,32 @@ def draw_case(seed: int) -> tuple[LeanConfig, str, tuple[int, ...] | None, bool]
 
 @pytest.mark.parametrize("seed", CASES)
 def test_exact_or_refused(seed: int) -> None:
-    config, remove, layers, balance = draw_case(seed)
+    check(seed, *draw_case(seed))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_exact_or_refused_with_borrowed_values(seed: int) -> None:
+    """A value head is used in several places: of several layers, or of one."""
+    draw = random.Random(seed)
+    config, (_, remove, layers, balance) = borrowing_config(draw), draw_case(seed)
+    remove = draw.choice((remove, "block-diagonal", "output", "value"))
+    if remove == "block-diagonal" or any(layer >= config.num_hidden_layers for layer in layers or ()):
+        layers = None
+    check(seed, config, remove, layers, balance)
+
+
+def test_one_head_of_a_shared_output_reads_two_values() -> None:
+    """Its two heads must keep one basis, so both stay, and everything else goes as in other models."""
+    rows = [[0, 2, 0, 0], [1, 0, 0, 1]]
+    config = small(num_hidden_groups=1, key_value={"type": "borrowed_values", "heads": rows})
+    result = transform(config, weights(config), parse_request("block-diagonal"))
+    assert {layer.value.kind for layer in result.config.plan.layers} == {"linear"}
+    assert {layer.key.kind for layer in result.config.plan.layers} == {"block_identity"}
+    for remove, layer in (("block-diagonal", None), ("query", 0), ("output", 1)):
+        check(0, config, remove, None if layer is None else (layer,), balance=True)
+
+
+def check(seed: int, config: LeanConfig, remove: str, layers: tuple[int, ...] | None, balance: bool) -> None:
     tensors = weights(config, seed)
     expected = weights_fewer(config, remove, layers)
     request = parse_request(remove, None if layers is None else ",".join(map(str, layers)), balance=balance)

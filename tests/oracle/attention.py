@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .basic import Head, Tensors, linear, rmsnorm, rotate, softmax
-from .masks import seen
+from .masks import seen, window_holds
 from .memory import Memory, attended_values, mixed_with_first
 from .projections import KEYS, QUERIES, VALUES
 from .sharing import heads_of
@@ -25,20 +25,26 @@ def split_heads(x: Tensor, dim: int) -> list[Head]:
     return [x[:, start : start + dim] for start in range(0, x.shape[1], dim)]
 
 
-def rotated_dims(config: Any) -> int:
-    """head_dim * partial_rotary_factor, 0 without rotary positions"""
-    if config.position_embedding_type != "rope":
-        return 0
-    return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+def turned(heads: list[Head], config: Any, layer: int, direction: int = 1) -> list[Head]:
+    """The first head_dim * partial_rotary_factor dimensions turned by the position, in the layers that have rotary
+    positions; those with a sliding window may have other angles."""
+    if config.position_embedding_type != "rope" or (config.rope_layers and layer not in config.rope_layers):
+        return heads
+    rope = config.rope_parameters
+    if config.window_rope_parameters and window_holds(config, layer):
+        rope = config.window_rope_parameters
+    n = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+    return [rotate(head, n, rope["rope_theta"], direction) for head in heads]
 
 
-def normed_and_turned(heads: list[Head], weight: Tensor | None, config: Any) -> list[Head]:
-    """The norm of every head's vector (`qk_norm`), then its rotary position."""
-    if weight is not None:
-        heads = [rmsnorm(head, weight, config.norm_eps) for head in heads]
-    if n := rotated_dims(config):
-        heads = [rotate(head, n, config.rope_parameters["rope_theta"]) for head in heads]
-    return heads
+def normed(heads: list[Head], weight: Tensor | None, config: Any) -> list[Head]:
+    """`qk_norm`: of every head's vector, or of the vector of all heads side by side."""
+    if weight is None:
+        return heads
+    if config.qk_norm == "width":
+        together = rmsnorm(torch.cat(heads, dim=-1), weight, config.norm_eps)
+        return split_heads(together, config.head_dim)
+    return [rmsnorm(head, weight, config.norm_eps) for head in heads]
 
 
 def attend(query: Head, key: Head, value: Head, scale: float, keys_seen: list[list[int]]) -> Head:
@@ -73,7 +79,7 @@ def attention(x: Tensor, tensors: Tensors, config: Any, layer: int, name: str, m
     memory.keys[layer], memory.values[layer] = [], []
     if heads.keys:
         built, memory.key_factors[layer] = project(KEYS, config.key, "k_proj", heads.keys)
-        memory.keys[layer] = normed_and_turned(built, tensors.get(f"{name}.k_norm.weight"), config)
+        memory.keys[layer] = turned(normed(built, tensors.get(f"{name}.k_norm.weight"), config), config, layer)
     values_are_keys = options_of(config.value, layer)["type"] == "keys"
     if heads.values:
         built = memory.keys[layer][: heads.values]
@@ -82,12 +88,12 @@ def attention(x: Tensor, tensors: Tensors, config: Any, layer: int, name: str, m
         memory.values[layer] = mixed_with_first(built, x, tensors, name, heads, memory)
 
     query, query_factor = project(QUERIES, config.query, "q_proj", len(heads.attended_keys) * group)
-    query = normed_and_turned(query, tensors.get(f"{name}.q_norm.weight"), config)
+    query = turned(normed(query, tensors.get(f"{name}.q_norm.weight"), config), config, layer)
     values, keys_seen, mixed = attended_values(heads, memory), seen(config, layer, len(x), memory.prefix), []
     for h, q in enumerate(query):
         lender, index = heads.attended_keys[h // group]
-        scale = query_factor * memory.key_factors[lender] / dim**0.5
+        scale = query_factor * memory.key_factors[lender] * (config.attention_multiplier or 1 / dim**0.5)
         mixed.append(attend(q, memory.keys[lender][index], values[h // group], scale, keys_seen))
-    if values_are_keys and (n := rotated_dims(config)):
-        mixed = [rotate(head, n, config.rope_parameters["rope_theta"], -1) for head in mixed]
+    if values_are_keys:
+        mixed = turned(mixed, config, layer, -1)
     return output(mixed, tensors, config, layer, name)

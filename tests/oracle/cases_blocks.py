@@ -9,6 +9,15 @@ IDENTITY_OUTPUT = {"output": [{"type": "identity"}]}
 EXPERTS = {"mlp_type": "moe", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
+MULTIPLIERS = {
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+}
+AFTER, BOTH = {"norm_placement": "after"}, {"norm_placement": "both"}
+
+
 def dense(dilation: int, period: int) -> dict:
     return {"depth_average": {"dilation": dilation, "period": period}}
 
@@ -39,6 +48,16 @@ PLAIN = [
     EXPERTS | {"num_experts_per_tok": 4},
     EXPERTS | {"num_local_experts": 3, "hidden_act": "relu2"} | PARALLEL,
     EXPERTS | {"num_hidden_groups": 1},
+    EXPERTS | {"norm_topk_prob": False},
+    MULTIPLIERS,
+    MULTIPLIERS | PARALLEL | BIASES,
+    MULTIPLIERS | SKIPLESS | {"norm_type": "none"},
+    AFTER,
+    AFTER | {"qk_norm": "width"},
+    AFTER | {"norm_type": "dyt", "norm_bias": True} | MULTIPLIERS,
+    BOTH | {"qk_norm": True},
+    BOTH | SKIPLESS | BIASES,
+    BOTH | {"num_hidden_groups": 1},
     dense(1, 1),
     dense(2, 1),
     dense(1, 2),
@@ -54,6 +73,9 @@ CASES: list[Case] = [
     *by_turns([("identity-query", "gqa"), ("skipv1",), ("yoco",)], **IDENTITY_OUTPUT, **FOUR_LAYERS),
     *by_turns([("yoco",), ("cla", "gqa"), ("identity-query", "skipv1")], **EXPERTS, **FOUR_LAYERS),
     *by_turns([("identity-query",), ("nonlinear-query", "gqa")], num_hidden_groups=1),
+    *by_turns([("gqa", "skipv1"), ("nonlinear-query", "yoco"), ("mla:rank=7",)], **MULTIPLIERS, **FOUR_LAYERS),
+    *by_turns([("identity-query", "skipv1"), ("mlp-query",), ("resformer",)], **BOTH),
+    *on_both_shapes([("gqa",), ("skipkv1", "gqa"), ("identity-query", "yoco")], qk_norm="width", **FOUR_LAYERS),
     *by_turns(
         [
             ("identity-query:layers=0,1", "identity-value:layers=2,3"),

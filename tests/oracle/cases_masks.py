@@ -3,6 +3,11 @@
 from .cases import BIASES, FOUR_LAYERS, HALF_ROTARY, Case, by_turns, on_both_shapes
 
 BIDIRECTIONAL = {"mask_type": "bidirectional", "task": "masked_lm"}
+LOCAL = {"sliding_window": 2, "window_layers": [0, 2, 3]}
+TWO_BASES = {
+    "rope_parameters": {"rope_theta": 500.0},
+    "window_rope_parameters": {"rope_theta": 20.0, "partial_rotary_factor": 0.5},
+}
 PREFIX = {"mask_type": "prefix"}
 
 CASES: list[Case] = [
@@ -12,6 +17,16 @@ CASES: list[Case] = [
     *on_both_shapes([("yoco:local=true",), ("yoco-v:local=true",)], sliding_window=2, **FOUR_LAYERS),
     *by_turns([("yoco",), ("cla",)], sliding_window=2, **FOUR_LAYERS),
     *on_both_shapes([("yoco:local=true", "gqa")], sliding_window=2, num_hidden_layers=6),
+    *on_both_shapes([(), ("gqa",), ("keys-as-values",), ("nonlinear-query",)], **LOCAL, **FOUR_LAYERS),
+    *by_turns([("yoco:local=true",)], sliding_window=2, window_layers=[0], num_hidden_layers=6),
+    ("gpt", ("mla:rank=7",), LOCAL | FOUR_LAYERS),
+    ("llama", (), LOCAL | TWO_BASES | FOUR_LAYERS),
+    ("llama", ("keys-as-values", "gqa"), LOCAL | TWO_BASES | FOUR_LAYERS),
+    ("llama", ("skipv1",), {"sliding_window": 2} | TWO_BASES),
+    ("llama", (), {"rope_layers": [0, 2]}),
+    ("llama", ("gqa", "skipv1"), {"rope_layers": [0, 2]}),
+    ("llama", ("keys-as-values",), {"rope_layers": [1]}),
+    ("llama", (), LOCAL | TWO_BASES | FOUR_LAYERS | {"rope_layers": [0, 1], "num_hidden_groups": 2}),
     *on_both_shapes([(), ("gqa", "skipv1"), ("keys-as-values",)], **PREFIX),
     *by_turns([("nonlinear-query",), ("cla",)], **PREFIX),
     *on_both_shapes([(), ("gqa", "skipv1"), ("identity-query",)], **BIDIRECTIONAL),

@@ -1,5 +1,7 @@
 """Keys and values shared between layers, and keys that are values too."""
 
+from typing import Any
+
 from .cases import BIASES, FOUR_LAYERS, HALF_ROTARY, LAYERNORM_BIAS, Case, by_turns, on_both_shapes
 
 FIRST_LAYER_VALUES: list[Case] = on_both_shapes(
@@ -159,4 +161,36 @@ BORROWED_FACTORS = by_turns(
     ],
     **FOUR_LAYERS,
 )
-CASES = BORROWED_FACTORS + FIRST_LAYER_VALUES + INTERPOLATED_VALUES + SHARED_LAYERS + KEYS_AS_VALUES + OPTIONS
+
+
+def rows(*heads: list[int]) -> dict[str, Any]:
+    return {"key_value": {"type": "borrowed_values", "heads": list(heads)}}
+
+
+# Of three layers, four and two heads: of the same layer, of the layer below and of the first one, not the last heads.
+SCATTERED = rows([0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0])
+GROUPED = rows([0, 1, 0, 0], [1, 0, 0, 0], [2, 1, 1, 1])
+ALL_OF_A_LAYER = rows([1, 0, 0, 3], [1, 1, 0, 2], [1, 2, 0, 1], [1, 3, 0, 1])
+BORROWED_VALUES: list[Case] = (
+    on_both_shapes([("borrowed-values",), ("borrowed-values:ratio=0.25",), ("borrowed-values", "gqa")])
+    + on_both_shapes([()], **SCATTERED)
+    + on_both_shapes([("gqa",)], **GROUPED)
+    + by_turns([(), ("nonlinear-query",)], **ALL_OF_A_LAYER)
+    + by_turns(
+        [("identity-query",), ("identity-key",), ("identity-value",), ("residual-query", "denseformer")], **SCATTERED
+    )
+    + by_turns([("borrowed-values", "keys-as-values"), ("borrowed-values", "keys-as-values")])
+    + by_turns([("keys-as-values",)] * 2, **rows([0, 3, 0, 1], [1, 2, 0, 0], [1, 3, 1, 1], [2, 3, 0, 2]))
+    + by_turns([("gqa",)] * 2, **GROUPED | BIASES | {"qk_norm": True, "head_dim": 6})
+    + [("llama", (), SCATTERED | BIASES | LAYERNORM_BIAS | HALF_ROTARY | {"sliding_window": 3})]
+    + [("gpt", (), {"num_hidden_groups": 1} | rows(*([i, 3 - i, i, 0] for i in range(3))))]
+)
+CASES = (
+    BORROWED_VALUES
+    + BORROWED_FACTORS
+    + FIRST_LAYER_VALUES
+    + INTERPOLATED_VALUES
+    + SHARED_LAYERS
+    + KEYS_AS_VALUES
+    + OPTIONS
+)

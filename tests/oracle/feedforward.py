@@ -25,13 +25,14 @@ def expert(x: Tensor, tensors: Tensors, config: Any, name: str, e: int) -> Tenso
 
 
 def mixture(x: Tensor, tensors: Tensors, config: Any, name: str) -> tuple[Tensor, list[Routed]]:
-    """Every token: p = softmax(x W_router); the k experts of the largest p, sum_e p_e / (sum of the k p) expert_e(x)"""
+    """Every token: p = softmax(x W_router); the k experts of the largest p, sum_e p_e / (sum of the k p) expert_e(x);
+    without norm_topk_prob undivided"""
     rows, routed = [], []
     for token in x:
         p = softmax(tensors[f"{name}.router.weight"] @ token)
         ranked = sorted(range(config.num_local_experts), key=lambda e, p=p: -p[e].item())
         chosen = ranked[: config.num_experts_per_tok]
-        total = sum(p[e] for e in chosen)
+        total = sum(p[e] for e in chosen) if config.norm_topk_prob else 1
         rows.append(sum(p[e] / total * expert(token, tensors, config, name, e) for e in chosen))
         routed.append((p, chosen))
     return torch.stack(rows), routed

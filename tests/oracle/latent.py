@@ -48,6 +48,7 @@ def latent_attention(x: Tensor, tensors: Tensors, config: Any, layer: int, name:
         query = [torch.cat(parts, dim=-1) for parts in zip(query, position_query, strict=True)]
         key = [torch.cat((head, position_key), dim=-1) for head in key]
 
-    scale, keys_seen = factor / (dim + d_rope) ** 0.5, seen(config, layer, len(x), memory.prefix)
+    scale = factor * (config.attention_multiplier or 1 / (dim + d_rope) ** 0.5)
+    keys_seen = seen(config, layer, len(x), memory.prefix)
     mixed = [attend(q, k, v, scale, keys_seen) for q, k, v in zip(query, key, value, strict=True)]
     return output(mixed, tensors, config, layer, name)

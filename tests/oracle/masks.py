@@ -4,10 +4,10 @@ from typing import Any
 
 
 def window_holds(config: Any, layer: int) -> bool:
-    """A sliding window holds in every layer; with YOCO's `local`, only in the layers before the middle one."""
-    if config.key_value.get("local", False):
-        return layer < config.num_hidden_layers // 2 - 1
-    return True
+    """A sliding window holds in `window_layers`, or every layer; with YOCO's `local`, only before the middle one."""
+    if config.window_layers is not None and layer not in config.window_layers:
+        return False
+    return not config.key_value.get("local", False) or layer < config.num_hidden_layers // 2 - 1
 
 
 def visible(config: Any, layer: int, query: int, key: int, prefix: list[int] | None) -> bool:

@@ -29,20 +29,26 @@ def feed(x: Tensor, tensors: Tensors, config: Any, name: str, memory: Memory) ->
 def block(x: Tensor, tensors: Tensors, config: Any, layer: int, memory: Memory) -> Tensor:
     """Serial: Y = X + Attn(norm_1(X)), Z = Y + MLP(norm_2(Y)). Parallel: Z = X + Attn(norm_1(X)) + MLP(norm_2(X)),
     or one norm for both. X, or Y, is added only where the block has that skip. With G groups (ALBERT) every L / G
-    layers in a row are one block, that of their group."""
+    layers in a row are one block, that of their group. Norms "after": Y = X + norm_3(Attn(X)), and norm_4 of the MLP;
+    "both": all four. What is added to X, or Y, is multiplied by the residual multiplier."""
     groups = config.num_hidden_groups or config.num_hidden_layers
     name = f"model.layers.{layer * groups // config.num_hidden_layers}"
-    normed = block_norm(x, tensors, config, f"{name}.input_layernorm")
+    before, after = config.norm_placement != "after", config.norm_placement != "before"
+    normed = block_norm(x, tensors, config, f"{name}.input_layernorm") if before else x
     y = attend(normed, tensors, config, layer, name, memory)
+    y = block_norm(y, tensors, config, f"{name}.attention_output_layernorm") if after else y
+    y = config.residual_multiplier * y
     if config.block_type == "serial":
         if config.attention_skip:
             y = x + y
-        normed = block_norm(y, tensors, config, f"{name}.post_attention_layernorm")
+        normed = block_norm(y, tensors, config, f"{name}.post_attention_layernorm") if before else y
         z = feed(normed, tensors, config, name, memory)
+        z = block_norm(z, tensors, config, f"{name}.mlp_output_layernorm") if after else z
+        z = config.residual_multiplier * z
         return y + z if config.mlp_skip else z
     if config.block_type == "parallel":
         normed = block_norm(x, tensors, config, f"{name}.post_attention_layernorm")
-    z = y + feed(normed, tensors, config, name, memory)
+    z = y + config.residual_multiplier * feed(normed, tensors, config, name, memory)
     return x + z if config.mlp_skip else z
 
 
@@ -71,12 +77,12 @@ def layers(x: Tensor, tensors: Tensors, config: Any, prefix: list[int] | None = 
 def sequence(tensors: Tensors, config: Any, ids: list[int], prefix: list[int] | None = None) -> tuple[Tensor, Memory]:
     """One sequence through embedding, blocks, final norm and head: logits [positions, vocabulary]"""
     embedding = tensors["model.embed_tokens.weight"]
-    x = torch.stack([embedding[i] for i in ids])
+    x = torch.stack([config.embedding_multiplier * embedding[i] for i in ids])
     if config.position_embedding_type == "learned":
         x = x + torch.stack([tensors["model.embed_positions.weight"][p] for p in range(len(ids))])
     x, memory = layers(x, tensors, config, prefix)
     head = embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
-    return x @ head.T, memory
+    return x @ head.T / config.logits_scaling, memory
 
 
 def logits(tensors: Tensors, config: Any, ids: Tensor, prefix: Tensor | None = None) -> Tensor:

@@ -131,6 +131,28 @@ def first_values_middle_keys(config: Any, layer: int, n_keys: int, n_values: int
     return taken(layer, middle, 0, n_keys, n_values)
 
 
+def borrowed_values(
+    config: Any, layer: int, n_keys: int, n_values: int, heads: list[list[int]] | None = None, ratio: float = 0.5
+) -> Heads:
+    """Every row [layer, head, source layer, source head] replaces one value head by one that the source layer builds.
+    Without rows, with s = floor(r H_kv): after the first layer, the last s heads are the first s of the layer before.
+    A layer builds the heads that no row replaces, in their order."""
+    s = floor(ratio * n_values)
+    rows = heads or [[i, n_values - s + j, i - 1, j] for i in range(1, config.num_hidden_layers) for j in range(s)]
+    built: dict[int, list[int]] = {}
+    for i in range(config.num_hidden_layers):
+        replaced = [head for row_layer, head, _, _ in rows if row_layer == i]
+        built[i] = [head for head in range(n_values) if head not in replaced]
+    attended: list[At] = []
+    for h in range(n_values):
+        source, head = layer, h
+        for row_layer, row_head, source_layer, source_head in rows:
+            if (row_layer, row_head) == (layer, h):
+                source, head = source_layer, source_head
+        attended.append((source, built[source].index(head)))
+    return Heads(n_keys, len(built[layer]), at(layer, n_keys), plain(attended))
+
+
 SHARING = {
     "projected": projected,
     "first_layer_values": first_layer_values,
@@ -138,6 +160,7 @@ SHARING = {
     "shared_middle": shared_middle,
     "shared_adjacent": shared_adjacent,
     "first_values_middle_keys": first_values_middle_keys,
+    "borrowed_values": borrowed_values,
 }
 
 

@@ -36,9 +36,9 @@ def gradients_of(found: Tensor, direction: Tensor, tensors: dict[str, Tensor]) -
 def exact_angles(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary angles in float64: the model rounds them to float32, as transformers does, which would hide all else."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)
-    rotary = model.model.rotary_emb
-    rotary.inv_freq = rotary.frequencies()[0]
-    assert rotary.inv_freq.dtype == torch.float64
+    for rotary in model.model.rotary_emb.values():
+        rotary.inv_freq = rotary.frequencies()[0]
+        assert rotary.inv_freq.dtype == torch.float64
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

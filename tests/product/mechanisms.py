@@ -7,8 +7,11 @@ from shapes import randomize, tiny
 from leanqkv import LeanConfig, LeanForCausalLM
 from leanqkv.presets import MECHANISMS, parse_name
 
+# Of the same layer, of the layer below and of the first one, not the last heads; no name can hold them.
+ROWS = [[0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0], [3, 1, 2, 3]]
 # Mechanisms in a model's name, fields of its configuration.
 COMBINED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "borrowed-values:heads=…": ((), {"key_value": {"type": "borrowed_values", "heads": ROWS}}),
     "baseline": ((), {}),
     "gqa+skipv1": (("gqa", "skipv1"), {}),
     "mla+skipv1": (("mla", "skipv1"), {}),

@@ -39,6 +39,8 @@ def norm_inputs(directory: Path, tokens: int, context: int) -> tuple[str, float,
     d = config.hidden_size
     if config.norm_type not in ("layernorm", "rmsnorm"):
         raise LeanError(f"{directory} has the norm {config.norm_type!r}; layernorm or rmsnorm is needed")
+    if config.norm_placement == "after":
+        raise LeanError(f"{directory} has norm_placement 'after'; norms before the sublayers are needed")
     for layer in range(config.num_hidden_layers):
         shape = shapes.get(f"model.layers.{layer}.self_attn.q_proj.weight")
         if shape is None or tuple(shape) != (d, d):

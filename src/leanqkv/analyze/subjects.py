@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoints.gguf_format import is_gguf
 from ..checkpoints.open import Checkpoint, open_causal_lm
 from ..data.prepare import fitting_tokenizer
 from ..errors import LeanError
@@ -32,7 +33,7 @@ def open_subjects(directories: Sequence[Path]) -> list[Subject]:
     """
     subjects: list[Subject] = []
     for directory in directories:
-        if not directory.is_dir():
+        if not (directory.is_dir() or is_gguf(directory)):
             raise LeanError(f"there is no directory {directory}")
         opened = open_causal_lm(directory)
         if opened.config.mask_type != "causal":

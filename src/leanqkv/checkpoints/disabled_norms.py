@@ -36,6 +36,8 @@ def why_norms_stay(config: LeanConfig) -> str | None:
         return "it is a model of images"
     if config.block_type == "parallel":
         return f"block_type is {config.block_type!r}, which reads the stream through two norms at one place"
+    if config.norm_placement != "before":
+        return f"norm_placement is {config.norm_placement!r}: what the sublayers write goes through a norm"
     if config.qk_norm:
         return "QK-norm (qk_norm) has the same epsilon, and is disabled along with them"
     if config.mlp_type == "moe":
@@ -80,7 +82,7 @@ def without_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
             gamma, bias = norm(StreamPoint(last + 1))
             if not gamma.all():
                 raise LeanError("the last norm's weight has a zero, by which its bias would have to be divided")
-            return centred + bias / gamma
+            return centred + bias / (gamma * new.residual_multiplier)
         if tensor is not None:
             source = "model.embed_tokens.weight" if name == "lm_head.weight" and name not in tensors else name
             return tensors[source].double() * norm(tensor.point)[0]
@@ -113,7 +115,7 @@ def disable_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
             return values
         if name == "model.norm.bias":
             mean = tensors[last_bias].double().mean().item() if last_bias in tensors else 0.0
-            return torch.full((d,), mean, dtype=torch.float64)
+            return torch.full((d,), mean * config.residual_multiplier, dtype=torch.float64)
         return torch.full((d,), math.sqrt(EPSILON) if name.endswith("weight") else 0.0, dtype=torch.float64)
 
     return new, LazyTensors(new.plan.parameter_shapes, compute)

@@ -19,8 +19,10 @@ from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.image_classification import LeanForImageClassification
 from ..model.masked_lm import LeanForMaskedLM
-from .families import FAMILIES, import_tensors
+from .families import FAMILIES, NOT_THESE, import_tensors
 from .families.family import EMBEDDING, HEAD
+from .gguf import open_gguf
+from .gguf_format import is_gguf
 from .tensors import LazyTensors, StoredTensors, check_stored, count_nonfinite, finite, open_tensors, read_tied
 
 MODELS: dict[str, Any] = {
@@ -35,7 +37,7 @@ GENERATION = "generation_config.json"
 class Checkpoint:
     """A checkpoint whose weights are read when they are asked for."""
 
-    directory: Path
+    directory: Path  # or a GGUF file
     config: LeanConfig
     tensors: LazyTensors  # exactly those of `config.plan.parameter_shapes`
     stored: StoredTensors  # the tensors of its files, under the names that they have there
@@ -53,27 +55,30 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Open a directory of ours, or one of a family of transformers. No weights are read yet.
+    """Open a directory of ours, one of a family of transformers, or a GGUF file. No weights are read yet.
 
     Raises a LeanError for a class that is not supported, a configuration that cannot be expressed here, and weights
     that are missing, damaged, or not the configuration's.
     """
-    hf = _read_config(directory)
+    gguf = open_gguf(directory) if is_gguf(directory) else None
+    hf = _read_config(directory) if gguf is None else gguf.config()
     kind = hf.get("model_type")
     if kind == LeanConfig.model_type:
         config, stored = load_config(directory), open_tensors(directory)
         return Checkpoint(directory, config, _own_tensors(config, stored), stored, None)
     if kind not in FAMILIES:
+        why = f" ({NOT_THESE[kind]})" if kind in NOT_THESE else ""
         raise LeanError(
-            f"{directory} is a {kind!r} checkpoint; only {', '.join([LeanConfig.model_type, *FAMILIES])} can be opened"
+            f"{directory} is a {kind!r} checkpoint{why}; only {', '.join([LeanConfig.model_type, *FAMILIES])} can be "
+            "opened"
         )
     family = FAMILIES[kind]
     try:
         family.check_class(hf)
         config = family.lean_config(hf)
     except LeanError as error:
-        raise LeanError(f"{directory / 'config.json'}: {error}") from None
-    stored = open_tensors(directory)
+        raise LeanError(f"{directory if gguf else directory / 'config.json'}: {error}") from None
+    stored = open_tensors(directory) if gguf is None else gguf.tensors(family.tensor_map(config), hf)
     return Checkpoint(directory, config, import_tensors(family, config, stored, hf), stored, kind)
 
 
@@ -145,7 +150,9 @@ def load_config(directory: Path) -> LeanConfig:
 
 def _read_config(directory: Path) -> dict[str, Any]:
     if not (directory / "config.json").is_file():
-        raise LeanError(f"{directory} is not a checkpoint: it has no config.json")
+        files = sorted(directory.glob("*.gguf")) if directory.is_dir() else []
+        advice = f"; give the file itself: {files[0]}" if files else ""
+        raise LeanError(f"{directory} is not a checkpoint: it has no config.json{advice}")
     config = read_json(directory / "config.json")
     if not isinstance(kind := config.get("model_type"), str):
         raise LeanError(f"{directory / 'config.json'}: model_type is a name, found {kind!r}")

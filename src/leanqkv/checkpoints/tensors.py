@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,11 +50,12 @@ class StoredTensors(LazyTensors):
     """The tensors in a directory of weights. Names, `shapes` and `dtypes` are known without reading any data.
 
     A tensor is a view of its file, mapped for this one read. It stays valid, and its pages go when it goes.
+    `directory` may also be a file that holds them all; `described_by` says where their configuration is.
     """
 
-    def __init__(self, directory: Path, files: Mapping[str, "_File"]):
+    def __init__(self, directory: Path, files: Mapping[str, "WeightsFile"], described_by: str = "config.json"):
         super().__init__({name: file.shapes[name] for name, file in files.items()}, lambda name: files[name].read(name))
-        self.directory = directory
+        self.directory, self.described_by = directory, described_by
         self.dtypes = {name: file.dtypes[name] for name, file in files.items()}
         self._files = files
 
@@ -63,12 +64,24 @@ class StoredTensors(LazyTensors):
         return self._files[name].path
 
 
+class WeightsFile(Protocol):
+    """A file of weights, each of which is read on its own."""
+
+    path: Path
+    shapes: dict[str, Shape]
+    dtypes: dict[str, torch.dtype]
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of the file."""
+        ...
+
+
 class _File:
     """A file of weights, safetensors or of torch.save: `shapes` and `dtypes` of its tensors, each read on its own."""
 
     def __init__(self, path: Path):
         self.path = path
-        with _naming(path), path.open("rb") as file:
+        with naming_file(path), path.open("rb") as file:
             # What torch.save wrote before PyTorch 1.6 is no zip archive and cannot be mapped: it is held whole.
             self._mapped = path.suffix == ".safetensors" or file.read(4) == b"PK\x03\x04"
         tensors = self._load()
@@ -81,7 +94,7 @@ class _File:
 
     def _load(self, wanted: str | None = None) -> dict[str, Tensor]:
         """Return the tensor `wanted`, or all, as views of the mapped file: no data is read."""
-        with _naming(self.path, wanted):
+        with naming_file(self.path, wanted):
             if self.path.suffix == ".safetensors":
                 with safe_open(self.path, framework="pt") as file:
                     return {name: file.get_tensor(name) for name in ([wanted] if wanted else file.keys())}
@@ -100,7 +113,7 @@ class _File:
 
 
 @contextmanager
-def _naming(path: Path, name: str | None = None) -> Iterator[None]:
+def naming_file(path: Path, name: str | None = None) -> Iterator[None]:
     """Turn whatever a reader raises into a LeanError that names the file, and the tensor."""
     try:
         yield
@@ -150,7 +163,7 @@ def open_tensors(directory: Path) -> StoredTensors:
 
 def check_stored(stored: StoredTensors, expected: Mapping[str, Shape], ignorable: Callable[[str], bool]) -> None:
     """Raise a LeanError unless `stored` holds the expected tensors, floating, and besides them only ignorable ones."""
-    misfit = f"the weights in {stored.directory} do not fit its config.json"
+    misfit = f"the weights in {stored.directory} do not fit its {stored.described_by}"
     for what, names in (
         ("lack", [name for name in expected if name not in stored]),
         ("hold unknown", [name for name in stored if name not in expected and not ignorable(name)]),
@@ -206,5 +219,7 @@ def count_nonfinite(tensor: Tensor) -> int:
 
 
 def weights_hash(directory: Path) -> str:
-    """Return the SHA-256 of the files of weights, in the order of their names."""
+    """Return the SHA-256 of the files of weights, in the order of their names, or of the one file that holds all."""
+    if directory.is_file():
+        return hash_files(directory)
     return hash_files(*sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")))

@@ -24,6 +24,8 @@ from ..presets.edit import with_fields
 from .dense import written_out
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors
+from .gguf_format import is_gguf
+from .gguf_tokenizer import save_tokenizer
 from .open import MODELS, Checkpoint
 from .tensors import WEIGHTS, LazyTensors
 
@@ -187,6 +189,8 @@ def _begin(partial: Path, job: dict[str, Any], sizes: Mapping[str, int]) -> None
 
 def source_hashes(source: Checkpoint) -> dict[str, str]:
     """Return the SHA-256 of every file of `source` that decides the result; its path may hold another one tomorrow."""
+    if source.directory.is_file():
+        return {source.directory.name: hash_files(source.directory)}
     weights = {source.stored.file(name).name for name in source.stored}
     indices = {name for name in WEIGHTS if name.endswith(".json")}
     names = {"config.json", *weights, *indices, *TOKENIZER_FILES}
@@ -205,7 +209,12 @@ def save_config(config: LeanConfig, directory: Path) -> None:
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of `source` that are about the text: tokenizer, chat template, generation settings."""
+    """Copy the files of `source` that are about the text: tokenizer, chat template, generation settings.
+
+    Those of a GGUF file are made of its metadata; its generation settings are in the model's configuration.
+    """
+    if is_gguf(source):
+        save_tokenizer(source, directory)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)

@@ -12,11 +12,13 @@ StoredDtype = Annotated[str | None, typer.Option(help="fp64, fp32 or bf16. Defau
 
 
 def import_checkpoint(
-    source: Annotated[Path, typer.Argument(help=SOURCE, metavar="HF_DIR")], out: Out, dtype: StoredDtype = None
+    source: Annotated[Path, typer.Argument(help=SOURCE, metavar="SOURCE")], out: Out, dtype: StoredDtype = None
 ) -> None:
-    """Turn a checkpoint of transformers into one of leanqkv; every tensor is accounted for.
+    """Turn a checkpoint of transformers, or a GGUF file, into one of leanqkv; every tensor is accounted for.
 
     leanqkv import hf/pythia-160m --out runs/pythia
+
+    leanqkv import model.Q8_0.gguf --out runs/model
     """
     _convert(source, out, dtype, stock=False)
 
@@ -49,7 +51,7 @@ def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family:
     give_back_freed_memory()
     opened = open_checkpoint(source)
     config, tensors = opened.config, finite(opened.tensors)
-    stored = as_dtype(dtype) or next(iter(tensors.values())).dtype
+    stored = as_dtype(dtype) or opened.dtype
     with progress_bar("writing", in_bytes=True) as bar:
         name = write_model(opened, out, config, tensors, stored, stock=stock, family=family, progress=bar)
     console.print(f"{out}: {name}, {config.plan.count_parameters().total:,} parameters", highlight=False)

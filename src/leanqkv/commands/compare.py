@@ -171,12 +171,14 @@ def learning_rates(option: str, text: str, below: float = math.inf) -> tuple[flo
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(help="Directory of a comparison, a bench, an analysis or a demo.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Directory of a comparison, a bench, an analysis, a demo or a conversion.")
+    ],
 ) -> None:
     """Make the table and report.html again, from the records alone."""
     from ..analyze.record import RECORD as ANALYSIS
     from ..files import read_json
-    from ..report import analysis, bench, demo
+    from ..report import analysis, bench, conversion, demo
 
     if (directory / bench.RECORD).exists():
         page, table = bench.write_page(directory), bench.table(read_json(directory / bench.RECORD))
@@ -184,6 +186,9 @@ def report(
         page, table = analysis.write_page(directory), analysis.terminal(read_json(directory / ANALYSIS))
     elif (directory / demo.RECORD).exists():
         page, table = demo.write_page(directory), demo.terminal_table(read_json(directory / demo.RECORD))
+    elif (directory / conversion.RECORD).exists():
+        page = conversion.write_pages(directory)
+        table = conversion.terminal_table(read_json(directory / conversion.RECORD))
     else:
         _show_report(directory)
         return

@@ -1,55 +1,117 @@
 """`leanqkv convert`: a finished checkpoint with a smaller KV cache, or a nonlinear query."""
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..progress import continued_when_repeated, progress_bar
+from ..progress import Bar, continued_when_repeated, progress_bar, terminal
 from .options import SOURCE, Dtype, Out, as_dtype, console
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..checkpoints.open import Checkpoint
+    from ..data import EvaluationText, TokenData
+
+EVALUATED_TOKENS = 16_384
+# The source's bits per byte are compared on so many tokens of the calibration text and of the evaluation text. Texts
+# that are further apart than this factor are of other kinds: another language, or code.
+COMPARED_TOKENS, DOMAIN_FACTOR = 4096, 1.5
+
 
 def convert(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    to: Annotated[str, typer.Option(help="skipv1 or nonlinear-query.")],
+    to: Annotated[str, typer.Option(help="merged-values or skipv1 for a smaller cache, or nonlinear-query.")],
     out: Out,
     method: Annotated[
         str, typer.Option(help="For skipv1: calibrated, or mean-v, mean-vo, top-v, top-vo, svd from weights alone.")
     ] = "calibrated",
     calibration: Annotated[
         str | None,
-        typer.Option(help="Text for the calibrated method, as --data of train takes it.", show_default=False),
+        typer.Option(help="Text to calibrate on, as --data of train takes it.", show_default=False),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 200_000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.", show_default=False
+        ),
+    ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Of the calibration sequences. Default: 512, or all positions.")
+        int | None, typer.Option(help="Of the sequences to calibrate and evaluate on. Default: 512, or all positions.")
     ] = None,
-    ratio: Annotated[float, typer.Option(help="Share of the value heads that becomes the first layer's.")] = 0.5,
-    choose: Annotated[bool, typer.Option(help="Calibrated: which heads keep a value, by what is lost without.")] = True,
-    refit_lent: Annotated[bool, typer.Option(help="Calibrated: fit the values that the first layer lends.")] = True,
-    refit_values: Annotated[bool, typer.Option(help="Calibrated: fit W_V of the kept heads, not W_O alone.")] = True,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(help="Text on which source and result are compared, as --data of train takes it; no mixture."),
+    ] = None,
+    evaluate_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens to compare them on. Default: 16384, or all there are.", show_default=False),
+    ] = None,
+    ratio: Annotated[
+        float, typer.Option(help="Share of the value heads that go: merged with another, or the first layer's instead.")
+    ] = 0.5,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Merged values: layers whose heads may go, as 2,5,8-11. Default: all.", show_default=False),
+    ] = None,
+    choose: Annotated[bool, typer.Option(help="skipv1: which heads keep a value, by what is lost without.")] = True,
+    refit_lent: Annotated[bool, typer.Option(help="skipv1: fit the values that the first layer lends.")] = True,
+    refit_values: Annotated[bool, typer.Option(help="skipv1: fit W_V of the kept heads, not W_O alone.")] = True,
+    device: Annotated[
+        str | None, typer.Option(help="Merged values: cpu, cuda or mps, to calibrate on. Default: cpu.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the new matrices of a nonlinear query.")] = 0,
     dtype: Dtype = "fp32",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print a line for every layer; a log has it anyway.")
+    ] = False,
 ) -> None:
-    """Convert a checkpoint to first-layer values (three quarters of the KV cache), or give it a nonlinear query.
+    """Give a checkpoint a smaller KV cache (three quarters with half of the value heads), or a nonlinear query.
 
-    leanqkv convert runs/baseline --to skipv1 --calibration book.txt --out runs/skipv1
+    leanqkv convert model.gguf --to merged-values --calibration prose --out hf/merged --evaluate book.txt
 
-    leanqkv convert hf/llama --to skipv1 --method mean-v --out runs/mean
+    leanqkv convert hf/llama --to merged-values --calibration prose,code.txt:0.3 --out hf/merged
+
+    leanqkv convert hf/llama --to skipv1 --calibration prose --out hf/skipv1
+
+    leanqkv convert hf/llama --to skipv1 --method mean-v --out hf/mean
 
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
     """
+    import torch
+
+    from ..checkpoints.open import open_checkpoint
     from ..checkpoints.write import check_free
-    from ..convert.calibrated import Settings
-    from ..convert.conversion import check_request, convert_directory
+    from ..convert.calibrated import Settings, calibrated_target
+    from ..convert.conversion import MERGED_VALUES, check_request, check_sequence_length, convert_directory
+    from ..convert.merged_values import count_merges
+    from ..environment import check_device
+    from ..report import conversion as pages
 
     settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
+    stored_dtype = as_dtype(dtype)
     check_free(out, source)
-    check_request(to, method, settings, calibration is not None)
-    sample = None if calibration is None else _read_tokens(source, ratio, calibration, tokens, sequence_length)
+    device = None if device is None else check_device(device)
+    chosen_layers = None if layers is None else _read_layers(layers)
+    check_request(to, method, settings, calibration is not None, chosen_layers, device is not None)
+    opened = open_checkpoint(source)
+    if to == MERGED_VALUES:  # refuse before any text is read
+        count_merges(opened.config, ratio, chosen_layers)
+    elif calibration is not None:
+        calibrated_target(opened.config, ratio)
+    length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
+    check_sequence_length(opened.config, length)
+    comparison = _read_evaluation(source, evaluate, evaluate_tokens, length, calibration)
+    about, sample = _about(source, out), None
+    if calibration is not None:
+        tokens = tokens or min(max(40 * opened.config.hidden_size, 24_576), 131_072)
+        sample, data = _read_tokens(opened, calibration, tokens, length)
+        about["calibration"] = {**data.record(), "sequence_length": length}
+        if comparison is not None:
+            about["calibration"]["source_bits_per_byte"] = comparison.compare_domains(sample, data)
     with continued_when_repeated(), progress_bar("reading") as bar:
 
         def show_written(done: int, total: int) -> None:
@@ -64,48 +126,179 @@ def convert(
             method=method,
             tokens=sample,
             settings=settings,
+            layers=chosen_layers,
+            device=None if device is None else torch.device(device),
             seed=seed,
-            dtype=as_dtype(dtype),
+            dtype=stored_dtype,
             calibrating=bar,
             message=bar.describe,
             progress=show_written,
+            about=about,
+            evaluate=lambda directory: (
+                {} if comparison is None else {"evaluation": comparison.evaluate(directory, bar)}
+            ),
+            finish=pages.write_pages,
         )
-    _print_report(report)
-    console.print(f"{out}: conversion.json", highlight=False)
+    console.print(pages.terminal_table(report))
+    if verbose or not console.is_terminal:
+        for line in pages.layer_lines(report):
+            console.print(line, highlight=False)
+    console.print(f"{out}: conversion.html, conversion.json, README.md (a model card)", highlight=False)
 
 
-def _read_tokens(source: Path, ratio: float, text: str, tokens: int, sequence_length: int | None) -> "np.ndarray":
-    """Calibration tokens [sequences, length] of the tokenizer in `source`, a model that can be converted."""
-    from ..checkpoints.open import open_checkpoint
-    from ..convert.calibrated import calibrated_target
-    from ..convert.conversion import calibration_tokens, check_sequence_length
+def _read_layers(text: str) -> tuple[int, ...]:
+    """Return the layers of "2,5,8-11".
+
+    Raises:
+        LeanError: it is no such list.
+    """
+    from ..errors import LeanError
+
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal() or not int(first) <= int(last or first) < 10**4:
+            raise LeanError(f"--layers is a list like 2,5,8-11, found {text!r}")
+        layers |= set(range(int(first), int(last or first) + 1))
+    return tuple(sorted(layers))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The source, and the text on which it is compared with what becomes of it."""
+
+    source: "Checkpoint"
+    text: "EvaluationText"
+    tokens: int
+    length: int
+
+    def windows(self, tokens: int) -> list[tuple[int, int]]:
+        """Return windows with so many tokens to score."""
+        from ..evaluate import spread_windows
+
+        return spread_windows(len(self.text.tokens), self.length, max(1, tokens // self.length))
+
+    def evaluate(self, directory: Path, bar: Bar) -> dict[str, Any]:
+        """Return the comparison with the model in `directory`, for the report."""
+        import torch
+
+        from ..checkpoints.open import load_model, open_causal_lm
+        from ..evaluate import paired_record
+
+        bar.start("reading both models")
+        before, after = (load_model(opened, torch.float32) for opened in (self.source, open_causal_lm(directory)))
+        bar.start("comparing source and result, tokens")
+        return paired_record(before, after, self.text, self.windows(self.tokens), self.length, progress=bar)
+
+    def compare_domains(self, sample: "np.ndarray", data: "TokenData") -> float | None:
+        """Return the source's bits per byte of the calibration text; warn if the evaluation text is of another kind.
+
+        Args:
+            sample: [sequences, length], the calibration tokens; `data` is their text.
+
+        Returns:
+            None where one of the texts is known as tokens alone.
+        """
+        import torch
+
+        from ..checkpoints.open import load_model
+        from ..evaluate import sequence_losses
+
+        if data.bytes_per_token is None or self.text.bytes is None:
+            return None
+        count = max(1, COMPARED_TOKENS // self.length)
+        windows, width = self.windows(COMPARED_TOKENS), sample.shape[1]
+        rows = sample[:: max(1, len(sample) // count)][:count]
+        with progress_bar("comparing calibration and evaluation text"):
+            model = load_model(self.source, torch.float32)
+            calibration = sequence_losses(model, rows.reshape(-1), [i * width for i in range(len(rows))], width - 1, 1)
+            evaluation = sequence_losses(model, self.text.tokens, [at for at, _ in windows], windows[0][1], 1)
+        bytes_per_token = data.bytes_per_token, self.text.bytes / len(self.text.tokens)
+        first, second = (
+            losses.mean().item() / math.log(2) / size
+            for losses, size in zip((calibration, evaluation), bytes_per_token, strict=True)
+        )
+        # A mixture's kinds are its owner's choice.
+        if not data.parts and not 1 / DOMAIN_FACTOR <= first / second <= DOMAIN_FACTOR:
+            terminal.print(
+                f"warning: the calibration text takes the source {first:.2f} bits per byte, the evaluation text "
+                f"{second:.2f}, more than a factor of {DOMAIN_FACTOR} apart. They are of different kinds; calibrate on "
+                "text like what the model is for.",
+                highlight=False,
+                soft_wrap=True,
+            )
+        return first
+
+
+def _read_evaluation(
+    source: Path, evaluate: str | None, tokens: int | None, length: int, calibration: str | None
+) -> Comparison | None:
+    """Return what is to be compared on the text `evaluate`, or None of no text.
+
+    Raises:
+        LeanError: no such text, too short, or read by the calibration too; or too little memory for both models.
+    """
+    from ..checkpoints.open import open_causal_lm
+    from ..data import evaluation_text, unseen_split
+    from ..environment import free_memory
+    from ..errors import LeanError
+
+    if evaluate is None:
+        if tokens is not None:
+            raise LeanError("--evaluate-tokens goes with --evaluate FILE; leave it out")
+        return None
+    opened = open_causal_lm(source)
+    needed, free = 2 * 4 * opened.config.plan.count_parameters().total, free_memory("cpu")
+    if needed > free:
+        raise LeanError(
+            f"--evaluate holds source and result in float32: {needed / 1e9:,.1f} GB of memory, and "
+            f"{free / 1e9:,.1f} GB are free. Leave it out, and score both with leanqkv eval"
+        )
+    with progress_bar("reading the evaluation text") as bar:
+        split = unseen_split(evaluate, calibration)
+        text = evaluation_text(
+            evaluate,
+            tokenizer=source,
+            vocab_size=opened.config.vocab_size,
+            split=split,
+            progress=bar.describe,
+        )
+    if tokens is not None and tokens > (there := len(text.tokens) - 1):
+        raise LeanError(
+            f"--evaluate-tokens {tokens:,} are asked for, the {split} text of {evaluate} has {there:,}. Give more "
+            "text, or fewer tokens"
+        )
+    return Comparison(opened, text, tokens or EVALUATED_TOKENS, min(length, len(text.tokens) - 1))
+
+
+def _about(source: Path, out: Path) -> dict[str, Any]:
+    """Return the report's entries on how it was made; no path of this machine."""
+    from ..environment import command_line, git_commit, hardware, versions
+
+    return {
+        "name": out.resolve().name,
+        "base_model": _hub_name(source.resolve()),
+        "command": command_line(),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def _hub_name(directory: Path) -> str:
+    """Return the name of a model on the Hugging Face Hub whose files are in its cache; else the directory's."""
+    for folder in directory.parents:
+        if folder.name.startswith("models--"):
+            return folder.name.removeprefix("models--").replace("--", "/")
+    return directory.name
+
+
+def _read_tokens(source: "Checkpoint", text: str, tokens: int, length: int) -> "tuple[np.ndarray, TokenData]":
+    """Return calibration tokens [sequences, length] of the tokenizer beside `source`, and their text."""
+    from ..convert.conversion import calibration_tokens
     from ..data import prepare_data
 
-    config = open_checkpoint(source).config
-    calibrated_target(config, ratio)  # refuses before the text is read
-    assert config.max_position_embeddings is not None
-    length = sequence_length or min(512, config.max_position_embeddings)
-    check_sequence_length(config, length)
+    size, tokenizer = source.config.vocab_size, str(source.directory)
     with progress_bar("reading the calibration text") as bar:
-        data = prepare_data(text, vocab_size=config.vocab_size, tokenizer=str(source), progress=bar.describe)
-    return calibration_tokens(data, config, tokens, length)
-
-
-def _print_report(report: dict[str, Any]) -> None:
-    for key, unit in (("parameters", "parameters"), ("kv_bytes_per_token_bf16", "bytes of KV cache per token (bf16)")):
-        before, after = report[key]
-        console.print(f"{before:,} -> {after:,} {unit} ({after / before - 1:+.1%})", highlight=False)
-    if "pools" in report:
-        console.print(f"value heads pooled: {report['pools']}", highlight=False)
-    for layer in report.get("layers", ()):
-        error = f"{layer['missed']:.2%} of attention's output missed"
-        if not layer["layer"]:
-            console.print(f"layer 0: the values it lends are fitted to all layers; {error}", highlight=False)
-            continue
-        pairs = ", ".join(f"{head}: {first}" for head, first in layer["paired"].items())
-        tied = f", their order fixed by {layer['tied_by']}" if "tied_by" in layer else ""
-        console.print(
-            f"layer {layer['layer']}: heads {layer['kept']} keep their values, the others take the first layer's "
-            f"({pairs}){tied}; {error}",
-            highlight=False,
-        )
+        data = prepare_data(text, vocab_size=size, tokenizer=tokenizer, progress=bar.describe)
+    return calibration_tokens(data, source.config, tokens, length), data

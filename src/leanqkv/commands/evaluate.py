@@ -1,7 +1,7 @@
 """`leanqkv eval`: the loss of a checkpoint on a text, or its accuracy on tasks."""
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ from .options import SOURCE, Device, MaxDocuments, TextField, option_groups
 
 if TYPE_CHECKING:
     from ..checkpoints.open import Checkpoint
+    from ..data import EvaluationText
     from ..train import Precision
 
 
@@ -38,6 +39,10 @@ class TextScoring:
     ] = None
     text_field: TextField = "text"
     max_documents: MaxDocuments = None
+    against: Annotated[
+        Path | None,
+        typer.Option(help="A second checkpoint, such as the source of a conversion: print what the first one loses."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ def evaluate(
 
     leanqkv eval runs/a --data stdlib --split validation --out a.json
 
+    leanqkv eval hf/skipv1 --against hf/llama --data book.txt
+
     leanqkv eval hf/llama --tasks p3
     """
     from ..checkpoints.open import open_causal_lm
@@ -127,7 +134,7 @@ def evaluate(
     _refuse(tasks if tasks.tasks is None else text, "--tasks" if tasks.tasks is None else "--data")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise LeanError(f"--out {out} cannot be written; give a file, in a folder that exists")
-    if out is not None and out.exists() and out.resolve().parent == source.resolve():
+    if out is not None and out.exists() and source.resolve() in (out.resolve(), out.resolve().parent):
         raise LeanError(f"--out {out} is a file of the checkpoint, which stays as it is; choose another name")
     arithmetic = _precision(precision)
     device = check_device(device)
@@ -162,6 +169,7 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
         raise LeanError(f"--context-length {context} is longer than the {positions} positions of the model")
     stride = options.stride or max(1, context // 2)
     strided_windows(2, context, stride)  # raises before anything is read
+    other = None if options.against is None else _open_other(scored.checkpoint, options.against, context)
     assert options.data is not None
     with progress_bar("reading the text") as bar:
         text = evaluation_text(
@@ -175,6 +183,8 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
         )
     size = "" if text.bytes is None else f", {text.bytes:,} bytes"
     console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}", highlight=False)
+    if other is not None:
+        return {"stride": stride, **_compare(scored, replace(scored, checkpoint=other), text, context, stride)}
     model = scored.load()
     with progress_bar("tokens scored") as bar:
         losses = strided_losses(
@@ -192,6 +202,59 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
         f"loss {figures['loss']:.4f} nats per token, perplexity {figures['perplexity']:.4g}{bits}", highlight=False
     )
     return {"text": text.record(), "context_length": context, "stride": stride, "figures": figures}
+
+
+def _open_other(checkpoint: "Checkpoint", directory: Path, context_length: int) -> "Checkpoint":
+    """Open the checkpoint that `checkpoint` is compared with.
+
+    Raises:
+        LeanError: it has another vocabulary, tokenizer, or too few positions.
+    """
+    from ..checkpoints.open import open_causal_lm
+    from ..errors import LeanError
+    from ..files import hash_files
+
+    other = open_causal_lm(directory)
+    sizes = [opened.config.vocab_size for opened in (checkpoint, other)]
+    tokenizers = [opened.directory / "tokenizer.json" for opened in (checkpoint, other)]
+    if sizes[0] != sizes[1]:
+        raise LeanError(f"--against {directory} has {sizes[1]:,} tokens, the first model {sizes[0]:,}: not comparable")
+    if all(file.is_file() for file in tokenizers) and len({hash_files(file) for file in tokenizers}) > 1:
+        raise LeanError(f"--against {directory} has another tokenizer; compare the bits per byte of two `leanqkv eval`")
+    positions = other.config.max_position_embeddings
+    if other.config.position_embedding_type == "learned" and context_length > positions:
+        raise LeanError(f"--against {directory} has {positions:,} positions; give --context-length {positions} or less")
+    return other
+
+
+def _compare(scored: Scored, other: Scored, text: "EvaluationText", context: int, stride: int) -> dict[str, Any]:
+    """Score a text with both models, print what the first one loses, and return a record's entries on it."""
+    import torch
+
+    from ..checkpoints.tensors import weights_hash
+    from ..evaluate import paired_record, strided_windows
+    from ..report.conversion import terminal_table
+
+    before, after = other.load(), scored.load()
+    with progress_bar("tokens scored") as bar:
+        figures = paired_record(
+            before,
+            after,
+            text,
+            strided_windows(len(text.tokens), context, stride),
+            min(context, len(text.tokens) - 1),
+            autocast=lambda: scored.precision.autocast(scored.device),
+            progress=bar,
+        )
+    plans = [one.checkpoint.config.plan for one in (other, scored)]
+    sizes = {
+        "parameters": [plan.count_parameters().total for plan in plans],
+        "kv_bytes_per_token_bf16": [plan.kv_bytes_per_token(torch.bfloat16) for plan in plans],
+    }
+    console.print(terminal_table({**sizes, "evaluation": figures}))
+    about = {"name": other.checkpoint.directory.resolve().name, "config": other.checkpoint.config.as_overrides()}
+    about["weights_sha256"] = weights_hash(other.checkpoint.directory)
+    return {**figures, **sizes, "figures": figures["after"], "against": about}
 
 
 def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:

@@ -116,9 +116,9 @@ def _print_answer(
     else:
         ids = encode_prompt(tokenizer, prompt)
     inputs = ids.to(decoder.model.device)
-    length, positions = inputs.shape[1], decoder.config.max_position_embeddings
-    room, new = positions - length, options["max_new_tokens"]
-    if decoder.config.position_embedding_type == "learned" and new > room:
+    length, positions = inputs.shape[1], decoder.config.cached_positions
+    new = options["max_new_tokens"]
+    if positions is not None and new > (room := positions - length):
         advice = f"--max-new-tokens can be {room} at most, found {new}" if room > 0 else "shorten it"
         raise LeanError(f"the prompt takes {length} of the model's {positions} positions: {advice}")
     check_cache(decoder.model, 1, length + new, "--max-new-tokens")

@@ -11,7 +11,10 @@ from .options import NAME_HELP, console
 
 
 def inspect(
-    source: Annotated[str, typer.Argument(help=f"{NAME_HELP}; or a checkpoint directory, ours or of transformers")],
+    source: Annotated[
+        str,
+        typer.Argument(help=f"{NAME_HELP}; or a checkpoint: a directory of ours or of transformers, or a .gguf file"),
+    ],
     layers: Annotated[
         bool, typer.Option("--layers", help="Also print the plan of every layer, every elimination, and every tensor.")
     ] = False,
@@ -23,6 +26,7 @@ def inspect(
 
     leanqkv inspect hf/pythia-160m --layers
     """
+    from ..checkpoints.gguf_format import is_gguf
     from ..checkpoints.memory import give_back_freed_memory
     from ..checkpoints.open import open_checkpoint
     from ..checkpoints.tensors import finite
@@ -31,9 +35,10 @@ def inspect(
     from ..inspect import condition_line, findings_table, layer_table, query_output_line, spectra_table, summary
     from ..presets import preset
 
-    if "/" in source and not Path(source).exists():
+    exists = Path(source).exists() or is_gguf(source)
+    if "/" in source and not exists:
         raise LeanError(f"there is no directory {source}")
-    opened = open_checkpoint(Path(source)) if Path(source).exists() else None
+    opened = open_checkpoint(Path(source)) if exists else None
     config = preset(source) if opened is None else opened.config
     findings, projections = audit.findings(config), []
     if opened is not None and spectra:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"
 
-SOURCE = "Checkpoint directory: of leanqkv, or GPT-2, GPT-NeoX, LLaMA, Mistral, Qwen2 or Qwen3"
+SOURCE = (
+    "Checkpoint directory: of leanqkv, or GPT-2, GPT-NeoX, LLaMA, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, "
+    "Granite, OLMo 2, Phi-3 or SmolLM3; or a .gguf file"
+)
 Out = Annotated[
     Path, typer.Option(help="New directory; written whole or not at all. Killed and started again it goes on.")
 ]
@@ -26,9 +29,10 @@ Dtype = Annotated[str, typer.Option(help="Of the stored weights: fp64, fp32 or b
 Data = Annotated[
     str | None,
     typer.Option(
-        help="Text, JSONL or Parquet file or folder, nanoGPT .bin, or Hugging Face dataset name. "
-        "Default: the source of this Python's standard library. For a model of images: digits (the default), cifar10, "
-        "cifar100, or a folder or dataset of images with class labels.",
+        help="Text, JSONL or Parquet file or folder, nanoGPT .bin, stdlib, prose (English, of docstrings), a Hugging "
+        "Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this Python's standard library. "
+        "For a model of images: digits (the default), cifar10, cifar100, or a folder or dataset of images with class "
+        "labels.",
         show_default=False,
     ),
 ]

@@ -48,5 +48,6 @@ def _options(mechanism: "MechanismPreset") -> str:
         defaults = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
         return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in defaults.items())
     cls = (TABLES | {"key_value": KEY_VALUES})[mechanism.slot][mechanism.spec["type"]]
-    options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in fields(cls.Options)]
+    named = [f for f in fields(cls.Options) if not isinstance(f.default, tuple)]  # a name cannot hold rows
+    options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in named]
     return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))

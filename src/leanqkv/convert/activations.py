@@ -1,27 +1,142 @@
-"""Activations of two models on calibration tokens: the source's, and those of its conversion as far as it has come."""
+"""Activations of two models on calibration tokens: the source's, and those of its conversion as far as it has come.
+
+The residual streams of all tokens lie on disk. Of the weights one layer's are in memory at a time, in float32.
+"""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import LeanError
-from ..model.attention import KeyValues
+from ..model.attention import KeyValues, eager_attention
+from ..model.block import LeanBlock
 from ..model.config import LeanConfig
 from ..model.masks import make_masks
-from ..model.transformer import LeanModel
+from ..model.position import RotaryEmbeddings
+from ..model.tasks import TASKS
 from ..presets.edit import with_fields
 from .scratch import Stream
 
 
+class Recorder:
+    """Stands in for `LeanAttention.attend`: computes eager attention and keeps its patterns and heads.
+
+    Attributes:
+        patterns: attention weights [batch, query heads, length, length].
+        values: [batch, value heads, length, head_dim].
+        heads: the output before W_O, [batch, length, query heads, head_dim].
+    """
+
+    patterns: Tensor
+    values: Tensor
+    heads: Tensor
+
+    def __call__(
+        self,
+        attention: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        values: list[Tensor],
+        mask: Any,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention as `attend` computes it, of a layer that borrows nothing."""
+        (self.values,) = values
+        self.heads, self.patterns = eager_attention(attention, query, key, self.values, mask, scaling)
+        return self.heads, self.patterns
+
+
+class Layers:
+    """The layers of one model, run one by one on streams that are given; those that read the stream alone.
+
+    Queries from the MLP below and averages over depth read more (see `check_reads_the_stream`).
+    """
+
+    def __init__(self, config: LeanConfig, tensors: Mapping[str, Tensor], length: int, device: torch.device):
+        self.config = with_fields(config)
+        self.config._attn_implementation = "eager"
+        self.plan, self.tensors, self.device = self.config.plan, tensors, device
+        positions = torch.arange(length, device=device)[None]
+        hidden = torch.zeros(1, length, config.hidden_size, device=device)
+        rotary = RotaryEmbeddings(self.config, self.plan).to(device)
+        self.rotations = rotary(hidden, positions) if len(rotary) else None
+        self.masks = make_masks(self.config, self.plan, hidden, None, None, None, positions)
+
+    def embed(self, tokens: np.ndarray) -> Iterator[Tensor]:
+        """Yield the stream [length, hidden_size] of every sequence before the first layer."""
+        with torch.device("meta"):
+            embedding = TASKS[self.config.task].make_embedding(self.config)
+        weights = {"weight": self.tensors["model.embed_tokens.weight"].float()}
+        embedding.load_state_dict(weights, assign=True)
+        positions: Any = 0
+        if self.config.position_embedding_type == "learned":
+            positions = self.tensors["model.embed_positions.weight"][: tokens.shape[1]].float()
+        for sequence in torch.from_numpy(tokens.astype(np.int64)):
+            yield embedding(sequence) + positions
+
+    def block(self, layer: int) -> LeanBlock:
+        """Return the block of a layer with its weights in float32."""
+        weights = self.plan.blocks[self.plan.layers[layer].block]
+        with torch.device("meta"):
+            block = LeanBlock(self.config, weights)
+        prefix = f"model.layers.{weights.layer}."
+        names = [name for name in self.plan.parameter_shapes if name.startswith(prefix)]
+        state = {name.removeprefix(prefix): self.tensors[name].to(self.device, torch.float32) for name in names}
+        block.load_state_dict(state, assign=True)
+        return block.eval()
+
+    def run(self, block: LeanBlock, layer: int, stream: Tensor, borrowed: dict[int, KeyValues] | None = None) -> Tensor:
+        """Return the stream [batch, length, hidden_size] after a layer.
+
+        Raises:
+            LeanError: it is not finite.
+        """
+        output, _, _ = block(stream, **self._arguments(layer), borrowed=borrowed)
+        if not output.isfinite().all():
+            raise LeanError(f"the activations after layer {layer} are not finite; is the source a trained model?")
+        return output
+
+    def attend(self, block: LeanBlock, layer: int, stream: Tensor) -> tuple[Tensor, Recorder]:
+        """Return the normed input [batch, length, hidden_size] of a layer's attention, and its recorder."""
+        normed = block.input_layernorm(stream)
+        with recording(block) as recorder:
+            block.self_attn(normed, **self._arguments(layer))
+        return normed, recorder
+
+    def _arguments(self, layer: int) -> dict[str, Any]:
+        plan = self.plan.layers[layer]
+        return {"layer": plan, "attention_mask": self.masks[plan.window], "position_embeddings": self.rotations}
+
+
+@contextmanager
+def recording(block: LeanBlock) -> Iterator[Recorder]:
+    """Record the attention of a block."""
+    recorder = Recorder()
+    block.self_attn.attend = recorder  # type: ignore[assignment]
+    try:
+        yield recorder
+    finally:
+        del block.self_attn.attend
+
+
+def correction(config: LeanConfig, source: Tensor, stream: Tensor) -> Tensor | float:
+    """Return what attention's output must add to bring a stream back to the source's; 0 where none can.
+
+    No output of W_O does so without a skip connection, or where a norm follows it.
+    """
+    if not config.attention_skip or config.norm_placement != "before":
+        return 0.0
+    return (source - stream) / config.residual_multiplier
+
+
 class Activations:
     """The residual streams of both models at one layer, from the embedding on; on disk, for all tokens.
-
-    Blocks are run one by one, so a source whose blocks read more than the stream is none for it: queries from the MLP
-    below and averages over depth (see `calibrated_target`).
 
     Attributes:
         source, converted: the streams, float32 [sequences, length, hidden_size].
@@ -36,26 +151,20 @@ class Activations:
         tokens: np.ndarray,
         batch_size: int,
         directory: Path,
+        device: torch.device | None = None,
     ):
-        self.config, self.batch_size = config, batch_size
-        self._source, self._converted = (LeanModel(with_fields(c)).eval() for c in (config, target))
-        self._source.set_attn_implementation("eager")  # which returns its patterns
-        names = (name for name in config.plan.parameter_shapes if name.startswith("model."))
-        self._source.load_state_dict({name.removeprefix("model."): tensors[name].float() for name in names})
+        self.config, self.target, self.batch_size = config, target, batch_size
+        self._device = device or torch.device("cpu")
+        self._layers = Layers(config, tensors, tokens.shape[1], self._device)
+        self._loaded: tuple[int, LeanBlock] | None = None
         self.source, self.converted, self.first = (
             Stream(directory / name, (*tokens.shape, config.hidden_size)) for name in ("source", "converted", "first")
         )
-        positions = torch.arange(tokens.shape[1])[None]
-        hidden = torch.zeros(1, tokens.shape[1], config.hidden_size)
-        rotary = self._source.rotary_emb
-        self._rotation = None if rotary is None else rotary(hidden, positions)
-        self._masks = make_masks(self._source.config, self._source.plan, hidden, None, None, None, positions)
-        for batch in self.batches():
-            hidden = self._source.embed_tokens(torch.from_numpy(tokens[batch].astype(np.int64)))
-            if self._source.embed_positions is not None:
-                hidden = hidden + self._source.embed_positions(positions)
-            self.source[batch] = self.converted[batch] = hidden
-            self.first[batch] = self._source.layers[0].input_layernorm(hidden)
+        norm = self._block(0).input_layernorm
+        for place, hidden in enumerate(self._layers.embed(tokens)):
+            here = slice(place, place + 1)
+            self.source[here] = self.converted[here] = hidden[None]
+            self.first[here] = norm(hidden[None].to(device))
 
     def batches(self) -> Iterator[slice]:
         """Yield the batches of sequences."""
@@ -73,20 +182,22 @@ class Activations:
 
     def advance_source(self, layer: int) -> None:
         """Pass the source's stream through `layer`."""
+        block = self._block(layer)
         for batch in self.batches():
-            self.source[batch] = self._block(self._source, layer, self.source[batch], {})
+            self.source[batch] = self._layers.run(block, layer, self._read(self.source, batch))
 
     def advance(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Pass both streams through `layer`, the converted one with the weights of that layer in `tensors`."""
         self.advance_source(layer)
-        prefix = f"model.layers.{layer}."
-        weights = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
-        self._converted.layers[layer].load_state_dict(weights)
+        converted = Layers(self.target, tensors, self.source.shape[1], self._device)
+        block, weight = converted.block(layer), tensors["model.layers.0.self_attn.v_proj.weight"]
+        bias = tensors["model.layers.0.self_attn.v_proj.bias"] if self.config.attention_bias else None
+        weight, bias = weight.to(self._device), None if bias is None else bias.to(self._device)
         for batch in self.batches():
-            values = self._converted.layers[0].self_attn.v_proj(self.first[batch])
+            values = nn.functional.linear(self._read(self.first, batch), weight, bias)
             values = values.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             borrowed = {0: KeyValues(None, values, values)}
-            self.converted[batch] = self._block(self._converted, layer, self.converted[batch], borrowed)
+            self.converted[batch] = converted.run(block, layer, self._read(self.converted, batch), borrowed)
 
     def attend(self, layer: int, batch: slice, converted: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the patterns and the target of the source's attention in `layer`, and the inputs of values.
@@ -99,32 +210,24 @@ class Activations:
             inputs of this layer's and of the first layer's values, [batch, length, hidden_size], with a column of ones
             more where values have a bias.
         """
-        source = self.source[batch]
-        normed, patterns, target = self._attention(layer, source)
+        block, source = self._block(layer), self._read(self.source, batch)
+        normed, recorder = self._layers.attend(block, layer, source)
+        target = block.self_attn.o_proj(recorder.heads.flatten(2))
         if converted:
-            stream = self.converted[batch]
-            normed, patterns, _ = self._attention(layer, stream)
-            if self.config.attention_skip:
-                target = target + source - stream
-        return patterns, target, self._with_ones(normed), self._with_ones(self.first[batch])
+            stream = self._read(self.converted, batch)
+            normed, recorder = self._layers.attend(block, layer, stream)
+            target = target + correction(self.config, source, stream)
+        return recorder.patterns, target, self._with_ones(normed), self._with_ones(self._read(self.first, batch))
+
+    def _read(self, stream: Stream, batch: slice) -> Tensor:
+        return stream[batch].to(self._device)
 
     def _with_ones(self, inputs: Tensor) -> Tensor:
         return torch.cat((inputs, torch.ones_like(inputs[..., :1])), -1) if self.config.attention_bias else inputs
 
-    def _attention(self, layer: int, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed input, patterns and output of the source's attention on a stream."""
-        block, plan = self._source.layers[layer], self._source.plan.layers[layer]
-        normed, mask = block.input_layernorm(stream), self._masks[plan.window]
-        output, patterns, _ = block.self_attn(normed, plan, position_embeddings=self._rotation, attention_mask=mask)
-        return normed, patterns, output
-
-    def _block(self, model: Any, layer: int, stream: Tensor, borrowed: dict[int, KeyValues]) -> Tensor:
-        """The stream after `layer`."""
-        plan = model.plan.layers[layer]
-        mask = self._masks[plan.window]
-        output, _, _ = model.layers[layer](
-            stream, plan, attention_mask=mask, position_embeddings=self._rotation, borrowed=borrowed
-        )
-        if not output.isfinite().all():
-            raise LeanError(f"the activations after layer {layer} are not finite; is the source a trained model?")
-        return output
+    def _block(self, layer: int) -> LeanBlock:
+        """The source's block, kept until another one is asked for."""
+        if self._loaded is None or self._loaded[0] != layer:
+            self._loaded = None
+            self._loaded = layer, self._layers.block(layer)
+        return self._loaded[1]

@@ -1,8 +1,10 @@
 """Convert the checkpoint in one directory into another."""
 
 import hashlib
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,36 +15,49 @@ from torch import Tensor
 
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import finite
-from ..checkpoints.write import Progress, check_free, write_model
+from ..checkpoints.write import Progress, check_free, source_hashes, write_model
 from ..data import TokenData
+from ..environment import versions
 from ..errors import LeanError
-from ..files import write_json
+from ..files import locked, make_directory, remove, write_json
 from ..model.config import LeanConfig
 from ..model.registry import suggest
 from .calibrated import Settings, calibrated
+from .merged_values import Merging
 from .methods import METHODS, pools, with_first_layer_values
 from .nonlinear_query import with_nonlinear_query
 
 REPORT = "conversion.json"
-SKIPV1, NONLINEAR_QUERY = TARGETS = ("skipv1", "nonlinear-query")
+SKIPV1, MERGED_VALUES, NONLINEAR_QUERY = TARGETS = ("skipv1", "merged-values", "nonlinear-query")
 CALIBRATED = "calibrated"
 
 
-def check_request(to: str, method: str, settings: Settings, has_text: bool) -> None:
+def check_request(
+    to: str,
+    method: str,
+    settings: Settings,
+    has_text: bool,
+    layers: tuple[int, ...] | None = None,
+    on_device: bool = False,
+) -> None:
     """Refuse an unknown target or method, missing calibration text, and options that the method does not take."""
     if to not in TARGETS:
         raise LeanError(f"there is no conversion to {to!r}: {suggest(to, TARGETS)}")
-    calibrates = to == SKIPV1 and method == CALIBRATED
+    calibrates = to in (SKIPV1, MERGED_VALUES) and method == CALIBRATED
     if to == SKIPV1 and not calibrates and method not in METHODS:
         raise LeanError(f"there is no method {method!r}: {suggest(method, [*METHODS, CALIBRATED])}")
-    if not calibrates and settings != Settings(ratio=settings.ratio):
+    if to != SKIPV1 and method != CALIBRATED:
+        raise LeanError(f"--method {method} is for --to skipv1; leave it out")
+    if (to != SKIPV1 or not calibrates) and settings != Settings(ratio=settings.ratio):
         raise LeanError(
-            "--no-choose, --no-refit-lent and --no-refit-values are for --method calibrated; leave them out"
+            "--no-choose, --no-refit-lent and --no-refit-values are for --to skipv1 --method calibrated; leave them out"
         )
     if calibrates and not has_text:
         raise LeanError("the calibrated method needs calibration text: --calibration FILE")
     if has_text and not calibrates:
-        raise LeanError("--calibration is for --to skipv1 --method calibrated; leave it out")
+        raise LeanError("--calibration is for merged-values, and for skipv1 with --method calibrated; leave it out")
+    if to != MERGED_VALUES and (layers is not None or on_device):
+        raise LeanError("--layers and --device are for --to merged-values; leave them out")
 
 
 def check_sequence_length(config: LeanConfig, length: int) -> None:
@@ -87,55 +102,112 @@ def convert_directory(
     method: str = CALIBRATED,
     tokens: np.ndarray | None = None,
     settings: Settings | None = None,
+    layers: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     calibrating: Progress = lambda done, total: None,
     message: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
+    about: Mapping[str, Any] | None = None,
+    evaluate: Callable[[Path], Mapping[str, Any]] = lambda directory: {},
+    finish: Callable[[Path], object] = lambda directory: None,
 ) -> dict[str, Any]:
     """Convert the checkpoint in `source` and return the report that is written beside the weights.
 
     Args:
         to: one of TARGETS.
-        method: for skipv1, one of METHODS or "calibrated", which needs `tokens` [sequences, length].
-        settings: for the calibrated method; its ratio is every method's.
+        method: for skipv1, one of METHODS or "calibrated".
+        tokens: [sequences, length], for merged-values and the calibrated method.
+        settings: for skipv1's calibrated method; its ratio is every method's.
+        layers, device: for merged-values: those whose heads may be merged (None: all), and where it computes.
         seed: for the new matrices of a nonlinear query.
         message: called with what is done next; `calibrating` with passes over the tokens done and in all, `progress`
             with bytes written and in all.
+        about: further entries of the report, which decide nothing about the weights.
+        evaluate: given the directory with the new model, before it has its final name, returns the last entries of the
+            report.
+        finish: given the same directory with the report in it, writes what is made from the report.
 
     Raises:
         LeanError: a bad request, a source that cannot be converted, or `out` is not empty.
     """
     settings = settings or Settings()
     check_free(out, source)
-    check_request(to, method, settings, tokens is not None)
-    started = time.perf_counter()
-    checkpoint = open_checkpoint(source)
-    config, stored = checkpoint.config, finite(checkpoint.tensors)
-    report: dict[str, Any] = {"to": to, "source": config.as_overrides(), "calibration_tokens": 0}
-    tensors: Mapping[str, Tensor]
-    if to == NONLINEAR_QUERY:
-        target, tensors = with_nonlinear_query(config, stored, seed)
-        report["seed"] = seed
-    elif tokens is not None:
-        target, tensors, fits = calibrated(config, stored, tokens, settings, progress=calibrating, message=message)
-        report |= {"calibration_tokens": tokens.size, "method": method, "settings": asdict(settings), **fits}
-    else:
-        target, tensors = with_first_layer_values(config, stored, METHODS[method], settings.ratio)
-        report |= {"method": method, "ratio": settings.ratio}
-        if method.startswith("mean"):
-            report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)  # type: ignore[arg-type]
-    report |= _sizes(config, target)
-    read = None if tokens is None else hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
-    decided = {"report": dict(report), "tokens_sha256": read}
-    report["seconds"] = round(time.perf_counter() - started, 2)
+    check_request(to, method, settings, tokens is not None, layers, device is not None)
+    with ExitStack() as held:
+        started = time.perf_counter()
+        checkpoint = open_checkpoint(source)
+        config, stored = checkpoint.config, finite(checkpoint.tensors)
+        report: dict[str, Any] = {"to": to, "source": config.as_overrides(), "calibration_tokens": 0}
+        tensors: Mapping[str, Tensor]
+        if to == NONLINEAR_QUERY:
+            target, tensors = with_nonlinear_query(config, stored, seed)
+            report["seed"] = seed
+        elif to == MERGED_VALUES:
+            assert tokens is not None
+            work = held.enter_context(_calibration_directory(out))
+            decides: dict[str, Any] = {
+                "source": source_hashes(checkpoint),
+                "tokens": _hash(tokens),
+                "versions": versions(),
+            }
+            decides |= {"ratio": settings.ratio, "layers": layers, "device": str(device)}
+            merging = Merging(
+                config,
+                stored,
+                tokens,
+                work,
+                ratio=settings.ratio,
+                layers=layers,
+                device=device,
+                job=decides,
+                progress=calibrating,
+                message=message,
+            )
+            target, tensors, fits = merging.run()
+            report |= {"calibration_tokens": tokens.size, "ratio": settings.ratio, **fits}
+        elif tokens is not None:
+            target, tensors, fits = calibrated(config, stored, tokens, settings, progress=calibrating, message=message)
+            report |= {"calibration_tokens": tokens.size, "method": method, "settings": asdict(settings), **fits}
+        else:
+            target, tensors = with_first_layer_values(config, stored, METHODS[method], settings.ratio)
+            report |= {"method": method, "ratio": settings.ratio}
+            if method.startswith("mean"):
+                report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)  # type: ignore[arg-type]
+        report |= _sizes(config, target)
+        decided = {"report": dict(report), "tokens_sha256": None if tokens is None else _hash(tokens)}
+        report |= {"seconds": round(time.perf_counter() - started, 2), **(about or {})}
 
-    def finish(directory: Path) -> None:
-        write_json(directory / REPORT, report)
+        def finish_directory(directory: Path) -> None:
+            report.update(evaluate(directory))
+            write_json(directory / REPORT, report)
+            finish(directory)
 
-    message("writing")
-    write_model(checkpoint, out, target, tensors, dtype, settings=decided, finish=finish, progress=progress)
-    return report
+        message("writing")
+        write_model(
+            checkpoint, out, target, tensors, dtype, settings=decided, finish=finish_directory, progress=progress
+        )
+        return report
+
+
+@contextmanager
+def _calibration_directory(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that lets an interrupted calibration go on; it goes at the end, or after a refusal."""
+    out = Path(os.path.realpath(out))
+    directory = out.with_name(f".{out.name}.calibration")
+    make_directory(directory)
+    with locked(directory, "calibrating"):
+        try:
+            yield directory
+        except LeanError:  # starting again would not help
+            remove(directory)
+            raise
+    remove(directory)
+
+
+def _hash(tokens: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
 
 
 def _sizes(config: LeanConfig, target: LeanConfig) -> dict[str, list[int]]:

@@ -44,14 +44,11 @@ class ConvertedHeads(ValueHeads):
     output_bias: Tensor | None = None
 
 
-def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
-    """Return the source's configuration with first-layer values.
-
-    Args:
-        ratio: share of the value heads that take the first layer's values.
+def check_convertible(config: LeanConfig) -> None:
+    """Check that the model has value heads of its own in every layer.
 
     Raises:
-        LeanError: the source cannot be converted; says why.
+        LeanError: it cannot be converted; says why.
     """
     if config.task != "causal_lm":
         raise LeanError(f"its task is {config.task!r}. Only causal language models have a cache to make smaller")
@@ -67,6 +64,37 @@ def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
         raise LeanError(
             "its layers share blocks (num_hidden_groups), so the first layer's heads cannot differ from the others'"
         )
+
+
+def check_reads_the_stream(config: LeanConfig) -> None:
+    """Check that every block reads the residual stream alone, which is what a calibration follows.
+
+    Raises:
+        LeanError: it reads more; says what.
+    """
+    readers = [
+        f"the query of layer {layer.layer} is {layer.query.kind!r}, which reads the MLP below"
+        for layer in config.plan.layers
+        if layer.weights.query_reads_mlp
+    ]
+    if config.depth_average is not None:
+        readers.append("its layers read averages over depth (depth_average)")
+    if readers:
+        raise LeanError(
+            f"{readers[0]}. A calibration follows the residual stream alone: use --to skipv1 --method mean-v"
+        )
+
+
+def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
+    """Return the source's configuration with first-layer values.
+
+    Args:
+        ratio: share of the value heads that take the first layer's values.
+
+    Raises:
+        LeanError: the source cannot be converted; says why.
+    """
+    check_convertible(config)
     heads = config.num_key_value_heads
     assert heads is not None
     if not 0 < ratio <= 1 or floor(ratio * heads) in (0, heads):
@@ -110,7 +138,10 @@ def assemble_tensors(
     def compute(name: str) -> Tensor:
         layer, _, module = name.removeprefix("model.layers.").partition(".self_attn.")
         projection = module.split(".")[0]
-        if projection not in ("q_proj", "k_proj", "v_proj", "o_proj") or (heads := converted(int(layer))) is None:
+        changes = {"q_proj", "k_proj", "v_proj", "o_proj"}
+        if config.qk_norm == "width":  # its weights belong to heads
+            changes |= {"q_norm", "k_norm"}
+        if projection not in changes or (heads := converted(int(layer))) is None:
             return tensors[name]
         match module:
             case "v_proj.weight":

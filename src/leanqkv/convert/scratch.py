@@ -21,9 +21,14 @@ ADVICE = "set TMPDIR to a larger disk"
 class Stream:
     """A float32 array in a file, read and written a run of its first dimension at a time."""
 
-    def __init__(self, file: Path, shape: tuple[int, ...]):
-        self.shape, self._file, self._row = shape, file, prod(shape[1:])
+    def __init__(self, file: Path, shape: tuple[int, ...], advice: str = ADVICE):
+        self.shape, self._file, self._row, self._advice = shape, file, prod(shape[1:]), advice
         file.touch()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the file has room for the last row: all rows have been written, if they were in order."""
+        return self._file.stat().st_size >= prod(self.shape) * np.float32().nbytes
 
     def __getitem__(self, rows: slice) -> Tensor:
         start, stop, _ = rows.indices(self.shape[0])
@@ -32,9 +37,9 @@ class Stream:
 
     def __setitem__(self, rows: slice, tensor: Tensor) -> None:
         start, _, _ = rows.indices(self.shape[0])
-        with disk_full_is_an_error(self._file.parent, ADVICE), self._file.open("r+b") as file:
+        with disk_full_is_an_error(self._file.parent, self._advice), self._file.open("r+b") as file:
             file.seek(start * self._row * np.float32().nbytes)
-            file.write(tensor.float().contiguous().numpy().data)
+            file.write(tensor.float().cpu().contiguous().numpy().data)
 
 
 def map_tensor(file: Path, tensor: Tensor) -> Tensor:

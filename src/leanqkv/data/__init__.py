@@ -2,7 +2,7 @@
 
 from .batches import BatchPlan, batch_plan, check_plan, collate, make_batch_plan, make_image_plan
 from .corpus import Corpus, open_corpus, read_pieces
-from .evaluation import EvaluationText, evaluation_text
+from .evaluation import EvaluationText, evaluation_text, unseen_split
 from .images import ImageData, image_batch, prepare_images, processor_settings, scaled_pixels
 from .prepare import TokenData, prepare_data
 
@@ -25,4 +25,5 @@ __all__ = [
     "processor_settings",
     "read_pieces",
     "scaled_pixels",
+    "unseen_split",
 ]

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..errors import LeanError, first_line
@@ -15,6 +16,7 @@ from ..files import add_file
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+BUILT_IN = ("stdlib", "prose")
 # A file longer than this is read in pieces cut at line ends, so that no document has to fit into memory whole.
 PIECE_CHARACTERS = 2**20
 
@@ -38,8 +40,9 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
     """Return the corpus that `source` names.
 
     Args:
-        source: None or "stdlib" for the Python source of this interpreter's standard library; a text, JSONL or Parquet
-            file, or a folder of them; else the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or `NAME:CONFIG`.
+        source: None or "stdlib" for the Python source of this interpreter's standard library; "prose" for English text
+            from the documentation of Python and of packages; a text, JSONL or Parquet file, or a folder of them; else
+            the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or `NAME:CONFIG`.
         text_field: the field of JSONL records, Parquet files and datasets that holds the text.
 
     Raises:
@@ -47,13 +50,15 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
     """
     if source is None or source == "stdlib":
         return _standard_library()
+    if source == "prose":
+        return _prose()
     if not source:
         raise LeanError("the name of the data is empty; give a file, a folder or a dataset")
     path = Path(source)
     if path.exists():
         return _local_files(path, text_field)
     if looks_like_path(source) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source):
-        raise LeanError(f"no data at {source}: there is no such file or folder")
+        raise LeanError(f"no data at {source}: there is no such file or folder{_nearest(source)}")
     return _hub_dataset(source, text_field)
 
 
@@ -96,6 +101,24 @@ def _standard_library() -> Corpus:
     if not files:
         raise LeanError(f"this interpreter has no standard library source at {root}; give --data")
     return _files_corpus("Python standard library source", root, files, "text")
+
+
+def _prose() -> Corpus:
+    from .prose import prose
+
+    made = prose()
+    size, digest = f"{made['bytes'] / 1e6:.1f} MB", made["sha256"]
+    description = f"English prose from Python's documentation, {size}, sha256 {digest[:12]}"
+    return Corpus(description, digest, lambda: _read_jsonl(made["file"], "text"))
+
+
+def _nearest(source: str) -> str:
+    """The tail of an error message: names like `source`, of files beside where it would be and of built-in data."""
+    beside: list[str] = []
+    with suppress(OSError):
+        beside = sorted(map(str, Path(source).parent.iterdir()))
+    near = get_close_matches(source, [*beside, *BUILT_IN], n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def _is_utf8(path: Path) -> bool:
@@ -217,7 +240,7 @@ def _hub_dataset(source: str, text_field: str) -> Corpus:
     except Exception as error:  # the library raises a dozen kinds; each means that the dataset cannot be read
         raise LeanError(
             f"no data at {source}: no such file or folder, and the dataset of that name cannot be loaded "
-            f"({first_line(error)})"
+            f"({first_line(error)}){_nearest(source)}"
         ) from None
     digest = hashlib.sha256(f"{source}\0{text_field}\0{stream.info.version}\0{stream.info.download_checksums}".encode())
     return Corpus(

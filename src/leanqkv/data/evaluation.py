@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from ..errors import LeanError
 from ..model.registry import suggest
 from .corpus import open_corpus
+from .mixture import parse_mixture
 from .prepare import VALIDATION_SHARE, fitting_tokenizer, nanogpt, tokenized
 
 SPLITS = ("whole", "validation")
@@ -65,7 +66,7 @@ def evaluation_text(
     """Return the text of `source`, tokenized; nothing is cached.
 
     Args:
-        source: as `prepare_data` takes it.
+        source: as `prepare_data` takes it, but no mixture.
         tokenizer: a directory or hub name; not read where `source` holds tokens.
         split: "whole", or "validation" for the part of the same source that `prepare_data` holds out.
         progress: called with the current phase and how much of it is done.
@@ -75,6 +76,7 @@ def evaluation_text(
     """
     if split not in SPLITS:
         raise LeanError(f"there is no split {split!r}: {suggest(split, SPLITS)}")
+    _refuse_mixture(source)
     if (stored := nanogpt(Path(source), vocab_size)) is not None:
         if max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: --max-documents does not apply to it")
@@ -94,6 +96,42 @@ def evaluation_text(
         raise LeanError(f"there is nothing to evaluate on: the {split} text of {source} is empty")
     tokens = np.concatenate(runs)[:-1]  # nothing comes after the last document
     return EvaluationText(corpus.description, split, tokens, len(runs), size, digest.hexdigest())
+
+
+def unseen_split(source: str, calibration: str | None) -> str:
+    """Return the split of `source` that calibration on `calibration` has not seen: "whole", or "validation".
+
+    Texts are compared by document. Calibration reads the training split alone, so that the validation split of the
+    same text is new to it.
+
+    Raises:
+        LeanError: part of the documents are in both; a text cannot be read.
+    """
+    _refuse_mixture(source)
+    split = "whole"
+    own = _document_hashes(source)
+    for part in parse_mixture(calibration) if calibration is not None else []:
+        theirs = _document_hashes(part.source)
+        if own == theirs:
+            split = "validation"
+        elif common := len({*own} & {*theirs}):
+            raise LeanError(
+                f"{common:,} of the {len(own):,} documents of {source} are in the calibration text {part.source} too; "
+                "evaluate on another text"
+            )
+    return split
+
+
+def _refuse_mixture(source: str) -> None:
+    if len(parse_mixture(source)) > 1:
+        raise LeanError(f"{source!r} is a mixture, which is for training and calibration; score its texts one by one")
+
+
+def _document_hashes(source: str) -> list[bytes]:
+    """Return the SHA-256 of every document; of a nanoGPT file or folder, of its tokens."""
+    if (stored := nanogpt(Path(source), 2**32)) is not None:
+        return [stored.sha256.encode()]
+    return [hashlib.sha256(text.encode()).digest() for text in open_corpus(source).documents()]
 
 
 def _held_out(

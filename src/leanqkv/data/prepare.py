@@ -1,6 +1,6 @@
 """Tokenizes a corpus once, into memory-mapped files cached by content, however much larger than memory it is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,8 @@ from ..errors import LeanError
 from ..files import hash_files
 from .cache import made_once
 from .corpus import open_corpus, reading
-from .tokenizer import load_tokenizer, train_tokenizer
+from .mixture import Part, parse_mixture, write_mixture
+from .tokenizer import TRAINING_CHARACTERS, leading_text, load_tokenizer, train_tokenizer
 
 # One document in this many goes to the validation split; short corpora give up as large a tail instead.
 VALIDATION_SHARE = 20
@@ -29,6 +30,7 @@ class TokenData:
         dtype: of the token files, "uint16" or "uint32".
         sha256: of the training tokens, then the validation tokens.
         bytes_per_token: UTF-8 bytes of text per token; None for files of tokens without their text.
+        parts: of a mixture, each text's description, sha256, share and tokens.
     """
 
     kind: ClassVar[str] = "text"
@@ -43,6 +45,7 @@ class TokenData:
     bytes_per_token: float | None
     train_file: str = "train.bin"
     validation_file: str = "validation.bin"
+    parts: Sequence[Mapping[str, Any]] = ()
 
     def train(self) -> np.ndarray:
         """Return the training tokens, [train_tokens]. Raises a LeanError if the file has fewer."""
@@ -95,7 +98,8 @@ class TokenData:
 
     def record(self) -> dict[str, Any]:
         """Return a record's entry on the data; no path of this machine."""
-        return {name: value for name, value in asdict(self).items() if name != "directory"}
+        about = {name: value for name, value in asdict(self).items() if name != "directory"}
+        return about if self.parts else {name: value for name, value in about.items() if name != "parts"}
 
 
 def prepare_data(
@@ -110,7 +114,8 @@ def prepare_data(
     """Return token files of `source`, made on first use and read from the cache afterwards, by content hash.
 
     Args:
-        source: see `open_corpus`; or a nanoGPT `.bin` file, or a folder with train.bin and val.bin.
+        source: see `open_corpus`; or a nanoGPT `.bin` file, or a folder with train.bin and val.bin; or a mixture of
+            texts, see `parse_mixture`.
         vocab_size: the model's vocabulary, which every token must fit into.
         tokenizer: a directory or hub name; None trains a byte-level BPE of `vocab_size` on the corpus.
         max_documents: read no more than that many.
@@ -119,6 +124,8 @@ def prepare_data(
     Raises:
         LeanError: data or tokenizer missing, unreadable, empty, or with more tokens than the model has.
     """
+    if len(parts := parse_mixture(source)) > 1:
+        return _prepare_mixture(parts, vocab_size, tokenizer, text_field, max_documents, progress)
     if source is not None and (tokens := nanogpt(Path(source), vocab_size)) is not None:
         if tokenizer is not None or max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: --tokenizer and --max-documents do not apply to it")
@@ -139,6 +146,41 @@ def prepare_data(
         return {"description": corpus.description, "vocab_size": len(chosen), **facts}
 
     return TokenData(**made_once("data", content, fill))
+
+
+def _prepare_mixture(
+    parts: Sequence[Part],
+    vocab_size: int,
+    tokenizer: str | None,
+    text_field: str,
+    max_documents: int | None,
+    progress: Callable[[str], None],
+) -> TokenData:
+    """Prepare every text of a mixture with one tokenizer, then the mixture."""
+    if tokens := [part.source for part in parts if nanogpt(Path(part.source), vocab_size) is not None]:
+        raise LeanError(f"{tokens[0]} holds tokens, not text; a mixture is made of texts")
+    if tokenizer is None:
+        corpora = [open_corpus(part.source, text_field) for part in parts]
+
+        def leading() -> Iterator[str]:
+            for part, corpus in zip(parts, corpora, strict=True):
+                documents = islice(corpus.documents(), max_documents)
+                yield from leading_text(documents, int(part.share * TRAINING_CHARACTERS))
+
+        def fill_tokenizer(directory: Path) -> dict[str, Any]:
+            progress("training the tokenizer")
+            train_tokenizer(leading(), vocab_size, progress).save_pretrained(directory)
+            return {}
+
+        texts = "\0".join(f"{part.share} {corpus.fingerprint}" for part, corpus in zip(parts, corpora, strict=True))
+        content = f"{FORMAT}\0{texts}\0bpe {vocab_size}\0{max_documents}"
+        tokenizer = str(made_once("tokenizer", content, fill_tokenizer)["directory"])
+    options: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer": tokenizer, "text_field": text_field}
+    prepared = [prepare_data(part.source, max_documents=max_documents, progress=progress, **options) for part in parts]
+    # The name of a part's directory stands for its text and its tokenizer.
+    made_of = "\0".join(f"{part.share} {data.directory.name}" for part, data in zip(parts, prepared, strict=True))
+    content = f"{FORMAT}\0mixture\0{made_of}"
+    return TokenData(**made_once("data", content, lambda directory: write_mixture(directory, parts, prepared)))
 
 
 def fitting_tokenizer(name: str | Path, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ..checkpoints.gguf_format import is_gguf
+from ..checkpoints.gguf_tokenizer import load_tokenizer as load_gguf_tokenizer
 from ..errors import LeanError, first_line
 from .corpus import encodable, looks_like_path
 
@@ -28,14 +30,14 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_leading(documents, TRAINING_CHARACTERS, progress), trainer)
+    tokenizer.train_from_iterator(leading_text(documents, TRAINING_CHARACTERS, progress), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """Return the fast tokenizer of a directory or a hub name.
+    """Return the fast tokenizer of a directory, a GGUF file or a hub name.
 
     Raises:
         LeanError: none there, or none that marks the end of a text.
@@ -43,7 +45,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     if looks_like_path(str(name)) and not Path(name).exists():
         raise LeanError(f"no tokenizer at {name}: there is no such directory")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name))
+        tokenizer = load_gguf_tokenizer(Path(name)) if is_gguf(name) else AutoTokenizer.from_pretrained(str(name))
+    except LeanError:
+        raise
     except Exception as error:  # transformers raises a dozen kinds; each means that there is no usable tokenizer
         reason = first_line(error)
         if Path(name).is_dir() and not (Path(name) / "tokenizer.json").exists():
@@ -66,7 +70,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None) -> Ten
     return tokenizer(text, return_tensors="pt", add_special_tokens=bool(prompt))["input_ids"]
 
 
-def _leading(documents: Iterator[str], characters: int, progress: Callable[[str], None]) -> Iterator[str]:
+def leading_text(
+    documents: Iterator[str], characters: int, progress: Callable[[str], None] = lambda doing: None
+) -> Iterator[str]:
+    """Yield the documents up to `characters` characters, and report how many are read."""
     read = reported = 0
     for document in documents:
         yield document[: characters - read]

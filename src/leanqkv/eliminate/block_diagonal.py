@@ -40,7 +40,7 @@ def eligible(config: LeanConfig, side: str) -> tuple[dict[int, list[Head]], dict
         elif reason := next((classes.blocked[c] for c in own if c in classes.blocked), None):
             reasons[block] = reason
         elif len(set(own)) < len(own):
-            reasons[block] = "some of its heads are averaged and share one basis"
+            reasons[block] = "some of its heads share one basis: they are averaged, or one head of W_O reads both"
         elif taken & set(own):
             reasons[block] = "its values are mixed with another layer's, which takes the one basis they share"
         elif config.hidden_size <= free_columns(config, side):

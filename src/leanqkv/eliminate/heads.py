@@ -56,11 +56,12 @@ class HeadClasses:
 
 
 def free_columns(config: LeanConfig, side: str) -> int:
-    """Return how many of a head's last columns a change of basis may touch: those that no rotary position turns."""
+    """Return how many of a head's last columns a change of basis may touch: those that no rotary position turns, in any
+    layer."""
     if side == "values" or config.position_embedding_type != "rope":
         return config.head_dim  # type: ignore[return-value]
-    assert config.rope_parameters is not None
-    rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    ropes = [rope for rope in (config.rope_parameters, config.window_rope_parameters) if rope]
+    rotated = max(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) for rope in ropes)
     return config.head_dim - rotated  # type: ignore[operator]
 
 

@@ -64,7 +64,8 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
         return f"the layer has none of its own, its {removal.slot}s come from another layer (key_value is {kind!r})"
     if config.norm_type != "none":
         norm, admitted = NORMS[config.norm_type]
-        return f"every matrix that reads the stream follows {norm}, which admits {admitted}"
+        place = "writes the stream precedes" if config.norm_placement == "after" else "reads the stream follows"
+        return f"every matrix that {place} {norm}, which admits {admitted}"
     shape = config.plan.parameter_shapes[weight_name(config, removal)]
     if shape[0] != shape[1]:
         return f"it is not square ({shape[1]} by {shape[0]}), so it has no inverse{_fewer_heads(config, removal)}"

@@ -1,6 +1,18 @@
-"""Evaluation: loss on held-out text, loss and accuracy on held-out images, accuracy on downstream tasks."""
+"""Evaluation: loss on text, of one model or of two compared; on images; accuracy on images and downstream tasks."""
 
 from .loss import image_outcomes, sequence_losses
+from .paired import PairedScores, paired_figures, paired_record, paired_scores, spread_windows
 from .strided import loss_figures, strided_losses, strided_windows
 
-__all__ = ["image_outcomes", "loss_figures", "sequence_losses", "strided_losses", "strided_windows"]
+__all__ = [
+    "PairedScores",
+    "image_outcomes",
+    "loss_figures",
+    "paired_figures",
+    "paired_record",
+    "paired_scores",
+    "sequence_losses",
+    "spread_windows",
+    "strided_losses",
+    "strided_windows",
+]

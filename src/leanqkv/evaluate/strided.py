@@ -88,7 +88,7 @@ def strided_losses(
     return torch.cat(losses)
 
 
-def loss_figures(losses: Tensor, text_bytes: int | None) -> dict[str, float | int | None]:
+def loss_figures(losses: Tensor, text_bytes: float | None) -> dict[str, float | int | None]:
     """Return the figures of a text's losses.
 
     `loss`: mean in nats per token. `perplexity`: its exponential. `bits_per_byte`: the sum in bits over the bytes of

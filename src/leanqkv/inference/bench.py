@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.gguf_format import is_gguf
 from ..checkpoints.open import load_model, open_checkpoint
 from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
@@ -72,17 +73,17 @@ def bench_record(
 
 
 def build_model(name: str, tokens: int) -> LeanForCausalLM:
-    """Return the model in a directory, or of a configuration's name with random weights.
+    """Return the model in a directory or a GGUF file, or of a configuration's name with random weights.
 
     Raises:
         LeanError: neither, or a model that cannot decode up to `tokens` tokens.
     """
-    checkpoint = open_checkpoint(Path(name)) if is_directory(Path(name)) else None
+    checkpoint = open_checkpoint(Path(name)) if is_gguf(name) or is_directory(Path(name)) else None
     config = preset(name) if checkpoint is None else checkpoint.config
     if config.task != "causal_lm":
         raise LeanError(f"{name} is a model for {config.task}, which has no cache and decodes nothing")
-    limit = config.max_position_embeddings
-    if config.position_embedding_type == "learned" and tokens > limit:
+    limit = config.cached_positions
+    if limit is not None and tokens > limit:
         raise LeanError(f"{name} has {limit} positions; the longest --context and --new-tokens are {tokens}")
     return LeanForCausalLM(config) if checkpoint is None else load_model(checkpoint, torch.float32)
 

@@ -142,8 +142,8 @@ class Decoder:
             ValueError: as `prefill`.
         """
         _check_prompt(input_ids, attention_mask, room)
-        length, limit = input_ids.shape[1], self.config.max_position_embeddings
-        if self.config.position_embedding_type == "learned" and length + room > limit:
+        length, limit = input_ids.shape[1], self.config.cached_positions
+        if limit is not None and length + room > limit:
             raise ValueError(f"the prompt of {length} and {room} tokens more do not fit the model's {limit} positions")
         self.cache = allocate_cache(self.config, length + room)
         self.mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask

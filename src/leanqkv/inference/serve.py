@@ -225,7 +225,8 @@ def _row(body: dict[str, Any], prompt: Tensor, decoder: Decoder) -> Row:
     Raises:
         ApiError: prompt and answer exceed the positions that the model was trained on.
     """
-    positions, defaults = decoder.config.max_position_embeddings, decoder.generation_config
+    config, defaults = decoder.config, decoder.generation_config
+    positions = min(config.max_position_embeddings, config.cached_positions or config.max_position_embeddings)
     room = positions - len(prompt)
     new = next((body[name] for name in LENGTH_FIELDS if name in body), min(max(room, 1), DEFAULT_NEW_TOKENS))
     if new > room:

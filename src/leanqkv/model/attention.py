@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layout import HeadSource
 from .plan import BlockWeights, LayerPlan
-from .position import rotate
+from .position import Rotation, Rotations, rotate, rotation_of
 
 
 class KeyValues(NamedTuple):
@@ -85,15 +85,15 @@ class LeanAttention(nn.Module):
         computes_values = weights.num_value_heads and not weights.reuses_keys
         self.v_proj = weights.value.build(config, weights.num_value_heads) if computes_values else None
         self.o_proj = weights.output.build(config, weights.num_query_heads)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm and self.k_proj else None
+        self.q_norm = self._make_norm(weights.num_query_heads)
+        self.k_norm = self._make_norm(weights.num_key_heads)
         self.mixer = weights.build_mixer(config)
 
     def forward(
         self,
         hidden_states: Tensor,
         layer: LayerPlan,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotations | None = None,
         attention_mask: Tensor | None = None,
         borrowed: dict[int, KeyValues] | None = None,
         past_key_values: Cache | None = None,
@@ -105,7 +105,7 @@ class LeanAttention(nn.Module):
         Args:
             hidden_states: [batch, positions, hidden_size], after the block's norm.
             layer: where the heads come from and what is cached.
-            position_embeddings: rotary `(cos, sin)`, or None without RoPE.
+            position_embeddings: rotary `(cos, sin)` by the name of their parameters, or None without RoPE.
             attention_mask: as `masks.py` makes it for the attention implementation in use.
             borrowed: keys and values of the earlier layers that this one borrows from.
             past_key_values: the cache; what this layer computes is appended to it.
@@ -116,8 +116,9 @@ class LeanAttention(nn.Module):
             attention alone, else None); this layer's own keys and values.
         """
         query, key, value = self.project(hidden_states, mlp_hidden)
-        query = self._split_heads(query, self.q_norm, position_embeddings)
-        key = self._split_heads(key, self.k_norm, position_embeddings)
+        rotation = rotation_of(layer, position_embeddings)
+        query = self._split_heads(query, self.q_norm, rotation)
+        key = self._split_heads(key, self.k_norm, rotation)
         value = self._split_heads(value, None, None)
         if layer.reuses_keys and layer.computed_value_heads:
             value = key[:, : layer.computed_value_heads]
@@ -138,8 +139,8 @@ class LeanAttention(nn.Module):
             outputs.append(self.attend(self, group_query, group_key, group_values, attention_mask, scaling, **kwargs))
         output, attention_weights = concatenate_heads(outputs)
 
-        if layer.reuses_keys and position_embeddings is not None:
-            cos, sin = position_embeddings
+        if layer.reuses_keys and rotation is not None:
+            cos, sin = rotation
             output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
         return self.o_proj(output.flatten(2)), attention_weights, own
 
@@ -150,15 +151,24 @@ class LeanAttention(nn.Module):
         value = self.v_proj(hidden_states) if self.v_proj is not None else None
         return query, key, value
 
-    def _split_heads(self, projected: Tensor | None, norm: nn.Module | None, position_embeddings) -> Any:
+    def _make_norm(self, heads: int) -> nn.Module | None:
+        """`qk_norm` of that many heads, each alone or all of them together."""
+        if not self.config.qk_norm or not heads:
+            return None
+        width = heads * self.head_dim if self.config.qk_norm == "width" else self.head_dim
+        return nn.RMSNorm(width, eps=self.config.norm_eps)
+
+    def _split_heads(self, projected: Tensor | None, norm: nn.Module | None, rotation: Rotation | None) -> Any:
         """[batch, positions, width] to [batch, heads, positions, head_dim], normed and rotated."""
         if projected is None:
             return None
+        if norm is not None and self.config.qk_norm == "width":
+            projected, norm = norm(projected), None
         heads = projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if norm is not None:
             heads = norm(heads)
-        if position_embeddings is not None:
-            heads = rotate(heads, position_embeddings)
+        if rotation is not None:
+            heads = rotate(heads, rotation)
         return autocast(heads)
 
 

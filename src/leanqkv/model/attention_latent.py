@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from .attention import KeyValues, attend, autocast, mix
 from .plan import BlockWeights, LatentShape, LayerPlan
-from .position import rotate
+from .position import Rotation, Rotations, rotate, rotation_of
 from .projection_linear import is_plain_linear
 
 
@@ -61,7 +61,7 @@ class LatentAttention(nn.Module):
         self,
         hidden_states: Tensor,
         layer: LayerPlan,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotations | None = None,
         attention_mask: Tensor | None = None,
         borrowed: dict[int, KeyValues] | None = None,
         past_key_values: Cache | None = None,
@@ -72,7 +72,8 @@ class LatentAttention(nn.Module):
         and latent columns [batch, positions, columns] take the places of keys and values."""
         query, query_rope, key_rope, latent = self.project(hidden_states, mlp_hidden)
         query = autocast(query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
-        query_rope, key_rope = (self._rotated(x, position_embeddings) for x in (query_rope, key_rope))
+        rotation = rotation_of(layer, position_embeddings)
+        query_rope, key_rope = (self._rotated(x, rotation) for x in (query_rope, key_rope))
         # A mixer, and a layer that mixes this one's values in, see heads: each latent column is one, of width 1.
         new_values = None if latent is None else latent.transpose(1, 2)[..., None]
         if self.mixer is not None:
@@ -98,11 +99,12 @@ class LatentAttention(nn.Module):
         latent = self.kv_down_proj(hidden_states) if self.kv_down_proj is not None else None
         return query, query_rope, key_rope, latent
 
-    def _rotated(self, projected: Tensor | None, position_embeddings) -> Tensor | None:
+    def _rotated(self, projected: Tensor | None, rotation: Rotation | None) -> Tensor | None:
         if projected is None:
             return None
+        assert rotation is not None
         heads = projected.unflatten(-1, (-1, self.latent.rope_dim)).transpose(1, 2)
-        return autocast(rotate(heads, position_embeddings))
+        return autocast(rotate(heads, rotation))
 
     def _update_cache(
         self, past_key_values: Cache | None, layer: LayerPlan, key_rope: Any, latent: Any

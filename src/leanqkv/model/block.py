@@ -9,31 +9,41 @@ from .attention_latent import LatentAttention
 from .mlp import MLPS
 from .norm import make_norm
 from .plan import BlockWeights, LayerPlan
+from .position import Rotations
 
 
 class LeanBlock(GradientCheckpointingLayer):
     """Serial: `Y = [X +] Attn(norm(X))`, `Z = [Y +] MLP(norm(Y))`. Parallel: `Z = [X +] Attn(norm(X)) + MLP(norm(X))`.
 
     P1 section 4 and P4 sections 1-2 name the shapes: skipless, attention skip alone, parallel. The skips are those in
-    brackets; a parallel block has one.
+    brackets; a parallel block has one. `residual_multiplier` scales what a skip is added to, or stands in its place.
+    Norms after a sublayer (`norm_placement`) act on its output: OLMo 2 (https://arxiv.org/abs/2501.00656) and, with
+    those before it, Gemma 3 (https://arxiv.org/abs/2503.19786).
     """
 
     def __init__(self, config, weights: BlockWeights):
         super().__init__()
         self.config = config
-        self.input_layernorm = make_norm(config, config.hidden_size)
+        before, after = ({"both", place} for place in ("before", "after"))
+        self.input_layernorm = self._norm(before)
         self.self_attn = (LatentAttention if weights.latent else LeanAttention)(config, weights)
         if config.block_type != "parallel_shared_norm":
-            self.post_attention_layernorm = make_norm(config, config.hidden_size)
+            self.post_attention_layernorm = self._norm(before)
+        self.attention_output_layernorm, self.mlp_output_layernorm = self._norm(after), self._norm(after)
         self.mlp = MLPS[config.mlp_type](config)
         self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def _norm(self, placements: set[str]) -> nn.Module:
+        """A norm of the stream where the configuration places one."""
+        config = self.config
+        return make_norm(config, config.hidden_size) if config.norm_placement in placements else nn.Identity()
 
     def forward(
         self,
         hidden_states: Tensor,
         layer: LayerPlan,
         attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotations | None = None,
         borrowed: dict[int, KeyValues] | None = None,
         past_key_values: Cache | None = None,
         mlp_hidden: Tensor | None = None,
@@ -56,14 +66,19 @@ class LeanBlock(GradientCheckpointingLayer):
             mlp_hidden=mlp_hidden,
             **kwargs,
         )
-        attended = self.dropout(attended)
+        attended = self._scaled(self.attention_output_layernorm(attended))
         if self.config.block_type == "serial":
             hidden_states = hidden_states + attended if self.config.attention_skip else attended
             output, mlp_aux = self.mlp(self.post_attention_layernorm(hidden_states))
-            output = self.dropout(output)
+            output = self._scaled(self.mlp_output_layernorm(output))
             return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux
         if self.config.block_type == "parallel":
             normed = self.post_attention_layernorm(hidden_states)
         output, mlp_aux = self.mlp(normed)
-        output = attended + self.dropout(output)
+        output = attended + self._scaled(output)
         return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux
+
+    def _scaled(self, output: Tensor) -> Tensor:
+        """What a sublayer adds to the stream."""
+        output, factor = self.dropout(output), self.config.residual_multiplier
+        return output if factor == 1 else output * factor

@@ -66,6 +66,8 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden_states[:, keep])
+        if self.config.logits_scaling != 1:
+            logits = logits / self.config.logits_scaling
         loss = aux_loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -26,6 +26,7 @@ CHOICES = {
     "norm_type": ("layernorm", "rmsnorm", "dyt", "none"),
     "block_type": ("serial", "parallel", "parallel_shared_norm"),
     "mlp_type": ("mlp", "gated", "moe"),
+    "norm_placement": ("before", "after", "both"),
     "mask_type": ("causal", "prefix", "bidirectional"),
     "task": tuple(TASKS),
     "hidden_act": tuple(ACT2FN),
@@ -48,7 +49,8 @@ NUMBERS = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), (0, 1)),
     **dict.fromkeys(("norm_eps", "initializer_range", "router_aux_loss_coef"), (0, inf)),
 }
-EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "norm_topk_prob": True}
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 # What transformers itself writes into a config.json or passes along when it loads one, beyond declared fields.
 _TRANSFORMERS_KEYS = {
@@ -67,22 +69,29 @@ class LeanConfig(PreTrainedConfig):
         vocab_size, hidden_size (d), intermediate_size, num_hidden_layers (L), num_attention_heads (H),
         num_key_value_heads (null: H), head_dim (null: d / H), max_position_embeddings.
         position_embedding_type: "learned", "rope" or "none"; rope_parameters as in transformers (rope_type,
-            rope_theta, partial_rotary_factor, ...).
-        norm_type: "layernorm", "rmsnorm", "dyt" or "none", before attention, before the MLP and at the end; norm_eps;
-            norm_bias (LayerNorm and DyT).
+            rope_theta, partial_rotary_factor, ...). rope_layers: those with rotary positions, the others have none;
+            null: all. window_rope_parameters: of the layers with a sliding window, where theirs differ (Gemma 3).
+        norm_type: "layernorm", "rmsnorm", "dyt" or "none", for attention, for the MLP and at the end; norm_eps;
+            norm_bias (LayerNorm and DyT). norm_placement: attention and MLP have their norm "before" them, "after"
+            them, on what they add to the stream (OLMo 2), or "both" (Gemma 3).
         block_type: "serial"; "parallel", attention and MLP side by side, each with its own norm (GPT-NeoX);
             "parallel_shared_norm", one norm for both (GPT-J).
         attention_skip, mlp_skip: whether the block has these skip connections; in a parallel block, both or none.
         num_hidden_groups: blocks of weights, each used by an equal run of layers (1: ALBERT); null: one a layer.
         mlp_type: "mlp" (up, activation, down), "gated" (SwiGLU with hidden_act "silu") or "moe", num_local_experts
-            gated MLPs of which every token takes num_experts_per_tok; router_aux_loss_coef weighs their load-balancing
-            loss.
+            gated MLPs of which every token takes num_experts_per_tok; norm_topk_prob: their shares add up to one;
+            router_aux_loss_coef weighs their load-balancing loss.
         attention_bias (query, key, value), attention_output_bias, mlp_bias, tie_word_embeddings.
-        qk_norm: RMSNorm of every query and key head, before RoPE, as in Qwen3.
+        embedding_multiplier of the token embeddings, rounded to their dtype (Gemma 3); residual_multiplier of what
+            attention and MLP add to the stream; attention_multiplier: factor on q k^T, null: 1 / sqrt(head_dim);
+            logits_scaling, which divides the logits (Granite).
+        qk_norm: RMSNorm of every query and key head, before RoPE, as in Qwen3; "width": of all query heads of a layer
+            together, and of all its keys (OLMo 2).
         kv_lora_rank: columns of the latent of multi-head latent attention (MLA); null: none. qk_rope_head_dim: width of
             its rotary key, 0 without rotary positions.
         mask_type: "causal", "prefix" (tokens of `prefix_mask` see each other) or "bidirectional".
-        sliding_window: how many positions a token attends to, its own included; null: all.
+        sliding_window: how many positions a token attends to, its own included; null: all. window_layers: the layers
+            it holds in; null: all.
         task: "causal_lm", "masked_lm" or "image_classification"; decides the class that a checkpoint is.
     Images (with that task alone, and then without a vocabulary: vocab_size, tie_word_embeddings and bos_, eos_ and
     pad_token_id stay null):
@@ -114,9 +123,12 @@ class LeanConfig(PreTrainedConfig):
     max_position_embeddings: FilledIn = None  # type: ignore[assignment]
     position_embedding_type: str = "learned"
     rope_parameters: dict | None = None
+    window_rope_parameters: dict | None = None
+    rope_layers: list[int] | None = None
     norm_type: str = "layernorm"
     norm_eps: float = 1e-5
     norm_bias: bool = False
+    norm_placement: str = "before"
     block_type: str = "serial"
     attention_skip: bool = True
     mlp_skip: bool = True
@@ -126,14 +138,20 @@ class LeanConfig(PreTrainedConfig):
     num_local_experts: int | None = None
     num_experts_per_tok: int | None = None
     router_aux_loss_coef: float | None = None
+    norm_topk_prob: bool | None = None
     mlp_bias: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
-    qk_norm: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    qk_norm: bool | str = False
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     mask_type: str | None = None
     sliding_window: int | None = None
+    window_layers: list[int] | None = None
     task: str = "causal_lm"
     image_size: int | None = None
     patch_size: int | None = None
@@ -181,6 +199,9 @@ class LeanConfig(PreTrainedConfig):
                 raise ConfigError(f"{name} can be {most:,} at most, found {value:,}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        for name in MULTIPLIERS:
+            if (number := getattr(self, name)) is not None and not 0 < number < inf:
+                raise ConfigError(f"{name} must be positive and finite, found {number}")
         for name, (low, end) in NUMBERS.items():
             if (number := getattr(self, name)) is not None and not low <= number < end:
                 bounds = f"at least {low}" + (f" and below {end}" if end < inf else " and finite")
@@ -214,11 +235,12 @@ class LeanConfig(PreTrainedConfig):
         if self.kv_lora_rank is None and self.qk_rope_head_dim is not None:
             raise ConfigError("qk_rope_head_dim is the rotary key's width beside a latent; it needs kv_lora_rank")
         if self.position_embedding_type != "rope":
-            if self.rope_parameters:
-                raise ConfigError(
-                    f"rope_parameters have no effect with position_embedding_type {self.position_embedding_type!r}; "
-                    'use "rope" or leave them out'
-                )
+            for name in ("rope_parameters", "window_rope_parameters", "rope_layers"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name} have no effect with position_embedding_type {self.position_embedding_type!r}; "
+                        'use "rope" or leave them out'
+                    )
             if self.qk_rope_head_dim:
                 raise ConfigError(
                     f"qk_rope_head_dim ({self.qk_rope_head_dim}) needs position_embedding_type 'rope'; without it "
@@ -227,33 +249,61 @@ class LeanConfig(PreTrainedConfig):
             if self.kv_lora_rank is not None:
                 self.qk_rope_head_dim = 0
             return
-        self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0} | (self.rope_parameters or {})
-        kind = self.rope_parameters["rope_type"]
+        if self.kv_lora_rank is not None:
+            if self.rope_layers or self.window_rope_parameters:
+                raise ConfigError("rope_layers and window_rope_parameters: a latent has one rotary key in all layers")
+            if self.qk_rope_head_dim is None:
+                assert self.head_dim is not None
+                self.qk_rope_head_dim = self.head_dim // 2
+        self._check_layers("rope_layers")
+        self.rope_parameters = self._checked_rope("rope_parameters", self.rope_parameters or {})
+        if self.window_rope_parameters is not None:
+            if self.sliding_window is None:
+                raise ConfigError("window_rope_parameters need a sliding_window: no other layers have them")
+            self.window_rope_parameters = self._checked_rope("window_rope_parameters", self.window_rope_parameters)
+
+    def _checked_rope(self, field: str, given: dict) -> dict:
+        """Rotary parameters with their defaults filled in."""
+        parameters = {"rope_type": "default", "rope_theta": 10000.0} | given
+        kind = parameters["rope_type"]
         if kind not in (kinds := ("default", *ROPE_INIT_FUNCTIONS)):
-            raise ConfigError(f"rope_parameters: rope_type {kind!r} is not known: {suggest(str(kind), kinds)}")
-        if self.kv_lora_rank is not None and self.qk_rope_head_dim is None:
-            assert self.head_dim is not None
-            self.qk_rope_head_dim = self.head_dim // 2
-        if self.kv_lora_rank is not None and "partial_rotary_factor" in self.rope_parameters:
+            raise ConfigError(f"{field}: rope_type {kind!r} is not known: {suggest(str(kind), kinds)}")
+        if self.kv_lora_rank is not None and "partial_rotary_factor" in parameters:
             raise ConfigError("partial_rotary_factor has no meaning with a latent: qk_rope_head_dim says what rotates")
-        for name, value in self.rope_parameters.items():
+        for name, value in parameters.items():
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, (int, float)) and not isinstance(number, bool) and not 0 <= number < inf:
-                    raise ConfigError(f"rope_parameters: {name} must be at least 0 and finite, found {number}")
-        share = self.rope_parameters.get("partial_rotary_factor", 1.0)
+                    raise ConfigError(f"{field}: {name} must be at least 0 and finite, found {number}")
+        share = parameters.get("partial_rotary_factor", 1.0)
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ConfigError(f"rope_parameters: partial_rotary_factor must be above 0, at most 1, found {share!r}")
-        theta = self.rope_parameters.get("rope_theta")
+            raise ConfigError(f"{field}: partial_rotary_factor must be above 0, at most 1, found {share!r}")
+        theta = parameters.get("rope_theta")
         if not isinstance(theta, (int, float)) or not theta:
-            raise ConfigError(f"rope_parameters: rope_theta must be a positive number, found {theta!r}")
-        rotated = int(self.rotary_head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
+            raise ConfigError(f"{field}: rope_theta must be a positive number, found {theta!r}")
+        rotated = int(self.rotary_head_dim * share)
         if rotated < 2 or rotated % 2:
             raise ConfigError(
                 "rotary positions need an even number of dimensions, head_dim * partial_rotary_factor (with a latent "
                 f"qk_rope_head_dim); found {rotated} of {self.rotary_head_dim}"
             )
+        return parameters
+
+    def _check_layers(self, name: str) -> None:
+        """A list of layers that a setting holds in: null says all of them, other settings say none."""
+        if (layers := getattr(self, name)) is None:
+            return
+        if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers:
+            raise ConfigError(
+                f"{name} must name some layers, ascending, from 0 to {self.num_hidden_layers - 1}, found {layers}"
+            )
 
     def _check_shape(self) -> None:
+        if self.norm_placement != "before" and self.norm_type == "none":
+            raise ConfigError(f"norm_placement {self.norm_placement!r} has no effect with norm_type 'none'")
+        if self.norm_placement != "before" and self.block_type != "serial":
+            raise ConfigError(f"norm_placement {self.norm_placement!r} needs block_type 'serial': {self.block_type!r}")
+        if self.qk_norm not in (False, True, "width"):
+            raise ConfigError(f"qk_norm must be true, false or 'width', found {self.qk_norm!r}")
         if self.norm_bias and self.norm_type not in ("layernorm", "dyt"):
             raise ConfigError(f"norm_bias needs norm_type 'layernorm' or 'dyt': {self.norm_type!r} has no bias")
         if self.block_type != "serial" and self.attention_skip != self.mlp_skip:
@@ -288,6 +338,9 @@ class LeanConfig(PreTrainedConfig):
             raise ConfigError("sliding_window must be at least 2: within 1 a token attends to itself alone")
         if self.sliding_window is not None and self.mask_type != "causal":
             raise ConfigError(f"sliding_window needs mask_type 'causal', found {self.mask_type!r}")
+        if self.window_layers is not None and self.sliding_window is None:
+            raise ConfigError(f"window_layers {self.window_layers} need a sliding_window")
+        self._check_layers("window_layers")
 
     @property
     def rotary_head_dim(self) -> int:
@@ -295,6 +348,20 @@ class LeanConfig(PreTrainedConfig):
         width = self.qk_rope_head_dim if self.kv_lora_rank is not None else self.head_dim
         assert width is not None
         return width
+
+    @property
+    def cached_positions(self) -> int | None:
+        """How far decoding with a cache can go: the positions that have an embedding, or up to which longrope turns
+        keys by its short factors; null: any number."""
+        if self.position_embedding_type == "learned":
+            return self.max_position_embeddings
+        ropes = [rope for rope in (self.rope_parameters, self.window_rope_parameters) if rope]
+        ends = [
+            rope.get("original_max_position_embeddings", self.max_position_embeddings)
+            for rope in ropes
+            if rope["rope_type"] == "longrope"
+        ]
+        return min(ends, default=None)
 
     @property
     def bidirectional(self) -> bool:

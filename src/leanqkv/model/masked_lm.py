@@ -51,6 +51,8 @@ class LeanForMaskedLM(LeanPreTrainedModel):
             **kwargs,
         )
         logits = self.lm_head(outputs.last_hidden_state)
+        if self.config.logits_scaling != 1:
+            logits = logits / self.config.logits_scaling
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -39,11 +39,11 @@ class Experts(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """`sum over the k best experts e of share_e expert_e(x)`; the shares are the router's softmax over all experts,
-    divided by the sum of the k chosen ones."""
+    divided by the sum of the k chosen ones (but where `norm_topk_prob` is false)."""
 
     def __init__(self, config):
         super().__init__()
-        self.top_k = config.num_experts_per_tok
+        self.top_k, self.normed = config.num_experts_per_tok, config.norm_topk_prob
         self.router = nn.Linear(config.hidden_size, config.num_local_experts, bias=False)
         self.experts = Experts(config)
 
@@ -53,7 +53,8 @@ class MixtureOfExperts(nn.Module):
         logits = self.router(tokens)
         shares = F.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         shares, chosen = shares.topk(self.top_k, dim=-1)
-        shares = shares / shares.sum(-1, keepdim=True)
+        if self.normed:
+            shares = shares / shares.sum(-1, keepdim=True)
         return self.experts(tokens, chosen, shares.to(tokens.dtype)).view_as(hidden_states), logits
 
 

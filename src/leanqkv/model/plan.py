@@ -95,10 +95,12 @@ class LayerPlan:
     computed_value_heads: int
     latent: LatentShape | None = None
     window: int | None = None  # attends to that many positions, its own included; None: to all
+    rope: str | None = None  # the field of the configuration with its rotary parameters; None: no rotary positions
     lends_mlp_hidden: bool = False
     averaged: tuple[int, ...] = ()  # DenseFormer: the outputs averaged after this block
     key_scales: tuple[tuple[int, float], ...] = ()  # layers whose keys it attends with: the factor they ask for
     score_scale: float = 1.0  # the factor that rotary positions ask for (MLA)
+    attention_multiplier: float | None = None  # in place of 1 / sqrt(head_dim)
     caches: bool = True  # false where the whole input is seen at once: nothing is kept for later
 
     @property
@@ -106,11 +108,12 @@ class LayerPlan:
         return self.layout.num_query_heads
 
     def attention_scale(self, key_layer: int) -> float:
-        """Factor on q k^T: `1 / sqrt(head_dim)`, times the `scale` options of the query and of the layer that made the
-        keys, times `score_scale`."""
+        """Factor on q k^T: `attention_multiplier` or `1 / sqrt(head_dim)`, times the `scale` options of the query and
+        of the layer that made the keys, times `score_scale`."""
         width = self.head_dim + (self.latent.rope_dim if self.latent else 0)
+        base = width**-0.5 if self.attention_multiplier is None else self.attention_multiplier
         query_scale, key_scale = getattr(self.query.options, "scale", 1.0), dict(self.key_scales).get(key_layer, 1.0)
-        return width**-0.5 * query_scale * key_scale * self.score_scale
+        return base * query_scale * key_scale * self.score_scale
 
     @property
     def borrowed(self) -> tuple[HeadSource, ...]:
@@ -257,8 +260,10 @@ def _make_layers(config) -> list[LayerPlan]:
     for i in range(num_layers):
         layout = key_value.cls.layout(counts, key_value.options, i)
         computed_keys = sum(s.num_heads for s in layout.keys if s.layer == i)
-        computed_values = sum(s.num_heads for s in layout.values if s.layer == i)
+        computed_values = max((s.stop for s in layout.values if s.layer == i), default=0)  # one head may serve twice
         windowed = getattr(key_value.cls, "windowed", lambda *_: True)(counts, key_value.options, i)
+        windowed = windowed and (config.window_layers is None or i in config.window_layers)
+        window = config.sliding_window if windowed else None
         layer = LayerPlan(
             layer=i,
             block=i * config.num_hidden_groups // num_layers if config.num_hidden_groups else i,
@@ -273,13 +278,15 @@ def _make_layers(config) -> list[LayerPlan]:
             computed_key_heads=computed_keys,
             computed_value_heads=computed_values,
             latent=latent,
-            window=config.sliding_window if windowed else None,
+            window=window,
+            rope=_rope(config, i, window),
             lends_mlp_hidden=i + 1 < num_layers and getattr(queries[i + 1].cls, "needs_mlp_hidden", False),
             averaged=averaged.get(i, ()),
             key_scales=tuple(
                 (source.layer, getattr(keys[source.layer].options, "scale", 1.0)) for source in layout.keys
             ),
             score_scale=latent_score_scale(config) if latent else 1.0,
+            attention_multiplier=config.attention_multiplier,
             caches=config.mask_type != "bidirectional",
         )
         (_refuse_latent if latent else _refuse)(config, layer)
@@ -288,6 +295,13 @@ def _make_layers(config) -> list[LayerPlan]:
     for layer in layers:
         _ = layer.cached, layer.reuses_keys  # a compiled forward pass cannot fill a cached_property (Python 3.11)
     return layers
+
+
+def _rope(config, layer: int, window: int | None) -> str | None:
+    """The field with the rotary parameters of a layer that attends within `window`; None: no rotary positions."""
+    if config.position_embedding_type != "rope" or layer not in (config.rope_layers or range(layer + 1)):
+        return None
+    return "rope_parameters" if window is None or not config.window_rope_parameters else "window_rope_parameters"
 
 
 def _refuse(config, layer: LayerPlan) -> None:
@@ -341,10 +355,17 @@ def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
             "different layers do not mix"
         )
     for layer in layers:
+        borrows_keys = layer.reuses_keys or any(source.layer != layer.layer for source in layer.layout.keys)
         for lender in layer.lenders:
-            if layers[lender].window != layer.window and layers[lender].window is not None:
+            if layers[lender].window != layer.window:  # what one keeps is not what the other's mask is for
                 raise ConfigError(
-                    f"layer {layer.layer} would borrow from layer {lender}, which keeps only its sliding window"
+                    f"layer {layer.layer} would borrow from layer {lender}, which has another sliding window: "
+                    f"{layers[lender].window}, not {layer.window}"
+                )
+            if borrows_keys and layers[lender].rope != layer.rope:
+                raise ConfigError(
+                    f"layer {layer.layer} would borrow keys from layer {lender}, which has other rotary positions: "
+                    f"{layers[lender].rope}, not {layer.rope}"
                 )
     first_of_block: dict[int, LayerPlan] = {}
     for layer in layers:

@@ -10,14 +10,35 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [batch, positions, rotated dimensions]
+Rotations = dict[str, Rotation]  # by the field of the configuration that has their parameters
+
+
+class RotaryEmbeddings(nn.ModuleDict):
+    """The rotary embeddings that some layer of a plan has, by the field of the configuration with their parameters."""
+
+    def __init__(self, config, plan):
+        fields = dict.fromkeys(layer.rope for layer in plan.layers if layer.rope is not None)
+        super().__init__({field: RotaryEmbedding(config, field) for field in fields})
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Rotations:
+        return {field: embedding(x, position_ids) for field, embedding in self.items()}
+
+
+def rotation_of(layer, rotations: Rotations | None) -> Rotation | None:
+    """Those of a layer of the plan; None: it has no rotary positions."""
+    return None if layer.rope is None or rotations is None else rotations[layer.rope]
+
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the positions. `config.rope_parameters` selects the variant, as in `transformers`."""
+    """Cosines and sines of the positions. The parameters in `field` select the variant, as in `transformers`."""
 
-    def __init__(self, config):
+    def __init__(self, config, field: str = "rope_parameters"):
         super().__init__()
-        self.config = config
-        self.rope_type = config.rope_parameters["rope_type"]
+        # transformers' functions know one head_dim and one set of parameters.
+        self.config = copy(config)
+        self.config.__dict__ |= {"head_dim": config.rotary_head_dim, "rope_parameters": getattr(config, field)}
+        self.rope_type = self.config.rope_parameters["rope_type"]
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         inv_freq, self.attention_scaling = self.frequencies()
         self.inv_freq: Tensor
@@ -28,15 +49,10 @@ class RotaryEmbedding(nn.Module):
     def frequencies(self) -> tuple[Tensor, float]:
         """Inverse frequencies `theta^(-2i/n)`, i < n/2, for the n rotated dimensions of a head, and a factor on the
         result (1 except for scaled variants)."""
-        head_dim = self.config.rotary_head_dim
         if self.rope_type != "default":
-            config = self.config
-            if head_dim != config.head_dim:  # transformers' functions know head_dim alone
-                config = copy(config)
-                config.__dict__["head_dim"] = head_dim
-            return ROPE_INIT_FUNCTIONS[self.rope_type](config, None)
+            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, None)
         parameters = self.config.rope_parameters
-        rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        rotated = int(self.config.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
@@ -48,6 +64,21 @@ class RotaryEmbedding(nn.Module):
         angles = position_ids[..., None].float() * self.inv_freq.float()
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return torch.cat((cos, cos), dim=-1).to(x.dtype), torch.cat((-sin, sin), dim=-1).to(x.dtype)
+
+
+def check_history(config, past: int | Tensor, new: int) -> None:
+    """Refuse to go on from `past` cached positions to other rotary frequencies, which longrope has for long sequences.
+
+    Raises:
+        ValueError: the cached keys were turned by other frequencies.
+    """
+    if config.position_embedding_type != "rope" or (limit := config.cached_positions) is None:
+        return
+    if 0 < past <= limit < past + new:
+        raise ValueError(
+            f"longrope has other frequencies beyond {limit} positions, and {past} are cached already; generate fewer "
+            "tokens, or with use_cache=False"
+        )
 
 
 def rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any
 
+from .keyvalue_borrowed_values import BorrowedValues
 from .keyvalue_first_layer_values import FirstLayerValues
 from .keyvalue_first_values_middle_keys import FirstValuesMiddleKeys
 from .keyvalue_interpolated_values import InterpolatedValues
@@ -50,6 +51,7 @@ KEY_VALUES = {
     "shared_middle": SharedMiddle,
     "shared_adjacent": SharedAdjacent,
     "first_values_middle_keys": FirstValuesMiddleKeys,
+    "borrowed_values": BorrowedValues,
 }
 
 
@@ -104,6 +106,8 @@ def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any])
         if name not in known:
             raise ConfigError(f"{slot} {kind!r} has no option {name!r}: {suggest(name, known)}")
         _check_type(f"{slot} {kind!r}", name, value, known[name].default)
+        if isinstance(known[name].default, tuple):
+            options[name] = tuple(tuple(row) for row in value)
     return Mechanism(kind, cls, cls.Options(**options))
 
 
@@ -114,6 +118,10 @@ def _check_type(what: str, name: str, value: Any, default: Any) -> None:
         expected = "a whole number or null"
     elif isinstance(default, bool):
         valid, expected = isinstance(value, bool), "true or false"
+    elif isinstance(default, tuple):
+        rows = value if isinstance(value, (list, tuple)) else ()
+        valid, expected = bool(rows) and all(map(_is_row, rows)), "a list of rows of four whole numbers, at least one"
+        value = next((row for row in rows if not _is_row(row)), value)
     elif isinstance(default, float):
         valid, expected = (
             isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value),
@@ -125,3 +133,7 @@ def _check_type(what: str, name: str, value: Any, default: Any) -> None:
         valid, expected = isinstance(value, str), "a name"
     if not valid:
         raise ConfigError(f"{what}: option {name!r} must be {expected}, found {value!r}")
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, (list, tuple)) and len(row) == 4 and all(type(number) is int for number in row)

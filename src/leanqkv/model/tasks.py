@@ -5,10 +5,27 @@ Text in, tokens out, or an image in, its class out. Nothing else in this folder 
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .patch_embedding import PatchEmbedding
 from .registry import ConfigError
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings times a number, rounded to their dtype first, as in Gemma 3: 34 for sqrt(1152) in bfloat16."""
+
+    def __init__(self, rows: int, width: int, multiplier: float):
+        super().__init__(rows, width)
+        self.multiplier = multiplier
+
+    @property
+    def embed_scale(self) -> Tensor:
+        """A tensor of one number; PEFT looks for it under this name."""
+        return torch.tensor(self.multiplier, dtype=self.weight.dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.embed_scale
 
 
 class Text:
@@ -39,7 +56,9 @@ class Text:
 
     @staticmethod
     def make_embedding(config) -> nn.Module:
-        return nn.Embedding(config.vocab_size, config.hidden_size)
+        size = config.vocab_size, config.hidden_size
+        scaled = config.embedding_multiplier != 1
+        return ScaledEmbedding(*size, config.embedding_multiplier) if scaled else nn.Embedding(*size)
 
     @staticmethod
     def embed(
@@ -76,6 +95,9 @@ class Images:
         for name in Text.defaults:
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} has no meaning with task {config.task!r}: images have no vocabulary")
+        for name in ("embedding_multiplier", "logits_scaling"):
+            if getattr(config, name) != 1:
+                raise ConfigError(f"{name} has no meaning with task {config.task!r}")
         if config.problem_type not in (None, "single_label_classification"):
             raise ConfigError(f"problem_type {config.problem_type!r}: an image has one label here, leave it out")
         if config.num_channels is None:

@@ -22,7 +22,7 @@ from .depth_average import DepthAverage
 from .initial import normal
 from .masks import make_masks
 from .norm import make_norm
-from .position import RotaryEmbedding
+from .position import RotaryEmbedding, RotaryEmbeddings, Rotations, check_history
 from .registry import ConfigError
 from .tasks import TASKS
 
@@ -109,7 +109,7 @@ class LeanModel(LeanPreTrainedModel):
             {str(layer.layer): DepthAverage(layer.averaged) for layer in plan.layers if layer.averaged}
         )
         self.norm = make_norm(config, config.hidden_size)
-        self.rotary_emb = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
+        self.rotary_emb = RotaryEmbeddings(config, plan) if config.position_embedding_type == "rope" else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -130,7 +130,8 @@ class LeanModel(LeanPreTrainedModel):
         """Final hidden states [batch, positions, hidden_size].
 
         Args:
-            input_ids: [batch, positions], or `inputs_embeds` [batch, positions, hidden_size] in its place.
+            input_ids: [batch, positions], or `inputs_embeds` [batch, positions, hidden_size] in its place, as
+                `get_input_embeddings()` makes them: `embedding_multiplier` is in them already.
             pixel_values: [batch, num_channels, image_size, image_size], of a model of images in place of both.
             attention_mask: [batch, past + positions], 1 for real tokens and 0 for padding.
             position_ids: [batch, positions]; counted on from the cache where left out.
@@ -144,8 +145,9 @@ class LeanModel(LeanPreTrainedModel):
             raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {self.config.mask_type!r}")
         if use_cache and past_key_values is None and not self.config.bidirectional:
             past_key_values = dynamic_cache(self.plan)
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        check_history(self.config, past, inputs_embeds.shape[1])
         if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
         masks = make_masks(
             self.config, self.plan, inputs_embeds, attention_mask, prefix_mask, past_key_values, position_ids
@@ -169,7 +171,7 @@ class LeanModel(LeanPreTrainedModel):
         self,
         hidden_states: Tensor,
         masks: dict[int | None, Any],
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        position_embeddings: Rotations | None,
         past_key_values: Cache | None,
         **kwargs,
     ) -> tuple[Tensor, Any]:

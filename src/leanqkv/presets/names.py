@@ -25,6 +25,10 @@ _MODEL_SLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+# Lists, though they may have one entry.
+LISTS = ("layers", "window_layers", "rope_layers")
+
+
 @dataclass(frozen=True)
 class ModelName:
     """The parts of a name: the base, the mechanisms with their options, and the fields set by hand."""
@@ -79,7 +83,7 @@ def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
             raise LeanError(f"{first} and {second} clash: both decide {decides}; use one of them")
         filled[slot] = name
         config |= _FIELDS_OF[slot](name, spec, config) if slot in _FIELDS_OF else {slot: spec}
-    floats = {field.name for field in fields(LeanConfig) if field.type is float}
+    floats = {field.name for field in fields(LeanConfig) if field.type in (float, float | None)}
     config = {key: float(value) if key in floats and type(value) is int else value for key, value in config.items()}
     try:
         return LeanConfig(**config)
@@ -131,7 +135,7 @@ def _parse_options(text: str, name: str) -> list[tuple[str, Any]]:
             raise LeanError(f"option {part!r} in {name!r} has no value; write option=value")
     try:
         return [
-            (key, [yaml.safe_load(v) for v in values] if len(values) > 1 or key == "layers" else _scalar(values[0]))
+            (key, [yaml.safe_load(v) for v in values] if len(values) > 1 or key in LISTS else _scalar(values[0]))
             for key, values in pairs
         ]
     except yaml.YAMLError as error:

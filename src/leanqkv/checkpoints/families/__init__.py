@@ -6,13 +6,32 @@ from ...errors import LeanError
 from ...model.config import LeanConfig
 from ...model.registry import suggest
 from .family import Family, export_tensors, import_tensors
+from .gemma3 import GEMMA3
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
-from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from .llama import GRANITE, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
+from .moe import MIXTRAL, QWEN3_MOE
 
-__all__ = ["FAMILIES", "Family", "choose_family", "export_tensors", "import_tensors"]
+__all__ = ["FAMILIES", "NOT_THESE", "Family", "choose_family", "export_tensors", "import_tensors"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GPT2)}
+# In the order of preference for an export.
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GPT2),
+        *(GRANITE, SMOLLM3, OLMO2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE),
+    )
+}
+
+# Of the classes that refuse a model for one reason, so many are named.
+NAMED = 3
+# Classes near to these that are refused, and why.
+NOT_THESE = {
+    "gemma2": "it caps attention scores and logits (soft-capping)",
+    "gemma3": "it reads images; its language model alone, a 'gemma3_text' checkpoint, can be opened",
+    "gpt_oss": "its attention has sinks",
+    **dict.fromkeys(("qwen2_moe", "granitemoeshared", "deepseek_v2", "deepseek_v3"), "all tokens share some experts"),
+}
 
 
 def choose_family(config: LeanConfig, name: str | None = None) -> Family:
@@ -35,5 +54,5 @@ def choose_family(config: LeanConfig, name: str | None = None) -> Family:
             nearest["; ".join(why)].append(FAMILIES[name].architecture)
     raise LeanError(
         "no class of transformers can hold this model, the nearest are "
-        + ", ".join(f"{' and '.join(names)} ({why})" for why, names in nearest.items())
+        + ", ".join(f"{' and '.join(names[:NAMED])} ({why})" for why, names in nearest.items())
     )

@@ -1,9 +1,10 @@
 """A class of transformers as data: its configuration and its tensors in terms of ours, read in both directions.
 
-The tables of the families are in gpt2.py, gpt_neox.py and llama.py.
+The tables of the families are in the other files of this folder.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -19,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from ...compat import quiet_transformers
 from ...errors import LeanError
 from ...model.config import LeanConfig
-from ...model.registry import suggest
+from ...model.registry import Mechanism, suggest
 from ..tensors import LazyTensors, Shape, StoredTensors, check_stored, read_tied
 
 # Settings of every family that have the same name here and there.
@@ -48,7 +49,7 @@ IN_TRAINING = {
 # Settings that say nothing more where the one they belong to already differs.
 BELONGS_TO = {
     "rope_parameters": "position_embedding_type",
-    **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), "mlp_type"),
+    **dict.fromkeys(("num_local_experts", "num_experts_per_tok", "norm_topk_prob"), "mlp_type"),
     "qk_rope_head_dim": "kv_lora_rank",
 }
 # What transformers and huggingface_hub raise for a configuration that cannot be.
@@ -57,34 +58,44 @@ INVALID = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, Str
 
 @dataclass(frozen=True)
 class Packed:
-    """One tensor of a family's checkpoint, made of one or more of ours, all of shape `part_shape`, stacked as rows.
+    """One tensor of a family's checkpoint, made of one or more of ours, of the shapes `part_shapes`, stacked as rows.
 
-    With `heads` they take turns head by head, [heads, parts, head_dim] rows. `transposed`: theirs is [in, out].
+    With `heads` parts of one shape take turns head by head, [heads, parts, head_dim] rows. `transposed`: theirs is
+    [in, out]. `expert`: theirs is that one of the experts stacked in ours. `offset`: ours is theirs plus that number.
     """
 
     name: str
     parts: tuple[str, ...]
-    part_shape: Shape
+    part_shapes: tuple[Shape, ...]
     heads: int = 1
     transposed: bool = False
+    expert: int | None = None
+    offset: int = 0
 
     @property
     def shape(self) -> Shape:
         """The shape of theirs."""
-        shape = (len(self.parts) * self.part_shape[0], *self.part_shape[1:])
+        shape = (sum(part[0] for part in self.part_shapes), *self.part_shapes[0][1:])
         return shape[::-1] if self.transposed else shape
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return theirs, of shape `shape`, made of the parts in order."""
-        rows = tensors[0]
-        if len(tensors) > 1:
+        """Return theirs, of shape `shape`, made of the parts in order; float64 where there is an offset."""
+        rows = tensors[0] if self.expert is None else tensors[0][self.expert]
+        if self.heads > 1:
             rows = torch.stack([tensor.unflatten(0, (self.heads, -1)) for tensor in tensors], dim=1).flatten(0, 2)
+        elif len(tensors) > 1:
+            rows = torch.cat(list(tensors))
+        rows = rows.double() - self.offset if self.offset else rows
         return (rows.T if self.transposed else rows).contiguous()
 
     def unpack(self, tensor: Tensor, part: int) -> Tensor:
-        """Return ours, of shape `part_shape`: the part with that index."""
+        """Return ours, the part with that index; float64 where there is an offset, which takes more digits: it is exact
+        but for parts of theirs below 2^-52, until the tensor is written or loaded in a narrower dtype."""
         rows = tensor.T if self.transposed else tensor
-        return rows.unflatten(0, (self.heads, len(self.parts), -1))[:, part].flatten(0, 1).contiguous()
+        rows = rows.double() + self.offset if self.offset else rows
+        if self.heads > 1:
+            return rows.unflatten(0, (self.heads, len(self.parts), -1))[:, part].flatten(0, 1).contiguous()
+        return rows.split([shape[0] for shape in self.part_shapes])[part].contiguous()
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,8 @@ class Family:
     partial_rope: bool | None = None  # None: no rotary positions; else whether it can rotate a part of each head
     interleaved: bool = False  # modules side by side take turns head by head
     transposed: bool = False  # the layers' matrices are [in, out]
+    experts: Mapping[str, str] = field(default_factory=dict)  # their module of expert `{}` -> our tensor of all experts
+    norm_offset: int = 0  # our norm weights are theirs plus that number
     # From their config.json: our tensors that hold theirs divided by a number.
     divisors: Callable[[LeanConfig, Mapping[str, Any]], dict[str, int]] = lambda config, hf: {}
 
@@ -150,11 +163,13 @@ class Family:
         """Return why the class cannot hold the model: every setting that its own configuration does not give back."""
         if config.task != "causal_lm":
             return [f"task is {config.task!r}, it is a causal_lm"]
+        ours = _function(config)
         try:
-            returned = self._read(self._write(config))
+            theirs = _function(self._read(self._write(config)))
         except (*INVALID, LeanError) as error:
-            return [_one_line(error)]
-        ours, theirs = _function(config), _function(returned)
+            fixed = {name: value for name, value in self.fixed.items() if ours.get(name, value) != value}
+            told = [f"{name} is {_show(ours[name])}, it has {value!r}" for name, value in fixed.items()]
+            return [*told, _one_line(error)]
         # A bias that the model does not have is one of zeros.
         zeros = {name for name in self.biases if theirs[name]}
         differ = {name for name, value in ours.items() if value != theirs[name] and name not in zeros}
@@ -168,23 +183,29 @@ class Family:
         """Return every tensor of the class's checkpoint with ours that make it up, which may be biases of zeros."""
         shapes = config.plan.parameter_shapes
         modules = {self.prefix + theirs: [f"model.{ours}"] for theirs, ours in self.modules.items()}
+        tensor_map = []
         for layer in range(config.num_hidden_layers):
             block = self.prefix + self.layer.format(layer)
             for theirs, parts in self.layer_modules.items():
                 modules[f"{block}.{theirs}"] = [f"model.layers.{layer}.{part}" for part in parts]
+            for theirs, part in self.experts.items():
+                stacked = f"model.layers.{layer}.{part}"
+                number, *shape = shapes[stacked]
+                names = (f"{block}.{theirs.format(expert)}.weight" for expert in range(number))
+                tensor_map += [Packed(name, (stacked,), (tuple(shape),), expert=i) for i, name in enumerate(names)]
         if HEAD in shapes:
             modules[self.head] = ["lm_head"]
-        tensor_map = []
         for theirs, ours in modules.items():
             weights = tuple(f"{name}.weight" for name in ours)
-            shape = shapes[weights[0]]
+            part_shapes = tuple(shapes[name] for name in weights)
             heads = config.num_attention_heads if self.interleaved and len(ours) > 1 else 1
-            transposed = self.transposed and ours[0].startswith("model.layers.") and len(shape) == 2
-            tensor_map.append(Packed(f"{theirs}.weight", weights, shape, heads, transposed))
+            transposed = self.transposed and ours[0].startswith("model.layers.") and len(part_shapes[0]) == 2
+            offset = self.norm_offset if ours[0].endswith("norm") else 0
+            tensor_map.append(Packed(f"{theirs}.weight", weights, part_shapes, heads, transposed, offset=offset))
             bias = BIASES.get(ours[0].rpartition(".")[2])
             if bias and self._has_bias(config, bias):
                 biases = tuple(f"{name}.bias" for name in ours)
-                tensor_map.append(Packed(f"{theirs}.bias", biases, shape[:1], heads))
+                tensor_map.append(Packed(f"{theirs}.bias", biases, tuple(shape[:1] for shape in part_shapes), heads))
         named = {part for packed in tensor_map for part in packed.parts}
         assert set(shapes) <= named, set(shapes) - named
         return tensor_map
@@ -218,7 +239,7 @@ class Family:
             overrides[ours] = setting if isinstance(setting, bool) else getattr(stock, setting)
         overrides |= self.read(stock)
         if self.partial_rope is not None:
-            overrides["rope_parameters"] = _read_rope(stock, self.partial_rope)
+            overrides["rope_parameters"] = read_rope(stock.rope_parameters, self.partial_rope)
         # Whole numbers and null may stand for a rate there.
         dropouts = [name for name in overrides if name.endswith("_dropout")]
         return LeanConfig(**overrides | {name: float(overrides[name] or 0) for name in dropouts})
@@ -231,7 +252,7 @@ class Family:
                 values[setting] = self._has_bias(config, bias)
         values |= deepcopy(self.write(config))
         if self.partial_rope is not None:
-            values["rope_parameters"] = _write_rope(config, self.partial_rope)
+            values["rope_parameters"] = write_rope(config.rope_parameters, self.partial_rope)
         with quiet_transformers():
             return CONFIG_MAPPING[self.model_type](**values, architectures=[self.architecture])
 
@@ -255,14 +276,19 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf
         {names.get(packed.name, packed.name): packed.shape for packed in tensor_map},
         lambda name: name == head or name.endswith(family.ignorable),
     )
-    sources = {part: (packed, i) for packed in tensor_map for i, part in enumerate(packed.parts)}
+    sources = defaultdict(list)
+    for packed in tensor_map:
+        for i, part in enumerate(packed.parts):
+            sources[part].append((packed, i))
     divisors = family.divisors(config, hf)
 
     def read(name: str) -> Tensor:
-        packed, part = sources[name]
+        packed, part = sources[name][0]
         theirs = names[packed.name]
         tensor = read_tied(stored, theirs, head) if name == EMBEDDING else stored[theirs]
         ours = packed.unpack(tensor, part)
+        if packed.expert is not None:
+            ours = torch.stack([stored[names[expert.name]] for expert, _ in sources[name]])
         return ours / divisors[name] if name in divisors else ours
 
     return LazyTensors(config.plan.parameter_shapes, read)
@@ -280,14 +306,15 @@ def export_tensors(family: Family, config: LeanConfig, tensors: Mapping[str, Ten
     def make(name: str) -> Tensor:
         packed = tensor_map[name]
         # The last norm is the one small tensor that every such model has: zeros take its dtype.
-        zeros = None if packed.parts[0] in shapes else tensors["model.norm.weight"].new_zeros(packed.part_shape)
-        return packed.pack([tensors[part] if zeros is None else zeros for part in packed.parts])
+        like = None if packed.parts[0] in shapes else tensors["model.norm.weight"]
+        parts = zip(packed.parts, packed.part_shapes, strict=True)
+        return packed.pack([tensors[part] if like is None else like.new_zeros(shape) for part, shape in parts])
 
     return LazyTensors({name: packed.shape for name, packed in tensor_map.items()}, make)
 
 
-def _read_rope(stock: PreTrainedConfig, partial: bool) -> dict[str, Any]:
-    parameters: Any = stock.rope_parameters
+def read_rope(parameters: Any, partial: bool) -> dict[str, Any]:
+    """Return rotary parameters of a class of transformers as ours; `partial`: it can rotate a part of each head."""
     kind, kinds = parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
     if kind not in kinds:  # also where there are parameters for each kind of layer
         raise LeanError(f"rope_parameters {parameters}: rope_type {kind!r} is not known: {suggest(str(kind), kinds)}")
@@ -301,9 +328,9 @@ def _read_rope(stock: PreTrainedConfig, partial: bool) -> dict[str, Any]:
     return ours
 
 
-def _write_rope(config: LeanConfig, partial: bool) -> dict[str, Any] | None:
-    """The inverse of `_read_rope`."""
-    theirs = dict(config.rope_parameters or {})
+def write_rope(parameters: dict[str, Any] | None, partial: bool) -> dict[str, Any] | None:
+    """Return our rotary parameters as those of a class: the inverse of `read_rope`."""
+    theirs = dict(parameters or {})
     share = theirs.pop("partial_rotary_factor", None)
     if partial:  # where it is left out, a class that can rotate a part has a default of its own
         theirs["partial_rotary_factor"] = 1.0 if share is None else share
@@ -316,17 +343,28 @@ def _one_line(error: Exception) -> str:
 
 
 def _function(config: LeanConfig) -> dict[str, Any]:
-    """The settings that decide the function, comparable: mechanisms layer by layer, rotary parameters without gaps."""
+    """The settings that decide the function, comparable: mechanisms, windows and rotary parameters layer by layer."""
     general = {setting.name for setting in fields(PreTrainedConfig)}
     ours = [setting.name for setting in fields(LeanConfig) if setting.name not in general | IN_TRAINING]
     settings = {name: getattr(config, name) for name in ours}
     for slot in ("query", "key", "value", "output"):
         settings[slot] = [getattr(layer, slot) for layer in config.plan.layers]
-    if config.rope_parameters:
-        settings["rope_parameters"] = _write_rope(config, partial=True)
+    layers = config.plan.layers
+    for name in ("window_layers", "rope_layers", "window_rope_parameters"):
+        del settings[name]
+    settings["sliding_window"] = [layer.window for layer in layers]
+    settings["rope_parameters"] = [layer.rope and write_rope(getattr(config, layer.rope), True) for layer in layers]
+    if config.attention_multiplier is None:
+        settings["attention_multiplier"] = config.head_dim**-0.5  # type: ignore[operator]
     return settings
 
 
 def _show(value: Any) -> str:
-    """Mechanisms as their names, once each."""
-    return " and ".join(dict.fromkeys(repr(used.kind) for used in value)) if isinstance(value, list) else repr(value)
+    """Mechanisms as their names, once each; what all layers have once; a mechanism's rows of heads as their number."""
+    if isinstance(value, dict) and "heads" in value:
+        return repr(value | {"heads": f"{len(value['heads'])} rows"})
+    if not isinstance(value, list):
+        return repr(value)
+    if isinstance(value[0], Mechanism):
+        return " and ".join(dict.fromkeys(repr(used.kind) for used in value))
+    return repr(value[0] if all(one == value[0] for one in value) else value)

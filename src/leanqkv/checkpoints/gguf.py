@@ -1,0 +1,315 @@
+"""A GGUF file as a checkpoint of the class of transformers that it was made from: configuration and tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..errors import LeanError
+from .families import FAMILIES
+from .families.family import Packed
+from .gguf_format import PLAIN, Array, GgufFile, read_gguf
+from .tensors import StoredTensors
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+# Settings of every architecture here, those after its name in the file -> those of transformers.
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+}
+GROUPED = COMMON | {
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+OPTIONAL = ("attention.head_count_kv", "attention.key_length", "attention.sliding_window")
+ROPE = tuple(
+    f"rope.{key}" for key in ("freq_base", "scaling.type", "scaling.factor", "scaling.original_context_length")
+)
+# Settings that say nothing, or nothing with this value.
+NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+CHECKED_OR_HISTORY = (
+    *("vocab_size", "attention.value_length", "rope.dimension_count"),
+    *("rope.scaling.finetuned", "tensor_data_layout"),
+)
+
+
+def _gemma3_scale(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what attention's logits are divided by, squared; llama.cpp knows the one size that differs, too."""
+    is_27b = config["num_hidden_layers"] == 62
+    return {"query_pre_attn_scalar": _head_dim(config) if is_27b else config["head_dim"]}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of llama.cpp in terms of a family of transformers."""
+
+    model_type: str
+    settings: Mapping[str, str] = field(default_factory=lambda: GROUPED)
+    rotary: bool = True
+    # Whether the rows of W_Q and W_K are stored in pairs that rotate together, not in halves of a head.
+    paired: bool = False
+    # Whether norms are stored with the 1 that the class adds to them.
+    norm_offset: bool = False
+    # Of layers with a window: the base of their rotary positions, where the file does not say it.
+    local_rope_theta: float | None = None
+    # Settings that no file holds, from those that are read.
+    implied: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", paired=True),  # Mistral's files say "llama", too
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gpt2": Architecture(
+        "gpt2",
+        COMMON | {"feed_forward_length": "n_inner", "attention.layer_norm_epsilon": "layer_norm_epsilon"},
+        rotary=False,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        GROUPED | {"attention.sliding_window": "sliding_window"},
+        norm_offset=True,
+        local_rope_theta=10_000.0,
+        implied=_gemma3_scale,
+    ),
+}
+
+
+class GgufCheckpoint(GgufFile):
+    """A GGUF file whose architecture is a class of transformers."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """Return its architecture; raise a LeanError for one that cannot be opened."""
+        name = self.required("general.architecture")
+        if name not in ARCHITECTURES or ARCHITECTURES[name].model_type not in FAMILIES:
+            known = [name for name, architecture in ARCHITECTURES.items() if architecture.model_type in FAMILIES]
+            raise LeanError(
+                f"{self.path} holds a model of architecture {name!r}; only {', '.join(known)} can be opened"
+            )
+        return ARCHITECTURES[name]
+
+    def config(self) -> dict[str, Any]:
+        """Return the config.json of the class of transformers that the file was made from.
+
+        Raises a LeanError for a setting that is missing, contradicts the tensors, or cannot be expressed; names it.
+        """
+        architecture, prefix = self.architecture, f"{self.metadata['general.architecture']}."
+        self._check_settings(architecture, prefix)
+        config: dict[str, Any] = {"model_type": architecture.model_type, "vocab_size": self._vocabulary(prefix)}
+        for key, setting in architecture.settings.items():
+            if key not in OPTIONAL or prefix + key in self.metadata:
+                config[setting] = self._number(prefix + key)
+        if "attention.head_count_kv" in architecture.settings:
+            config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        self._check_layers(config["num_hidden_layers"], prefix)
+        if architecture.rotary:
+            config.setdefault("head_dim", _head_dim(config))
+            config["rope_parameters"] = self._rope(architecture, prefix, config["head_dim"])
+        for module, setting in (("attn_q", "attention_bias"), ("ffn_up", "mlp_bias")):
+            if setting in FAMILIES[architecture.model_type].biases.values():
+                config[setting] = f"blk.0.{module}.bias" in self.entries
+        config["tie_word_embeddings"] = "output.weight" not in self.entries
+        return config | architecture.implied(config) | self._special_tokens(config)
+
+    def tensors(self, tensor_map: Sequence[Packed], config: Mapping[str, Any]) -> StoredTensors:
+        """Return the file's tensors under the names of transformers, which `tensor_map` has.
+
+        Raises a LeanError for tensors that are missing or unknown; names them as the file does.
+        """
+        architecture = self.architecture
+        names = _stored_names(self.metadata["general.architecture"], tensor_map, config["num_hidden_layers"])
+        expected = {names[packed.name] for packed in tensor_map}
+        read_elsewhere = {ROPE_FACTORS} if architecture.rotary else set()
+        for what, wrong in (
+            ("lacks", sorted(expected - set(self.entries))),
+            ("has unknown", sorted(set(self.entries) - expected - read_elsewhere)),
+        ):
+            if wrong:
+                more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+                raise LeanError(f"{self.path} {what} tensors: {', '.join(wrong[:3])}{more}")
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config.get("num_key_value_heads", 0)}
+        changes = {
+            packed.name: _Change(
+                transposed=packed.transposed,
+                pairs=heads.get(names[packed.name].split(".")[-2], 0) if architecture.paired else 0,
+                offset=architecture.norm_offset and names[packed.name].endswith("norm.weight"),
+            )
+            for packed in tensor_map
+        }
+        file = _Weights(self, {name: names[name] for name in changes}, changes)
+        return StoredTensors(self.path, dict.fromkeys(changes, file), "metadata")
+
+    def _number(self, key: str, default: float | None = None) -> Any:
+        """Return the metadata `key`; raise a LeanError if it is missing without a default, or not above 0."""
+        value = self.required(key) if default is None or key in self.metadata else default
+        if isinstance(value, str | bool) or not 0 < value < inf:
+            raise LeanError(f"{self.path}: {key} is {value!r}, no number above 0")
+        return value
+
+    def _check_settings(self, architecture: Architecture, prefix: str) -> None:
+        """Refuse what cannot be expressed: a setting that is not known may change the function."""
+        known = {*architecture.settings, *CHECKED_OR_HISTORY, *(ROPE if architecture.rotary else ())}
+        known |= {"rope.freq_base_swa"} if architecture.local_rope_theta else set()
+        for key, value in self.metadata.items():
+            setting = key.removeprefix(prefix)
+            if key.startswith(prefix) and setting not in known and NEUTRAL.get(setting) != value:
+                raise LeanError(f"{self.path}: {key} {value!r} cannot be expressed here")
+
+    def _vocabulary(self, prefix: str) -> int:
+        """Return the number of tokens, on which tokenizer, metadata and embedding must agree."""
+        embedding = self.entries.get("token_embd.weight")
+        counts = {"token_embd.weight": embedding.shape[0]} if embedding is not None else {}
+        if isinstance(tokens := self.metadata.get("tokenizer.ggml.tokens"), Array):
+            counts["tokenizer.ggml.tokens"] = tokens.length
+        if f"{prefix}vocab_size" in self.metadata:
+            counts[f"{prefix}vocab_size"] = self.required(f"{prefix}vocab_size")
+        if not counts:
+            raise LeanError(f"{self.path} lacks tensors: token_embd.weight")
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{count} by {name}" for name, count in counts.items())
+            raise LeanError(f"{self.path} contradicts itself on the number of tokens: {found}")
+        return next(iter(counts.values()))
+
+    def _check_layers(self, layers: Any, prefix: str) -> None:
+        """Compare with the tensors before anything of that many layers is built."""
+        if (found := len({name.split(".")[1] for name in self.entries if name.startswith("blk.")})) != layers:
+            raise LeanError(f"{self.path}: {prefix}block_count is {layers!r}, the tensors are those of {found} layers")
+
+    def _rope(self, architecture: Architecture, prefix: str, head_dim: int) -> dict[str, Any]:
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if (found := self.metadata.get(prefix + key, head_dim)) != head_dim:
+                raise LeanError(
+                    f"{self.path}: {prefix}{key} is {found}; only that of a whole head, {head_dim}, is read"
+                )
+        theta = self._number(f"{prefix}rope.freq_base", 10_000.0)
+        kind = self.metadata.get(f"{prefix}rope.scaling.type", "none")
+        scaling: dict[str, Any] = {"rope_type": "default"}
+        if kind in ("linear", "yarn"):
+            scaling = {"rope_type": kind, "factor": self._number(f"{prefix}rope.scaling.factor")}
+            if kind == "yarn":
+                length = self._number(f"{prefix}rope.scaling.original_context_length")
+                scaling["original_max_position_embeddings"] = length
+        elif kind != "none":
+            raise LeanError(f"{self.path}: {prefix}rope.scaling.type {kind!r} cannot be expressed here")
+        if ROPE_FACTORS in self.entries:
+            scaling = self._llama3_scaling(scaling, theta, head_dim)
+        rope = {**scaling, "rope_theta": theta}
+        if architecture.local_rope_theta is None:
+            return rope
+        base = self._number(f"{prefix}rope.freq_base_swa", architecture.local_rope_theta)
+        local = {"rope_type": "default", "rope_theta": base}
+        return {"full_attention": rope, "sliding_attention": local}
+
+    def _llama3_scaling(self, scaling: dict[str, Any], theta: float, head_dim: int) -> dict[str, Any]:
+        """Return the settings of LLaMA 3.1 to 3.3 that the stored divisors of the frequencies were computed from."""
+        divisors = self.read(ROPE_FACTORS).float()
+        shape = (head_dim // 2,)
+        if scaling == {"rope_type": "default"} and divisors.shape == shape and divisors.isfinite().all():
+            scaling = {
+                "rope_type": "llama3",
+                "factor": round(divisors.max().item(), 3),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+            plain = theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+            if torch.allclose(_frequencies(scaling, theta, head_dim), plain / divisors, rtol=1e-5, atol=0):
+                return scaling
+        raise LeanError(f"{self.path}: {ROPE_FACTORS} are not the factors of LLaMA 3.1 and cannot be expressed here")
+
+    def _special_tokens(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the ids of the tokens that begin, end and fill a text; one that ends a turn ends a text, too."""
+        ids = {}
+        for name in ("bos", "eos", "eot", "padding"):
+            ids[name] = token = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if token is not None and not (isinstance(token, int) and 0 <= token < config["vocab_size"]):
+                raise LeanError(
+                    f"{self.path}: tokenizer.ggml.{name}_token_id is {token!r}, there are {config['vocab_size']} tokens"
+                )
+        ends = [token for token in dict.fromkeys((ids["eos"], ids["eot"])) if token is not None]
+        end = ends if len(ends) > 1 else next(iter(ends), None)
+        return {"bos_token_id": ids["bos"], "eos_token_id": end, "pad_token_id": ids["padding"]}
+
+
+class _Change(NamedTuple):
+    """How a tensor differs from that of transformers: transposed, with `pairs` heads of paired rows, with 1 added."""
+
+    transposed: bool
+    pairs: int
+    offset: bool
+
+    def undo(self, tensor: Tensor) -> Tensor:
+        if self.pairs:
+            tensor = tensor.unflatten(0, (self.pairs, -1, 2)).transpose(1, 2).flatten(0, 2)
+        tensor = tensor.T if self.transposed else tensor
+        return tensor - 1 if self.offset else tensor
+
+
+class _Weights:
+    """The tensors of a GGUF file as `StoredTensors` reads them, under the names of transformers.
+
+    Norms and biases are always stored in float32. They count as float16 or bfloat16 where all matrices are that and
+    the values are the same in it.
+    """
+
+    def __init__(self, file: GgufFile, names: Mapping[str, str], changes: Mapping[str, _Change]):
+        self.path = file.path
+        self._file, self._names, self._changes = file, names, changes
+        stored = {name: file.entries[names[name]] for name in names}
+        self.shapes = {name: e.shape[::-1] if changes[name].transposed else e.shape for name, e in stored.items()}
+        self.dtypes = {name: PLAIN.get(entry.kind, torch.float32) for name, entry in stored.items()}
+        matrices = {self.dtypes[name] for name in names if len(self.shapes[name]) > 1}
+        if len(matrices) == 1 and (narrow := matrices.pop()) != torch.float32:
+            for name in names:
+                if len(self.shapes[name]) == 1 and _holds(narrow, self.read(name)):
+                    self.dtypes[name] = narrow
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._changes[name].undo(self._file.read(self._names[name]))
+        return tensor.to(self.dtypes[name]).contiguous()
+
+
+def open_gguf(path: Path) -> GgufCheckpoint:
+    """Open a GGUF file; raise a LeanError for one that is damaged or of a type that cannot be read."""
+    return GgufCheckpoint(**vars(read_gguf(path)))
+
+
+def _stored_names(architecture: str, tensor_map: Sequence[Packed], layers: int) -> dict[str, str]:
+    """Return the names of transformers -> those in the file."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    modules = get_tensor_name_map(number, layers)
+    names = {}
+    for packed in tensor_map:
+        module, _, kind = packed.name.rpartition(".")
+        names[packed.name] = f"{modules.get_name(module)}.{kind}"
+    return names
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config["hidden_size"] // config["num_attention_heads"])
+
+
+def _frequencies(scaling: dict[str, Any], theta: float, head_dim: int) -> Tensor:
+    """Return the frequencies that transformers computes, [head_dim / 2]."""
+    config = LlamaConfig(
+        hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters={**scaling, "rope_theta": theta}
+    )
+    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")[0]
+
+
+def _holds(dtype: torch.dtype, tensor: Tensor) -> bool:
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)

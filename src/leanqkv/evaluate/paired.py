@@ -1,0 +1,169 @@
+"""Two models on the same tokens: what the second one loses, with an interval over windows of the text."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from ..data import EvaluationText, collate
+from ..errors import LeanError
+from .loss import scoring
+from .strided import loss_figures
+
+CONFIDENCE = 0.95
+# Logits of both models that are in memory at a time, in numbers: 256 MB in float32.
+LOGITS_AT_A_TIME = 2**25
+
+
+@dataclass(frozen=True)
+class PairedScores:
+    """What two models make of each token of a text, float64 [tokens]; `before` is the first model's.
+
+    Attributes:
+        before, after: cross-entropy in nats.
+        divergence: KL(before || after) of the distributions of the token, in nats.
+        agreement: 1 where both models have the same likeliest token, else 0.
+        window: int64, the number of the window that the token was scored in.
+    """
+
+    before: Tensor
+    after: Tensor
+    divergence: Tensor
+    agreement: Tensor
+    window: Tensor
+
+
+def spread_windows(tokens: int, length: int, count: int) -> list[tuple[int, int]]:
+    """Return `count` windows of `length` targets, evenly spread over a text, as `paired_scores` takes them.
+
+    They do not overlap if the text has `count * length + 1` tokens; fewer windows are returned if it has not.
+    """
+    length = min(length, tokens - 1)
+    count = min(count, (tokens - 1) // length)
+    return [(int(start), length) for start in np.linspace(0, tokens - 1 - length, count)]
+
+
+def paired_scores(
+    before: nn.Module,
+    after: nn.Module,
+    tokens: np.ndarray,
+    windows: Sequence[tuple[int, int]],
+    length: int,
+    *,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> PairedScores:
+    """Score the tokens of the windows with both models, one forward pass of each, dropout off.
+
+    Beside both models, one window's activations and a piece of its logits are in memory.
+
+    Args:
+        before, after: causal language models of one vocabulary, on one device.
+        tokens: [tokens], integers.
+        windows: each window's first token, and the number of its last targets that are scored, as `strided_windows`
+            and `spread_windows` return them.
+        length: targets in a window.
+        progress: called with the number of tokens scored so far and of all.
+
+    Raises:
+        LeanError: a score that is not finite.
+    """
+    parts: list[Tensor] = []
+    models: list[Any] = [before, after]
+    done, total = 0, sum(scored for _, scored in windows)
+    with scoring(before) as device, scoring(after):
+        for start, scored in windows:
+            batch = collate(tokens, [start], length)
+            ids, targets = batch["input_ids"].to(device), batch["shift_labels"][0, -scored:].to(device)
+            with autocast():
+                hidden = [
+                    model.model.forward(input_ids=ids, use_cache=False).last_hidden_state[0, -scored:]
+                    for model in models
+                ]
+                parts += _score_pieces([model.lm_head for model in models], hidden, targets)
+            if not parts[-1].isfinite().all():
+                raise LeanError(
+                    f"the scores are not finite in the window at token {start + 1:,}: the logits of the source or of "
+                    "the result are NaN or infinite there"
+                )
+            done += scored
+            progress(done, total)
+    numbers = torch.repeat_interleave(torch.tensor([scored for _, scored in windows]))
+    losses, later_losses, divergence, agreement = torch.cat(parts, dim=1)
+    return PairedScores(losses, later_losses, divergence, agreement, numbers)
+
+
+def _score_pieces(heads: Sequence[nn.Linear], hidden: Sequence[Tensor], targets: Tensor) -> Iterator[Tensor]:
+    """Yield losses of both models, divergence and agreement of a window's tokens, [4, tokens], piece by piece."""
+    rows = max(1, LOGITS_AT_A_TIME // heads[0].out_features)
+    for at in range(0, len(targets), rows):
+        logits = [head(states[at : at + rows]) for head, states in zip(heads, hidden, strict=True)]
+        wide = torch.promote_types(logits[0].dtype, torch.float32)
+        first, second = (one.to(wide).log_softmax(-1) for one in logits)
+        wanted = targets[at : at + rows, None]
+        losses = [-one.gather(1, wanted)[:, 0] for one in (first, second)]
+        agreement = first.argmax(-1) == second.argmax(-1)
+        divergence = (first.exp() * (first - second)).sum(-1)
+        yield torch.stack([*losses, divergence, agreement.to(wide)]).double().cpu()
+
+
+def paired_figures(scores: PairedScores, text_bytes: float | None) -> dict[str, Any]:
+    """Return what two models make of a text, and what the second one loses.
+
+    `before` and `after`: as `loss_figures`. `loss_difference` (nats per token, after minus before), `divergence` (nats
+    per token) and `agreement` (share of the tokens) each have a `mean` and `half_width`, of the 95% interval of the
+    mean by Student's t over windows; None for one window. `windows`: how many.
+
+    Args:
+        text_bytes: of the scored tokens' text in UTF-8; None if unknown.
+    """
+    quantities = {
+        "loss_difference": scores.after - scores.before,
+        "divergence": scores.divergence,
+        "agreement": scores.agreement,
+    }
+    return {
+        "before": loss_figures(scores.before, text_bytes),
+        "after": loss_figures(scores.after, text_bytes),
+        **{name: mean_over_windows(values, scores.window) for name, values in quantities.items()},
+        "windows": int(scores.window.max()) + 1,
+    }
+
+
+def mean_over_windows(values: Tensor, window: Tensor) -> dict[str, float | None]:
+    """Return the mean over tokens, and half of its 95% interval, with windows as the independent units.
+
+    Windows can be of different lengths: the error is that of a ratio of sums over windows.
+    """
+    mean = values.mean()
+    residuals = torch.zeros(int(window.max()) + 1, dtype=torch.float64).index_add_(0, window, values - mean)
+    if (count := len(residuals)) < 2:
+        return {"mean": mean.item(), "half_width": None}
+    error = math.sqrt(residuals.square().sum().item() * count / (count - 1)) / len(values)
+    return {"mean": mean.item(), "half_width": float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error}
+
+
+def paired_record(
+    before: nn.Module,
+    after: nn.Module,
+    text: EvaluationText,
+    windows: Sequence[tuple[int, int]],
+    length: int,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return a record's entries on what two models make of a text: the text, the window and `paired_figures`.
+
+    The bytes of the scored tokens are taken to be their share of the text's.
+
+    Args:
+        windows, length, options: as `paired_scores` takes them.
+    """
+    scores = paired_scores(before, after, text.tokens, windows, length, **options)
+    scored_bytes = None if text.bytes is None else text.bytes * len(scores.before) / (len(text.tokens) - 1)
+    return {"text": text.record(), "context_length": length, **paired_figures(scores, scored_bytes)}

@@ -1,0 +1,141 @@
+"""Families of transformers, decoded: with every cache, padded and past their windows, as transformers does it."""
+
+import pytest
+import torch
+from shapes import tokens
+from test_batch import LENGTHS, NEW, run
+from test_families import CASES, ONE_OF_EACH, stock_model
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
+
+from leanqkv import LeanForCausalLM
+from leanqkv.checkpoints.open import load_model, open_checkpoint
+from leanqkv.inference import Decoder
+from leanqkv.inference.batch import Row, Scheduler
+from leanqkv.inference.cache import token_bytes
+
+# Those with windows, positions, norms or experts of their own: one of each, and the variants.
+NEWER = [
+    case
+    for case in CASES
+    if case.startswith(("granite", "smollm3", "olmo2", "gemma3", "phi3", "mixtral", "qwen3-", "qwen2-"))
+    and case != "phi3-longer"
+]
+PAD, LENGTH, MORE = 6, 14, 6  # longer than the windows, which are 5
+ROUNDING = 1e-5  # relative to the largest logit; norms are in float32
+
+
+@pytest.fixture
+def pair(request, tmp_path) -> tuple[PreTrainedModel, LeanForCausalLM]:
+    """A model of transformers and ours of its checkpoint."""
+    stock_model(request.param).save_pretrained(tmp_path)
+    reference = stock_model(request.param)
+    reference.set_attn_implementation("eager")
+    return reference, load_model(open_checkpoint(tmp_path))
+
+
+def of(*cases: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", cases, indirect=True)
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    """Two prompts, one of them half as long, padded on the left."""
+    ids = tokens(2, LENGTH, vocab_size=61)
+    ids[1, : LENGTH // 2] = PAD
+    mask = torch.ones_like(ids)
+    mask[1, : LENGTH // 2] = 0
+    return ids, mask
+
+
+@torch.no_grad()
+def decoded(model: PreTrainedModel, forced: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
+    """Greedy tokens and their logits, [batch, MORE] and [batch, MORE, vocab_size]."""
+    ids, mask = padded()
+    given = {"do_sample": False, "max_new_tokens": MORE, "eos_token_id": None, "pad_token_id": PAD} | options
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    result = model.generate(ids, attention_mask=mask, **given)
+    return result.sequences[:, LENGTH:], torch.stack(result.logits, dim=1)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+
+
+@of(*NEWER)
+def test_decoding_is_that_of_transformers(pair):
+    """The default cache, none and a static one; left padding; past the window and back from it."""
+    reference, model = pair
+    expected_tokens, expected = decoded(reference)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for options in ({}, {"use_cache": False}, static):
+        found_tokens, found = decoded(model, **options)
+        assert torch.equal(found_tokens, expected_tokens), options
+        near(found, expected)
+
+
+@of(*(case for case in NEWER if case in ONE_OF_EACH or "window" in case))
+def test_the_cache_holds_what_the_plan_says(pair):
+    _, model = pair
+    result = model.generate(*padded()[:1], max_new_tokens=MORE, do_sample=False, return_dict_in_generate=True)
+    length = result.past_key_values.get_seq_length()
+    assert length >= LENGTH
+    assert token_bytes(result.past_key_values) == 2 * model.config.plan.kv_bytes(length, torch.float32)
+
+
+@of(*(case for case in ONE_OF_EACH if case in NEWER))
+def test_gradients_are_those_of_transformers(pair):
+    """Of the embedding and of the last layer's output projection, through all that lies between."""
+    reference, model = pair
+    gradients = []
+    for one in (reference, model):
+        logits = one(input_ids=tokens(2, LENGTH, vocab_size=61)).logits
+        logits.square().mean().backward()
+        gradients.append([one.model.embed_tokens.weight.grad, one.model.layers[-1].self_attn.o_proj.weight.grad])
+    for expected, found in zip(*gradients, strict=True):
+        near(found, expected)
+
+
+@of(*NEWER)
+def test_decoder_and_batch(pair):
+    """Prefill in chunks, the kernel, joined projections; rows of several lengths that come and go."""
+    reference, model = pair
+    expected_tokens, expected = decoded(reference)
+    decoder = Decoder(model, chunk=4)
+    logits = [decoder.prefill(*padded(), room=MORE)]
+    for place in range(MORE - 1):
+        logits.append(decoder.step(expected_tokens[:, place]))
+    near(torch.stack(logits, dim=1), expected)
+
+    limit = model.config.cached_positions or max(LENGTHS) + max(NEW)
+    given = [Row(tokens(1, n, vocab_size=61, seed=n)[0], new) for n, new in zip(LENGTHS, NEW, strict=True)]
+    given = [row for row in given if len(row.prompt) + row.max_new_tokens <= limit]
+    model.generation_config.eos_token_id = None
+    decoder.generation_config.eos_token_id = None
+    found = run(Scheduler(decoder, 10**6), given, every=2)
+    for row in given:
+        alone = model.generate(row.prompt[None], max_new_tokens=row.max_new_tokens, do_sample=False)
+        assert found[row] == alone[0, len(row.prompt) :].tolist()
+
+
+@of("phi3-longer")
+def test_longrope_is_refused_where_cached_keys_would_be_wrong(pair):
+    """Its frequencies change at 8 positions: a prompt beyond them is right, a cache that comes to them is not."""
+    reference, model = pair
+    expected_tokens, expected = decoded(reference)
+    for options in ({}, {"use_cache": False}):
+        found_tokens, found = decoded(model, **options)
+        assert torch.equal(found_tokens, expected_tokens)
+        near(found, expected)
+    short = tokens(1, 6, vocab_size=61)
+    assert model.generate(short, max_new_tokens=3, do_sample=False).shape == (1, 9)
+    with pytest.raises(ValueError, match="longrope has other frequencies beyond 8 positions, and 8 are cached"):
+        model.generate(short, max_new_tokens=4, do_sample=False)
+    theirs = reference.generate(short, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    ours = model.generate(short, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
+    assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="do not fit the model's 8 positions"):
+        Decoder(model).generate(short, max_new_tokens=4)
+    static = StaticCache(model.config, max_cache_len=16)
+    model(short, past_key_values=static)
+    with pytest.raises(ValueError, match="longrope has other frequencies"):
+        model(short, past_key_values=static)

@@ -1,0 +1,383 @@
+"""Two models on one text, a conversion with its evaluation, and the page and the model card made from it."""
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from corpus import write_corpus
+from scipy import stats
+from shapes import randomize, tiny
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from leanqkv import LeanError, LeanForCausalLM
+from leanqkv.checkpoints.open import load_model, open_causal_lm
+from leanqkv.commands import convert as command_module
+from leanqkv.convert import conversion as conversion_module
+from leanqkv.data import evaluation_text
+from leanqkv.data.tokenizer import train_tokenizer
+from leanqkv.evaluate import paired, paired_figures, paired_scores, spread_windows, strided_windows
+from leanqkv.evaluate.paired import mean_over_windows
+from leanqkv.report.conversion import write_pages
+
+ROUNDING = 1e-12
+VOCABULARY = 300
+
+
+def model(seed: int = 0, **fields) -> LeanForCausalLM:
+    config = tiny("gpt", vocab_size=VOCABULARY, max_position_embeddings=32, **fields)
+    return randomize(LeanForCausalLM(config), std=0.3, seed=seed).double().eval()
+
+
+def text(tokens: int = 150) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCABULARY, tokens).astype("uint16")
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at_a_time", [1, 7 * VOCABULARY, 2**25])
+def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time):
+    monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", at_a_time)
+    before, after, tokens, done = model(0), model(1), text(), []
+    windows = strided_windows(len(tokens), 32, 16)
+    scores = paired_scores(before, after, tokens, windows, 32, progress=lambda *at: done.append(at))
+    expected = []
+    for start, scored in windows:
+        ids = torch.from_numpy(tokens[start : start + 33].astype(np.int64))
+        first, second = (m(ids[None, :-1]).logits[0, -scored:].log_softmax(-1) for m in (before, after))
+        targets = ids[1:][-scored:]
+        kl = F.kl_div(second, first, log_target=True, reduction="none").sum(-1)
+        same = (first.argmax(-1) == second.argmax(-1)).double()
+        expected.append(torch.stack([F.nll_loss(x, targets, reduction="none") for x in (first, second)] + [kl, same]))
+    found = torch.stack([scores.before, scores.after, scores.divergence, scores.agreement])
+    torch.testing.assert_close(found, torch.cat(expected, dim=1), rtol=0, atol=ROUNDING)
+    assert scores.window.tolist() == [number for number, (_, n) in enumerate(windows) for _ in range(n)]
+    assert done[-1] == (149, 149) and scores.agreement.mean() < 1
+
+
+def test_a_model_loses_nothing_against_itself():
+    one = model()
+    figures = paired_figures(paired_scores(one, one, text(), spread_windows(150, 32, 4), 32), 400)
+    nothing = {"mean": 0.0, "half_width": 0.0}
+    assert (figures["loss_difference"], figures["divergence"]) == (nothing, nothing)
+    assert figures["agreement"] == {"mean": 1.0, "half_width": 0.0}
+    assert figures["before"] == figures["after"] and figures["windows"] == 4 and figures["before"]["tokens"] == 128
+
+
+def test_intervals_are_students_over_windows():
+    values = torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    window = torch.repeat_interleave(torch.arange(6), 10)
+    means = values.view(6, 10).mean(1).numpy()
+    _, high = stats.t.interval(0.95, 5, scale=stats.sem(means))
+    found = mean_over_windows(values, window)
+    assert found["mean"] == pytest.approx(means.mean()) and found["half_width"] == pytest.approx(high)
+    assert mean_over_windows(values, torch.zeros(60, dtype=torch.int64))["half_width"] is None
+    # Of windows of different lengths, the interval holds the truth as often as it says.
+    random, inside = np.random.default_rng(0), 0
+    window = torch.repeat_interleave(torch.arange(20), torch.tensor([3, 17] * 10))
+    for _ in range(400):
+        shared = torch.from_numpy(random.normal(size=20))[window]
+        found = mean_over_windows(shared + torch.from_numpy(random.normal(size=200)), window)
+        inside += abs(found["mean"]) <= found["half_width"]
+    # The spread of the share among 400 draws is 1.1%; few windows make the interval a little too narrow.
+    assert 0.90 < inside / 400 < 0.985
+
+
+@pytest.mark.parametrize(
+    "tokens, length, count, expected", [(101, 10, 10, 10), (101, 10, 3, 3), (50, 10, 9, 4), (8, 10, 5, 1)]
+)
+def test_windows_are_spread_and_do_not_overlap(tokens, length, count, expected):
+    windows = spread_windows(tokens, length, count)
+    starts, scored = zip(*windows, strict=True)
+    size = min(length, tokens - 1)
+    assert len(windows) == expected and set(scored) == {size}
+    assert starts[0] == 0 and (expected == 1 or starts[-1] + size + 1 == tokens)
+    assert all(later - earlier >= size for earlier, later in pairwise(starts))
+
+
+def test_scores_that_are_not_finite_are_refused():
+    broken = model()
+    broken.lm_head.weight.data[5] = math.nan
+    with pytest.raises(LeanError, match="not finite in the window at token 1"):
+        paired_scores(model(), broken, text(), [(0, 32)], 32)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A source with its tokenizer, corpus.txt, other.txt of its kind, code.txt of another."""
+    place = tmp_path_factory.mktemp("paired")
+    content = write_corpus(place / "corpus.txt").read_text()
+    (place / "other.txt").write_text("\n".join(reversed(content.splitlines()[:600])))
+    (place / "code.txt").write_text(Path(paired.__file__).read_text() * 2)
+    tokenizer = train_tokenizer(iter([content]), VOCABULARY)
+    for name, seed in (("source", 0), ("second", 1)):
+        model(seed).float().save_pretrained(place / name)
+        tokenizer.save_pretrained(place / name)
+    return place
+
+
+@pytest.fixture
+def place(prepared, tmp_path, monkeypatch):
+    monkeypatch.setenv("LEANQKV_CACHE", str(prepared / "cache"))
+    for entry in prepared.iterdir():
+        if entry.name != "cache":
+            (tmp_path / entry.name).symlink_to(entry)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+CONVERT = ("convert", "source", "--to", "skipv1", "--tokens", "2000", "--out", "result")
+FROM_CORPUS = (*CONVERT, "--calibration", "corpus.txt")
+
+
+def test_eval_against(place, unwrapped):
+    options = ("--data", "other.txt", "--stride", "8", "--precision", "fp32", "--device", "cpu")
+    code, out, _ = unwrapped("eval", "second", "--against", "source", *options, "--out", "both.json")
+    assert code == 0 and "same likeliest token" in out
+    both = json.loads(Path("both.json").read_text())
+    for name, which in (("source", "before"), ("second", "after")):
+        assert unwrapped("eval", name, *options, "--out", "one.json")[0] == 0
+        one = json.loads(Path("one.json").read_text())
+        assert both[which] == pytest.approx(one["figures"], rel=1e-5)
+    assert both["figures"] == both["after"] and both["name"] == "second" and both["against"]["name"] == "source"
+    assert both["loss_difference"]["mean"] == pytest.approx(both["after"]["loss"] - both["before"]["loss"])
+    assert len({both["weights_sha256"], both["against"]["weights_sha256"]}) == 2
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"vocab_size": 400}, "has 400 tokens, the first model 300: not comparable"),
+        ({"max_position_embeddings": 16}, "has 16 positions; give --context-length 16 or less"),
+        ("tokenizer", "has another tokenizer; compare the bits per byte"),
+    ],
+)
+def test_eval_against_refuses(place, unwrapped, change, message):
+    fields = {"vocab_size": VOCABULARY, "max_position_embeddings": 32} | (change if isinstance(change, dict) else {})
+    randomize(LeanForCausalLM(tiny("gpt", **fields)), std=0.1).save_pretrained("odd")
+    text = "another text" if change == "tokenizer" else Path("corpus.txt").read_text()
+    train_tokenizer(iter([text]), VOCABULARY).save_pretrained("odd")
+    code, _, err = unwrapped("eval", "second", "--against", "odd", "--data", "other.txt")
+    assert code == 2 and message in err
+    code, _, err = unwrapped("eval", "second", "--against", "source", "--tasks", "p3")
+    assert code == 2 and "--against goes with --data" in err
+
+
+class Page(HTMLParser):
+    """The tags that are open at the end, and every address that a browser would fetch."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.fetched, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "br", "wbr", "path", "use", "rect", "line", "circle"):
+            self.open.append(tag)
+        self.fetched += [v for name, v in attributes if name in ("src", "href") and not v.startswith("#")]
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_one_command_converts_evaluates_and_reports(place, unwrapped):
+    code, out, err = unwrapped(*FROM_CORPUS, "--evaluate", "other.txt", "--evaluate-tokens", "640")
+    assert (code, err) == (0, "")
+    assert "KL(source ‖ result)" in out and "layer 1: heads [" in out  # no terminal: a log
+    result = Path("result")
+    record = json.loads((result / "conversion.json").read_text())
+    evaluation = record["evaluation"]
+    # By hand: the same windows, with both models as they are stored.
+    scored = evaluation_text("other.txt", tokenizer="source", vocab_size=VOCABULARY)
+    before, after = (load_model(open_causal_lm(Path(name)), torch.float32) for name in ("source", "result"))
+    windows = spread_windows(len(scored.tokens), 32, 20)
+    scores = paired_scores(before, after, scored.tokens, windows, 32)
+    assert evaluation["loss_difference"]["mean"] == pytest.approx((scores.after - scores.before).mean().item())
+    assert evaluation["before"]["tokens"] == 640 and evaluation["windows"] == 20 and evaluation["context_length"] == 32
+    bits = scores.before.sum().item() / math.log(2) / (scored.bytes * 640 / (len(scored.tokens) - 1))
+    assert evaluation["before"]["bits_per_byte"] == pytest.approx(bits)
+    assert evaluation["text"]["split"] == "whole" and record["base_model"] == "source"
+    assert record["calibration"]["description"].startswith("corpus.txt")
+    assert record["calibration"]["source_bits_per_byte"] == pytest.approx(
+        evaluation["before"]["bits_per_byte"], rel=0.1
+    )
+    assert str(place) not in "".join(file.read_text() for file in (result / "conversion.json", result / "README.md"))
+    _check_page(result, record)
+    _check_card(result, evaluation)
+    _check_made_again(result, unwrapped)
+
+
+def _check_page(result, record):
+    page = Page((result / "conversion.html").read_text())
+    assert page.open == [] and page.fetched == []
+    shown = " ".join(page.text.split())
+    for part in ("Squared error of each layer", "corpus.txt", "other.txt", "refit_lent", record["command"][:40]):
+        assert part in shown
+    for name in ("before", "after"):
+        assert f"{record['evaluation'][name]['loss']:.4f}" in shown
+
+
+def _check_card(result, evaluation):
+    _, front, body = (result / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "base_model": "source",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["leanqkv", "kv-cache", "skipv1"],
+    }
+    assert "reads 2 of its 4 value heads from the first layer" in body
+    assert f"| {evaluation['after']['loss']:.4f} |" in body and "## Limits" in body
+    [code] = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    assert isinstance(names["model"], AutoModelForCausalLM.from_pretrained("result").__class__)
+    assert len(names["tokenizer"]) <= VOCABULARY
+
+
+def _check_made_again(result, unwrapped):
+    """The page from conversion.json alone; a model card that its owner edited stays."""
+    page, card = ((result / name).read_bytes() for name in ("conversion.html", "README.md"))
+    (result / "conversion.html").unlink()
+    (result / "README.md").write_text("mine")
+    assert unwrapped("report", "result")[0] == 0
+    assert (result / "conversion.html").read_bytes() == page and (result / "README.md").read_text() == "mine"
+    (result / "README.md").unlink()
+    write_pages(result)
+    assert (result / "README.md").read_bytes() == card
+
+
+@pytest.mark.parametrize("to", [("skipv1", "--method", "mean-v"), ("nonlinear-query",)])
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_every_conversion_has_a_page(place, unwrapped, to, evaluated):
+    options = ("--evaluate", "other.txt", "--evaluate-tokens", "320") if evaluated else ()
+    code, out, _ = unwrapped("convert", "source", "--to", *to, *options, "--out", "result")
+    assert code == 0 and ("has not been measured" in out) != evaluated
+    record = json.loads(Path("result/conversion.json").read_text())
+    card = Path("result/README.md").read_text()
+    assert ("evaluation" in record) == ("KL(source" in card) == evaluated
+    assert (evaluated or "has not been measured" in card) and Page(
+        Path("result/conversion.html").read_text()
+    ).open == []
+    if evaluated and to[0] == "nonlinear-query":
+        # The function is the source's; float32 leaves its rounding.
+        assert (
+            "−0.0000" not in out
+            and abs(record["evaluation"]["divergence"]["mean"]) < 1e-9
+            and record["evaluation"]["agreement"]["mean"] == 1
+        )
+
+
+def test_a_record_with_other_entries_of_its_layers_still_makes_a_page(place):
+    Path("result").mkdir()
+    layers = [{"layer": i, "missed": 0.1, "missed_held_out": 0.2, "rank": 3, "odd": {"a": [1]}} for i in range(3)]
+    record = {"to": "skipv1", "parameters": [10, 9], "kv_bytes_per_token_bf16": [4, 3], "layers": layers}
+    Path("result/conversion.json").write_text(json.dumps(record))
+    shown = write_pages(Path("result")).read_text()
+    assert "missed held out" in shown and "20.00%" in shown
+    Path("result/conversion.json").write_text(json.dumps({"to": "skipv1", "parameters": [10]}))
+    with pytest.raises(LeanError, match=r"conversion\.json is damaged"):
+        write_pages(Path("result"))
+
+
+def test_the_validation_split_of_the_calibration_text(place, unwrapped):
+    code, out, err = unwrapped(*CONVERT, "--calibration", "code.txt,corpus.txt:0.9", "--evaluate", "corpus.txt")
+    record = json.loads(Path("result/conversion.json").read_text())
+    assert code == 0 and record["evaluation"]["text"]["split"] == "validation"
+    assert "corpus.txt, 0.1 MB, validation" in out and "warning" not in err
+    assert [part["share"] for part in record["calibration"]["parts"]] == [pytest.approx(0.1), 0.9]
+
+
+def test_texts_of_different_kinds_are_warned_of(place, unwrapped):
+    code, _, err = unwrapped(*CONVERT, "--calibration", "code.txt", "--evaluate", "other.txt")
+    assert code == 0 and err.count("warning") == 1
+    assert re.search(
+        r"takes the source [\d.]+ bits per byte, the evaluation text [\d.]+, more than a factor of 1.5", err
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--evaluate", "nothing.txt"), "no data at nothing.txt"),
+        (("--evaluate", "empty.txt"), "empty"),
+        (("--evaluate", "other.txt,code.txt"), "is a mixture, which is for training and calibration"),
+        (
+            ("--evaluate", "other.txt", "--evaluate-tokens", "10000000"),
+            "10,000,000 are asked for, the whole text of other",
+        ),
+        (("--evaluate", "folder"), "1 of the 2 documents of folder are in the calibration text corpus.txt too"),
+        (("--evaluate", "other.txt", "--dtype", "fp8"), "--dtype is one of"),
+        (("--evaluate-tokens", "100"), "--evaluate-tokens goes with --evaluate FILE"),
+        (("--evaluate", "corpus.txt,"), "has an empty name"),
+        (("--calibration", "corpus.txt,code.txt:2"), "a share that is not between 0 and 1"),
+        (("--calibration", "small.txt", "--evaluate", "small.txt"), "the validation text of small.txt"),
+    ],
+)
+def test_bad_evaluations_are_refused_before_any_long_work(place, unwrapped, monkeypatch, arguments, message):
+    monkeypatch.setattr(conversion_module, "calibrated", lambda *_, **__: pytest.fail("calibrated"))
+    Path("empty.txt").touch()
+    Path("small.txt").write_text("the quick")
+    Path("folder").mkdir()
+    shutil.copy("corpus.txt", "folder/a.txt")
+    shutil.copy("other.txt", "folder/b.txt")
+    code, _, err = unwrapped(*FROM_CORPUS, *arguments)
+    assert code == 2 and message in err and err.count("error:") == 1
+    assert not Path("result").exists() and not list(place.glob(".result*"))
+
+
+def test_too_little_memory_is_refused_first(place, unwrapped, monkeypatch):
+    monkeypatch.setattr("leanqkv.environment.free_memory", lambda device: 1000)
+    code, _, err = unwrapped(*FROM_CORPUS, "--evaluate", "other.txt")
+    assert code == 2 and "--evaluate holds source and result in float32: 0.0 GB of memory" in err
+
+
+def test_a_kill_during_the_evaluation_leaves_what_the_same_command_completes(place, unwrapped, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_, **__):
+        raise Killed
+
+    command = (*FROM_CORPUS, "--evaluate", "other.txt", "--evaluate-tokens", "320")
+    monkeypatch.setattr(paired, "paired_figures", kill)
+    with pytest.raises(Killed):
+        unwrapped(*command)
+    assert not Path("result").exists() and Path(".result.partial/model.safetensors").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("leanqkv.checkpoints.write._write_shard", lambda *_: pytest.fail("written again"))
+    assert unwrapped(*command)[0] == 0
+    files = {file.name for file in Path("result").iterdir()}
+    assert {"conversion.json", "conversion.html", "README.md", "model.safetensors"} <= files
+    assert not files & {"job.json", ".lock"} and not list(place.glob(".result*"))
+
+
+@pytest.mark.parametrize(
+    "directory, name",
+    [("hub/models--owner--name/snapshots/0123abc", "owner/name"), ("models/llama", "llama")],
+)
+def test_the_base_model_has_its_name_on_the_hub(tmp_path, directory, name):
+    assert command_module._hub_name(tmp_path / directory) == name
+
+
+def test_layers_are_printed_in_logs_or_when_asked_for(place, unwrapped, monkeypatch):
+    monkeypatch.setattr(type(command_module.console), "is_terminal", True)
+    assert "layer 1: heads" not in unwrapped(*FROM_CORPUS)[1]
+    assert "layer 1: heads" in unwrapped(*FROM_CORPUS, "--verbose", "--out", "verbose")[1]
