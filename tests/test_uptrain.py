@@ -54,27 +54,31 @@ def test_it_starts_at_the_checkpoint(tmp_path, data, source):
     assert json.loads((tmp_path / "out" / "record.json").read_text())["initial_sha256"] == made.initial_sha256
 
 
-def expected_loss(model, teacher, data, batches: Path, share: float) -> float:
+def expected_loss(model, teacher, data, batches: Path, share: float, temperature: float) -> float:
     """Of the first batch."""
-    return mixed_loss(model, teacher, collate(data.train(), plan_of(batches, data).train_starts[0], 32), share)
+    return mixed_loss(
+        model, teacher, collate(data.train(), plan_of(batches, data).train_starts[0], 32), share, temperature
+    )
 
 
 @torch.no_grad()
-def mixed_loss(model, teacher, batch, share: float) -> float:
-    """Cross-entropy and KL(teacher || model), written out."""
-    predicted, taught = (m(batch["input_ids"]).logits.double().log_softmax(-1) for m in (model, teacher))
+def mixed_loss(model, teacher, batch, share: float, temperature: float = 1.0) -> float:
+    """Cross-entropy and KL(teacher || model) at a temperature, written out."""
+    logits, wanted_logits = (m(batch["input_ids"]).logits.double() for m in (model, teacher))
+    predicted = logits.log_softmax(-1)
+    soft, taught = (some.div(temperature).log_softmax(-1) for some in (logits, wanted_logits))
     total = 0.0
     for row, targets in enumerate(batch["shift_labels"]):
         for position, target in enumerate(targets):
-            likelihoods, wanted = predicted[row, position], taught[row, position]
-            divergence = (wanted.exp() * (wanted - likelihoods)).sum()
-            total += float(share * divergence - (1 - share) * likelihoods[target])
+            wanted = taught[row, position]
+            divergence = temperature**2 * (wanted.exp() * (wanted - soft[row, position])).sum()
+            total += float(share * divergence - (1 - share) * predicted[row, position, target])
     return total / batch["shift_labels"].numel()
 
 
-@pytest.mark.parametrize("share", [0.25, 1.0])
+@pytest.mark.parametrize("share, temperature", [(0.25, 1.0), (1.0, 1.0), (0.25, 2.0), (1.0, 0.5)])
 @pytest.mark.parametrize("micro", [None, 2])
-def test_the_teachers_divergence_is_mixed_into_the_loss(tmp_path, data, source, share, micro):
+def test_the_teachers_divergence_is_mixed_into_the_loss(tmp_path, data, source, share, temperature, micro):
     directory, teacher, made = source
     config, tensors = with_first_layer_values(teacher.config, dict(teacher.named_parameters()), mean_v, 0.5)
     student = LeanForCausalLM(config)
@@ -87,11 +91,59 @@ def test_the_teachers_divergence_is_mixed_into_the_loss(tmp_path, data, source, 
         initial_sha256=weights_hash(tmp_path / "student"),
         teacher_sha256=weights_hash(directory),
         distillation=share,
+        distillation_temperature=temperature,
         micro_batch_size=micro,
     )
     record = train(made, data, tmp_path / "out", initial=tmp_path / "student", teacher=directory)
-    expected = expected_loss(student, teacher, data, tmp_path / "out" / "batches", share)
+    expected = expected_loss(student, teacher, data, tmp_path / "out" / "batches", share, temperature)
     assert record["training"][0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_only_what_differs_from_the_teacher_is_trained(tmp_path, data, source, checkpointing):
+    directory, teacher, made = source
+    student = LeanForCausalLM(teacher.config)
+    student.load_state_dict(teacher.state_dict())
+    changed = {"model.layers.1.self_attn.v_proj.weight", "model.layers.1.self_attn.o_proj.weight"}
+    with torch.no_grad():
+        for name in changed:
+            student.get_parameter(name).mul_(1.5)
+    student.save_pretrained(tmp_path / "student")
+    made = replace(
+        made,
+        initial_sha256=weights_hash(tmp_path / "student"),
+        teacher_sha256=weights_hash(directory),
+        distillation=1.0,
+        only_changed=True,
+        gradient_checkpointing=checkpointing,
+    )
+    record = train(made, data, tmp_path / "out", initial=tmp_path / "student", teacher=directory)
+    losses = [at["loss"] for at in record["training"]]
+    assert losses[-1] < losses[0]
+    trained = LeanForCausalLM.from_pretrained(tmp_path / "out")
+    moved = {n for n, weight in trained.named_parameters() if not torch.equal(weight, student.get_parameter(n))}
+    assert moved == changed
+
+
+def test_a_model_like_its_teacher_has_nothing_to_train(tmp_path, data, source):
+    directory, _, made = source
+    made = replace(made, teacher_sha256=weights_hash(directory), distillation=1.0, only_changed=True)
+    with pytest.raises(LeanError, match="the model has its teacher's weights; leave out --only-changed"):
+        train(made, data, tmp_path / "out", initial=directory, teacher=directory)
+
+
+def test_a_run_of_an_earlier_release_goes_on(tmp_path, data, source):
+    """Its specification has not the fields that came later."""
+    directory, _, made = source
+    record = train(made, data, tmp_path / "out", initial=directory)
+    file = tmp_path / "out" / "run.json"
+    earlier = json.loads(file.read_text())
+    for name in ("distillation_temperature", "only_changed"):
+        del earlier[name]
+    file.write_text(json.dumps(earlier))
+    assert train(made, data, tmp_path / "out", initial=directory) == record
+    with pytest.raises(LeanError, match="holds another run"):
+        train(replace(made, distillation_temperature=2.0), data, tmp_path / "out", initial=directory)
 
 
 def test_other_weights_are_refused(tmp_path, data, source):

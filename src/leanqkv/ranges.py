@@ -73,7 +73,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("warmup_steps", "probe_steps"), COUNT_OR_NONE),
     **dict.fromkeys(("batch_size", "micro_batch_size", "probe_batch_size"), BATCH),
     **dict.fromkeys(("seed",), SEED),
-    **dict.fromkeys(("learning_rate", "min_learning_rate", "max_grad_norm"), POSITIVE),
+    **dict.fromkeys(("learning_rate", "min_learning_rate", "max_grad_norm", "distillation_temperature"), POSITIVE),
     **dict.fromkeys(("weight_decay", "tolerance", "ridge"), NOT_NEGATIVE),
     **dict.fromkeys(("ratio", "distillation"), SHARE),
     **dict.fromkeys(("beta1", "beta2"), Range(0, math.nextafter(1, 0), words="a number from 0 up to, but not, 1")),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import LeanError
 from ..progress import console, progress_bar
 from ..ranges import check_options
 
@@ -117,6 +118,28 @@ class RunOptions:
     ] = False
 
 
+@dataclass(frozen=True)
+class TeacherOptions:
+    """What is learned from another model's predictions."""
+
+    teacher: Annotated[
+        Path | None, typer.Option(help="Checkpoint whose predictions are matched as well.", show_default=False)
+    ] = None
+    distillation: Annotated[float, typer.Option(help="With --teacher: share of KL(teacher || model) in the loss.")] = (
+        0.5
+    )
+    distillation_temperature: Annotated[
+        float, typer.Option(help="With --teacher: divides the logits of both in the KL divergence.")
+    ] = 1.0
+    only_changed: Annotated[
+        bool, typer.Option("--only-changed", help="With --teacher: train only the weights that differ from its own.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.only_changed and self.teacher is None:
+            raise LeanError("--only-changed compares the weights with the teacher's; give --teacher")
+
+
 def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
     """Let parameters of a Typer command be dataclasses of options: every field is an option of the command line.
 
@@ -194,7 +217,6 @@ def outcome(record: dict[str, Any]) -> str:
 def as_dtype(name: str | None) -> Any:
     """Return the torch dtype of --dtype, or None."""
     from ..eliminate.certify import DTYPES
-    from ..errors import LeanError
 
     if name is None:
         return None

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from .options import (
     DataOptions,
     RecipeOptions,
     RunOptions,
+    TeacherOptions,
     TextOptions,
     option_groups,
     outcome,
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from ..presets import Recipe
     from ..train import Precision, RunSpec, Step
     from ..train.tasks import Data as PreparedData
+
+
+NO_TEACHER = TeacherOptions()
 
 
 @option_groups
@@ -54,12 +59,7 @@ def uptrain(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")],
     text: TextOptions,
     run: RunOptions,
-    teacher: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose predictions are matched as well.", show_default=False)
-    ] = None,
-    distillation: Annotated[
-        float, typer.Option(help="With --teacher: share of KL(teacher || model) in the loss.")
-    ] = 0.5,
+    learns: TeacherOptions,
     batch_size: BatchSize = 16,
     learning_rate: Annotated[float, typer.Option(help="Peak, as in P3's uptraining.")] = 1.5e-4,
     min_learning_rate: Annotated[float | None, typer.Option(help="Default: a tenth.", show_default=False)] = None,
@@ -92,7 +92,7 @@ def uptrain(
     )
     has_tokenizer = task_of(config, source.name).has_tokenizer
     data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
-    record = train_model(source.name, config, recipe, data, run, source, teacher, distillation)
+    record = train_model(source.name, config, recipe, data, run, source, learns)
     console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}", highlight=False)
 
 
@@ -103,8 +103,7 @@ def train_model(
     data: DataOptions,
     run: RunOptions,
     initial: Path | None = None,
-    teacher: Path | None = None,
-    distillation: float = 0.0,
+    learns: TeacherOptions = NO_TEACHER,
 ) -> dict[str, Any]:
     """Read the data, choose micro-batch and precision, train, and return the record.
 
@@ -120,12 +119,12 @@ def train_model(
         return prepare(data.data, [config], data.tokenizer, data.text_field, data.max_documents)
 
     def specify() -> "tuple[RunSpec, PreparedData]":
-        return _specify(name, config, recipe, read, run, initial, teacher, distillation)
+        return _specify(name, config, recipe, read, run, initial, learns)
 
     connect(check_device(run.device))
     spec, prepared = first_decides(specify)
     # Another machine may have another cache.
-    return _train(spec, prepared if is_first() else read(), run, initial, teacher)
+    return _train(spec, prepared if is_first() else read(), run, initial, learns.teacher)
 
 
 def _specify(
@@ -135,8 +134,7 @@ def _specify(
     read: Callable[[], "PreparedData"],
     run: RunOptions,
     initial: Path | None,
-    teacher: Path | None,
-    distillation: float,
+    learns: TeacherOptions,
 ) -> "tuple[RunSpec, PreparedData]":
     """Return the specification of a run and its data."""
     from ..checkpoints.open import open_checkpoint
@@ -147,6 +145,7 @@ def _specify(
     from ..train.tasks import check_fit, check_teacher, task_of
 
     task_of(config, name)
+    teacher = learns.teacher
     check_out(run.out, initial, teacher)
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
@@ -173,8 +172,9 @@ def _specify(
         with progress_bar("hashing the weights"):
             start = {"role": "uptrain", "initial_sha256": weights_hash(initial)}
             if teacher is not None and teacher_config is not None:
-                start |= {"teacher_sha256": weights_hash(teacher), "distillation": distillation}
+                start |= {**asdict(learns), "teacher_sha256": weights_hash(teacher)}
                 start["teacher_config"] = teacher_config.as_overrides()
+                del start["teacher"]  # where it lies does not decide the numbers
     spec = RunSpec(
         name=name,
         config=config.as_overrides(),

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -52,7 +53,9 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
         make_directory(out)
         write_json(out / SPEC, spec.as_json())
         return None
-    earlier, wanted = read_json(out / SPEC), spec.as_json()
+    # A run of an earlier release has not the fields that came later; it was made with their defaults.
+    later = {field.name: field.default for field in fields(RunSpec) if field.default is not MISSING}
+    earlier, wanted = later | read_json(out / SPEC), spec.as_json()
     differences = [
         f"{key}: {shorten(json.dumps(earlier.get(key)), 80)} there, {shorten(json.dumps(value), 80)} asked"
         for key, value in wanted.items()

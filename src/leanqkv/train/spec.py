@@ -48,6 +48,8 @@ class RunSpec(RunSettings):
         initial_sha256: of the weights that the run starts from; None: they are drawn from the seed.
         teacher_sha256, teacher_config: of a model whose predictions are to be matched as well.
         distillation: weight of the divergence from the teacher; the loss weighs 1 less this.
+        distillation_temperature: what both models' logits are divided by for the divergence.
+        only_changed: train only the parameters that differ from the teacher's.
     """
 
     name: str
@@ -65,6 +67,8 @@ class RunSpec(RunSettings):
     teacher_sha256: str | None = None
     teacher_config: dict[str, Any] | None = None
     distillation: float = 0.0
+    distillation_temperature: float = 1.0
+    only_changed: bool = False
 
     @property
     def log_interval(self) -> int:

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
+from ..errors import LeanError
 from ..presets import Recipe
 from .directory import COMPLETE
 from .precision import Precision
@@ -70,7 +71,7 @@ class LeanTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss; with a teacher, mixed with the mean KL(teacher || model) per token, in nats."""
+        """Return the model's loss; with a teacher, mixed with the divergence from it."""
         if self.teacher is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -78,7 +79,8 @@ class LeanTrainer(Trainer):
             expected = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
         # Sequences are of one length, so the mean over a micro-batch weighs as the model's own loss does.
         share = self.spec.distillation
-        loss = (1 - share) * loss + share * divergence(expected, outputs.logits)
+        lost = divergence(expected, outputs.logits, self.spec.distillation_temperature)
+        loss = (1 - share) * loss + share * lost
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -130,10 +132,31 @@ class Watch(TrainerCallback):
             (checkpoint / COMPLETE).touch()
 
 
-def divergence(expected: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-    """Return the mean KL(expected || predicted) per position, in nats, of logits [batch, positions, tokens]."""
-    target, prediction = (logits.flatten(0, 1).float().log_softmax(-1) for logits in (expected, predicted))
-    return torch.nn.functional.kl_div(prediction, target, reduction="batchmean", log_target=True)
+def divergence(expected: torch.Tensor, predicted: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Return the mean KL(expected || predicted) per position, in nats, of logits [batch, positions, tokens].
+
+    Both are divided by the temperature, and the divergence is multiplied by its square, so that the size of the
+    gradients stays (Hinton et al. 2015, arXiv:1503.02531, section 2).
+    """
+    target, prediction = (
+        (logits.flatten(0, 1).float() / temperature).log_softmax(-1) for logits in (expected, predicted)
+    )
+    lost = torch.nn.functional.kl_div(prediction, target, reduction="batchmean", log_target=True)
+    return temperature**2 * lost
+
+
+def train_only_changed(model: torch.nn.Module, teacher: torch.nn.Module) -> None:
+    """Freeze the parameters that the teacher has too, with the same numbers.
+
+    Raises:
+        LeanError: nothing is left to train.
+    """
+    theirs = dict(teacher.named_parameters())
+    for name, weight in model.named_parameters():
+        other = theirs.get(name)
+        weight.requires_grad_(other is None or other.shape != weight.shape or not torch.equal(other, weight))
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise LeanError("the model has its teacher's weights; leave out --only-changed")
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from .precision import parse_precision
 from .processes import connect, first_decides, process_count
 from .spec import RunSpec
 from .tasks import Data, check_fit, check_teacher, task_of
-from .trainer import LeanTrainer, Progress, summarize
+from .trainer import LeanTrainer, Progress, summarize, train_only_changed
 
 AFTER_FULL = "make room and run the same command again, it goes on from the last checkpoint"
 
@@ -78,6 +78,8 @@ def train(
         torch.manual_seed(spec.seed)
         model = _model(config, initial)
         teaching = None if teacher_config is None else _model(teacher_config, teacher)
+        if spec.only_changed and teaching is not None:
+            train_only_changed(model, teaching)
         task.configure(model)
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress)
         started = time.perf_counter()
