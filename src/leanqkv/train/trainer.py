@@ -74,13 +74,16 @@ class LeanTrainer(Trainer):
         """Return the model's loss; with a teacher, mixed with the divergence from it."""
         if self.teacher is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         with torch.no_grad():
             expected = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
         # Sequences are of one length, so the mean over a micro-batch weighs as the model's own loss does.
-        share = self.spec.distillation
-        lost = divergence(expected, outputs.logits, self.spec.distillation_temperature)
-        loss = (1 - share) * loss + share * lost
+        share, temperature = self.spec.distillation, self.spec.distillation_temperature
+        if share == 1:  # the model's own loss would be computed and weigh nothing
+            outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+            loss = divergence(expected, outputs.logits, temperature)
+        else:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            loss = (1 - share) * loss + share * divergence(expected, outputs.logits, temperature)
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
