@@ -10,6 +10,7 @@ repeated.
 """
 
 import argparse
+import math
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -74,17 +75,13 @@ class Bench:
         out = self.work / f"{settings.name}-{steps}"
         if not (out / "record.json").exists():
             what = ("--only-changed",) if settings.only_changed else ()
-            command: tuple[Any, ...] = (
-                *(sys.executable, "-m", "leanqkv", "uptrain", self.converted, "--teacher", self.source, *what),
-                *("--distillation", 1, "--distillation-temperature", settings.temperature),
-                *("--learning-rate", settings.learning_rate, "--weight-decay", 0, "--data", self.data),
-                *("--steps", steps, "--batch-size", self.batch, "--micro-batch-size", self.batch),
+            uptrain(
+                *(self.converted, "--teacher", self.source, *what, "--distillation", 1, "--weight-decay", 0),
+                *("--distillation-temperature", settings.temperature, "--learning-rate", settings.learning_rate),
+                *("--data", self.data, "--steps", steps, "--batch-size", self.batch, "--micro-batch-size", self.batch),
                 *("--context-length", self.length, "--precision", self.precision, "--evaluation-sequences", 8),
                 *("--evaluate-every", every, "--keep-checkpoints", "--out", out),
             )
-            done = subprocess.run([str(part) for part in command], stdout=sys.stderr)
-            if done.returncode:
-                raise LeanError(f"leanqkv uptrain failed with exit code {done.returncode}")
         record = read_json(out / "record.json")
         cost = {key: record[key] for key in ("tokens", "seconds", "tokens_per_second", "precision")}
         return {"settings": asdict(settings), "steps": steps, **cost, "training": record["training"], "out": str(out)}
@@ -144,6 +141,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def uptrain(*arguments: Any) -> None:
+    """Run `leanqkv uptrain` in its own process."""
+    command = [sys.executable, "-m", "leanqkv", "uptrain", *map(str, arguments)]
+    if code := subprocess.run(command, stdout=sys.stderr).returncode:
+        raise LeanError(f"leanqkv uptrain failed with exit code {code}")
+
+
 def best(rows: list[dict[str, Any]]) -> Settings:
     """Return the settings whose run ends nearest to the source."""
     return Settings(**min(rows, key=lambda row: row["evaluation"]["divergence"]["mean"])["settings"])
@@ -168,7 +172,7 @@ def search_table(record: dict[str, Any]) -> str:
                 f"{row['tokens']:,}",
                 difference(found["loss_difference"]),
                 f"{found['divergence']['mean']:.4f}",
-                f"{row['tokens_per_second']:,.0f}",
+                f"{row['tokens_per_second'] or math.nan:,.0f}",
             )
         )
     return harness.table(headers, rows, "l" + "r" * 6)

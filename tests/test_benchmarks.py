@@ -9,13 +9,19 @@ import zipfile
 from datetime import datetime
 from pathlib import Path
 
+import decode_llama_cpp
+import distill
+import gguf
 import harness
+import numpy as np
 import psutil
 import pytest
 import real
+import torch
 from gguf_files import write_model
 
 from experiments import real as pretrained
+from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.environment import command_line
 
 ROOT = Path(__file__).parent.parent
@@ -223,3 +229,78 @@ def test_make_real_repeats_no_step_that_is_done(monkeypatch, tmp_path, capsys):
     steps.clear()
     assert make_real(capsys)[0] == 0
     assert steps == ["generate", "generate"]
+
+
+# --- distillation of a conversion, and decoding against llama.cpp -----------------------------------------------------
+
+
+def distilled(monkeypatch, *options: str) -> dict:
+    """Run benchmarks/distill.py on the conversion in work/merged-256, and return its record."""
+    sizes = ("--sequence-length", "32", "--evaluate-tokens", "128", "--batch-size", "2", "--precision", "fp32")
+    steps = ("--search-steps", "1", "--steps", "4", "--points", "2", "--rates", "1e-4", "--rates-changed", "1e-4")
+    texts = ("--data", "calibration.txt", "--evaluate", "calibration.txt", "other.txt")
+    command = ["benchmarks/distill.py", "tiny.gguf", "work/merged-256", *texts, *sizes, *steps]
+    monkeypatch.setattr(sys, "argv", [*command, "--work", "runs", "--out", "record.json", *options])
+    distill.main()
+    return json.loads(Path("record.json").read_text())
+
+
+def test_distillation_is_searched_and_then_followed(tiny, monkeypatch, cli, capsys):
+    def in_process(*arguments):
+        assert cli("uptrain", *map(str, arguments))[0] == 0
+
+    tiny("--parts", "conversion", "--rounds", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "uptrain", in_process)
+        record = distilled(monkeypatch)
+    tried = [tuple(row["settings"].values()) for row in record["search"]]
+    assert tried[:2] == [(True, 1e-4, 1.0), (False, 1e-4, 1.0)]
+    least = min(record["search"][:2], key=lambda row: row["evaluation"]["divergence"]["mean"])
+    assert tried[2] == (*tuple(least["settings"].values())[:2], 2.0)
+    assert record["final"]["settings"] in [row["settings"] for row in record["search"]]
+    curve = record["final"]["curve"]
+    assert [point["tokens"] for point in curve] == [0, 128, 256]
+    assert [score["text"]["split"] for score in curve[0]["evaluations"]] == ["validation", "whole"]
+    losses = [point["evaluations"][0]["divergence"]["mean"] for point in curve]
+    assert losses[2] < losses[0], "it comes no nearer to its teacher"
+    before = [point["evaluations"][0]["before"]["loss"] for point in curve]
+    assert len(set(before)) == 1, "the source is scored on other tokens"
+    monkeypatch.setattr(distill, "uptrain", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(distill, "paired_record", lambda *_: pytest.fail("scored again"))
+    capsys.readouterr()
+    again = distilled(monkeypatch)
+    assert {key: again[key] for key in ("search", "final")} == {key: record[key] for key in ("search", "final")}
+    assert capsys.readouterr().out.count("\n") == len(distill.tables(record).splitlines())
+
+
+def greedy(model, ids, count: int) -> list[list[int]]:
+    """The likeliest tokens one after the other, without a cache."""
+    for _ in range(count):
+        likeliest = model(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat((ids, likeliest), 1)
+    return ids[:, -count:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+@pytest.mark.parametrize("side", decode_llama_cpp.SIDES)
+def test_every_side_decodes_the_file_that_is_written_anew(tmp_path, side, kind):
+    if side == "llama.cpp":
+        pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+    write_model(tmp_path / "tiny.gguf", "llama", "Q8_0")
+    file = decode_llama_cpp.rewritten(tmp_path / "tiny.gguf", tmp_path / "new.gguf", kind)
+    source, written = (gguf.GGUFReader(path) for path in (tmp_path / "tiny.gguf", file))
+    same = {name for name, field in source.fields.items() if written.fields[name].contents() == field.contents()}
+    assert {*source.fields} - same <= {"general.file_type", "GGUF.kv_count"}
+    for before, after in zip(source.tensors, written.tensors, strict=True):
+        kept = kind if len(before.shape) > 1 else "F32"
+        wanted = torch.from_numpy(gguf.dequantize(before.data, before.tensor_type))
+        found = torch.from_numpy(gguf.dequantize(after.data, after.tensor_type))
+        assert (after.name, after.tensor_type.name) == (before.name, kept)
+        assert torch.equal(found, wanted.to(getattr(torch, {"F32": "float32", "BF16": "bfloat16"}[kept])).float())
+    if kind == "F32":
+        model = load_model(open_causal_lm(file), torch.float32)
+        ids = np.random.default_rng(0).integers(300, size=(2, 20))
+        tested = decode_llama_cpp.CLASSES[side](file, kind)
+        tested.prefill(ids, 12)
+        made = np.hstack([tested.decode(6), tested.decode(6)])
+        assert made.tolist() == greedy(model, torch.from_numpy(ids), 12)
