@@ -3,7 +3,8 @@
 The file is written anew with all its matrices in F32, and in BF16; all three read these. Every side has a process of
 its own, with the same prompts and the same number of threads. It decodes greedily, all sequences at once, and the time
 to read the prompt is measured on its own. llama.cpp has its defaults: flash attention where it helps, a cache in F16.
-It is built for this machine:
+It is built for this machine. Our decoder's matrix products are also done alone, in the same turns: what reading the
+weights takes.
 
     pip install --no-binary llama-cpp-python llama-cpp-python
     OMP_NUM_THREADS=2 python benchmarks/decode_llama_cpp.py MODEL.gguf --out results/real/decode.json
@@ -17,6 +18,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -30,6 +32,8 @@ from leanqkv.errors import LeanError
 from leanqkv.files import make_directory, write_json
 
 SIDES = ("ours", "llama.cpp", "generate")
+# Our matrix products alone.
+PRODUCTS = "products"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 # The ratio ours / llama.cpp that is the goal.
 TARGET = 1.0
@@ -76,6 +80,7 @@ class Ours:
 
     def prefill(self, ids: np.ndarray, room: int) -> None:
         self.next = self.decoder.prefill(torch.from_numpy(ids), room=room).argmax(-1)
+        vars(self).pop("_products", None)  # their inputs have the batch's size
 
     def decode(self, count: int) -> list[Any]:
         made = []
@@ -83,6 +88,28 @@ class Ours:
             made.append(self.next)
             self.next = self.decoder.step(self.next).argmax(-1)
         return torch.stack(made, 1).tolist()
+
+    @torch.inference_mode()
+    def products(self, count: int) -> None:
+        """The matrix products of so many steps, and nothing else: what reading the weights takes."""
+        for _ in range(count):
+            for multiply, inputs in self._products:
+                multiply(inputs)
+
+    @cached_property
+    def _products(self) -> list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]]:
+        from leanqkv.inference.joined import JoinedProjections
+        from leanqkv.inference.linear import PackedLinear
+
+        found: list[tuple[Any, Any]] = []
+        for module in self.decoder.model.modules():
+            joined = vars(module).get("project")
+            if isinstance(joined, JoinedProjections) and joined._once:
+                found.append((joined._once[1], joined.layers[0]))
+            elif isinstance(module, PackedLinear):
+                found.append((module.product, module))
+        dtype = self.decoder.model.dtype
+        return [(multiply, torch.zeros(len(self.next), 1, layer.in_features, dtype=dtype)) for multiply, layer in found]
 
 
 class Generate:
@@ -194,25 +221,28 @@ def serve(side: str, file: Path, kind: str, pipe: Any) -> None:
 
 def cells(file: Path, kind: str, options: argparse.Namespace) -> Any:
     """Yield a row for every batch and context, as all sides do it in turns."""
+    sides = ("ours", *options.others)
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
-    for side in options.sides:
+    for side in sides:
         pipes[side], theirs = spawn.Pipe()
         processes.append(spawn.Process(target=serve, args=(side, file, kind, theirs), daemon=True))
         processes[-1].start()
         pipes[side].recv()
     for batch, context in product(options.batch, options.context):
         ids = np.random.default_rng(0).integers(1000, 40_000, (batch, context))
-        reading = {side: ask(pipes[side], "prefill", ids, (options.rounds + 1) * options.new) for side in options.sides}
-        rates: dict[str, list[float]] = {side: [] for side in options.sides}
+        reading = {side: ask(pipes[side], "prefill", ids, (options.rounds + 1) * options.new) for side in sides}
+        rates: dict[str, list[float]] = {side: [] for side in (*sides, PRODUCTS)}
         made: dict[str, list[Any]] = {}
         for turn in range(options.rounds + 1):
-            for side in options.sides:
+            for side in sides:
                 seconds, tokens = ask(pipes[side], "decode", options.new)
                 if turn == 0:  # the first turn takes what only a first turn takes
                     made[side] = tokens
                 else:
                     rates[side].append(batch * options.new / seconds)
+            if turn:
+                rates[PRODUCTS].append(batch * options.new / ask(pipes["ours"], "products", options.new)[0])
         yield cell(kind, batch, context, {side: found[0] for side, found in reading.items()}, rates, made)
     for pipe, process in zip(pipes.values(), processes, strict=True):
         pipe.send(None)
@@ -235,6 +265,7 @@ def cell(
 ) -> dict[str, Any]:
     """Return one row of the record; `same_tokens` is the share of the first turn's tokens that are ours, in order."""
     row: dict[str, Any] = {"weights": kind, "batch": batch, "context": context, "sides": {}}
+    row["products_per_second"] = median(rates.pop(PRODUCTS))
     for side, found in rates.items():
         row["sides"][side] = {
             "tokens_per_second": median(found),
@@ -259,7 +290,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     make_directory(options.work)
     record: dict[str, Any] = {"source": options.model.name, "new": options.new, "rounds": options.rounds, "rows": []}
     record["threads"] = torch.get_num_threads()
-    if "llama.cpp" in options.sides:
+    if "llama.cpp" in options.others:
         import llama_cpp
 
         record["llama_cpp_python"] = importlib.metadata.version("llama-cpp-python")
@@ -287,16 +318,18 @@ def tables(record: dict[str, Any]) -> str:
         decoding.append(
             (
                 *first,
+                f"{row['products_per_second']:.1f}",
                 *(f"{found[side]['tokens_per_second']:.1f}" for side in sides),
                 *(harness.spread_text(found[side]["ratio"]) for side in others),
             )
         )
         reading.append((*first, *(f"{found[side]['prompt_tokens_per_second']:,.0f}" for side in sides)))
     speeds = [f"{side}, tokens/s" for side in sides]
+    alone = "our matrix products alone"
     ratios = [f"ours / {side}" for side in others]
     return "\n\n".join(
         (
-            harness.table((*head, *speeds, *ratios), decoding, "l" + "r" * (2 + len(speeds) + len(ratios))),
+            harness.table((*head, alone, *speeds, *ratios), decoding, "l" + "r" * (3 + len(speeds) + len(ratios))),
             "Reading the prompt:",
             harness.table((*head, *speeds), reading, "l" + "r" * (2 + len(speeds))),
         )
@@ -306,7 +339,7 @@ def tables(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = harness.command_line(__doc__)
     parser.add_argument("model", type=Path, nargs="?", metavar="MODEL.gguf")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--others", nargs="*", choices=SIDES[1:], default=list(SIDES[1:]), help="besides ours")
     parser.add_argument("--weights", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[512, 4096])
