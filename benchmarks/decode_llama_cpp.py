@@ -290,6 +290,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     make_directory(options.work)
     record: dict[str, Any] = {"source": options.model.name, "new": options.new, "rounds": options.rounds, "rows": []}
     record["threads"] = torch.get_num_threads()
+    record["omp_wait_policy"] = os.environ.get("OMP_WAIT_POLICY")  # ACTIVE: threads without work keep their core
     if "llama.cpp" in options.others:
         import llama_cpp
 
