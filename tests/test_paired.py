@@ -45,10 +45,10 @@ def text(tokens: int = 150) -> np.ndarray:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("at_a_time", [1, 7 * VOCABULARY, 2**25])
-def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time):
+@pytest.mark.parametrize("at_a_time, scaling", [(1, 1.0), (7 * VOCABULARY, 1.0), (2**25, 1.0), (2**25, 8.0)])
+def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling):
     monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", at_a_time)
-    before, after, tokens, done = model(0), model(1), text(), []
+    before, after, tokens, done = model(0, logits_scaling=scaling), model(1), text(), []
     windows = strided_windows(len(tokens), 32, 16)
     scores = paired_scores(before, after, tokens, windows, 32, progress=lambda *at: done.append(at))
     expected = []
