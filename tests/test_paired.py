@@ -18,7 +18,7 @@ from shapes import randomize, tiny
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from leanqkv import LeanError, LeanForCausalLM
+from leanqkv import LeanError, LeanForCausalLM, evaluate
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.commands import convert as command_module
 from leanqkv.convert import conversion as conversion_module
@@ -312,6 +312,27 @@ def test_texts_of_different_kinds_are_warned_of(place, unwrapped):
     )
 
 
+def test_a_short_evaluation_text_makes_the_texts_no_slower_to_compare(place, unwrapped, monkeypatch):
+    """As many calibration tokens are scored as of any other text, from all over them."""
+    rows, losses = [], evaluate.sequence_losses
+
+    def seen(model, tokens, starts, *rest):
+        rows.append(tokens.reshape(len(starts), -1) if len(tokens) % 32 == 0 else None)
+        return losses(model, tokens, starts, *rest)
+
+    sample: list[np.ndarray] = []
+    compare = command_module.Comparison.compare_domains
+    monkeypatch.setattr(
+        command_module.Comparison, "compare_domains", lambda self, *at: sample.append(at[0]) or compare(self, *at)
+    )
+    monkeypatch.setattr(evaluate, "sequence_losses", seen)
+    monkeypatch.setattr(command_module, "COMPARED_TOKENS", 320)
+    Path("short.txt").write_text("the quick brown fox")
+    assert unwrapped(*FROM_CORPUS, "--evaluate", "short.txt")[0] == 0
+    assert rows[0].shape == (10, 32)
+    assert (rows[0][0] == sample[0][0]).all() and (rows[0][-1] == sample[0][-1]).all()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -375,6 +396,11 @@ def test_a_kill_during_the_evaluation_leaves_what_the_same_command_completes(pla
 )
 def test_the_base_model_has_its_name_on_the_hub(tmp_path, directory, name):
     assert command_module._hub_name(tmp_path / directory) == name
+
+
+def test_the_record_names_the_device_of_the_calibration(tmp_path):
+    made = command_module._about(tmp_path / "source", tmp_path / "result", "mps")
+    assert made["hardware"]["device"] == "mps"
 
 
 def test_layers_are_printed_in_logs_or_when_asked_for(place, unwrapped, monkeypatch):

@@ -244,7 +244,7 @@ class Merging:
         self.count, self.allowed = count_merges(config, ratio, layers), layers
         if len(tokens) < HELD_OUT:
             raise LeanError(
-                f"of {HELD_OUT} sequences one is held out from the fit, and the calibration tokens are {len(tokens)}. "
+                f"one of {HELD_OUT} sequences is held out from the fit, and the calibration tokens make {len(tokens)}. "
                 "Use more --tokens, or a shorter --sequence-length"
             )
         self.batch_size, self._progress, self._message = batch_size, progress, message
