@@ -228,10 +228,28 @@ def _check_page(result, record):
     page = Page((result / "conversion.html").read_text())
     assert page.open == [] and page.fetched == []
     shown = " ".join(page.text.split())
-    for part in ("Squared error of each layer", "corpus.txt", "other.txt", "refit_lent", record["command"][:40]):
+    for part in (
+        "squared error over its square, on the calibration text",
+        "Kept: the heads",
+        "corpus.txt",
+        "other.txt",
+        "refit_lent",
+        record["command"][:40],
+    ):
         assert part in shown
     for name in ("before", "after"):
         assert f"{record['evaluation'][name]['loss']:.4f}" in shown
+
+
+def test_the_page_of_merged_values_says_what_its_columns_are(place, unwrapped):
+    merging = ("--to", "merged-values", "--calibration", "corpus.txt", "--tokens", "2000", "--ratio", "0.25")
+    assert unwrapped("convert", "source", *merging, "--layers", "1", "--out", "result")[0] == 0
+    shown = " ".join(Page(Path("result/conversion.html").read_text()).text.split())
+    for part in ("1 pair of value heads is merged", "Merged: pairs of heads", "Ridge: ", "held out from the fit"):
+        assert part in shown
+    [[first, second]] = json.loads(Path("result/conversion.json").read_text())["layers"][1]["merged"]
+    assert f"{first} with {second}" in shown and "0.25 of the value heads" in shown
+    assert "Kept: " not in shown and "Sinks: " not in shown
 
 
 def _check_card(result, evaluation):
