@@ -12,6 +12,7 @@ from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
 
 from leanqkv import LeanError, LeanForCausalLM, cache_bytes
+from leanqkv.commands.convert import _read_layers
 from leanqkv.convert.heads import ValueHeads, target_config
 from leanqkv.convert.methods import METHODS, pools, with_first_layer_values
 from leanqkv.convert.nonlinear_query import with_nonlinear_query
@@ -209,6 +210,7 @@ def test_too_little_temporary_space(place, unwrapped, monkeypatch):
         ((), {}, "--to skipv2", "there is no conversion to 'skipv2'"),
         ((), {}, "--to skipv1", "needs calibration text"),
         ((), {}, "--to skipv1 --method svd --calibration corpus.txt", "--calibration is for"),
+        ((), {}, "--to skipv1 --method svd --tokens 2000", "--tokens goes with --calibration FILE"),
         ((), {}, "--to skipv1 --method svd --no-choose", "are for --to skipv1 --method calibrated"),
         ((), {}, "--to skipv1 --calibration corpus.txt --tokens 10000000", "calibration tokens are asked for"),
         ((), {}, "--to skipv1 --calibration corpus.txt --sequence-length 65", "65 is beyond the model's 64 positions"),
@@ -224,6 +226,13 @@ def test_bad_input(place, unwrapped, mechanisms, fields, arguments, message):
     assert code == 2
     assert message in err
     assert not Path("result").exists() and not list(place.glob(".result*"))
+
+
+def test_lists_of_layers() -> None:
+    assert _read_layers("5,2, 8-10") == (2, 5, 8, 9, 10)
+    for text in ("", "1-", "-1", "3-2", "1,,2", "1.5", "9" * 5000):
+        with pytest.raises(LeanError, match="--layers is a list like"):
+            _read_layers(text)
 
 
 def test_only_causal_models_are_converted() -> None:

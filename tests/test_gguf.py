@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.checkpoints.gguf import GgufCheckpoint, open_gguf
 from leanqkv.checkpoints.gguf_tokenizer import CUTTINGS, load_tokenizer
+from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.errors import LeanError
 
 # Of two implementations of the eight or so sums of a layer in float32.
@@ -281,6 +282,19 @@ def test_another_tokenizer_beside_the_file_is_not_taken(tiny):
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         Path(name).write_text("{")
     assert load_tokenizer(tiny)("def")["input_ids"]
+
+
+def test_two_models_are_compared_if_their_tokens_are_the_same(folder, tiny, cli):
+    """A file's tokens are those of the directory made of it, however that writes them down, but not of another one."""
+    write_corpus(folder / "corpus.txt")
+    assert cli("import", "tiny.gguf", "--out", "imported")[0] == 0
+    tokenizer = Path("imported/tokenizer.json")
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text())))
+    command = ("eval", "imported", "--against", "tiny.gguf", "--data", "corpus.txt", "--device", "cpu")
+    assert cli(*command)[0] == 0
+    train_tokenizer(iter(["another text, with other merges"]), 290).save_pretrained("imported")
+    code, _, err = cli(*command)
+    assert code == 2 and "--against tiny.gguf has another tokenizer" in err
 
 
 def test_a_token_that_ends_a_turn_ends_the_answer(folder):

@@ -147,6 +147,23 @@ def test_gram_matrices_of_a_model(shape: str, fields: dict, tmp_path: Path) -> N
             assert_near(grams.of_pair(*pair), gram_by_loops(patterns[layer], by_head, weight, pair), 100 * EPS)
 
 
+def test_float64_is_on_the_cpu_alone(monkeypatch) -> None:
+    """Apple's GPUs have none; a CPU cannot tell, but that a tensor was moved before it became one in float64."""
+    moved, cpu, double, normal = [], Tensor.cpu, Tensor.double, normals()
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(cpu(tensor)) or moved[-1])
+
+    def checked(tensor: Tensor) -> Tensor:
+        assert any(tensor is other for other in moved)
+        return double(tensor)
+
+    patterns, stream = normal(1, 4, 5, 5).float(), normal(1, 5, 6).float()
+    grams, fit, recorder = AttendedGrams(2, 3), Fit(), SimpleNamespace(values=patterns[:, :2, :, :3], patterns=patterns)
+    monkeypatch.setattr(Tensor, "double", checked)
+    grams.add(recorder, token_weights(stream, 1e-5)[0])
+    fit.add(stream[0], stream[0])
+    assert fit.target > 0 and all(sums.dtype == torch.float64 for sums in (grams.alone, grams.cross, fit.gram))
+
+
 # --- one merged value -------------------------------------------------------------------------------------------------
 
 

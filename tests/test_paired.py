@@ -18,7 +18,7 @@ from shapes import randomize, tiny
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from leanqkv import LeanError, LeanForCausalLM
+from leanqkv import LeanError, LeanForCausalLM, evaluate
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.commands import convert as command_module
 from leanqkv.convert import conversion as conversion_module
@@ -45,10 +45,10 @@ def text(tokens: int = 150) -> np.ndarray:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("at_a_time", [1, 7 * VOCABULARY, 2**25])
-def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time):
+@pytest.mark.parametrize("at_a_time, scaling", [(1, 1.0), (7 * VOCABULARY, 1.0), (2**25, 1.0), (2**25, 8.0)])
+def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling):
     monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", at_a_time)
-    before, after, tokens, done = model(0), model(1), text(), []
+    before, after, tokens, done = model(0, logits_scaling=scaling), model(1), text(), []
     windows = strided_windows(len(tokens), 32, 16)
     scores = paired_scores(before, after, tokens, windows, 32, progress=lambda *at: done.append(at))
     expected = []
@@ -228,10 +228,28 @@ def _check_page(result, record):
     page = Page((result / "conversion.html").read_text())
     assert page.open == [] and page.fetched == []
     shown = " ".join(page.text.split())
-    for part in ("Squared error of each layer", "corpus.txt", "other.txt", "refit_lent", record["command"][:40]):
+    for part in (
+        "squared error over its square, on the calibration text",
+        "Kept: the heads",
+        "corpus.txt",
+        "other.txt",
+        "refit_lent",
+        record["command"][:40],
+    ):
         assert part in shown
     for name in ("before", "after"):
         assert f"{record['evaluation'][name]['loss']:.4f}" in shown
+
+
+def test_the_page_of_merged_values_says_what_its_columns_are(place, unwrapped):
+    merging = ("--to", "merged-values", "--calibration", "corpus.txt", "--tokens", "2000", "--ratio", "0.25")
+    assert unwrapped("convert", "source", *merging, "--layers", "1", "--out", "result")[0] == 0
+    shown = " ".join(Page(Path("result/conversion.html").read_text()).text.split())
+    for part in ("1 pair of value heads is merged", "Merged: pairs of heads", "Ridge: ", "held out from the fit"):
+        assert part in shown
+    [[first, second]] = json.loads(Path("result/conversion.json").read_text())["layers"][1]["merged"]
+    assert f"{first} with {second}" in shown and "0.25 of the value heads" in shown
+    assert "Kept: " not in shown and "Sinks: " not in shown
 
 
 def _check_card(result, evaluation):
@@ -312,6 +330,27 @@ def test_texts_of_different_kinds_are_warned_of(place, unwrapped):
     )
 
 
+def test_a_short_evaluation_text_makes_the_texts_no_slower_to_compare(place, unwrapped, monkeypatch):
+    """As many calibration tokens are scored as of any other text, from all over them."""
+    rows, losses = [], evaluate.sequence_losses
+
+    def seen(model, tokens, starts, *rest):
+        rows.append(tokens.reshape(len(starts), -1) if len(tokens) % 32 == 0 else None)
+        return losses(model, tokens, starts, *rest)
+
+    sample: list[np.ndarray] = []
+    compare = command_module.Comparison.compare_domains
+    monkeypatch.setattr(
+        command_module.Comparison, "compare_domains", lambda self, *at: sample.append(at[0]) or compare(self, *at)
+    )
+    monkeypatch.setattr(evaluate, "sequence_losses", seen)
+    monkeypatch.setattr(command_module, "COMPARED_TOKENS", 320)
+    Path("short.txt").write_text("the quick brown fox")
+    assert unwrapped(*FROM_CORPUS, "--evaluate", "short.txt")[0] == 0
+    assert rows[0].shape == (10, 32)
+    assert (rows[0][0] == sample[0][0]).all() and (rows[0][-1] == sample[0][-1]).all()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -375,6 +414,11 @@ def test_a_kill_during_the_evaluation_leaves_what_the_same_command_completes(pla
 )
 def test_the_base_model_has_its_name_on_the_hub(tmp_path, directory, name):
     assert command_module._hub_name(tmp_path / directory) == name
+
+
+def test_the_record_names_the_device_of_the_calibration(tmp_path):
+    made = command_module._about(tmp_path / "source", tmp_path / "result", "mps")
+    assert made["hardware"]["device"] == "mps"
 
 
 def test_layers_are_printed_in_logs_or_when_asked_for(place, unwrapped, monkeypatch):

@@ -259,3 +259,15 @@ def test_a_text_that_calibration_reads_is_told_by_its_documents(tmp_path):
         unseen_split("a.txt", "folder")
     np.arange(100, dtype="uint16").tofile(tmp_path / "tokens.bin")
     assert unseen_split("tokens.bin", "tokens.bin") == "validation"
+
+
+def test_token_files_that_calibration_reads_are_told_one_by_one(tmp_path):
+    (tmp_path / "tokens").mkdir()
+    for seed, name in enumerate(("train", "val")):
+        np.random.default_rng(seed).integers(0, 100, 50).astype("uint16").tofile(tmp_path / "tokens" / f"{name}.bin")
+    assert unseen_split("tokens", "tokens") == "validation"
+    # Calibration reads the training file of a folder alone.
+    assert unseen_split("tokens/val.bin", "tokens") == unseen_split("tokens/val.bin", "tokens/train.bin") == "whole"
+    for source, calibration in (("tokens/train.bin", "tokens"), ("tokens", "tokens/train.bin")):
+        with pytest.raises(LeanError, match="in the calibration text tokens"):
+            unseen_split(source, calibration)

@@ -169,6 +169,14 @@ def trained(tmp_path, cli, monkeypatch):
     return lambda *options: cli("uptrain", "run", *given, *options, "--out", "out")
 
 
+@pytest.mark.parametrize(
+    "option", [("--distillation", "0.3"), ("--distillation-temperature", "2"), ("--only-changed",)]
+)
+def test_what_needs_a_teacher_is_refused_without_one(cli, option):
+    code, _, err = cli("uptrain", "run", "--steps", "1", *option, "--out", "out")
+    assert code == 2 and f"{option[0]} goes with --teacher DIR" in err
+
+
 def test_the_command_with_a_teacher_of_another_mechanism(trained):
     """The teacher's dropout is off: the loss of the first step is that of its predictions."""
     config = preset(f"tiny+skipv1+mla{SHAPE}", hidden_dropout=0.5, attention_dropout=0.5)

@@ -1,8 +1,10 @@
 """`leanqkv convert`: a finished checkpoint with a smaller KV cache, or a nonlinear query."""
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -89,6 +91,7 @@ def convert(
     from ..convert.conversion import MERGED_VALUES, check_request, check_sequence_length, convert_directory
     from ..convert.merged_values import count_merges
     from ..environment import check_device
+    from ..errors import LeanError
     from ..report import conversion as pages
 
     settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
@@ -97,6 +100,8 @@ def convert(
     device = None if device is None else check_device(device)
     chosen_layers = None if layers is None else _read_layers(layers)
     check_request(to, method, settings, calibration is not None, chosen_layers, device is not None)
+    if calibration is None and tokens is not None:
+        raise LeanError("--tokens goes with --calibration FILE; leave it out")
     opened = open_checkpoint(source)
     if to == MERGED_VALUES:  # refuse before any text is read
         count_merges(opened.config, ratio, chosen_layers)
@@ -105,7 +110,7 @@ def convert(
     length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
     comparison = _read_evaluation(source, evaluate, evaluate_tokens, length, calibration)
-    about, sample = _about(source, out), None
+    about, sample = _about(source, out, device or "cpu"), None
     if calibration is not None:
         tokens = tokens or min(max(40 * opened.config.hidden_size, 24_576), 131_072)
         sample, data = _read_tokens(opened, calibration, tokens, length)
@@ -156,10 +161,11 @@ def _read_layers(text: str) -> tuple[int, ...]:
 
     layers: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal() or not int(first) <= int(last or first) < 10**4:
-            raise LeanError(f"--layers is a list like 2,5,8-11, found {text!r}")
-        layers |= set(range(int(first), int(last or first) + 1))
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        run = range(0) if match is None else range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not run:
+            raise LeanError(f"--layers is a list like 2,5,8-11, found {shorten(text, 80)!r}")
+        layers |= set(run)
     return tuple(sorted(layers))
 
 
@@ -199,6 +205,7 @@ class Comparison:
         Returns:
             None where one of the texts is known as tokens alone.
         """
+        import numpy as np
         import torch
 
         from ..checkpoints.open import load_model
@@ -206,9 +213,9 @@ class Comparison:
 
         if data.bytes_per_token is None or self.text.bytes is None:
             return None
-        count = max(1, COMPARED_TOKENS // self.length)
         windows, width = self.windows(COMPARED_TOKENS), sample.shape[1]
-        rows = sample[:: max(1, len(sample) // count)][:count]
+        count = min(len(sample), max(1, COMPARED_TOKENS // width))
+        rows = sample[np.linspace(0, len(sample) - 1, count).astype(int)]
         with progress_bar("comparing calibration and evaluation text"):
             model = load_model(self.source, torch.float32)
             calibration = sequence_losses(model, rows.reshape(-1), [i * width for i in range(len(rows))], width - 1, 1)
@@ -271,7 +278,7 @@ def _read_evaluation(
     return Comparison(opened, text, tokens or EVALUATED_TOKENS, min(length, len(text.tokens) - 1))
 
 
-def _about(source: Path, out: Path) -> dict[str, Any]:
+def _about(source: Path, out: Path, device: str) -> dict[str, Any]:
     """Return the report's entries on how it was made; no path of this machine."""
     from ..environment import command_line, git_commit, hardware, versions
 
@@ -279,7 +286,7 @@ def _about(source: Path, out: Path) -> dict[str, Any]:
         "name": out.resolve().name,
         "base_model": _hub_name(source.resolve()),
         "command": command_line(),
-        "hardware": hardware("cpu"),
+        "hardware": hardware(device),
         "versions": versions(),
         "git_commit": git_commit(),
     }

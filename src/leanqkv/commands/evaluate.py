@@ -212,19 +212,30 @@ def _open_other(checkpoint: "Checkpoint", directory: Path, context_length: int) 
     """
     from ..checkpoints.open import open_causal_lm
     from ..errors import LeanError
-    from ..files import hash_files
 
     other = open_causal_lm(directory)
     sizes = [opened.config.vocab_size for opened in (checkpoint, other)]
-    tokenizers = [opened.directory / "tokenizer.json" for opened in (checkpoint, other)]
     if sizes[0] != sizes[1]:
         raise LeanError(f"--against {directory} has {sizes[1]:,} tokens, the first model {sizes[0]:,}: not comparable")
-    if all(file.is_file() for file in tokenizers) and len({hash_files(file) for file in tokenizers}) > 1:
+    first, second = (_vocabulary(opened.directory) for opened in (checkpoint, other))
+    if not (first.items() <= second.items() or second.items() <= first.items()):
         raise LeanError(f"--against {directory} has another tokenizer; compare the bits per byte of two `leanqkv eval`")
     positions = other.config.max_position_embeddings
     if other.config.position_embedding_type == "learned" and context_length > positions:
         raise LeanError(f"--against {directory} has {positions:,} positions; give --context-length {positions} or less")
     return other
+
+
+def _vocabulary(directory: Path) -> dict[str, int]:
+    """Return the tokens of a checkpoint's tokenizer and their numbers; none where it has no tokenizer.
+
+    A GGUF file and the checkpoint that it was made of have other files, and one of them can have unused tokens more.
+    """
+    from ..checkpoints.gguf_format import is_gguf
+    from ..data.tokenizer import load_tokenizer
+
+    has_one = is_gguf(directory) or (directory / "tokenizer.json").is_file()
+    return load_tokenizer(directory).get_vocab() if has_one else {}
 
 
 def _compare(scored: Scored, other: Scored, text: "EvaluationText", context: int, stride: int) -> dict[str, Any]:

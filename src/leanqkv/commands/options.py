@@ -136,8 +136,9 @@ class TeacherOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        if self.only_changed and self.teacher is None:
-            raise LeanError("--only-changed compares the weights with the teacher's; give --teacher")
+        for field in fields(self):
+            if self.teacher is None and getattr(self, field.name) != field.default:
+                raise LeanError(f"--{field.name.replace('_', '-')} goes with --teacher DIR; leave it out")
 
 
 def option_groups(command: Callable[..., Any]) -> Callable[..., None]:

@@ -148,6 +148,8 @@ def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
 class AttendedGrams:
     """Gram matrices of one layer's values under its patterns, summed over tokens and the query heads of each group.
 
+    Sums in float64 are on the CPU: Apple's GPUs have no float64.
+
     Attributes:
         alone: [heads, heads, head_dim, head_dim], float64: under head g's patterns, of the values of head k.
         cross: the same shape: under head g's patterns, of the values of heads g and k.
@@ -166,8 +168,8 @@ class AttendedGrams:
         for head in range(heads):
             attended = by_group[:, head] @ side_by_side[:, None] * weight[:, None, :, None]
             columns = attended.flatten(0, 2).unflatten(1, (heads, width)).transpose(0, 1)  # [heads, rows, head_dim]
-            self.alone[head] += (columns.mT @ columns).double().cpu()
-            self.cross[head] += (columns[head].T @ columns).double().cpu()
+            self.alone[head] += (columns.mT @ columns).cpu().double()
+            self.cross[head] += (columns[head].T @ columns).cpu().double()
 
     def of_pair(self, first: int, second: int) -> Tensor:
         """Return the Gram matrix of both values, side by side, under the patterns of both heads."""
@@ -192,9 +194,9 @@ class Fit:
 
     def add(self, features: Tensor, target: Tensor) -> None:
         """Add tokens: features [tokens, columns] and their target [tokens, hidden_size]."""
-        self.gram = self.gram + (features.T @ features).double().cpu()
-        self.cross = self.cross + (features.T @ target).double().cpu()
-        self.target += float(target.double().square().sum())
+        self.gram = self.gram + (features.T @ features).cpu().double()
+        self.cross = self.cross + (features.T @ target).cpu().double()
+        self.target += float(target.cpu().double().square().sum())
 
     def missed(self, output: Tensor) -> float:
         """Return the share of the target's squares that `output` [columns, hidden_size] misses."""
@@ -244,7 +246,7 @@ class Merging:
         self.count, self.allowed = count_merges(config, ratio, layers), layers
         if len(tokens) < HELD_OUT:
             raise LeanError(
-                f"of {HELD_OUT} sequences one is held out from the fit, and the calibration tokens are {len(tokens)}. "
+                f"one of {HELD_OUT} sequences is held out from the fit, and the calibration tokens make {len(tokens)}. "
                 "Use more --tokens, or a shorter --sequence-length"
             )
         self.batch_size, self._progress, self._message = batch_size, progress, message
@@ -518,8 +520,9 @@ def token_weights(stream: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
     `epsilon` is the norms': without it, a token whose embedding is zero would count for all others.
     """
-    square = stream.double().square().mean(-1)
-    return (square + epsilon).rsqrt().float(), square > SINK * square.median()
+    square = stream.cpu().double().square().mean(-1)
+    weights, sinks = (square + epsilon).rsqrt().float(), square > SINK * square.median()
+    return weights.to(stream.device), sinks.to(stream.device)
 
 
 def _read_pairs(file: Path, layer: int) -> Iterator[Pair]:

@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import LeanError
+from ..files import hash_files
 from ..model.registry import suggest
 from .corpus import open_corpus
 from .mixture import parse_mixture
@@ -109,12 +110,12 @@ def unseen_split(source: str, calibration: str | None) -> str:
     """
     _refuse_mixture(source)
     split = "whole"
-    own = _document_hashes(source)
+    own, _ = _document_hashes(source)
     for part in parse_mixture(calibration) if calibration is not None else []:
-        theirs = _document_hashes(part.source)
+        theirs, read = _document_hashes(part.source)
         if own == theirs:
             split = "validation"
-        elif common := len({*own} & {*theirs}):
+        elif common := len({*own} & {*read}):
             raise LeanError(
                 f"{common:,} of the {len(own):,} documents of {source} are in the calibration text {part.source} too; "
                 "evaluate on another text"
@@ -127,11 +128,17 @@ def _refuse_mixture(source: str) -> None:
         raise LeanError(f"{source!r} is a mixture, which is for training and calibration; score its texts one by one")
 
 
-def _document_hashes(source: str) -> list[bytes]:
-    """Return the SHA-256 of every document; of a nanoGPT file or folder, of its tokens."""
+def _document_hashes(source: str) -> tuple[list[bytes], list[bytes]]:
+    """Return the SHA-256 of every document, and of those that a calibration may read.
+
+    The documents of nanoGPT's tokens are their files, of which a calibration reads the one to train on.
+    """
     if (stored := nanogpt(Path(source), 2**32)) is not None:
-        return [stored.sha256.encode()]
-    return [hashlib.sha256(text.encode()).digest() for text in open_corpus(source).documents()]
+        names = dict.fromkeys((stored.train_file, stored.validation_file))
+        hashes = [hash_files(stored.directory / name).encode() for name in names]
+        return hashes, hashes[:1]
+    hashes = [hashlib.sha256(text.encode()).digest() for text in open_corpus(source).documents()]
+    return hashes, hashes
 
 
 def _held_out(

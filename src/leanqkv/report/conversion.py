@@ -24,6 +24,16 @@ SIZES = {"parameters": "parameters", "kv_bytes_per_token_bf16": "KV cache, bytes
 SCORES = {"loss": ("loss, nats per token", 4), "perplexity": ("perplexity", 2), "bits_per_byte": ("bits per byte", 4)}
 # By the first word of a number's name in a layer's entry.
 MISSED = "missed"
+# What a layer's missed part is measured on.
+FITTED, HELD_OUT = "the calibration text", "calibration sequences held out from the fit"
+# Words on the columns of the layers' table.
+COLUMNS = {
+    "merged": "Merged: pairs of heads that read one value.",
+    "ridge": "Ridge: how strongly W_O was pulled towards the one that it started from; – where that one stayed.",
+    "sink_tokens": "Sinks: held-out tokens whose stream is far larger than that of the others.",
+    "kept": "Kept: the heads that keep a value.",
+    "paired": "Paired: the other heads, each with the first layer's head whose value it takes.",
+}
 NOT_EVALUATED = (
     "The quality of the result has not been measured. Measure it: leanqkv eval DIR --against SRC --data FILE."
 )
@@ -150,6 +160,7 @@ def _page(record: dict[str, Any]) -> str:
         result=_narrow(result_table(record)),
         changed=_what_changed(record),
         layers=_layer_table(record),
+        missed_on=HELD_OUT if record["to"] == MERGED_VALUES else FITTED,
         figure=_figure(record),
         facts=_facts(record),
         limits=_limits(record),
@@ -171,12 +182,15 @@ def _layer_table(record: dict[str, Any]) -> Table | None:
     names = [name for name in dict.fromkeys(name for layer in layers for name in layer) if name != "layer"]
     rows = [[str(layer["layer"]), *(_cell(name, layer.get(name)) for name in names)] for layer in layers]
     headers = ("layer", *(name.replace("_", " ") for name in names))
-    return Table(headers, rows) if layers else None
+    note = " ".join([*(words for name, words in COLUMNS.items() if name in names), "Layers and heads count from 0."])
+    return Table(headers, rows, note=note) if layers else None
 
 
 def _cell(name: str, value: Any) -> str:
-    if value is None:
+    if value is None or value == []:
         return ABSENT
+    if name == "merged":
+        return ", ".join(f"{first} with {second}" for first, second in value)
     if name.startswith(MISSED) and isinstance(value, int | float):
         return f"{value:.2%}"
     if isinstance(value, float):
@@ -210,10 +224,11 @@ def _what_changed(record: dict[str, Any]) -> str:
             "gained before training goes on."
         )
     if record["to"] == MERGED_VALUES:
+        count = record["merged_pairs"]
+        merged = "1 pair of value heads is merged" if count == 1 else f"{count:,} pairs of value heads are merged"
         return (
-            f"{record['merged_pairs']} pairs of value heads are merged: both key heads of a pair read one value, which "
-            "is cached once. Queries, keys, MLPs, norms and embeddings are the source's. Value and output projections "
-            "were fitted to text; nothing was trained."
+            f"{merged}: both key heads of a pair read one value, which is cached once. Queries, keys, MLPs, norms and "
+            "embeddings are the source's. Value and output projections were fitted to text; nothing was trained."
         )
     layer = next((layer for layer in record.get("layers", ()) if "kept" in layer and "paired" in layer), None)
     share = "part of its"
@@ -251,13 +266,20 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("Calibration text", calibration["description"]))
         sequences = f"sequences of {calibration['sequence_length']:,}"
         facts.append(("Calibration tokens", f"{record['calibration_tokens']:,}, in {sequences}"))
+    if "ratio" in record:
+        facts.append(("Ratio", f"{record['ratio']:g} of the value heads go at most"))
     if settings := record.get("settings"):
         facts.append(("Settings", ", ".join(f"{name} {value}" for name, value in settings.items())))
     if evaluation := record.get("evaluation"):
         facts.append(("Evaluation text", f"{evaluation['text']['description']}, {evaluation['text']['split']}"))
         bits = (record.get("calibration") or {}).get("source_bits_per_byte"), evaluation["before"]["bits_per_byte"]
         if None not in bits:
-            facts.append(("Source, bits per byte", f"{bits[0]:.2f} on the calibration text, {bits[1]:.2f} on this one"))
+            facts.append(
+                (
+                    "Source, bits per byte",
+                    f"{bits[0]:.2f} on the calibration text, {bits[1]:.2f} on the evaluation text",
+                )
+            )
     if "command" in record:
         facts.append(("Command", f"`{record['command']}`"))
     if "versions" in record:
@@ -269,7 +291,8 @@ def _scored_on(evaluation: dict[str, Any]) -> str:
     tokens, windows = evaluation["before"]["tokens"], evaluation["windows"]
     note = f"On {tokens:,} tokens of {evaluation['text']['description']}"
     width = "" if windows < 2 else f" ± is half of a 95% interval over the {windows:,} windows."
-    return f"{note}, {evaluation['text']['split']}, in windows of {evaluation['context_length']:,} tokens.{width}"
+    note += f", {evaluation['text']['split']}, in windows of {evaluation['context_length']:,} tokens."
+    return f"{note}{width} KL is 0 where both models give every next token the same probability."
 
 
 def _with_width(measured: dict[str, float | None], write: Any, digits: str) -> str:
