@@ -48,7 +48,7 @@ def text(tokens: int = 150) -> np.ndarray:
 @pytest.mark.parametrize("at_a_time", [1, 7 * VOCABULARY, 2**25])
 def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time):
     monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", at_a_time)
-    before, after, tokens, done = model(0), model(1), text(), []
+    before, after, tokens, done = model(0, logits_scaling=3.0), model(1), text(), []
     windows = strided_windows(len(tokens), 32, 16)
     scores = paired_scores(before, after, tokens, windows, 32, progress=lambda *at: done.append(at))
     expected = []

@@ -86,7 +86,7 @@ def paired_scores(
                     model.model.forward(input_ids=ids, use_cache=False).last_hidden_state[0, -scored:]
                     for model in models
                 ]
-                parts += _score_pieces([model.lm_head for model in models], hidden, targets)
+                parts += _score_pieces(models, hidden, targets)
             if not parts[-1].isfinite().all():
                 raise LeanError(
                     f"the scores are not finite in the window at token {start + 1:,}: the logits of the source or of "
@@ -99,11 +99,11 @@ def paired_scores(
     return PairedScores(losses, later_losses, divergence, agreement, numbers)
 
 
-def _score_pieces(heads: Sequence[nn.Linear], hidden: Sequence[Tensor], targets: Tensor) -> Iterator[Tensor]:
+def _score_pieces(models: Sequence[Any], hidden: Sequence[Tensor], targets: Tensor) -> Iterator[Tensor]:
     """Yield losses of both models, divergence and agreement of a window's tokens, [4, tokens], piece by piece."""
-    rows = max(1, LOGITS_AT_A_TIME // heads[0].out_features)
+    rows = max(1, LOGITS_AT_A_TIME // models[0].config.vocab_size)
     for at in range(0, len(targets), rows):
-        logits = [head(states[at : at + rows]) for head, states in zip(heads, hidden, strict=True)]
+        logits = [model.logits(states[at : at + rows]) for model, states in zip(models, hidden, strict=True)]
         wide = torch.promote_types(logits[0].dtype, torch.float32)
         first, second = (one.to(wide).log_softmax(-1) for one in logits)
         wanted = targets[at : at + rows, None]
