@@ -200,6 +200,19 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     ((), {"rope_parameters": {"rope_theta": 1e4}}, ("rope_parameters", "'learned'", "rope")),
     ((), ROPE | {"head_dim": 7}, ("even", "head_dim", "7")),
     ((), ROPE | {"rope_parameters": {"rope_type": "yarm"}}, ("rope_type", "yarm", "yarn")),
+    ((), ROPE | {"rope_parameters": {"rope_type": "linear"}}, ("rope_type 'linear' needs factor", "None")),
+    ((), ROPE | {"rope_parameters": {"rope_type": "yarn", "factor": 0}}, ("rope_type 'yarn' needs factor", "found 0")),
+    ((), ROPE | {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ("factor must be a number", "'2'")),
+    (
+        (),
+        ROPE | {"sliding_window": 4, "window_rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+        ("window_rope_parameters", "'llama3' needs low_freq_factor"),
+    ),
+    (
+        (),
+        ROPE | {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]}},
+        ("rope_type 'longrope' needs long_factor", "a list of 4 numbers"),
+    ),
     ((), {"norm_type": "rmsnorm", "norm_bias": True}, ("norm_bias", "layernorm", "rmsnorm")),
 ]
 

@@ -173,6 +173,23 @@ def test_scaled_positions(folder, kind):
         assert_same_function(path, plain)
 
 
+def test_a_factor_without_a_type_is_of_linear_scaling(folder):
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}
+    model = random_model("llama", rope_parameters=rope)
+    about = metadata("llama", model.config) | {"llama.rope.scaling.factor": 4.0}
+    assert_same_function(write(folder / "model.gguf", about, stored_tensors("llama", model)), model)
+
+
+@pytest.mark.skipif("gemma3" not in CONFIGS, reason="no family of Gemma 3")
+def test_gemma_without_a_window_has_none_in_any_layer(folder):
+    model = random_model("gemma3", layer_types=["full_attention"] * 6)
+    about = metadata("gemma3", model.config)
+    del about["gemma3.attention.sliding_window"]
+    path = write(folder / "model.gguf", about, stored_tensors("gemma3", model))
+    assert {layer.window for layer in open_checkpoint(path).config.plan.layers} == {None}
+    assert_same_function(path, model)
+
+
 def test_norms_that_the_matrices_dtype_cannot_hold_stay_in_float32(folder):
     model = random_model("llama")
     for parameter in model.parameters():

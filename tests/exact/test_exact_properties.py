@@ -158,6 +158,14 @@ ROUNDED: dict[str, tuple[dict, str]] = {
         {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}, **BIASES},
         "block-diagonal",
     ),
+    "blocks, a half of each half rotated": (
+        {
+            "position_embedding_type": "rope",
+            "rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+            **BIASES,
+        },
+        "block-diagonal",
+    ),
     "one head": ({"num_attention_heads": 1, "norm_type": "dyt", **BIASES}, "single-head"),
     "written out": ({"query": [{"type": "identity", "scale": 0.7}], "qk_norm": True, "norm_type": "rmsnorm"}, ""),
     "residual": ({"query": [{"type": "residual", "scale": 0.7}], **BIASES}, ""),

@@ -44,10 +44,14 @@ CHECKED_OR_HISTORY = (
 )
 
 
-def _gemma3_scale(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what attention's logits are divided by, squared; llama.cpp knows the one size that differs, too."""
-    is_27b = config["num_hidden_layers"] == 62
-    return {"query_pre_attn_scalar": _head_dim(config) if is_27b else config["head_dim"]}
+def _implied_by_gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the divisor of attention's logits, squared, and the kinds of layers where the file has no window.
+
+    llama.cpp knows the one size with another divisor, too. Its converter leaves the window out where no layer has one.
+    """
+    layers = config["num_hidden_layers"]
+    implied = {"query_pre_attn_scalar": _head_dim(config) if layers == 62 else config["head_dim"]}
+    return implied if "sliding_window" in config else implied | {"layer_types": ["full_attention"] * layers}
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ ARCHITECTURES = {
         GROUPED | {"attention.sliding_window": "sliding_window"},
         norm_offset=True,
         local_rope_theta=10_000.0,
-        implied=_gemma3_scale,
+        implied=_implied_by_gemma3,
     ),
 }
 
@@ -194,7 +198,9 @@ class GgufCheckpoint(GgufFile):
                     f"{self.path}: {prefix}{key} is {found}; only that of a whole head, {head_dim}, is read"
                 )
         theta = self._number(f"{prefix}rope.freq_base", 10_000.0)
-        kind = self.metadata.get(f"{prefix}rope.scaling.type", "none")
+        # llama.cpp takes a factor without a type for that of linear scaling.
+        unnamed = "linear" if f"{prefix}rope.scaling.factor" in self.metadata else "none"
+        kind = self.metadata.get(f"{prefix}rope.scaling.type", unnamed)
         scaling: dict[str, Any] = {"rope_type": "default"}
         if kind in ("linear", "yarn"):
             scaling = {"rope_type": kind, "factor": self._number(f"{prefix}rope.scaling.factor")}

@@ -5,6 +5,7 @@ with other layers' heads or belong to a shared block must change together. https
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from scipy.cluster.hierarchy import DisjointSet
 from torch import Tensor
@@ -61,8 +62,17 @@ def free_columns(config: LeanConfig, side: str) -> int:
     if side == "values" or config.position_embedding_type != "rope":
         return config.head_dim  # type: ignore[return-value]
     ropes = [rope for rope in (config.rope_parameters, config.window_rope_parameters) if rope]
-    rotated = max(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) for rope in ropes)
-    return config.head_dim - rotated  # type: ignore[operator]
+    return config.head_dim - max(_rotated_columns(config, rope) for rope in ropes)  # type: ignore[operator]
+
+
+def _rotated_columns(config: LeanConfig, rope: Mapping[str, Any]) -> int:
+    """Return the number of leading columns of a head among which are all that rotary positions turn.
+
+    The "proportional" variant turns the first columns of each half; all others turn the first columns of the head.
+    """
+    width: int = config.head_dim  # type: ignore[assignment]
+    share = rope.get("partial_rotary_factor", 1.0)
+    return width // 2 + int(share * width // 2) if rope["rope_type"] == "proportional" else int(width * share)
 
 
 def change_heads(

@@ -103,10 +103,7 @@ def _score_pieces(models: Sequence[Any], hidden: Sequence[Tensor], targets: Tens
     """Yield losses of both models, divergence and agreement of a window's tokens, [4, tokens], piece by piece."""
     rows = max(1, LOGITS_AT_A_TIME // models[0].config.vocab_size)
     for at in range(0, len(targets), rows):
-        logits = [
-            model.lm_head(states[at : at + rows]) / model.config.logits_scaling
-            for model, states in zip(models, hidden, strict=True)
-        ]
+        logits = [model.logits(states[at : at + rows]) for model, states in zip(models, hidden, strict=True)]
         wide = torch.promote_types(logits[0].dtype, torch.float32)
         first, second = (one.to(wide).log_softmax(-1) for one in logits)
         wanted = targets[at : at + rows, None]

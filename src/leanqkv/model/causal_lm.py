@@ -65,9 +65,7 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, keep])
-        if self.config.logits_scaling != 1:
-            logits = logits / self.config.logits_scaling
+        logits = self.logits(hidden_states[:, keep])
         loss = aux_loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -86,6 +84,11 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits [..., vocab_size] of final hidden states [..., hidden_size]."""
+        logits, divisor = self.lm_head(hidden_states), self.config.logits_scaling
+        return logits if divisor == 1 else logits / divisor
 
     def generate(
         self,

@@ -50,6 +50,13 @@ NUMBERS = {
     **dict.fromkeys(("norm_eps", "initializer_range", "router_aux_loss_coef"), (0, inf)),
 }
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "norm_topk_prob": True}
+# What the variants of rotary positions compute with; transformers only warns of a value that is wrong.
+ROPE_SCALING = {
+    **dict.fromkeys(("linear", "dynamic"), ("factor",)),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
+}
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 # What transformers itself writes into a config.json or passes along when it loads one, beyond declared fields.
@@ -274,6 +281,8 @@ class LeanConfig(PreTrainedConfig):
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, (int, float)) and not isinstance(number, bool) and not 0 <= number < inf:
                     raise ConfigError(f"{field}: {name} must be at least 0 and finite, found {number}")
+                if isinstance(number, (str, dict)) and name not in ("rope_type", "type"):
+                    raise ConfigError(f"{field}: {name} must be a number, found {number!r}")
         share = parameters.get("partial_rotary_factor", 1.0)
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"{field}: partial_rotary_factor must be above 0, at most 1, found {share!r}")
@@ -286,6 +295,14 @@ class LeanConfig(PreTrainedConfig):
                 "rotary positions need an even number of dimensions, head_dim * partial_rotary_factor (with a latent "
                 f"qk_rope_head_dim); found {rotated} of {self.rotary_head_dim}"
             )
+        defaults = {"original_max_position_embeddings": self.max_position_embeddings}
+        for name in ROPE_SCALING.get(kind, ()):
+            if not _is_positive(value := parameters.get(name, defaults.get(name))):
+                raise ConfigError(f"{field}: rope_type {kind!r} needs {name}, a number above 0, found {value!r}")
+        for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+            factors = parameters.get(name)
+            if not isinstance(factors, list) or len(factors) != rotated // 2 or not all(map(_is_positive, factors)):
+                raise ConfigError(f"{field}: rope_type {kind!r} needs {name}, a list of {rotated // 2} numbers above 0")
         return parameters
 
     def _check_layers(self, name: str) -> None:
@@ -386,3 +403,7 @@ class LeanConfig(PreTrainedConfig):
 
     def validate_layer_type(self) -> None:
         """Our layer type is not in transformers' closed list."""
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0
