@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -406,6 +407,22 @@ def test_a_kill_during_the_evaluation_leaves_what_the_same_command_completes(pla
     files = {file.name for file in Path("result").iterdir()}
     assert {"conversion.json", "conversion.html", "README.md", "model.safetensors"} <= files
     assert not files & {"job.json", ".lock"} and not list(place.glob(".result*"))
+
+
+def test_the_time_of_an_interrupted_calibration_counts(place):
+    sample = text(6 * 32).astype(np.int64).reshape(6, 32)
+
+    def kill(directory):
+        raise KeyboardInterrupt
+
+    convert = partial(conversion_module.convert_directory, Path("source"), Path("result"), to="merged-values")
+    with pytest.raises(KeyboardInterrupt):
+        convert(tokens=sample, evaluate=kill)
+    state = Path(".result.calibration/state.json")
+    content = json.loads(state.read_text())
+    assert content["seconds"] > 0
+    state.write_text(json.dumps(content | {"seconds": 1000.0}))
+    assert 1000 < convert(tokens=sample)["seconds"] < 1500
 
 
 @pytest.mark.parametrize(

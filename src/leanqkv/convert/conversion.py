@@ -165,6 +165,7 @@ def convert_directory(
                 progress=calibrating,
                 message=message,
             )
+            started -= merging.earlier_seconds
             target, tensors, fits = merging.run()
             report |= {"calibration_tokens": tokens.size, "ratio": settings.ratio, **fits}
         elif tokens is not None:

@@ -13,6 +13,7 @@ A token counts by the inverse mean square of its stream, as what follows reads t
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -225,6 +226,9 @@ class Merging:
     Args:
         tokens: [sequences, length], calibration tokens.
         job: what decides the result; files of another job are not used.
+
+    Attributes:
+        earlier_seconds: what the interrupted runs that this one goes on from have taken.
     """
 
     def __init__(
@@ -253,6 +257,7 @@ class Merging:
         self.device = device or torch.device("cpu")
         self.source = Layers(config, tensors, tokens.shape[1], self.device)
         self._state = self._begin(json.loads(json.dumps(job or {})))
+        self.earlier_seconds, self._started = float(self._state.get("seconds", 0)), time.perf_counter()
 
     @torch.no_grad()
     def run(self) -> tuple[LeanConfig, LazyTensors, dict[str, Any]]:
@@ -369,6 +374,7 @@ class Merging:
                 self._embed()
             yield layer
             self._state["done"] = at + 1
+            self._state["seconds"] = self.earlier_seconds + time.perf_counter() - self._started
             write_json(self.directory / STATE, self._state)
         self._progress(total if phase == "fitting" else layers, total)
 
