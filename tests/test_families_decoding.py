@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shapes import tokens
+from shapes import randomize, tiny, tokens
 from test_batch import LENGTHS, NEW, run
 from test_families import CASES, ONE_OF_EACH, stock_model
 from torch import Tensor
@@ -139,3 +139,24 @@ def test_longrope_is_refused_where_cached_keys_would_be_wrong(pair):
     model(short, past_key_values=static)
     with pytest.raises(ValueError, match="longrope has other frequencies"):
         model(short, past_key_values=static)
+
+
+@torch.no_grad()
+def test_dynamic_positions_depend_on_the_sequence_alone():
+    """Their frequencies change with every token beyond 8: keys in a cache would keep those of a shorter sequence."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    config = tiny("llama", rope_parameters=rope, max_position_embeddings=8)
+    model = randomize(LeanForCausalLM(config)).eval()
+    long, middle = tokens(1, 30, vocab_size=config.vocab_size), tokens(1, 12, vocab_size=config.vocab_size)
+    before = model(middle, use_cache=False).logits
+    model(long, use_cache=False)
+    assert torch.equal(model(middle, use_cache=False).logits, before)
+    for start in (6, 10):
+        cache = model(middle[:, :start]).past_key_values
+        with pytest.raises(ValueError, match=f"dynamic has other frequencies beyond 8 positions, and {start} are"):
+            model(middle[:, start:], past_key_values=cache)
+    cache = model(middle[:, :5]).past_key_values
+    whole = model(middle[:, :8], use_cache=False).logits
+    near(model(middle[:, 5:8], past_key_values=cache).logits, whole[:, 5:])
+    with pytest.raises(ValueError, match="do not fit the model's 8 positions"):
+        Decoder(model).generate(middle[:, :6], max_new_tokens=4)

@@ -368,15 +368,16 @@ class LeanConfig(PreTrainedConfig):
 
     @property
     def cached_positions(self) -> int | None:
-        """How far decoding with a cache can go: the positions that have an embedding, or up to which longrope turns
-        keys by its short factors; null: any number."""
+        """How far decoding with a cache can go: the positions that have an embedding, or up to which "longrope" and
+        "dynamic" turn all keys by the same frequencies; null: any number."""
         if self.position_embedding_type == "learned":
             return self.max_position_embeddings
         ropes = [rope for rope in (self.rope_parameters, self.window_rope_parameters) if rope]
+        whole = self.max_position_embeddings
         ends = [
-            rope.get("original_max_position_embeddings", self.max_position_embeddings)
+            rope.get("original_max_position_embeddings", whole) if rope["rope_type"] == "longrope" else whole
             for rope in ropes
-            if rope["rope_type"] == "longrope"
+            if rope["rope_type"] in ("longrope", "dynamic")
         ]
         return min(ends, default=None)
 

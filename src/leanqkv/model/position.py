@@ -56,27 +56,35 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
-    @torch.no_grad()
-    @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """`(cos, sin)` of shape [batch, positions, rotated dimensions] in the dtype of `x`; the first half of the sines
         is negated, as `rotate` needs it."""
+        if self.rope_type == "dynamic":  # transformers would keep the frequencies of the longest sequence so far
+            self.inv_freq, self.max_seq_len_cached = self.original_inv_freq, self.original_max_seq_len
+        return self._tables(x, position_ids)
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def _tables(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.float()
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return torch.cat((cos, cos), dim=-1).to(x.dtype), torch.cat((-sin, sin), dim=-1).to(x.dtype)
 
 
 def check_history(config, past: int | Tensor, new: int) -> None:
-    """Refuse to go on from `past` cached positions to other rotary frequencies, which longrope has for long sequences.
+    """Refuse to go on from `past` cached positions to other rotary frequencies: longrope has others for long sequences,
+    "dynamic" for every length beyond the trained one.
 
     Raises:
         ValueError: the cached keys were turned by other frequencies.
     """
     if config.position_embedding_type != "rope" or (limit := config.cached_positions) is None:
         return
-    if 0 < past <= limit < past + new:
+    ropes = [rope["rope_type"] for rope in (config.rope_parameters, config.window_rope_parameters) if rope]
+    kind = "dynamic" if "dynamic" in ropes else "longrope"
+    if past > 0 and limit < past + new and (kind == "dynamic" or past <= limit):
         raise ValueError(
-            f"longrope has other frequencies beyond {limit} positions, and {past} are cached already; generate fewer "
+            f"{kind} has other frequencies beyond {limit} positions, and {past} are cached already; generate fewer "
             "tokens, or with use_cache=False"
         )
 
