@@ -72,7 +72,7 @@ def test_latent_values_are_read_in_another_basis(remove: str) -> None:
         result.tensors["model.layers.1.self_attn.v_proj.weight"], before["model.layers.1.self_attn.v_proj.weight"]
     )
     assert relative(logits(result.config, result.tensors), logits(config, before)) <= tolerance(result.conditions)
-    with pytest.raises(LeanError, match="the value .* it is 'latent'"):
+    with pytest.raises(LeanError, match=r"the value .* it is 'latent'"):
         transform(config, before, parse_request("value"))
 
 
