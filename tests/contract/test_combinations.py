@@ -43,7 +43,7 @@ AXES: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         "single heads": ((), {"key_value": {"type": "borrowed_values", "heads": [[1, 0, 0, 0], [3, 0, 2, 0]]}}),
     },
     "heads": {"MHA": ((), {}), "GQA": (("gqa",), {}), "MQA": (("mqa",), {}), "MLA": (("mla",), {})},
-    "value": {"linear": ((), {}), "keys": (("keys-as-values",), {})},
+    "value": {"linear": ((), {}), "keys": (("keys-as-values",), {}), "latent": (("latent-values",), {})},
     "position": {name: ((), {"position_embedding_type": name}) for name in ("learned", "rope", "none")},
     "norm": {name: ((), {"norm_type": name}) for name in ("layernorm", "rmsnorm", "dyt", "none")},
     "block": {name: ((), {"block_type": name}) for name in ("serial", "parallel", "parallel_shared_norm")},
@@ -91,6 +91,10 @@ def reason(combination: Combination) -> str | None:
         return "half of one head is none"
     if heads == "MLA" and sharing in ("borrowed-values", "single heads"):
         return "a latent has no heads to borrow"
+    if value == "latent" and heads == "MLA":
+        return "the latent already is key and value"
+    if value == "latent" and sharing != "none":
+        return "what is kept has no heads to share"
     if value == "keys" and sharing == "single heads" and heads != "MQA":
         return "the keys that are values are the first ones, and here the first value is borrowed"
     if value == "keys" and sharing == "skipv1-yoco":

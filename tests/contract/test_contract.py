@@ -83,6 +83,10 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("gqa",), {"key_value": {"type": "borrowed_values", "heads": [[0, 1, 0, 0], [1, 0, 0, 0], [2, 1, 1, 1]]}}),
     (("nonlinear-query",), {"key_value": SCATTERED, "sliding_window": 5}),
     (("borrowed-values:ratio=0.25", "keys-as-values"), {}),
+    (("latent-values:rank=5", "gqa"), BIASES),
+    (("latent-values:rank=3,layers=1", "latent-values:rank=13,layers=2", "nonlinear-query"), {}),
+    (("latent-values", "gqa"), {"sliding_window": 5}),
+    (("latent-values:rank=3", "mqa"), FOUR | {"num_hidden_groups": 2}),
 ]
 
 
@@ -328,6 +332,10 @@ def elements_per_token(config: LeanConfig) -> int:
             values -= int(all_values * sharing["ratio"])
         elif kind == "shared_adjacent" and layer % sharing.get("group_size", 2):
             keys, values = 0 if sharing.get("keys") else keys, 0
+        own = next((entry for entry in config.value if layer in entry.get("layers", [layer])), {})
+        if own.get("type") == "latent":
+            total += keys * config.head_dim + (own.get("rank") or values * config.head_dim // 2)
+            continue
         if config.value == [{"type": "keys"}] and not (kind == "interpolated_values" and layer > 0):
             values = 0
         if latent:

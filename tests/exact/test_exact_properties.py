@@ -62,6 +62,20 @@ def test_exact_or_refused_with_borrowed_values(seed: int) -> None:
     check(seed, config, remove, layers, balance)
 
 
+@pytest.mark.parametrize("remove", ["query", "key", "query,output"])
+def test_latent_values_are_read_in_another_basis(remove: str) -> None:
+    """The basis of the stream changes, and with it the matrix that makes the latent of it."""
+    config = small(attention_skip=False, mlp_skip=False, value=[{"type": "latent", "rank": 5, "layers": [1]}])
+    before = weights(config)
+    result = transform(config, before, parse_request(remove))
+    assert not torch.equal(
+        result.tensors["model.layers.1.self_attn.v_proj.weight"], before["model.layers.1.self_attn.v_proj.weight"]
+    )
+    assert relative(logits(result.config, result.tensors), logits(config, before)) <= tolerance(result.conditions)
+    with pytest.raises(LeanError, match=r"the value .* it is 'latent'"):
+        transform(config, before, parse_request("value"))
+
+
 def test_one_head_of_a_shared_output_reads_two_values() -> None:
     """Its two heads must keep one basis, so both stay, and everything else goes as in other models."""
     rows = [[0, 2, 0, 0], [1, 0, 0, 1]]

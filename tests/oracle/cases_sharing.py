@@ -86,6 +86,23 @@ SHARED_LAYERS: list[Case] = on_both_shapes(
     ],
     **FOUR_LAYERS,
 )
+LATENT_VALUES: list[Case] = on_both_shapes(
+    [
+        ("latent-values",),
+        ("latent-values:rank=5", "gqa"),
+        ("latent-values:rank=2,layers=1", "latent-values:rank=7,layers=2", "mqa"),
+        ("latent-values:rank=1", "identity-query", "gqa"),
+    ],
+    **FOUR_LAYERS,
+) + by_turns(
+    [
+        ("latent-values:rank=3", "nonlinear-query", "gqa"),
+        ("latent-values", "identity-key"),
+        ("latent-values:rank=4,layers=0", "mlp-query"),
+        ("latent-values:rank=6", "denseformer"),
+    ],
+    **FOUR_LAYERS,
+)
 KEYS_AS_VALUES: list[Case] = on_both_shapes(
     [
         ("keys-as-values",),
@@ -192,5 +209,6 @@ CASES = (
     + INTERPOLATED_VALUES
     + SHARED_LAYERS
     + KEYS_AS_VALUES
+    + LATENT_VALUES
     + OPTIONS
 )

@@ -41,6 +41,15 @@ def identity_value(
     return x[:, :width] + (tensors[f"{name}.bias"] if bias else 0), 1.0
 
 
+def latent_value(
+    x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int, rank: int | None = None
+) -> Projected:
+    """c = X W_c of `rank` columns, half of the heads' width by default; V = c W_u (+ b)"""
+    latent = linear(x, tensors, name)
+    assert latent.shape[1] == (width // 2 if rank is None else rank)
+    return linear(latent, tensors, name.replace("v_proj", "v_up_proj")), 1.0
+
+
 def block_identity(
     x: Tensor,
     hidden: Hidden,
@@ -120,4 +129,9 @@ QUERIES = {
     "from_mlp": query_from_mlp,
 }
 KEYS = {"linear": linear_projection, "identity": identity_query_or_key, "block_identity": block_identity}
-VALUES = {"linear": linear_projection, "identity": identity_value, "block_identity": block_identity}
+VALUES = {
+    "linear": linear_projection,
+    "identity": identity_value,
+    "block_identity": block_identity,
+    "latent": latent_value,
+}

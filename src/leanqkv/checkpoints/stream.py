@@ -132,7 +132,7 @@ def _blocked(config: LeanConfig) -> Iterator[tuple[StreamPoint, str]]:
         i = layer.layer
         for slot in PROJECTIONS:
             kind = getattr(layer, slot).kind
-            if kind == "linear" or (slot == "value" and kind == "keys") or not computed_heads(layer, slot):
+            if kind == "linear" or (slot == "value" and kind in ("keys", "latent")) or not computed_heads(layer, slot):
                 continue
             yield (
                 after_attention(config, i) if slot == "output" else StreamPoint(i),

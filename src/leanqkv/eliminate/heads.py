@@ -87,8 +87,9 @@ def change_heads(
     changes: dict[str, tuple[Mapping[Head, Head], int, Callable[[Basis, Tensor], Tensor]]] = {}
     for layer in config.plan.layers:
         name = f"model.layers.{layer.block}.self_attn"
+        made_by = "v_up_proj" if side == "values" and layer.value_rank is not None else maker
         for kind in ("weight", "bias"):
-            changes[f"{name}.{maker}.{kind}"] = (classes.made, layer.block, Basis.read)
+            changes[f"{name}.{made_by}.{kind}"] = (classes.made, layer.block, Basis.read)
             if side == "keys" or kind == "weight":
                 changes[f"{name}.{consumer}.{kind}"] = (classes.consumed, layer.block, Basis.write)
 

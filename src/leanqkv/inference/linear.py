@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..compat import pack_linear, packing_works
+from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.projection_linear import HOOKS, is_plain_linear
 from .joined import join_projections
@@ -70,8 +71,8 @@ def packed(model: nn.Module) -> Any:
     """A copy of the model that shares its parameters and hooks, with packed linear layers where that is possible.
 
     Layers with the same input are packed as one. A packed layer takes the memory of its weight once more. Modules with
-    hooks, adapters or a way of their own to multiply stay as they are; so do the up projections of MLA, whose weights
-    are read without a call when decoding.
+    hooks, adapters or a way of their own to multiply stay as they are; so do the up projections of latents, whose
+    weights are read without a call when decoding.
     """
     # Hooks as well: one that collects something goes on collecting it where its owner looks for it.
     shared = {id(kept): kept for kept in (*model.parameters(), *model.buffers(), *hooks(model))}
@@ -81,7 +82,8 @@ def packed(model: nn.Module) -> Any:
         joined = join_projections(packed_model, packed_product)
     joined_ids = {id(layer) for layer in joined}
     for module in list(packed_model.modules()):
-        folded = (module.k_up_proj, module.v_up_proj) if isinstance(module, LatentAttention) else ()
+        folded = [module.v_up_proj] if isinstance(module, LeanAttention | LatentAttention) else []
+        folded += [module.k_up_proj] if isinstance(module, LatentAttention) else []
         for name, child in module.named_children():
             if id(child) not in joined_ids and child not in folded and can_replace(child):
                 setattr(module, name, PackedLinear(child))

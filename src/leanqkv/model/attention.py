@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .layout import HeadSource
 from .plan import BlockWeights, LayerPlan
 from .position import Rotation, Rotations, rotate, rotation_of
+from .value_latent import LatentValues, absorbing_pays, expand, from_latent
 
 
 class KeyValues(NamedTuple):
@@ -21,6 +22,7 @@ class KeyValues(NamedTuple):
 
     keys, values: [batch, heads, positions, head_dim] with their whole history; they may be the cache's own tensors, so
     they are never changed in place. new_values: those of this call's positions alone, before any mixing or caching.
+    Latent values (value_latent.py) are one head of their rank's width.
     Under MLA (attention_latent.py) `keys` is the rotary key and `values` the latent, [batch, positions, columns].
     """
 
@@ -84,6 +86,9 @@ class LeanAttention(nn.Module):
         self.k_proj = weights.key.build(config, weights.num_key_heads) if weights.num_key_heads else None
         computes_values = weights.num_value_heads and not weights.reuses_keys
         self.v_proj = weights.value.build(config, weights.num_value_heads) if computes_values else None
+        self.v_up_proj: nn.Linear | None = None
+        if weights.caches_latent:
+            self.v_up_proj = LatentValues.build_up(config, weights.num_value_heads, weights.value.options)
         self.o_proj = weights.output.build(config, weights.num_query_heads)
         self.q_norm = self._make_norm(weights.num_query_heads)
         self.k_norm = self._make_norm(weights.num_key_heads)
@@ -119,7 +124,7 @@ class LeanAttention(nn.Module):
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)
         key = self._split_heads(key, self.k_norm, rotation)
-        value = self._split_heads(value, None, None)
+        value = self._split_heads(value, None, None) if self.v_up_proj is None else autocast(value[:, None])
         if layer.reuses_keys and layer.computed_value_heads:
             value = key[:, : layer.computed_value_heads]
 
@@ -130,6 +135,11 @@ class LeanAttention(nn.Module):
         own = KeyValues(key, value, new_values)
 
         sources = {**(borrowed or {}), layer.layer: own}
+        absorbed = self.v_up_proj is not None and self._absorbs(self.v_up_proj, query, key, value)
+        if absorbed:
+            sources[layer.layer] = own._replace(values=value.expand(-1, layer.computed_value_heads, -1, -1))
+        elif self.v_up_proj is not None:
+            sources[layer.layer] = own._replace(values=expand(self.v_up_proj, value, self.head_dim))
         outputs = []
         for group in layer.groups:
             group_key = slice_heads(sources[group.keys.layer].keys, group.keys)
@@ -139,6 +149,8 @@ class LeanAttention(nn.Module):
             outputs.append(self.attend(self, group_query, group_key, group_values, attention_mask, scaling, **kwargs))
         output, attention_weights = concatenate_heads(outputs)
 
+        if absorbed and self.v_up_proj is not None:
+            output = from_latent(self.v_up_proj, output, self.head_dim)
         if layer.reuses_keys and rotation is not None:
             cos, sin = rotation
             output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
@@ -150,6 +162,11 @@ class LeanAttention(nn.Module):
         key = self.k_proj(hidden_states) if self.k_proj is not None else None
         value = self.v_proj(hidden_states) if self.v_proj is not None else None
         return query, key, value
+
+    def _absorbs(self, up: nn.Linear, query: Tensor, key: Tensor, latent: Tensor) -> bool:
+        """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""
+        dropped = self.training and self.config.attention_dropout > 0
+        return not dropped and absorbing_pays(up, query, key, latent)
 
     def _make_norm(self, heads: int) -> nn.Module | None:
         """`qk_norm` of that many heads, each alone or all of them together."""

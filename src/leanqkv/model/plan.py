@@ -67,6 +67,11 @@ class BlockWeights:
         return self.value.cls.__dict__.get("reuses_keys", False)
 
     @property
+    def caches_latent(self) -> bool:
+        """Whether the value heads are made of a latent, which alone is cached (`latent-values`)."""
+        return getattr(self.value.cls, "caches_latent", False)
+
+    @property
     def query_reads_mlp(self) -> bool:
         """Whether the query is made from the hidden activations of the previous block's MLP (`mlp-query`)."""
         return getattr(self.query.cls, "needs_mlp_hidden", False)
@@ -101,6 +106,7 @@ class LayerPlan:
     key_scales: tuple[tuple[int, float], ...] = ()  # layers whose keys it attends with: the factor they ask for
     score_scale: float = 1.0  # the factor that rotary positions ask for (MLA)
     attention_multiplier: float | None = None  # in place of 1 / sqrt(head_dim)
+    value_rank: int | None = None  # of the latent that its value heads are made of; None: they are made of the input
     caches: bool = True  # false where the whole input is seen at once: nothing is kept for later
 
     @property
@@ -136,8 +142,10 @@ class LayerPlan:
         else:
             if self.reuses_keys and self.layout.mixer is None:
                 values = 0  # the keys are the values
-            heads = {"keys": self.computed_key_heads, "values": values}
-            tensors = [CachedTensor(name, number, self.head_dim) for name, number in heads.items() if number]
+            heads = {"keys": (self.computed_key_heads, self.head_dim), "values": (values, self.head_dim)}
+            if self.value_rank is not None:
+                heads["values"] = 1, self.value_rank
+            tensors = [CachedTensor(name, number, width) for name, (number, width) in heads.items() if number]
         return tuple(tensors) if self.caches else ()
 
     @property
@@ -287,6 +295,7 @@ def _make_layers(config) -> list[LayerPlan]:
             ),
             score_scale=latent_score_scale(config) if latent else 1.0,
             attention_multiplier=config.attention_multiplier,
+            value_rank=_value_rank(config, values[i], computed_values),
             caches=config.mask_type != "bidirectional",
         )
         (_refuse_latent if latent else _refuse)(config, layer)
@@ -295,6 +304,11 @@ def _make_layers(config) -> list[LayerPlan]:
     for layer in layers:
         _ = layer.cached, layer.reuses_keys  # a compiled forward pass cannot fill a cached_property (Python 3.11)
     return layers
+
+
+def _value_rank(config, value: Mechanism, heads: int) -> int | None:
+    """The columns that are cached in place of the value heads; None: the heads are."""
+    return value.cls.rank(config, heads, value.options) if hasattr(value.cls, "caches_latent") else None
 
 
 def _rope(config, layer: int, window: int | None) -> str | None:

@@ -21,6 +21,7 @@ from .query_from_mlp import QueryFromMLP
 from .query_nonlinear import NonlinearQuery
 from .query_residual import ResidualQuery
 from .value_keys import KeysAsValues
+from .value_latent import LatentValues
 
 QUERIES = {
     "linear": LinearProjection,
@@ -39,6 +40,7 @@ VALUES = {
     "identity": IdentityValue,
     "block_identity": BlockIdentityProjection,
     "keys": KeysAsValues,
+    "latent": LatentValues,
 }
 OUTPUTS = {
     "linear": LinearOutput,
