@@ -100,7 +100,7 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def make(config: LeanConfig, directory: Path) -> None:
-    """Write a random checkpoint: each tensor from its own seed, N(0, 1 / inputs), with 1.8 times that deviation behind
+    """Write a random checkpoint: each matrix from its own seed, N(0, 1 / inputs), with 1.8 times that deviation behind
     the gate, which is 1/2 on average. A large one is drawn row by row in float32 and kept in bfloat16."""
     shapes = config.plan.parameter_shapes
     numbers = {name: number for number, name in enumerate(shapes)}
@@ -108,6 +108,8 @@ def make(config: LeanConfig, directory: Path) -> None:
     def draw(name: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(numbers[name])
         tensor = torch.empty(shapes[name], dtype=torch.bfloat16)
+        if tensor.ndim == 1:  # of a norm
+            return torch.ones_like(tensor)
         inputs = 1 if "embed" in name else tensor.shape[1]
         deviation = (1.8 if "down_proj" in name else 1) * inputs**-0.5
         for rows in tensor.split(1024):

@@ -38,6 +38,7 @@ BENCHMARKS = (
     ("distill", "real/distillation.json", "reference-conversion.md"),
     ("calibration_time", "conversion/gpt2-small-time.json", "reference-conversion.md"),
     ("decode", "decode/transformers.json", "reference-inference.md"),
+    ("decode_llama_cpp", "real/decode.json", "reference-inference.md"),
     ("decode_parts", "decode/parts.json", "reference-inference.md"),
     ("decode_variants", "decode/variants.json", "reference-inference.md"),
     ("eliminate_large", "exact/mistral-7b-shape.json", "reference-exact.md"),
