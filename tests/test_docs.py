@@ -36,6 +36,7 @@ BENCHMARKS = (
     ("conversion", "conversion/torch-headers.json", "reference-conversion.md"),
     ("real", "real/smollm2.json", "reference-conversion.md"),
     ("distill", "real/distillation.json", "reference-conversion.md"),
+    ("convert_large", "real/llama-7b-shape.json", "reference-conversion.md"),
     ("calibration_time", "conversion/gpt2-small-time.json", "reference-conversion.md"),
     ("decode", "decode/transformers.json", "reference-inference.md"),
     ("decode_llama_cpp", "real/decode.json", "reference-inference.md"),
