@@ -640,7 +640,7 @@ def test_refused(name: str, tmp_path: Path) -> None:
 
 def test_too_few_sequences_are_refused(tmp_path: Path) -> None:
     model = source("gpt", **SMALL)
-    with pytest.raises(LeanError, match=r"of 4 sequences one is held out .* are 3\. Use more --tokens"):
+    with pytest.raises(LeanError, match=r"one of 4 sequences is held out .* make 3\. Use more --tokens"):
         merge(model, sample_of(model[0], 3), tmp_path)
 
 
