@@ -12,7 +12,6 @@ import transformers
 from shapes import randomize
 from tokenizers.pre_tokenizers import ByteLevel
 
-from leanqkv.checkpoints.families import FAMILIES
 from leanqkv.data.tokenizer import END_OF_TEXT, train_tokenizer
 
 VOCABULARY = 300
@@ -35,11 +34,10 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         eos_token_id=0,
     ),
 }
-if "gemma3_text" in FAMILIES:
-    # The sixth layer has no window; 32 is no default width of a head, which the scale of attention follows.
-    CONFIGS["gemma3"] = transformers.Gemma3TextConfig(
-        **{**GROUPED, "num_hidden_layers": 6}, head_dim=32, query_pre_attn_scalar=32, sliding_window=8
-    )
+# The sixth layer has no window; 32 is no default width of a head, which the scale of attention follows.
+CONFIGS["gemma3"] = transformers.Gemma3TextConfig(
+    **{**GROUPED, "num_hidden_layers": 6}, head_dim=32, query_pre_attn_scalar=32, sliding_window=8
+)
 CHAT = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 
 

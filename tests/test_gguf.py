@@ -180,7 +180,6 @@ def test_a_factor_without_a_type_is_of_linear_scaling(folder):
     assert_same_function(write(folder / "model.gguf", about, stored_tensors("llama", model)), model)
 
 
-@pytest.mark.skipif("gemma3" not in CONFIGS, reason="no family of Gemma 3")
 def test_gemma_without_a_window_has_none_in_any_layer(folder):
     model = random_model("gemma3", layer_types=["full_attention"] * 6)
     about = metadata("gemma3", model.config)
