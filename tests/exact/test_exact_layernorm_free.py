@@ -217,3 +217,21 @@ def test_multipliers_are_taken_along() -> None:
 def test_norms_after_the_sublayers_stay(placement: str) -> None:
     with pytest.raises(LeanError, match=f"norm_placement is '{placement}'"):
         without_norms(small(**DISABLED, norm_placement=placement), {})
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_the_bias_of_a_norm_reaches_latent_values(biases: bool) -> None:
+    """It goes through the latent, which has no bias of its own, into that of the values."""
+    config = small(
+        norm_type="layernorm",
+        norm_eps=1e12,
+        norm_bias=True,
+        attention_bias=biases,
+        value=[{"type": "latent", "rank": 5}],
+    )
+    tensors = weights(config)
+    for name in tensors:
+        if name.endswith("norm.weight"):
+            tensors[name] = 1e6 * tensors[name]
+    without, folded = without_norms(config, tensors)
+    assert relative(logits(without, folded), logits(config, tensors)) <= EXACT
