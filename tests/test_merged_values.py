@@ -22,22 +22,18 @@ from torch import Tensor
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM
 from leanqkv.convert.activations import Layers, Recorder, correction, recording
 from leanqkv.convert.merged_values import (
-    HELD_OUT,
-    RIDGES,
-    SINK,
-    AttendedGrams,
-    Fit,
-    Merging,
+    MergedValues,
     Pair,
-    _read_pairs,
+    PairGrams,
+    _pairs,
     choose_pairs,
     count_merges,
-    fit_output,
     fit_pair,
     merge_heads,
-    token_weights,
 )
+from leanqkv.convert.output_fit import RIDGES, SINK, Fit, fit_output, token_weights
 from leanqkv.convert.scratch import Stream
+from leanqkv.convert.sweeps import HELD_OUT, Sweeps
 from leanqkv.inference import Decoder
 
 LLAMA_BIASES = BIASES | {"norm_bias": False}
@@ -64,7 +60,14 @@ def with_dependent_heads(config: LeanConfig, tensors: dict[str, Tensor], pairs: 
 
 def merge(model: Model, sample: np.ndarray, directory: Path, **options: Any) -> tuple[Any, Any, dict[str, Any]]:
     directory.mkdir(exist_ok=True)
-    return Merging(*model, sample, directory, **options).run()
+    (converted,) = merging(model, sample, directory, **options).run()
+    return converted.config, converted.tensors, {"layers": converted.layers}
+
+
+def merging(
+    model: Model, sample: np.ndarray, directory: Path, *, ratio: float = 0.5, layers: Any = None, **options: Any
+) -> Sweeps:
+    return Sweeps(*model, sample, directory, [MergedValues(*model, ratio, layers)], **options)
 
 
 def sample_of(config: LeanConfig, sequences: int, length: int = 12, seed: int = 5) -> np.ndarray:
@@ -98,7 +101,7 @@ def gram_by_loops(patterns: Tensor, values: Tensor, weight: Tensor, pair: tuple[
 @pytest.mark.parametrize("group", [1, 3])
 def test_gram_matrices_of_attended_values(group: int) -> None:
     normal, heads, width, length = normals(), 3, 2, 4
-    grams, expected = AttendedGrams(heads, width), dict.fromkeys(combinations(range(heads), 2), 0.0)
+    grams, expected = PairGrams(heads, width), dict.fromkeys(combinations(range(heads), 2), 0.0)
     for batch in (2, 1):
         patterns, weight = normal(batch, heads * group, length, length).softmax(-1), normal(batch, length).exp()
         values = normal(batch, heads, length, width)
@@ -132,14 +135,14 @@ def test_gram_matrices_of_a_model(shape: str, fields: dict, tmp_path: Path) -> N
     model = source(shape, **SMALL | fields)
     config, sample = model[0], sample_of(model[0], 4, 6)
     streams, values, patterns = seen_by_hooks(model, sample)
-    merging = Merging(*model, sample, tmp_path, batch_size=3)
-    merging._embed()
+    sweeps = merging(model, sample, tmp_path, batch_size=3)
+    sweeps._embed()
     for layer in range(config.num_hidden_layers):
-        grams, block = AttendedGrams(config.num_key_value_heads, config.head_dim), merging.source.block(layer)
-        for batch in merging._batches():
+        grams, block = PairGrams(config.num_key_value_heads, config.head_dim), sweeps.source.block(layer)
+        for batch in sweeps._batches():
             with recording(block) as recorder:
-                stream = merging._read("source", layer, batch)
-                merging._stream("source", layer + 1)[batch] = merging.source.run(block, layer, stream)
+                stream = sweeps._read("source", layer, batch)
+                sweeps._stream("source", layer + 1)[batch] = sweeps.source.run(block, layer, stream)
             grams.add(recorder, token_weights(stream, config.norm_eps)[0])
         by_head = values[layer].unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         weight = (streams[layer].square().mean(-1) + config.norm_eps).rsqrt()
@@ -157,7 +160,7 @@ def test_float64_is_on_the_cpu_alone(monkeypatch) -> None:
         return double(tensor)
 
     patterns, stream = normal(1, 4, 5, 5).float(), normal(1, 5, 6).float()
-    grams, fit, recorder = AttendedGrams(2, 3), Fit(), SimpleNamespace(values=patterns[:, :2, :, :3], patterns=patterns)
+    grams, fit, recorder = PairGrams(2, 3), Fit(), SimpleNamespace(values=patterns[:, :2, :, :3], patterns=patterns)
     monkeypatch.setattr(Tensor, "double", checked)
     grams.add(recorder, token_weights(stream, 1e-5)[0])
     fit.add(stream[0], stream[0])
@@ -265,8 +268,7 @@ def test_merged_heads(fields: dict) -> None:
             for query in range(head * group, (head + 1) * group):
                 columns = slice(query * width, (query + 1) * width)
                 expected[:, columns] = output[:, columns] @ pair.restore[:, half * width : (half + 1) * width].T
-    found = merged.tensors(merged.output)
-    assert merged.kept == [0, 1]
+    found = merged.attention_tensors(merged.output)
     assert_near(found["v_proj.weight"].double(), torch.cat(values), 2 * EPS)
     assert_near(found["o_proj.weight"].double(), expected, 2 * EPS)
     assert len(found) == 2 + 2 * (bias is not None)
@@ -436,12 +438,13 @@ def test_the_second_sweep(name: str, tmp_path: Path) -> None:
         phase, _, layer, *_ = text.split()
         if phase == "fitting:" and int(layer) > 1:
             at = int(layer) - 1
-            seen[at] = [merging._stream(of, at)[: len(sample)] for of in ("source", "converted")]
+            seen[at] = [sweeps._stream(of, at)[: len(sample)] for of in ("source", "converted-merged")]
 
-    merging = Merging(*model, sample, tmp_path, batch_size=7, message=message)
-    target, converted, report = merging.run()
+    sweeps = merging(model, sample, tmp_path, batch_size=7, message=message)
+    (result,) = sweeps.run()
+    target, converted, report = result.config, result.tensors, {"layers": result.layers}
     last = config.num_hidden_layers
-    seen[last] = [merging._stream(of, last)[: len(sample)] for of in ("source", "converted")]
+    seen[last] = [sweeps._stream(of, last)[: len(sample)] for of in ("source", "converted-merged")]
 
     ids, streams = torch.from_numpy(sample), [{}, {}]
     inputs, attended = [{}, {}], [{}, {}]
@@ -472,7 +475,7 @@ def test_the_second_sweep(name: str, tmp_path: Path) -> None:
         parts = [
             ((features * weight)[rows].flatten(0, 1), (wanted * weight)[rows].flatten(0, 1)) for rows in (~held, held)
         ]
-        stored = merging._file("values", layer)
+        stored = sweeps._file("pairs", layer)
         pairs = [pair for pair in pairs_in(stored, layer) if list(pair.heads) in at["merged"]]
         output, strength, missed = fit_by_hand(parts, merge_heads(*model, layer, pairs).output)
         assert at["layer"] == layer and at["missed"] == pytest.approx(missed, rel=1e-3, abs=EPS)
@@ -488,7 +491,7 @@ def test_the_second_sweep(name: str, tmp_path: Path) -> None:
 
 
 def pairs_in(file: Path, layer: int) -> Iterator[Pair]:
-    return _read_pairs(file, layer)
+    return iter(_pairs(load_file(file), layer))
 
 
 @torch.no_grad()
@@ -497,11 +500,11 @@ def test_the_cost_is_what_merging_loses(tmp_path: Path) -> None:
     model = source("llama", **SMALL, num_key_value_heads=2)
     config, sample = model[0], sample_of(model[0], 4, 6)
     streams, values, patterns = seen_by_hooks(model, sample)
-    merging = Merging(*model, sample, tmp_path)
-    merging.run()
+    sweeps = merging(model, sample, tmp_path)
+    sweeps.run()
     width, group = config.head_dim, 2
     for i in range(config.num_hidden_layers):
-        (pair,) = pairs_in(merging._file("values", i), i)
+        (pair,) = pairs_in(sweeps._file("pairs", i), i)
         left = values[i] - values[i] @ pair.combine @ pair.restore  # both heads are all there are
         output = model[1][f"model.layers.{i}.self_attn.o_proj.weight"].split(width, dim=1)
         weight = (streams[i].square().mean(-1) + config.norm_eps).rsqrt()[..., None]
@@ -533,11 +536,11 @@ def test_a_zero_embedding_does_not_outweigh_all_others(tmp_path: Path) -> None:
     sample = sample_of(config, 16)
     sample[sample == 5] = 6
     expected = merge((config, tensors), sample, tmp_path / "without")
-    costs = [pair.cost for pair in pairs_in(tmp_path / "without" / "values0.safetensors", 0)]
+    costs = [pair.cost for pair in pairs_in(tmp_path / "without" / "pairs-0.safetensors", 0)]
     tensors["model.embed_tokens.weight"][5] = 0
     sample[2, 3] = 5
     found = merge((config, tensors), sample, tmp_path / "with")
-    merged = [pair.cost for pair in pairs_in(tmp_path / "with" / "values0.safetensors", 0)]
+    merged = [pair.cost for pair in pairs_in(tmp_path / "with" / "pairs-0.safetensors", 0)]
     # One token of 192, whose stream is floored at 1e-3 where others have about 0.2.
     assert all(cost < 1e4 * before for before, cost in zip(costs, merged, strict=True))
     assert len(expected[2]["layers"]) == len(found[2]["layers"])
@@ -634,7 +637,7 @@ REFUSED: dict[str, tuple[str, LeanConfig, float, tuple[int, ...] | None]] = {
 def test_refused(name: str, tmp_path: Path) -> None:
     match, config, ratio, layers = REFUSED[name]
     with pytest.raises(LeanError, match=match) as refusal:
-        Merging(config, {}, sample_of(config, 4), tmp_path, ratio=ratio, layers=layers)
+        merging((config, {}), sample_of(config, 4), tmp_path, ratio=ratio, layers=layers)
     assert "\n" not in str(refusal.value) and not list(tmp_path.iterdir())
 
 
@@ -761,8 +764,8 @@ def damaged(file: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("state.json", "values0.safetensors", "values2.safetensors", "layer0.safetensors", "layer0.json"),
-        *("source0", "converted0"),
+        *("state.json", "pairs-0.safetensors", "pairs-2.safetensors", "merged-0.safetensors", "merged-0.json"),
+        *("source0", "converted-merged0"),
     ],
 )
 def test_damaged_files_are_not_trusted(little, whole, tmp_path: Path, name: str, how: str) -> None:
@@ -805,14 +808,20 @@ def test_space_is_asked_for(fields: dict, tmp_path: Path, monkeypatch) -> None:
     merge(model, sample, tmp_path / "written")
     streams = [file for file in (tmp_path / "written").iterdir() if not file.suffix]
     written = sum(file.stat().st_size for file in streams)
-    assert {file.name for file in streams} == {"source0", "source1", "converted0", "converted1", "features"}
+    assert {file.name for file in streams} == {
+        "source0",
+        "source1",
+        "converted-merged0",
+        "converted-merged1",
+        "features-merged",
+    }
     for file in (tmp_path / "written").glob("*.safetensors"):
         written += sum(tensor.nbytes for tensor in load_file(file).values())
 
     def start(free: float) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-            Merging(*model, sample, tmp_path / "little")
+            merging(model, sample, tmp_path / "little")
 
     (tmp_path / "little").mkdir()
     with pytest.raises(LeanError, match=r"needs [\d.]+ MB in .* free\. Use fewer --tokens, or choose an --out"):
@@ -822,7 +831,7 @@ def test_space_is_asked_for(fields: dict, tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("name", ["source0", "converted1", "features"])
+@pytest.mark.parametrize("name", ["source0", "converted-merged1", "features-merged"])
 def test_a_full_disk_is_an_error(little, tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/dev/full")
     with pytest.raises(LeanError, match=r"the disk is full: .*; choose an --out on a larger disk"):
@@ -833,7 +842,7 @@ def test_a_full_disk_while_a_layer_is_saved(little, tmp_path: Path, monkeypatch)
     def full(tensors: dict[str, Tensor], file: Path) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("leanqkv.convert.merged_values.save_file", full)
+    monkeypatch.setattr("leanqkv.convert.sweeps.save_file", full)
     with pytest.raises(LeanError, match=r"the disk is full: .*; choose an --out on a larger disk"):
         merge(*little, tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
@@ -865,7 +874,7 @@ def test_one_layer_is_in_memory(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(Stream, "__getitem__", read)
     merge(model, sample_of(model[0], 16), tmp_path, batch_size=3)
     assert len(blocks) == 10 and set(alive) == {1} and max(most) == 3
-    assert files == {"source0", "source1", "converted0", "converted1", "features"}
+    assert files == {"source0", "source1", "converted-merged0", "converted-merged1", "features-merged"}
 
 
 def test_the_result_is_a_checkpoint(tmp_path: Path) -> None:
@@ -907,7 +916,7 @@ def test_the_result_is_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_recorder_goes_also_after_an_error(tmp_path: Path) -> None:
     model = source("gpt", **SMALL)
-    block = Merging(*model, sample_of(model[0], 4), tmp_path).source.block(0)
+    block = merging(model, sample_of(model[0], 4), tmp_path).source.block(0)
     with pytest.raises(Stop), recording(block) as recorder:
         assert isinstance(block.self_attn.attend, Recorder) and block.self_attn.attend is recorder
         raise Stop

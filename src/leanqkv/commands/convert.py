@@ -26,8 +26,14 @@ COMPARED_TOKENS, DOMAIN_FACTOR = 4096, 1.5
 
 def convert(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    to: Annotated[str, typer.Option(help="merged-values or skipv1 for a smaller cache, or nonlinear-query.")],
     out: Out,
+    to: Annotated[
+        str, typer.Option(help="latents, merged-values or skipv1 for a smaller cache, or nonlinear-query.")
+    ] = "latents",
+    cache: Annotated[
+        str | None,
+        typer.Option(help="Latents: share of the source's cache to take at most, as 75%. Default: 84%."),
+    ] = None,
     method: Annotated[
         str, typer.Option(help="For skipv1: calibrated, or mean-v, mean-vo, top-v, top-vo, svd from weights alone.")
     ] = "calibrated",
@@ -57,13 +63,17 @@ def convert(
     ] = 0.5,
     layers: Annotated[
         str | None,
-        typer.Option(help="Merged values: layers whose heads may go, as 2,5,8-11. Default: all.", show_default=False),
+        typer.Option(
+            help="Latents and merged values: layers whose values may be reduced, as 2,5,8-11. Default: all.",
+            show_default=False,
+        ),
     ] = None,
     choose: Annotated[bool, typer.Option(help="skipv1: which heads keep a value, by what is lost without.")] = True,
     refit_lent: Annotated[bool, typer.Option(help="skipv1: fit the values that the first layer lends.")] = True,
     refit_values: Annotated[bool, typer.Option(help="skipv1: fit W_V of the kept heads, not W_O alone.")] = True,
     device: Annotated[
-        str | None, typer.Option(help="Merged values: cpu, cuda or mps, to calibrate on. Default: cpu.")
+        str | None,
+        typer.Option(help="Latents and merged values: cpu, cuda or mps, to calibrate on. Default: cpu."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the new matrices of a nonlinear query.")] = 0,
     dtype: Dtype = "fp32",
@@ -71,11 +81,13 @@ def convert(
         bool, typer.Option("--verbose", help="Print a line for every layer; a log has it anyway.")
     ] = False,
 ) -> None:
-    """Give a checkpoint a smaller KV cache (three quarters with half of the value heads), or a nonlinear query.
+    """Give a checkpoint a smaller KV cache, down to half of it, or a nonlinear query.
 
-    leanqkv convert model.gguf --to merged-values --calibration prose --out hf/merged --evaluate book.txt
+    leanqkv convert model.gguf --cache 84% --calibration prose --out hf/smaller --evaluate book.txt
 
-    leanqkv convert hf/llama --to merged-values --calibration prose,code.txt:0.3 --out hf/merged
+    leanqkv convert hf/llama --cache 75% --calibration prose,code.txt:0.3 --out hf/smaller
+
+    leanqkv convert hf/llama --to merged-values --calibration prose --out hf/merged
 
     leanqkv convert hf/llama --to skipv1 --calibration prose --out hf/skipv1
 
@@ -88,8 +100,7 @@ def convert(
     from ..checkpoints.open import open_checkpoint
     from ..checkpoints.write import check_free
     from ..convert.calibrated import Settings, calibrated_target
-    from ..convert.conversion import MERGED_VALUES, check_request, check_sequence_length, convert_directory
-    from ..convert.merged_values import count_merges
+    from ..convert.conversion import REDUCED, check_request, check_sequence_length, convert_directory, reduction
     from ..environment import check_device
     from ..errors import LeanError
     from ..report import conversion as pages
@@ -99,12 +110,13 @@ def convert(
     check_free(out, source)
     device = None if device is None else check_device(device)
     chosen_layers = None if layers is None else _read_layers(layers)
-    check_request(to, method, settings, calibration is not None, chosen_layers, device is not None)
+    share = None if cache is None else read_share(cache)
+    check_request(to, method, settings, calibration is not None, chosen_layers, device is not None, share)
     if calibration is None and tokens is not None:
         raise LeanError("--tokens goes with --calibration FILE; leave it out")
     opened = open_checkpoint(source)
-    if to == MERGED_VALUES:  # refuse before any text is read
-        count_merges(opened.config, ratio, chosen_layers)
+    if to in REDUCED:  # refuse before any text is read
+        reduction(to, opened.config, opened.tensors, cache=share, ratio=ratio, layers=chosen_layers)
     elif calibration is not None:
         calibrated_target(opened.config, ratio)
     length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
@@ -131,6 +143,7 @@ def convert(
             method=method,
             tokens=sample,
             settings=settings,
+            cache=share,
             layers=chosen_layers,
             device=None if device is None else torch.device(device),
             seed=seed,
@@ -149,6 +162,21 @@ def convert(
         for line in pages.layer_lines(report):
             console.print(line, highlight=False)
     console.print(f"{out}: conversion.html, conversion.json, README.md (a model card)", highlight=False)
+
+
+def read_share(text: str) -> float:
+    """Return the share of "75%" or "0.75".
+
+    Raises:
+        LeanError: it is neither, or not between 0 and 1.
+    """
+    from ..errors import LeanError
+
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(%?)", text.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share < 1:
+        raise LeanError(f"--cache is a share of the source's cache, such as 75%, found {shorten(text, 80)!r}")
+    return share
 
 
 def _read_layers(text: str) -> tuple[int, ...]:

@@ -23,12 +23,20 @@ from ..files import locked, make_directory, remove, write_json
 from ..model.config import LeanConfig
 from ..model.registry import suggest
 from .calibrated import Settings, calibrated
-from .merged_values import Merging
+from .latent_values import LatentValues
+from .merged_values import MergedValues
 from .methods import METHODS, pools, with_first_layer_values
 from .nonlinear_query import with_nonlinear_query
+from .sweeps import Reduction, Sweeps
 
 REPORT = "conversion.json"
-SKIPV1, MERGED_VALUES, NONLINEAR_QUERY = TARGETS = ("skipv1", "merged-values", "nonlinear-query")
+LATENTS, MERGED_VALUES, SKIPV1, NONLINEAR_QUERY = TARGETS = (
+    *("latents", "merged-values", "skipv1", "nonlinear-query"),
+)
+# Share of the source's cache that latent values take by default.
+CACHE = 0.84
+# Targets whose values are reduced in sweeps over the layers.
+REDUCED = (LATENTS, MERGED_VALUES)
 CALIBRATED = "calibrated"
 
 
@@ -39,11 +47,12 @@ def check_request(
     has_text: bool,
     layers: tuple[int, ...] | None = None,
     on_device: bool = False,
+    cache: float | None = None,
 ) -> None:
     """Refuse an unknown target or method, missing calibration text, and options that the method does not take."""
     if to not in TARGETS:
         raise LeanError(f"there is no conversion to {to!r}: {suggest(to, TARGETS)}")
-    calibrates = to in (SKIPV1, MERGED_VALUES) and method == CALIBRATED
+    calibrates = to in (SKIPV1, *REDUCED) and method == CALIBRATED
     if to == SKIPV1 and not calibrates and method not in METHODS:
         raise LeanError(f"there is no method {method!r}: {suggest(method, [*METHODS, CALIBRATED])}")
     if to != SKIPV1 and method != CALIBRATED:
@@ -55,9 +64,13 @@ def check_request(
     if calibrates and not has_text:
         raise LeanError("the calibrated method needs calibration text: --calibration FILE")
     if has_text and not calibrates:
-        raise LeanError("--calibration is for merged-values, and for skipv1 with --method calibrated; leave it out")
-    if to != MERGED_VALUES and (layers is not None or on_device):
-        raise LeanError("--layers and --device are for --to merged-values; leave them out")
+        raise LeanError(
+            "--calibration is for latents, merged-values, and skipv1 with --method calibrated; leave it out"
+        )
+    if to not in REDUCED and (layers is not None or on_device):
+        raise LeanError("--layers and --device are for --to latents and merged-values; leave them out")
+    if to != LATENTS and cache is not None:
+        raise LeanError("--cache is for --to latents; leave it out")
 
 
 def check_sequence_length(config: LeanConfig, length: int) -> None:
@@ -102,6 +115,7 @@ def convert_directory(
     method: str = CALIBRATED,
     tokens: np.ndarray | None = None,
     settings: Settings | None = None,
+    cache: float | None = None,
     layers: tuple[int, ...] | None = None,
     device: torch.device | None = None,
     seed: int = 0,
@@ -118,9 +132,11 @@ def convert_directory(
     Args:
         to: one of TARGETS.
         method: for skipv1, one of METHODS or "calibrated".
-        tokens: [sequences, length], for merged-values and the calibrated method.
-        settings: for skipv1's calibrated method; its ratio is every method's.
-        layers, device: for merged-values: those whose heads may be merged (None: all), and where it computes.
+        tokens: [sequences, length], for latents, merged-values and the calibrated method.
+        settings: for skipv1's calibrated method; its ratio is also merged-values' and every method's.
+        cache: for latents: the share of the source's cache that the result takes at most; None: CACHE.
+        layers, device: for latents and merged-values: those whose values may be reduced (None: all), and where it
+            computes.
         seed: for the new matrices of a nonlinear query.
         message: called with what is done next; `calibrating` with passes over the tokens done and in all, `progress`
             with bytes written and in all.
@@ -134,7 +150,7 @@ def convert_directory(
     """
     settings = settings or Settings()
     check_free(out, source)
-    check_request(to, method, settings, tokens is not None, layers, device is not None)
+    check_request(to, method, settings, tokens is not None, layers, device is not None, cache)
     with ExitStack() as held:
         started = time.perf_counter()
         checkpoint = open_checkpoint(source)
@@ -144,30 +160,32 @@ def convert_directory(
         if to == NONLINEAR_QUERY:
             target, tensors = with_nonlinear_query(config, stored, seed)
             report["seed"] = seed
-        elif to == MERGED_VALUES:
+        elif to in REDUCED:
             assert tokens is not None
             work = held.enter_context(_calibration_directory(out))
+            chosen: dict[str, Any] = {"cache": cache or CACHE} if to == LATENTS else {"ratio": settings.ratio}
             decides: dict[str, Any] = {
+                "to": to,
                 "source": source_hashes(checkpoint),
                 "tokens": _hash(tokens),
                 "versions": versions(),
             }
-            decides |= {"ratio": settings.ratio, "layers": layers, "device": str(device)}
-            merging = Merging(
+            decides |= {**chosen, "layers": layers, "device": str(device)}
+            sweeps = Sweeps(
                 config,
                 stored,
                 tokens,
                 work,
-                ratio=settings.ratio,
-                layers=layers,
+                [reduction(to, config, stored, cache=cache, ratio=settings.ratio, layers=layers)],
                 device=device,
                 job=decides,
                 progress=calibrating,
                 message=message,
             )
-            started -= merging.earlier_seconds
-            target, tensors, fits = merging.run()
-            report |= {"calibration_tokens": tokens.size, "ratio": settings.ratio, **fits}
+            started -= sweeps.earlier_seconds
+            (converted,) = sweeps.run()
+            target, tensors = converted.config, converted.tensors
+            report |= {"calibration_tokens": tokens.size, **chosen, "layers": converted.layers}
         elif tokens is not None:
             target, tensors, fits = calibrated(config, stored, tokens, settings, progress=calibrating, message=message)
             report |= {"calibration_tokens": tokens.size, "method": method, "settings": asdict(settings), **fits}
@@ -190,6 +208,25 @@ def convert_directory(
             checkpoint, out, target, tensors, dtype, settings=decided, finish=finish_directory, progress=progress
         )
         return report
+
+
+def reduction(
+    to: str,
+    config: LeanConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    cache: float | None = None,
+    ratio: float = 0.5,
+    layers: tuple[int, ...] | None = None,
+) -> Reduction:
+    """Return the reduction of a target of REDUCED; the arguments are `convert_directory`'s.
+
+    Raises:
+        LeanError: the source cannot be converted, or not by so much; says why.
+    """
+    if to == LATENTS:
+        return LatentValues(config, tensors, cache or CACHE, layers)
+    return MergedValues(config, tensors, ratio, layers)
 
 
 @contextmanager

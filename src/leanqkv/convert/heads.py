@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import floor
 
+import torch
 from torch import Tensor
 
 from ..errors import LeanError
@@ -121,6 +122,20 @@ def split_heads(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int) -
     bias = tensors[f"{name}.v_proj.bias"].double().view(value.shape[:2]) if config.attention_bias else None
     output = tensors[f"{name}.o_proj.weight"].double().unflatten(1, (len(value), -1, config.head_dim))
     return ValueHeads(value, bias, output.permute(1, 2, 0, 3))
+
+
+def value_with_bias(heads: ValueHeads) -> Tensor:
+    """Return W_V head by head, [heads, hidden_size, head_dim], with its bias as one row more where there is one."""
+    value = heads.value.transpose(1, 2)
+    return value if heads.value_bias is None else torch.cat((value, heads.value_bias[:, None]), dim=1)
+
+
+def output_with_bias(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int, output: Tensor) -> Tensor:
+    """Return W_O as [rows, hidden_size] of [heads, group, head_dim, hidden_size], with its bias as one row more."""
+    rows = output.flatten(0, 2)
+    if not config.attention_output_bias:
+        return rows
+    return torch.cat((rows, tensors[f"model.layers.{layer}.self_attn.o_proj.bias"].double()[None]))
 
 
 def assemble_tensors(

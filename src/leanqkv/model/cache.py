@@ -24,7 +24,11 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .cache_kivi import KiviLayer
+
 LAYER_TYPE = "leanqkv_attention"
+# The backend of a quantized cache that is made here.
+KIVI = "kivi"
 
 
 class LeanDynamicLayer(DynamicLayer):
@@ -114,13 +118,17 @@ def dynamic_cache(plan) -> DynamicCache:
 
 
 class LeanQuantizedCache(QuantizedCache):
-    """transformers' QuantizedCache for the tensors of the plan: `LeanQuantizedCache("quanto", config, nbits=4)`.
+    """A quantized cache for the tensors of the plan: `LeanQuantizedCache("kivi", config, key_bits=8, value_bits=4)`.
 
-    `generate(cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})` makes one.
+    `generate(cache_implementation="quantized", cache_config={"backend": "kivi", "key_bits": 8})` makes one.
     """
 
     def __init__(self, backend: str, config, **options: Any):
-        """backend, options: as QuantizedCache takes them, which names the package that a missing backend needs.
+        """Make the layers.
+
+        Args:
+            backend, options: "kivi" with key_bits and value_bits (see `KiviLayer`), which needs no further package; or
+                as transformers' QuantizedCache takes them, which names the package that a missing backend needs.
 
         Raises:
             ValueError: some layers keep a sliding window; what leaves it cannot be taken out of quantized tensors.
@@ -130,9 +138,13 @@ class LeanQuantizedCache(QuantizedCache):
                 f"a quantized cache keeps all positions, but layer {windowed[0]} keeps a sliding window of "
                 f"{config.plan.layers[windowed[0]].window}; use the default cache"
             )
+        given = {name: value for name, value in options.items() if value is not None}
+        if backend == KIVI:
+            layers: list[Any] = [KiviLayer(**given) for _ in config.plan.layers]
+            Cache.__init__(self, layers=layers)
+            return
         whole: Any = PreTrainedConfig(num_hidden_layers=config.num_hidden_layers)  # type: ignore[call-arg]
         super().__init__(backend, whole, **options)
-        given = {name: value for name, value in options.items() if value is not None}
         self.layers = [_quantized_layer(type(layer), given) for layer in self.layers]
 
 

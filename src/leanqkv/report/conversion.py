@@ -10,7 +10,7 @@ import yaml
 from rich.table import Table as TerminalTable
 
 from ..compare.statistics import Band
-from ..convert.conversion import MERGED_VALUES, NONLINEAR_QUERY
+from ..convert.conversion import LATENTS, MERGED_VALUES, NONLINEAR_QUERY, REDUCED
 from ..convert.conversion import REPORT as RECORD
 from ..errors import LeanError
 from ..files import read_json, write_text
@@ -29,6 +29,7 @@ FITTED, HELD_OUT = "the calibration text", "calibration sequences held out from 
 # Words on the columns of the layers' table.
 COLUMNS = {
     "merged": "Merged: pairs of heads that read one value.",
+    "rank": "Rank: columns of the layer's latent, of which all its value heads are made.",
     "ridge": "Ridge: how strongly W_O was pulled towards the one that it started from; – where that one stayed.",
     "sink_tokens": "Sinks: held-out tokens whose stream is far larger than that of the others.",
     "kept": "Kept: the heads that keep a value.",
@@ -101,6 +102,9 @@ def layer_lines(record: dict[str, Any]) -> Iterator[str]:
         yield f"value heads pooled: {record['pools']}"
     for layer in record.get("layers", ()):
         error = f"{layer['missed']:.2%} of attention's output missed" if "missed" in layer else "fitted"
+        if "rank" in layer:
+            yield f"layer {layer['layer']}: values cached in {layer['rank']} columns; {error}"
+            continue
         if "merged" in layer:
             pairs = " and ".join(f"{first} with {second}" for first, second in layer["merged"])
             yield f"layer {layer['layer']}: {f'merged heads {pairs}' if pairs else 'all heads kept'}; {error}"
@@ -160,7 +164,7 @@ def _page(record: dict[str, Any]) -> str:
         result=_narrow(result_table(record)),
         changed=_what_changed(record),
         layers=_layer_table(record),
-        missed_on=HELD_OUT if record["to"] == MERGED_VALUES else FITTED,
+        missed_on=HELD_OUT if record["to"] in REDUCED else FITTED,
         figure=_figure(record),
         facts=_facts(record),
         limits=_limits(record),
@@ -223,8 +227,15 @@ def _what_changed(record: dict[str, Any]) -> str:
             "Every layer has a nonlinear query, which starts as exactly the function of the source's. Nothing is "
             "gained before training goes on."
         )
+    if record["to"] == LATENTS:
+        ranks = [layer["rank"] for layer in record["layers"]]
+        return (
+            f"Of every layer's values a latent of {min(ranks)} to {max(ranks)} columns is cached, of which its value "
+            "heads are made. Queries, keys, MLPs, norms and embeddings are the source's. Value and output projections "
+            "were fitted to text; nothing was trained."
+        )
     if record["to"] == MERGED_VALUES:
-        count = record["merged_pairs"]
+        count = sum(len(layer["merged"]) for layer in record["layers"])
         merged = "1 pair of value heads is merged" if count == 1 else f"{count:,} pairs of value heads are merged"
         return (
             f"{merged}: both key heads of a pair read one value, which is cached once. Queries, keys, MLPs, norms and "
@@ -266,6 +277,8 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("Calibration text", calibration["description"]))
         sequences = f"sequences of {calibration['sequence_length']:,}"
         facts.append(("Calibration tokens", f"{record['calibration_tokens']:,}, in {sequences}"))
+    if "cache" in record:
+        facts.append(("Cache", f"at most {record['cache']:.2%} of the source's".replace(".00%", "%")))
     if "ratio" in record:
         facts.append(("Ratio", f"{record['ratio']:g} of the value heads go at most"))
     if settings := record.get("settings"):

@@ -1,0 +1,386 @@
+"""Two sweeps over the layers of a model, for conversions that cache less of its values; one layer in memory at a time.
+
+1. On the source's stream, measure what is lost by the ways to reduce each layer's values. From all layers together,
+   each reduction then chooses.
+2. On the stream of every model as converted so far, fit its W_O by ridge regression to the source's stream. Its
+   strength is the one that misses least on sequences held out from the fit.
+
+A token counts by the inverse mean square of its stream, as what follows reads the normed stream. Nothing is trained.
+Several reductions go through the same sweeps: the source is run once for all of them.
+"""
+
+import json
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..checkpoints.tensors import LazyTensors
+from ..checkpoints.write import Progress
+from ..errors import LeanError
+from ..files import disk_full_is_an_error, read_json, replacing, write_json
+from ..model.block import LeanBlock
+from ..model.config import LeanConfig
+from .activations import Layers, Recorder, correction, recording
+from .output_fit import Fit, fit_output, token_weights
+from .scratch import Stream
+
+# Every fourth sequence is held out from the fit of W_O.
+HELD_OUT = 4
+# Where the disk is full; the files lie beside the new model.
+ADVICE = "choose an --out on a larger disk"
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class ReducedHeads:
+    """What a layer's values become, and the W_O that the fit starts from; float64.
+
+    Attributes:
+        value: [key heads, hidden_size (+ 1 with a bias), head_dim]; the normed stream times this is what each key
+            head's patterns read.
+        output: [rows (+ 1 with an output bias), hidden_size].
+        tensors: what makes the values, by its name in the attention.
+        output_bias: whether the last row of `output` is a bias.
+    """
+
+    value: Tensor
+    output: Tensor
+    tensors: dict[str, Tensor]
+    output_bias: bool
+
+    def features(self, normed: Tensor, patterns: Tensor) -> Tensor:
+        """Return what W_O is applied to, [batch, length, rows]: every pattern times its value, and ones for a bias."""
+        ones = torch.ones_like(normed[..., :1])
+        inputs = torch.cat((normed, ones), -1) if self.value.shape[1] > normed.shape[-1] else normed
+        grouped = patterns.unflatten(1, (len(self.value), -1))
+        attended = [  # of each key head, [batch, group, length, head_dim]
+            grouped[:, head] @ (inputs @ value)[:, None] for head, value in enumerate(self.value.to(normed))
+        ]
+        columns = torch.cat(attended, dim=1).transpose(1, 2).flatten(2)
+        return torch.cat((columns, ones), -1) if self.output_bias else columns
+
+    def attention_tensors(self, output: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that change, in float32, with W_O = `output`."""
+        rows = len(output) - self.output_bias
+        result = {**self.tensors, "o_proj.weight": output[:rows].T}
+        if self.output_bias:
+            result["o_proj.bias"] = output[rows]
+        return {name: tensor.float().contiguous() for name, tensor in result.items()}
+
+
+class Grams(ABC):
+    """Sums over a layer's tokens."""
+
+    @abstractmethod
+    def add(self, recorder: Recorder, weight: Tensor) -> None:
+        """Add a batch; `weight` [batch, length] multiplies each token's values."""
+
+
+class Reduction(ABC):
+    """A way to cache less of the values.
+
+    Attributes:
+        name: of its files.
+        measures: of the files with its measurements; reductions with the same one share them.
+        first: the first layer that it changes, once it has chosen.
+        target: the configuration of the result, once it has chosen.
+    """
+
+    name: str
+    measures: str
+    first: int
+    target: LeanConfig
+
+    @abstractmethod
+    def grams(self, layer: int) -> Grams:
+        """Return the sums, still empty, that it needs of a layer."""
+
+    @abstractmethod
+    def measure(self, layer: int, grams: Any, tokens: int) -> dict[str, Tensor]:
+        """Return what choosing needs of a layer, from sums over so many tokens."""
+
+    @abstractmethod
+    def choose(self, measured: Callable[[int], Mapping[str, Tensor]]) -> None:
+        """Choose what is cached; `measured` returns what `measure` has returned of a layer."""
+
+    @abstractmethod
+    def reduce(self, layer: int) -> ReducedHeads:
+        """Return a layer's heads as they were chosen."""
+
+    @abstractmethod
+    def report(self, layer: int) -> dict[str, Any]:
+        """Return what was chosen for a layer."""
+
+    @abstractmethod
+    def disk_bytes(self) -> int:
+        """Return how much `measure` writes for a layer."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A model after the sweeps: its tensors of attention are read from files, all others are the source's."""
+
+    config: LeanConfig
+    tensors: LazyTensors
+    layers: list[dict[str, Any]]
+
+
+@dataclass
+class _LayerFit:
+    """The fit of one layer under one reduction."""
+
+    heads: ReducedHeads
+    features: Stream
+    fitted: Fit = field(default_factory=Fit)
+    held_out: Fit = field(default_factory=Fit)
+    sinks: Fit = field(default_factory=Fit)
+    sink_tokens: int = 0
+
+    def add(self, columns: Tensor, target: Tensor, held: Tensor, sink: Tensor) -> None:
+        """Add a batch of weighted features and targets; `held` [batch]: of the sequences that are held out."""
+        for fit, rows in ((self.fitted, ~held), (self.held_out, held)):
+            fit.add(columns[rows].flatten(0, 1), target[rows].flatten(0, 1))
+        chosen = sink & held[:, None].to(sink.device)
+        self.sinks.add(columns[chosen], target[chosen])
+        self.sink_tokens += int(chosen.sum())
+
+    def solve(self, fits: bool) -> tuple[Tensor, dict[str, Any]]:
+        """Return W_O and its part of the report; without `fits` it stays as it is."""
+        output, strength, missed = self.heads.output, None, self.held_out.missed(self.heads.output)
+        if fits:
+            output, strength, missed = fit_output(self.fitted, self.held_out, output)
+        report: dict[str, Any] = {"missed": missed, "ridge": strength}
+        if self.sinks.target:
+            report |= {"sink_tokens": self.sink_tokens, "missed_sinks": self.sinks.missed(output)}
+        return output, report
+
+
+class Sweeps:
+    """Both sweeps. Their files in `directory` let them go on at the layer where they were interrupted.
+
+    Args:
+        tokens: [sequences, length], calibration tokens.
+        job: what decides the result; files of another job are not used.
+
+    Attributes:
+        earlier_seconds: what the interrupted runs that this one goes on from have taken.
+    """
+
+    def __init__(
+        self,
+        config: LeanConfig,
+        tensors: Mapping[str, Tensor],
+        tokens: np.ndarray,
+        directory: Path,
+        reductions: Sequence[Reduction],
+        *,
+        batch_size: int = 4,
+        device: torch.device | None = None,
+        job: Mapping[str, Any] | None = None,
+        progress: Progress = lambda done, total: None,
+        message: Callable[[str], None] = lambda text: None,
+    ):
+        self.config, self.tensors, self.tokens, self.directory = config, tensors, tokens, directory
+        self.reductions = list(reductions)
+        self.measuring = list({one.measures: one for one in reversed(self.reductions)}.values())
+        if len(tokens) < HELD_OUT:
+            raise LeanError(
+                f"one of {HELD_OUT} sequences is held out from the fit, and the calibration tokens make {len(tokens)}. "
+                "Use more --tokens, or a shorter --sequence-length"
+            )
+        self.batch_size, self._progress, self._message = batch_size, progress, message
+        self.device = device or torch.device("cpu")
+        self.source = Layers(config, tensors, tokens.shape[1], self.device)
+        self._state = self._begin(json.loads(json.dumps(job or {})))
+        self.earlier_seconds, self._started = float(self._state.get("seconds", 0)), time.perf_counter()
+
+    @torch.no_grad()
+    def run(self) -> list[Converted]:
+        """Return the converted models, in the reductions' order."""
+        for layer in self._sweep("choosing"):
+            self._measure(layer)
+        for one in self.reductions:
+            one.choose(lambda layer, name=one.measures: load_file(self._file(name, layer)))  # type: ignore[misc]
+        for layer in self._sweep("fitting"):
+            self._fit(layer)
+        return [self._converted(one) for one in self.reductions]
+
+    def _converted(self, reduction: Reduction) -> Converted:
+        reports = [self._file(reduction.name, layer, "json") for layer in range(self.config.num_hidden_layers)]
+
+        def read(name: str) -> Tensor:
+            layer, _, module = name.removeprefix("model.layers.").partition(".self_attn.")
+            fitted = load_file(self._file(reduction.name, int(layer))) if module else {}
+            return fitted[module] if module in fitted else self.tensors[name].float()
+
+        tensors = LazyTensors(reduction.target.plan.parameter_shapes, read)
+        return Converted(reduction.target, tensors, [read_json(report) for report in reports])
+
+    def _measure(self, layer: int) -> None:
+        """Write what the reductions choose by, and pass the source's stream on."""
+        block = self.source.block(layer)
+        sums = [one.grams(layer) for one in self.measuring]
+        for batch in self._batches():
+            stream = self._read("source", layer, batch)
+            with recording(block) as recorder:
+                self._stream("source", layer + 1)[batch] = self.source.run(block, layer, stream)
+            weight, _ = token_weights(stream, self.config.norm_eps)
+            for grams in sums:
+                grams.add(recorder, weight)
+        for one, grams in zip(self.measuring, sums, strict=True):
+            self._save(one.measures, layer, one.measure(layer, grams, self.tokens.size))
+
+    def _fit(self, layer: int) -> None:
+        """Write a layer's attention weights and its report under every reduction, and pass all streams on."""
+        block = self.source.block(layer)
+        heads = [one.reduce(layer) for one in self.reductions]
+        fits = [
+            _LayerFit(each, self._features(one, len(each.output)))
+            for one, each in zip(self.reductions, heads, strict=True)
+        ]
+        for batch in self._batches():
+            before = self._read("source", layer, batch)
+            with recording(block) as recorder:
+                self._stream("source", layer + 1)[batch] = self.source.run(block, layer, before)
+            attended = recorder.heads.flatten(2) @ block.self_attn.o_proj.weight.T
+            if self.config.attention_output_bias:
+                attended = attended + block.self_attn.o_proj.bias
+            weight, sink = token_weights(before, self.config.norm_eps)
+            held = torch.arange(batch.start, batch.start + len(before)) % HELD_OUT == HELD_OUT - 1
+            for one, fit in zip(self.reductions, fits, strict=True):
+                after = self._read_converted(one, layer, batch)
+                target = attended + correction(self.config, before, after)
+                normed, recorder = self.source.attend(block, layer, after)
+                columns = fit.heads.features(normed, recorder.patterns)
+                fit.features[batch] = columns
+                fit.add(columns * weight[..., None], target * weight[..., None], held, sink)
+        for one, fit in zip(self.reductions, fits, strict=True):
+            # Below the first change there is nothing to make up for.
+            output, report = fit.solve(layer >= one.first)
+            self._advance(block, layer, one, fit.features, output)
+            self._save(one.name, layer, fit.heads.attention_tensors(output))
+            write_json(self._file(one.name, layer, "json"), {"layer": layer, **one.report(layer), **report})
+
+    def _advance(self, block: LeanBlock, layer: int, reduction: Reduction, features: Stream, output: Tensor) -> None:
+        """Pass a converted stream through a layer whose attention is `features @ output`."""
+        weights = output.float().to(self.device)
+        for batch in self._batches():
+            attended = features[batch].to(self.device) @ weights
+            after = self._read_converted(reduction, layer, batch)
+            block.self_attn.forward = _returning(attended)  # type: ignore[method-assign]
+            self._stream(f"converted-{reduction.name}", layer + 1)[batch] = self.source.run(block, layer, after)
+        del block.self_attn.forward
+
+    def _sweep(self, phase: str) -> Iterator[int]:
+        """Yield every layer that is not done, with the source's stream before it on disk."""
+        layers = self.config.num_hidden_layers
+        total = 2 * layers
+        for layer in range(layers):
+            at = layer + (layers if phase == "fitting" else 0)
+            self._progress(at, total)
+            if self._state["done"] > at:
+                continue
+            self._message(f"{phase}: layer {layer + 1} of {layers}")
+            if not layer:
+                self._embed()
+            yield layer
+            self._state["done"] = at + 1
+            self._state["seconds"] = self.earlier_seconds + time.perf_counter() - self._started
+            write_json(self.directory / STATE, self._state)
+        self._progress(total if phase == "fitting" else layers, total)
+
+    def _embed(self) -> None:
+        stream = self._stream("source", 0)
+        for place, hidden in enumerate(self.source.embed(self.tokens)):
+            stream[place : place + 1] = hidden[None]
+
+    def _begin(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The state of an interrupted run of the same job, or a new one."""
+        try:
+            state = read_json(self.directory / STATE)
+        except LeanError:
+            state = {}
+        if job and state.get("job") == job and self._whole(state.get("done")):
+            return state
+        needed, free = self._disk_bytes(), shutil.disk_usage(self.directory).free
+        if needed > free:
+            raise LeanError(
+                f"calibration needs {needed / 1e6:,.1f} MB in {self.directory.parent}, which has {free / 1e6:,.1f} MB "
+                f"free. Use fewer --tokens, or {ADVICE}"
+            )
+        # From here on the files are another job's no more.
+        state = {"job": job, "done": 0}
+        write_json(self.directory / STATE, state)
+        return state
+
+    def _disk_bytes(self) -> int:
+        """What all files take at most: streams, measurements, and the attention weights of every reduction."""
+        heads, width = self.config.num_key_value_heads, self.config.head_dim
+        assert heads is not None and width is not None
+        columns = self.config.num_attention_heads * width + self.config.attention_output_bias
+        of_a_reduction = 2 * self.config.hidden_size + columns
+        streams = 4 * self.tokens.size * (2 * self.config.hidden_size + len(self.reductions) * of_a_reduction)
+        weights = 4 * (self.config.hidden_size + 1) * (columns + heads * width + 1) + 4 * (heads * width) ** 2
+        of_a_layer = sum(one.disk_bytes() for one in self.measuring) + len(self.reductions) * weights
+        return streams + self.config.num_hidden_layers * of_a_layer
+
+    def _whole(self, done: Any) -> bool:
+        """Whether all that is needed after `done` steps is there: a machine that stops may lose files of before."""
+        layers = self.config.num_hidden_layers
+        if done not in range(2 * layers + 1):
+            return False
+        measured, fitted = min(done, layers), max(done - layers, 0)
+        files = [self._file(one.measures, layer) for one in self.measuring for layer in range(measured)]
+        files += [self._file(one.name, layer) for one in self.reductions for layer in range(fitted)]
+        try:
+            for file in files:
+                with safe_open(file, "pt"):
+                    pass
+            for one in self.reductions:
+                for layer in range(fitted):
+                    read_json(self._file(one.name, layer, "json"))
+            names = ["source"] if done % layers else []
+            names += [f"converted-{one.name}" for one in self.reductions] if fitted % layers else []
+            return all(self._stream(name, done % layers).whole for name in names)
+        except (LeanError, OSError, SafetensorError):
+            return False
+
+    def _batches(self) -> Iterator[slice]:
+        for start in range(0, len(self.tokens), self.batch_size):
+            yield slice(start, min(start + self.batch_size, len(self.tokens)))
+
+    def _save(self, name: str, layer: int, tensors: dict[str, Tensor]) -> None:
+        with disk_full_is_an_error(self.directory, ADVICE), replacing(self._file(name, layer)) as temporary:
+            save_file(tensors, temporary)
+
+    def _stream(self, name: str, layer: int) -> Stream:
+        # A layer reads one file and writes the other, so an interruption leaves what it read as it was.
+        return Stream(self.directory / f"{name}{layer % 2}", (*self.tokens.shape, self.config.hidden_size), ADVICE)
+
+    def _features(self, reduction: Reduction, columns: int) -> Stream:
+        return Stream(self.directory / f"features-{reduction.name}", (*self.tokens.shape, columns), ADVICE)
+
+    def _read(self, name: str, layer: int, batch: slice) -> Tensor:
+        return self._stream(name, layer)[batch].to(self.device)
+
+    def _read_converted(self, reduction: Reduction, layer: int, batch: slice) -> Tensor:
+        """A converted model's stream before a layer; before the first one it is the source's."""
+        return self._read(f"converted-{reduction.name}" if layer else "source", layer, batch)
+
+    def _file(self, name: str, layer: int, kind: str = "safetensors") -> Path:
+        return self.directory / f"{name}-{layer}.{kind}"
+
+
+def _returning(attended: Tensor) -> Callable[..., Any]:
+    """An attention that was computed before."""
+    return lambda *_, **__: (attended, None, None)
