@@ -6,6 +6,7 @@ where they are computed, and a layer that computes nothing stores nothing.
 """
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .cache_kivi import KiviLayer
+from .cache_kivi import kivi_layers, refuse_windows
 
 LAYER_TYPE = "leanqkv_attention"
-# The backend of a quantized cache that is made here.
-KIVI = "kivi"
+# The backend of a quantized cache that is made here, and what its `cache_config` may hold.
+KIVI, KIVI_OPTIONS = "kivi", ("key_bits", "value_bits")
 
 
 class LeanDynamicLayer(DynamicLayer):
@@ -131,17 +132,18 @@ class LeanQuantizedCache(QuantizedCache):
                 as transformers' QuantizedCache takes them, which names the package that a missing backend needs.
 
         Raises:
-            ValueError: some layers keep a sliding window; what leaves it cannot be taken out of quantized tensors.
+            ValueError: some layers keep a sliding window; or an unknown option.
         """
-        if windowed := [layer.layer for layer in config.plan.layers if layer.window is not None]:
+        refuse_windows(config.plan)
+        # transformers' own take `self`, a backend and a configuration first.
+        valid = KIVI_OPTIONS if backend == KIVI else tuple(signature(QuantizedCache.__init__).parameters)[3:]
+        if unknown := [name for name in options if name not in valid]:
             raise ValueError(
-                f"a quantized cache keeps all positions, but layer {windowed[0]} keeps a sliding window of "
-                f"{config.plan.layers[windowed[0]].window}; use the default cache"
+                f"backend {backend!r} of the quantized cache has no option {unknown[0]!r}; it has {', '.join(valid)}"
             )
         given = {name: value for name, value in options.items() if value is not None}
         if backend == KIVI:
-            layers: list[Any] = [KiviLayer(**given) for _ in config.plan.layers]
-            Cache.__init__(self, layers=layers)
+            Cache.__init__(self, layers=kivi_layers(config.plan, **given))  # type: ignore[arg-type]
             return
         whole: Any = PreTrainedConfig(num_hidden_layers=config.num_hidden_layers)  # type: ignore[call-arg]
         super().__init__(backend, whole, **options)
