@@ -18,12 +18,14 @@ from leanqkv.model.cache import dynamic_cache
 BASE = "gpt2-124m"
 MODELS = ((), ("skipv1",), ("gqa",), ("gqa", "skipv1"), ("mla",), ("mla", "skipv1"))
 LENGTH = 1024
-# Backend and options of transformers' QuantizedCache; None: a plain cache.
+# Backend and options of LeanQuantizedCache; None: a plain cache.
 CACHES: dict[str, tuple[str, dict[str, Any]] | None] = {
     "bfloat16": None,
     "8 bits (fp8)": ("fp8", {}),
     "4 bits (quanto)": ("quanto", {"nbits": 4}),
     "2 bits (quanto)": ("quanto", {"nbits": 2}),
+    "8 and 4 bits (kivi)": ("kivi", {"key_bits": 8, "value_bits": 4}),
+    "4 bits (kivi)": ("kivi", {"key_bits": 4, "value_bits": 4}),
 }
 
 
@@ -48,12 +50,13 @@ def bytes_per_token(model: LeanForCausalLM, chosen: tuple[str, dict[str, Any]] |
 
 def tables(record: dict[str, Any]) -> str:
     """Return the record as Markdown: bytes, and their share of the first model's plain cache."""
-    whole = record["rows"][0]["bytes_per_token"]["bfloat16"]
+    caches = record["rows"][0]["bytes_per_token"]
+    whole = caches["bfloat16"]
     rows = [
         (f"`{row['name']}`", *(f"{size:,.0f} ({size / whole:.0%})" for size in row["bytes_per_token"].values()))
         for row in record["rows"]
     ]
-    return harness.table(("model", *record["rows"][0]["bytes_per_token"]), rows, "l" + "r" * len(CACHES))
+    return harness.table(("model", *caches), rows, "l" + "r" * len(caches))
 
 
 if __name__ == "__main__":
