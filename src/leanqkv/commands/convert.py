@@ -164,7 +164,7 @@ def convert(
     console.print(f"{out}: conversion.html, conversion.json, README.md (a model card)", highlight=False)
 
 
-def read_share(text: str) -> float:
+def read_share(text: str, option: str = "--cache") -> float:
     """Return the share of "75%" or "0.75".
 
     Raises:
@@ -175,7 +175,7 @@ def read_share(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(%?)", text.strip())
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share < 1:
-        raise LeanError(f"--cache is a share of the source's cache, such as 75%, found {shorten(text, 80)!r}")
+        raise LeanError(f"{option} takes shares of the source's cache, such as 75%; found {shorten(text, 80)!r}")
     return share
 
 

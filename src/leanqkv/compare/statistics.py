@@ -49,6 +49,15 @@ def standard_deviation(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
+def half_width(values: Sequence[float]) -> float | None:
+    """Return half of the 95% interval of the values' mean by Student's t; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    if len(set(values)) == 1:  # values that agree to the last digit leave no error
+        return 0.0
+    return float(stats.t.interval(CONFIDENCE, len(values) - 1, scale=stats.sem(values))[1])
+
+
 def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]) -> PairedDifference | None:
     """Return losses minus the baseline's, by seed, over the seeds that both have; None where there is no such seed."""
     by_seed = {seed: losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline.keys())}
@@ -56,13 +65,11 @@ def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]
         return None
     differences = list(by_seed.values())
     mean = float(np.mean(differences))
-    if len(differences) == 1:
+    width = half_width(differences)
+    if width is None:
         return PairedDifference(by_seed, mean, None, None)
-    if len(set(differences)) == 1:  # seeds that agree to the last digit leave no error to divide by
-        return PairedDifference(by_seed, mean, 0.0, float(mean == 0))
-    _, half_width = stats.t.interval(CONFIDENCE, len(differences) - 1, scale=stats.sem(differences))
-    p = stats.ttest_1samp(differences, 0.0).pvalue
-    return PairedDifference(by_seed, mean, float(half_width), float(p))
+    p = stats.ttest_1samp(differences, 0.0).pvalue if width else mean == 0
+    return PairedDifference(by_seed, mean, width, float(p))
 
 
 def average(curves: Mapping[int, Curve]) -> list[Band]:

@@ -27,11 +27,14 @@ class Recorder:
     """Stands in for `LeanAttention.attend`: computes eager attention and keeps its patterns and heads.
 
     Attributes:
+        query: [batch, query heads, length, head_dim]; key: [batch, key heads, length, head_dim]; both rotated.
         patterns: attention weights [batch, query heads, length, length].
         values: [batch, value heads, length, head_dim].
         heads: the output before W_O, [batch, length, query heads, head_dim].
     """
 
+    query: Tensor
+    key: Tensor
     patterns: Tensor
     values: Tensor
     heads: Tensor
@@ -47,7 +50,7 @@ class Recorder:
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """Attention as `attend` computes it, of a layer that borrows nothing."""
-        (self.values,) = values
+        self.query, self.key, (self.values,) = query, key, values
         self.heads, self.patterns = eager_attention(attention, query, key, self.values, mask, scaling)
         return self.heads, self.patterns
 

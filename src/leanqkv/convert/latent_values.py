@@ -110,6 +110,16 @@ class ValueGram(Grams):
             self.total += (attended.T @ attended).cpu().double()
 
 
+def value_latents(grams: ValueGram, output: Tensor, tokens: int) -> dict[str, Tensor]:
+    """Return the best latent of every rank (see `approximate`), and the error that each of its columns takes away.
+
+    output: W_O as [heads, group, head_dim, hidden_size]; tokens: how many the sums are over.
+    """
+    weights = torch.einsum("hgkd,hgld->hkl", output, output)
+    combine, restore, gains = approximate(grams.total, torch.block_diag(*weights))
+    return {"combine": combine.contiguous(), "restore": restore.contiguous(), "gains": gains / tokens}
+
+
 class LatentValues(Reduction):
     """Latents whose ranks go where they are worth most.
 

@@ -14,8 +14,8 @@ def approximate(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     between the roots of both arguments.
 
     Args:
-        gram: [width, width], X^T X, in float64.
-        weight: the same shape, W W^T of the output matrix W that the values meet.
+        gram: [width, width], X^H X, in float64 or complex128.
+        weight: the same shape, W W^H of the output matrix W that the values meet.
 
     Returns:
         combine [width, width], restore [width, width], and [width] the error that each column takes away, descending.
@@ -32,4 +32,4 @@ def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     counts = values > SMALLEST * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
     roots = values.clamp_min(0).sqrt()
     inverse = torch.where(counts, 1 / roots.where(counts, torch.ones_like(roots)), 0)
-    return (vectors * roots) @ vectors.T, (vectors * inverse) @ vectors.T
+    return (vectors * roots) @ vectors.mH, (vectors * inverse) @ vectors.mH

@@ -14,6 +14,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,16 @@ class ReducedHeads:
         value: [key heads, hidden_size (+ 1 with a bias), head_dim]; the normed stream times this is what each key
             head's patterns read.
         output: [rows (+ 1 with an output bias), hidden_size].
-        tensors: what makes the values, by its name in the attention.
+        tensors: what makes the values, and the keys if they change, by its name in the attention.
         output_bias: whether the last row of `output` is a bias.
+        key: [width, hidden_size (+ 1 with a bias)], what the key heads are together; None: the source's.
     """
 
     value: Tensor
     output: Tensor
     tensors: dict[str, Tensor]
     output_bias: bool
+    key: Tensor | None = None
 
     def features(self, normed: Tensor, patterns: Tensor) -> Tensor:
         """Return what W_O is applied to, [batch, length, rows]: every pattern times its value, and ones for a bias."""
@@ -260,7 +263,8 @@ class Sweeps:
             for one, fit in zip(self.reductions, fits, strict=True):
                 after = self._read_converted(one, layer, batch)
                 target = attended + correction(self.config, before, after)
-                normed, recorder = self.source.attend(block, layer, after)
+                with with_keys(block, fit.heads.key):
+                    normed, recorder = self.source.attend(block, layer, after)
                 columns = fit.heads.features(normed, recorder.patterns)
                 fit.features[batch] = columns
                 fit.add(columns * weight[..., None], target * weight[..., None], held, sink)
@@ -379,6 +383,25 @@ class Sweeps:
 
     def _file(self, name: str, layer: int, kind: str = "safetensors") -> Path:
         return self.directory / f"{name}-{layer}.{kind}"
+
+
+@contextmanager
+def with_keys(block: LeanBlock, key: Tensor | None) -> Iterator[None]:
+    """Give a block other keys, [width, hidden_size (+ 1 with a bias)], while the body runs; None: its own."""
+    if key is None:
+        yield
+        return
+    projection: Any = block.self_attn.k_proj
+    parameters = [projection.weight] if projection.bias is None else [projection.weight, projection.bias]
+    own = [parameter.data for parameter in parameters]
+    inputs = projection.in_features
+    for parameter, part in zip(parameters, (key[:, :inputs], key[:, inputs:].flatten()), strict=False):
+        parameter.data = part.to(parameter)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, own, strict=True):
+            parameter.data = data
 
 
 def _returning(attended: Tensor) -> Callable[..., Any]:

@@ -19,6 +19,8 @@ from .strided import loss_figures
 CONFIDENCE = 0.95
 # Logits of both models that are in memory at a time, in numbers: 256 MB in float32.
 LOGITS_AT_A_TIME = 2**25
+# From a model and token ids [1, length] to its last hidden states [1, length, hidden_size].
+States = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ def spread_windows(tokens: int, length: int, count: int) -> list[tuple[int, int]
     return [(int(start), length) for start in np.linspace(0, tokens - 1 - length, count)]
 
 
+def last_states(model: Any, ids: Tensor) -> Tensor:
+    """Return a model's last hidden states [batch, length, hidden_size], without a cache."""
+    return model.model.forward(input_ids=ids, use_cache=False).last_hidden_state
+
+
 def paired_scores(
     before: nn.Module,
     after: nn.Module,
@@ -56,6 +63,7 @@ def paired_scores(
     windows: Sequence[tuple[int, int]],
     length: int,
     *,
+    states: tuple[States, States] = (last_states, last_states),
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PairedScores:
@@ -69,6 +77,7 @@ def paired_scores(
         windows: each window's first token, and the number of its last targets that are scored, as `strided_windows`
             and `spread_windows` return them.
         length: targets in a window.
+        states: how the hidden states of both models are computed.
         progress: called with the number of tokens scored so far and of all.
 
     Raises:
@@ -82,10 +91,7 @@ def paired_scores(
             batch = collate(tokens, [start], length)
             ids, targets = batch["input_ids"].to(device), batch["shift_labels"][0, -scored:].to(device)
             with autocast():
-                hidden = [
-                    model.model.forward(input_ids=ids, use_cache=False).last_hidden_state[0, -scored:]
-                    for model in models
-                ]
+                hidden = [made(model, ids)[0, -scored:] for model, made in zip(models, states, strict=True)]
                 parts += _score_pieces(models, hidden, targets)
             if not parts[-1].isfinite().all():
                 raise LeanError(

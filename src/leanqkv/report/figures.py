@@ -248,6 +248,25 @@ def measured_lines(
     return _draw(name, plot, description)
 
 
+def frontier_lines(name: str, series: Sequence[Series], description: str) -> Drawing:
+    """Draw loss above the source's against the share of its cache in percent, a point's `step`; small losses wide."""
+
+    def plot(canvas: _Canvas) -> None:
+        canvas.bands(series)
+        canvas.axes.axhline(0, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
+        # Linear up to a hundredth of a nat, where most of what is worth choosing lies, and by powers of ten above.
+        canvas.axes.set_yscale("symlog", linthresh=0.01, linscale=1.0)
+        canvas.axes.yaxis.set_major_locator(FixedLocator([-0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3]))
+        canvas.axes.yaxis.set_minor_locator(NullLocator())
+        canvas.axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        canvas.axes.xaxis.set_major_locator(MaxNLocator(5 if canvas.narrow else 10, steps=ROUND, integer=True))
+        canvas.axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}%"))
+        canvas.axes.set_xlabel("KV cache, share of the source's in bfloat16")
+        canvas.axes.set_ylabel("loss above the source's, nats")
+
+    return _draw(name, plot, description)
+
+
 def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, description: str) -> Drawing:
     """Draw one bar for every label, of parts that add up; `along` names the quantity."""
 

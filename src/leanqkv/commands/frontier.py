@@ -1,0 +1,138 @@
+"""`leanqkv frontier`: how small the KV cache of a checkpoint can get, and what that costs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..progress import continued_when_repeated, progress_bar
+from .options import SOURCE, console
+
+TOKENS, EVALUATED_TOKENS, SAMPLES = 12_288, 4096, 3
+
+
+def frontier(
+    source: Annotated[Path, typer.Argument(help=SOURCE)],
+    out: Annotated[Path, typer.Option(help="Directory of the measurements; goes on where an earlier start left off.")],
+    evaluate: Annotated[
+        list[str],
+        typer.Option(help="Text to score, as --data of train takes it, no mixture; may be given several times."),
+    ],
+    calibration: Annotated[str, typer.Option(help="Text to calibrate on, as --data of train takes it.")] = "prose",
+    tokens: Annotated[int, typer.Option(help="Calibration tokens of each sample.")] = TOKENS,
+    samples: Annotated[int, typer.Option(help="Calibrations on other parts of the text, for the intervals.")] = SAMPLES,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Of the sequences to calibrate and score. Default: 512, or all positions.")
+    ] = None,
+    evaluate_tokens: Annotated[int, typer.Option(help="Tokens to score of every text.")] = EVALUATED_TOKENS,
+    budgets: Annotated[
+        str, typer.Option(help="Shares of the source's cache that latents are fitted to.")
+    ] = "92%,84%,75%,62.5%,50%",
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of reduction: latents, merged-values and skipv1 (from the weights alone).")
+    ] = "latents,merged-values,skipv1",
+    contexts: Annotated[str, typer.Option(help="Tokens after which decoding is timed; 0 leaves it out.")] = "512,4096",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps. Default: cpu.")] = None,
+) -> None:
+    """Measure bytes of KV cache per token against loss, for every kind of reduction and precision of the cache.
+
+    leanqkv frontier model.gguf --calibration prose --evaluate prose --evaluate book.txt --out runs/frontier
+
+    leanqkv frontier hf/llama --budgets 84%,75% --samples 1 --evaluate book.txt --out runs/frontier
+    """
+    import torch
+
+    from ..checkpoints.open import open_causal_lm
+    from ..convert.conversion import check_sequence_length
+    from ..environment import check_device, command_line
+    from ..files import check_place, write_json
+    from ..frontier import PRECISIONS, candidates
+    from ..frontier.measure import RECORD, Frontier
+    from ..report import frontier as pages
+
+    check_place(out, source)
+    opened = open_causal_lm(source)
+    shares = [_share(part) for part in budgets.split(",")]
+    length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
+    check_sequence_length(opened.config, length)
+    found, refused = candidates(opened.config, opened.tensors, shares, _kinds(kinds))
+    chosen_device = torch.device("cpu" if device is None else check_device(device))
+    texts = _texts(source, opened.config.vocab_size, evaluate, calibration)
+    taken = _samples(opened, calibration, samples, tokens, length)
+    limit = opened.config.cached_positions
+    timed = [context for context in _contexts(contexts) if limit is None or context + 64 <= limit]
+    with continued_when_repeated(), progress_bar("reading") as bar:
+        measured = Frontier(
+            opened,
+            found,
+            PRECISIONS,
+            taken,
+            texts,
+            out,
+            evaluated_tokens=evaluate_tokens,
+            length=length,
+            contexts=timed,
+            device=chosen_device,
+            progress=bar,
+            message=bar.describe,
+        )
+        record = {**measured.run(), "refused": refused, "command": command_line()}
+    write_json(out / RECORD, record)
+    page = pages.write_pages(out)
+    console.print(pages.terminal_table(record))
+    for line in pages.recommendations(record):
+        console.print(line, highlight=False)
+    console.print(f"{page}, {out / RECORD}", highlight=False, soft_wrap=True)
+
+
+def _share(text: str) -> float:
+    from .convert import read_share
+
+    return read_share(text, "--budgets")
+
+
+def _kinds(text: str) -> list[str]:
+    from ..errors import LeanError
+    from ..frontier.points import KINDS
+    from ..model.registry import suggest
+
+    kinds = [part.strip() for part in text.split(",")]
+    for kind in kinds:
+        if kind not in KINDS[1:]:
+            raise LeanError(f"--kinds: there is no kind {kind!r}: {suggest(kind, KINDS[1:])}")
+    return kinds
+
+
+def _contexts(text: str) -> list[int]:
+    from ..errors import LeanError
+
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise LeanError(f"--contexts is a list like 512,4096, or 0, found {text[:80]!r}")
+    return [int(part) for part in text.split(",") if int(part)]
+
+
+def _texts(source: Path, vocab_size: int, names: list[str], calibration: str) -> list[Any]:
+    """Return the texts to score; of those that are calibrated on, the part that the calibration never sees."""
+    from ..data import evaluation_text, unseen_split
+
+    texts = []
+    with progress_bar("reading the evaluation text") as bar:
+        for name in names:
+            split = unseen_split(name, calibration)
+            texts.append(
+                evaluation_text(name, tokenizer=source, vocab_size=vocab_size, split=split, progress=bar.describe)
+            )
+    return texts
+
+
+def _samples(opened: Any, calibration: str, samples: int, tokens: int, length: int) -> Any:
+    from ..convert.conversion import calibration_tokens
+    from ..data import prepare_data
+    from ..frontier.measure import calibration_samples
+
+    size, tokenizer = opened.config.vocab_size, str(opened.directory)
+    with progress_bar("reading the calibration text") as bar:
+        data = prepare_data(calibration, vocab_size=size, tokenizer=tokenizer, progress=bar.describe)
+    return calibration_samples(
+        lambda count: calibration_tokens(data, opened.config, count * length, length), samples, max(1, tokens // length)
+    )

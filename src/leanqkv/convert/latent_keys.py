@@ -1,0 +1,156 @@
+"""What a layer's keys lose as latents: the errors of attention's output that errors of the keys make.
+
+Ours. An error e of key s moves the score of query t by `q_t . e`, and attention's output, to first order, by that times
+`A_ts (v_s - o_t) W_O`: A is the pattern, o_t the attended value. So a key counts by how much moving its scores moves
+the output, and a direction of it by the queries' energy along it.
+
+Rotary positions multiply the complex number of a frequency by the same phase in every head. A latent therefore mixes
+the heads of one frequency, by complex factors, and its columns are chosen frequency by frequency (TransMLA, Meng et al.
+2025, https://arxiv.org/abs/2502.07864, rotates heads in the same way). Without rotary positions it mixes everything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model.config import LeanConfig
+from ..model.plan import LayerPlan
+from .activations import Recorder
+from .low_rank import approximate
+from .sweeps import Grams
+
+
+def keys_stay(config: LeanConfig, layer: LayerPlan) -> str | None:
+    """Return why a layer's keys cannot be made from a latent; None if they can."""
+    if layer.key.kind != "linear":
+        return f"its key is {layer.key.kind!r}"
+    if config.qk_norm:
+        return "its keys are normed (qk_norm)"
+    if layer.rope is not None and getattr(config, layer.rope).get("partial_rotary_factor", 1.0) != 1.0:
+        return "its rotary positions turn a part of each head"
+    return None
+
+
+def to_complex(heads: Tensor) -> Tensor:
+    """Return [..., head_dim / 2] complex numbers of [..., head_dim], one per frequency, as `rotate` pairs them."""
+    return torch.complex(*heads.double().chunk(2, dim=-1))
+
+
+class KeyGrams(Grams):
+    """Sums over a layer's keys and queries, in float64 on the CPU.
+
+    Attributes:
+        keys: each key weighted by how much moving its scores moves the output: [frequencies, heads, heads] of complex
+            numbers with rotary positions, else [width, width].
+        queries: their energy: [frequencies, heads], else [heads, head_dim, head_dim].
+        tokens: how many queries were added.
+    """
+
+    def __init__(self, output: Tensor, rotary: bool, scaling: float):
+        """output: W_O as [heads, group, head_dim, hidden_size]; scaling: the factor on the scores."""
+        self.keys: Tensor | float = 0.0
+        self.queries: Tensor | float = 0.0
+        self.tokens = 0
+        self._rotary, self._scaling = rotary, scaling
+        self._metric = torch.einsum("hgkd,hgld->hgkl", output, output).flatten(0, 1).float()
+
+    def add(self, recorder: Recorder, weight: Tensor) -> None:
+        """Add a batch; `weight` [batch, length] multiplies each query's output."""
+        heads = recorder.key.shape[1]
+        importance = self._importance(recorder, weight).unflatten(1, (heads, -1)).sum(2)  # [batch, heads, length]
+        key, query = recorder.key.cpu(), recorder.query.cpu().unflatten(1, (heads, -1))
+        self.tokens += weight.numel()
+        weighted = key * importance.cpu().sqrt()[..., None].to(key)
+        if self._rotary:
+            turned = to_complex(weighted)
+            self.keys = self.keys + torch.einsum("bhsf,bgsf->fhg", turned.conj(), turned)
+            self.queries = self.queries + to_complex(query).abs().square().mean(2).sum((0, 2)).T
+        else:
+            columns = weighted.transpose(1, 2).flatten(2).flatten(0, 1).double()
+            self.keys = self.keys + columns.T @ columns
+            grouped = query.double()
+            self.queries = self.queries + torch.einsum("bhgtk,bhgtl->hkl", grouped, grouped) / query.shape[2]
+
+    def _importance(self, recorder: Recorder, weight: Tensor) -> Tensor:
+        """The squared move of the weighted output for a move of each key's scores by one, [batch, heads, length]."""
+        group = recorder.query.shape[1] // recorder.values.shape[1]
+        values = recorder.values.repeat_interleave(group, 1)
+        attended = recorder.heads.transpose(1, 2)  # [batch, heads, length, head_dim]
+        metric = self._metric.to(values)
+        of_values = (values @ metric * values).sum(-1)[:, :, None]
+        of_attended = (attended @ metric * attended).sum(-1)[..., None]
+        distance = (of_values + of_attended - 2 * attended @ metric @ values.mT).clamp_min(0)
+        moves = (recorder.patterns * weight[:, None, :, None]).square() * distance
+        return moves.sum(2)
+
+    def latents(self) -> dict[str, Tensor]:
+        """Return the best latents of every rank, and the error that each column takes away.
+
+        Returns:
+            combine, restore: see `approximate`; by frequency with rotary positions. gains: [frequencies, heads] of
+            complex columns, else [width] of real ones.
+        """
+        assert isinstance(self.keys, Tensor) and isinstance(self.queries, Tensor)
+        energy = self.queries / self.tokens * self._scaling**2
+        if not self._rotary:
+            combine, restore, gains = approximate(self.keys, torch.block_diag(*energy))
+            return {"combine": combine.contiguous(), "restore": restore.contiguous(), "gains": gains / self.tokens}
+        # Over all positions, the real part of a product of two complex numbers has half of its square.
+        parts = [
+            approximate(keys, torch.diag(square / 2).to(keys)) for keys, square in zip(self.keys, energy, strict=True)
+        ]
+        combine, restore, gains = (torch.stack(part) for part in zip(*parts, strict=True))
+        matrices = {"combine": combine, "restore": restore}
+        stored = {name: torch.view_as_real(matrix).contiguous() for name, matrix in matrices.items()}
+        return {**stored, "gains": gains / self.tokens}
+
+
+@dataclass(frozen=True)
+class KeyLatent:
+    """A layer's keys made from a latent, in float64.
+
+    Attributes:
+        latent: [columns, inputs], of k_proj; its bias is the last input where there is one.
+        up: k_up_proj's weight: [heads, complex columns, 2] with rotary positions, else [width, columns].
+        key: [width, inputs]: what the key heads are together.
+        columns: complex ones of each frequency; None without rotary positions.
+    """
+
+    latent: Tensor
+    up: Tensor
+    key: Tensor
+    columns: list[int] | None
+
+
+def column_gains(stored: Mapping[str, Tensor]) -> Tensor:
+    """Return the error that each real column takes away, descending, [width]."""
+    gains = stored["gains"]
+    return gains if gains.dim() == 1 else gains.flatten().sort(descending=True).values.repeat_interleave(2) / 2
+
+
+def key_latent(stored: Mapping[str, Tensor], key: Tensor, rank: int) -> KeyLatent:
+    """Return the best latent of `rank` real columns; key: [heads, head_dim, inputs], W_K with its bias, in float64."""
+    if stored["gains"].dim() == 1:
+        combine, restore = stored["combine"][:, :rank], stored["restore"][:rank]
+        latent, up = combine.T @ key.flatten(0, 1), restore.T
+        return KeyLatent(latent, up, up @ latent, None)
+    combine, restore = (torch.view_as_complex(stored[name].contiguous()) for name in ("combine", "restore"))
+    gains = stored["gains"]
+    order = gains.flatten().argsort(descending=True, stable=True)[: rank // 2]
+    columns = torch.bincount(order // gains.shape[1], minlength=len(gains)).tolist()
+    by_frequency = torch.complex(*key.chunk(2, dim=1)).transpose(0, 1)  # [frequencies, heads, inputs]
+    parts, ups = [], []
+    for frequency, count in enumerate(columns):
+        # A key is a row here, so heads are mixed by the transposes.
+        parts.append(combine[frequency, :, :count].mT @ by_frequency[frequency])
+        ups.append(restore[frequency, :count].mT)  # [heads, count]
+    made = torch.stack([up @ part for up, part in zip(ups, parts, strict=True)], dim=1)  # [heads, frequencies, inputs]
+    latent, up = torch.cat(parts), torch.cat(ups, dim=1)
+    return KeyLatent(
+        torch.cat((latent.real, latent.imag)),
+        torch.view_as_real(up.resolve_conj()).contiguous(),
+        torch.cat((made.real, made.imag), dim=1).flatten(0, 1),
+        columns,
+    )

@@ -1,0 +1,208 @@
+"""The frontier of one checkpoint, point by point: what is measured stays, and is not measured again."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
+from ..checkpoints.tensors import finite
+from ..checkpoints.write import source_hashes, write_model
+from ..convert.sweeps import Sweeps
+from ..data import EvaluationText
+from ..environment import record_header, versions
+from ..errors import LeanError
+from ..files import locked, make_directory, read_json, remove, write_json
+from ..model.config import LeanConfig
+from .points import Candidate, Precision
+from .scoring import Scorer, decode_speed
+
+RECORD, JOB = "frontier.json", "job.json"
+SCORES = ("loss_difference", "divergence", "agreement")
+
+
+class Frontier:
+    """Measures candidates, in every precision, from several samples of calibration tokens.
+
+    Args:
+        samples: [samples, sequences, length], calibration tokens; candidates from the weights alone have one sample.
+        contexts: tokens after which decoding is timed; none: it is not.
+        out: keeps every point as a file, and the conversions that are under way.
+
+    Raises:
+        LeanError: `out` holds another frontier.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        candidates: Sequence[Candidate],
+        precisions: Sequence[Precision],
+        samples: np.ndarray,
+        texts: Sequence[EvaluationText],
+        out: Path,
+        *,
+        evaluated_tokens: int,
+        length: int,
+        contexts: Sequence[int] = (),
+        device: torch.device | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        message: Callable[[str], None] = lambda text: None,
+    ):
+        self.source, self.candidates, self.precisions, self.samples = source, candidates, precisions, samples
+        self.out, self.device = out, device or torch.device("cpu")
+        self._progress, self._message = progress, message
+        self.contexts, self._texts, self._evaluated, self._length = contexts, texts, evaluated_tokens, length
+        self._scorer: Scorer | None = None
+        self._job = {
+            "source": source_hashes(source),
+            "calibration": hashlib.sha256(np.ascontiguousarray(samples, dtype="<i8").data).hexdigest(),
+            "texts": [text.record() for text in texts],
+            "evaluated_tokens": evaluated_tokens,
+            "length": length,
+            "device": str(self.device),
+            "versions": versions(),
+        }
+
+    def run(self) -> dict[str, Any]:
+        """Return the record, and write it as frontier.json; what an interrupted run has measured is read."""
+        make_directory(self.out)
+        with locked(self.out, "measuring"):
+            if (self.out / JOB).exists() and read_json(self.out / JOB) != json.loads(json.dumps(self._job)):
+                raise LeanError(f"{self.out} holds a frontier of another source, text or version; choose another --out")
+            write_json(self.out / JOB, self._job)
+            for number, sample in enumerate(self.samples):
+                self._measure_sample(number, sample)
+            record = self._record()
+            write_json(self.out / RECORD, record)
+        return record
+
+    def _measure_sample(self, number: int, sample: np.ndarray) -> None:
+        """Convert to every candidate that has a point to be measured, and measure these points."""
+        missing = [
+            one
+            for one in self.candidates
+            if (one.make is not None or not number)
+            and not all(self._file(one, precision, number).exists() for precision in self.precisions)
+        ]
+        if not missing:
+            return
+        work = self.out / f"calibration{number}"
+        make_directory(work)
+        for candidate, config, tensors, layers in self._conversions(missing, sample, work):
+            self._measure(candidate, number, config, tensors, layers)
+        remove(work)
+
+    def _conversions(
+        self, missing: Sequence[Candidate], sample: np.ndarray, work: Path
+    ) -> Iterator[tuple[Candidate, LeanConfig, Mapping[str, Tensor], list[dict[str, Any]]]]:
+        """Yield the candidates with configuration, tensors and what the fit reports by layer."""
+        stored = finite(self.source.tensors)
+        fitted = [one for one in self.candidates if one.make is not None]  # all: the job is the same when it goes on
+        for one in missing:
+            if one.make is None:
+                config, tensors = (self.source.config, stored) if one.weights is None else one.weights()
+                yield one, config, tensors, []
+        if not (asked := [one for one in missing if one.make is not None]):
+            return
+        sweeps = Sweeps(
+            self.source.config,
+            stored,
+            sample,
+            work,
+            [one.make() for one in fitted if one.make is not None],
+            device=self.device,
+            job={**self._job, "candidates": [one.label for one in fitted]},
+            progress=self._progress,
+            message=lambda text: self._message(f"{work.name}, {text}"),
+        )
+        for one, result in zip(fitted, sweeps.run(), strict=True):
+            if one in asked:
+                yield one, result.config, result.tensors, result.layers
+
+    def _measure(
+        self,
+        candidate: Candidate,
+        number: int,
+        config: LeanConfig,
+        tensors: Mapping[str, Tensor],
+        layers: list[dict[str, Any]],
+    ) -> None:
+        """Write one file for every precision of a converted model, which is written and read again before."""
+        directory = self.out / "model"
+        remove(directory)
+        if candidate.make is None and candidate.weights is None:
+            model = self.scorer.source
+        else:
+            write_model(self.source, directory, config, tensors, torch.float32)
+            model = load_model(open_causal_lm(directory), torch.float32).to(self.device)
+        same = self.scorer.same_without_cache(model)
+        for precision in self.precisions:
+            if self._file(candidate, precision, number).exists():
+                continue
+            self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, tokens scored")
+            scored = self.scorer.compare(model, precision, self._progress)
+            point = {
+                "kind": candidate.kind,
+                "label": candidate.label,
+                "sample": number,
+                "key_bits": precision.key_bits,
+                "value_bits": precision.value_bits,
+                "bytes_per_token": precision.bytes_per_token(config),
+                "parameters": config.plan.count_parameters().total,
+                "scores": [{name: score[name] for name in SCORES} for score in scored],
+                "same_tokens_without_cache": same,
+                "greedy_agreement": self.scorer.agreement(model, precision),
+            }
+            if not number:
+                self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, decoding")
+                point["tokens_per_second"] = {c: decode_speed(model, precision, c) for c in self.contexts}
+                point["layers"] = layers if not precision.quantized else []
+            write_json(self._file(candidate, precision, number), point)
+        remove(directory)
+
+    @property
+    def scorer(self) -> Scorer:
+        """The source and the texts, read when they are first needed."""
+        if self._scorer is None:
+            source = load_model(self.source, torch.float32).to(self.device)
+            self._scorer = Scorer(source, self._texts, self._evaluated, self._length)
+        return self._scorer
+
+    def _file(self, candidate: Candidate, precision: Precision, number: int) -> Path:
+        bits = f"{precision.key_bits}-{precision.value_bits}"
+        return self.out / "points" / f"{candidate.name}-{bits}-{number}.json"
+
+    def _record(self) -> dict[str, Any]:
+        points = []
+        for candidate in self.candidates:
+            for precision in self.precisions:
+                files = [self._file(candidate, precision, number) for number in range(len(self.samples))]
+                points += [read_json(file) for file in files if file.exists()]
+        return {
+            **record_header("frontier", self.source.directory.name, self.device.type),
+            "source": {
+                "sha256": source_hashes(self.source),
+                "parameters": self.source.config.plan.count_parameters().total,
+                "bytes_per_token": Precision().bytes_per_token(self.source.config),
+            },
+            "calibration": {"samples": len(self.samples), "tokens": int(self.samples[0].size)},
+            "texts": [text.record() for text in self._texts],
+            "evaluated_tokens": self._evaluated,
+            "context_length": self._length,
+            "points": points,
+        }
+
+
+def calibration_samples(take: Callable[[int], np.ndarray], samples: int, sequences: int) -> np.ndarray:
+    """Return [samples, sequences, length] tokens: samples lie between each other and have no token in common.
+
+    take: returns that many sequences, evenly spread over a text.
+    """
+    spread = take(samples * sequences)
+    return np.stack([spread[number::samples] for number in range(samples)])

@@ -1,0 +1,105 @@
+"""What a candidate loses against the source: on texts, on the source's own continuation, and in speed."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import EvaluationText
+from ..evaluate import paired_record, spread_windows
+from ..evaluate.loss import scoring
+from ..inference import Decoder
+from .points import Precision
+
+# Tokens of the prompt, and of the continuation on which the likeliest tokens are compared.
+PROMPT, CONTINUATION = 64, 256
+# Tokens that are generated with and without a cache, which have to be the same.
+CHECKED = 24
+
+
+class Scorer:
+    """The source, and the texts on which candidates are compared with it. Its hidden states are computed once.
+
+    Args:
+        tokens: to score of every text; length: of a window.
+    """
+
+    def __init__(self, source: Any, texts: Sequence[EvaluationText], tokens: int, length: int):
+        self.source, self.length = source, length
+        self.texts = [(text, spread_windows(len(text.tokens), length, max(1, tokens // length))) for text in texts]
+        self._states: dict[bytes, Tensor] = {}
+        self._continuation: Tensor | None = None
+
+    def compare(self, model: Any, precision: Precision, progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
+        """Return the comparison with the source on every text (see `paired_record`)."""
+        # Of a source whose cache is its own nothing is lost, and nothing need be computed.
+        alike = model is self.source and not precision.quantized
+        states = self._source_states, self._source_states if alike else precision.states
+        return [
+            paired_record(
+                self.source,
+                model,
+                text,
+                windows,
+                min(self.length, len(text.tokens) - 1),
+                states=states,
+                progress=progress,
+            )
+            for text, windows in self.texts
+        ]
+
+    def _source_states(self, model: Any, ids: Tensor) -> Tensor:
+        key = ids.cpu().numpy().tobytes()
+        if key not in self._states:
+            self._states[key] = Precision().states(model, ids)
+        return self._states[key]
+
+    def agreement(self, model: Any, precision: Precision) -> float:
+        """Return the share of the source's greedy continuation that is the candidate's likeliest token too."""
+        if self._continuation is None:
+            options = {"max_new_tokens": CONTINUATION, "min_new_tokens": CONTINUATION, "do_sample": False}
+            self._continuation = self.source.generate(self._prompt(), pad_token_id=0, **options)
+        ids = self._continuation
+        with scoring(model):
+            logits = model.logits(precision.states(model, ids[:, :-1])[0, PROMPT - 1 :])
+        return float((logits.argmax(-1) == ids[0, PROMPT:]).double().mean())
+
+    def same_without_cache(self, model: Any) -> bool:
+        """Whether greedy tokens are the same with a cache and without."""
+        options = {"max_new_tokens": CHECKED, "do_sample": False, "pad_token_id": 0}
+        cached, whole = (model.generate(self._prompt(), use_cache=cached, **options) for cached in (True, False))
+        return torch.equal(cached, whole)
+
+    def _prompt(self) -> Tensor:
+        tokens = torch.from_numpy(self.texts[0][0].tokens[:PROMPT].astype("int64"))[None]
+        return tokens.to(next(self.source.parameters()).device)
+
+
+@torch.no_grad()
+def decode_speed(model: Any, precision: Precision, context: int, *, new_tokens: int = 16, rounds: int = 3) -> float:
+    """Return the tokens decoded per second after `context` tokens, the median of the rounds."""
+    device = next(model.parameters()).device
+    prompt = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
+    prompt = prompt.to(device)
+    if precision.quantized:
+        cache = precision.cache(model.config)
+        last = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
+        step = lambda token: model(input_ids=token[:, None], past_key_values=cache).logits[:, -1]  # noqa: E731
+        token = last[:, -1].argmax(-1)
+    else:
+        decoder = Decoder(model)
+        token = decoder.prefill(prompt, room=rounds * new_tokens + 1).argmax(-1)
+        step = decoder.step
+    token = step(token).argmax(-1)  # compiles what is compiled
+    speeds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for _ in range(new_tokens):
+            token = step(token).argmax(-1)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        speeds.append(new_tokens / (time.perf_counter() - started))
+    return median(speeds)
