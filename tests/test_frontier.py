@@ -1,0 +1,142 @@
+"""`leanqkv frontier`: what its points say against the pieces they are made of, goes on after a stop, and its page."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpus import write_corpus
+from shapes import randomize, tiny
+
+from leanqkv import LeanForCausalLM
+from leanqkv.data.tokenizer import train_tokenizer
+from leanqkv.frontier import PRECISIONS
+from leanqkv.frontier.measure import calibration_samples
+from leanqkv.frontier.points import Precision
+from leanqkv.model.cache_kivi import BLOCK
+from leanqkv.report.frontier import best_within, read_points, recommendations, write_pages
+
+VOCABULARY = 300
+
+
+ASKED = (
+    *("frontier", "source", "--calibration", "calibration.txt", "--evaluate", "evaluation.txt", "--tokens", "512"),
+    *("--sequence-length", "64", "--evaluate-tokens", "256", "--contexts", "16", "--budgets", "84%,70%"),
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A model with its tokenizer, two texts, and its frontier."""
+    place = tmp_path_factory.mktemp("frontier")
+    content = write_corpus(place / "calibration.txt").read_text()
+    (place / "evaluation.txt").write_text("\n".join(reversed(content.splitlines()[:600])))
+    config = tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=512, hidden_size=32, num_hidden_layers=2)
+    randomize(LeanForCausalLM(config), std=0.3).save_pretrained(place / "source")
+    train_tokenizer(iter([content]), VOCABULARY).save_pretrained(place / "source")
+    return place
+
+
+@pytest.fixture
+def place(prepared: Path, tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setenv("LEANQKV_CACHE", str(prepared / "cache"))
+    for entry in prepared.iterdir():
+        if entry.name not in ("cache", "out"):
+            (tmp_path / entry.name).symlink_to(entry)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def measured(place: Path, prepared: Path, unwrapped) -> Path:
+    """A copy of the frontier, which is measured once."""
+    if not (prepared / "out").exists():
+        code, _, errors = unwrapped(*ASKED, "--out", str(prepared / "out"))
+        assert code == 0, errors
+    return Path(shutil.copytree(prepared / "out", place / "out"))
+
+
+def test_the_points_are_all_there(measured: Path) -> None:
+    record = json.loads((measured / "frontier.json").read_text())
+    labels = ["source", "latents 84%", "latents 70%", "merged-values", "skipv1, mean-v"]
+    assert list(dict.fromkeys(point["label"] for point in record["points"])) == labels
+    for label in labels:
+        samples = 1 if label.startswith(("source", "skipv1")) else 3
+        found = [point for point in record["points"] if point["label"] == label]
+        assert len(found) == samples * len(PRECISIONS)
+        assert sorted({point["sample"] for point in found}) == list(range(samples))
+    source = [point for point in record["points"] if point["label"] == "source"]
+    assert source[0]["scores"][0]["loss_difference"]["mean"] == 0 and source[0]["greedy_agreement"] == 1
+    assert all(point["same_tokens_without_cache"] for point in record["points"])
+    assert all(point["tokens_per_second"]["16"] > 0 for point in record["points"] if not point["sample"])
+    sizes = {point["label"]: point["bytes_per_token"] for point in record["points"] if point["key_bits"] == 16}
+    for share in (84, 70):
+        assert sizes[f"latents {share}%"] <= share / 100 * sizes["source"]
+    assert not list(measured.glob("calibration*")) and not (measured / "model").exists()
+
+
+def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> None:
+    removed = measured / "points" / "latents-84-8-4-1.json"
+    before = json.loads(removed.read_text())
+    removed.unlink()
+    times = {file.name: file.stat().st_mtime_ns for file in (measured / "points").iterdir()}
+    assert unwrapped(*ASKED, "--out", "out")[0] == 0
+    assert json.loads(removed.read_text()) == before
+    assert {name: (measured / "points" / name).stat().st_mtime_ns for name in times} == times
+    code, _, errors = unwrapped(*ASKED, "--samples", "2", "--out", "out")
+    assert code == 2 and "holds a frontier of another source" in errors
+
+
+def test_the_page(measured: Path) -> None:
+    page = write_pages(measured).read_text()
+    for words in ("For every budget", "latents 84%, 8/4 bits", "What every layer caches", "<svg"):
+        assert words in page
+    record = json.loads((measured / "frontier.json").read_text())
+    points = read_points(record)
+    for share in (1.0, 0.84, 0.5, 0.3):
+        best = best_within(points, share)
+        within = [point for point in points if point.share <= share]
+        assert (best is None) == (not within)
+        assert best is None or best.loss == min(point.loss for point in within)
+    sentences = list(recommendations(record))
+    assert len(sentences) == 5 and all(sentence.startswith("At most") for sentence in sentences)
+
+
+@torch.no_grad()
+def test_states_read_the_quantized_cache_as_decoding_does() -> None:
+    """One token at a time gives what whole blocks give."""
+    model = randomize(LeanForCausalLM(tiny("llama", max_position_embeddings=256)), std=0.3).eval()
+    ids = torch.randint(model.config.vocab_size, (1, 2 * BLOCK + 5), generator=torch.Generator().manual_seed(0))
+    precision = Precision(4, 4)
+    found, cache = precision.states(model, ids), precision.cache(model.config)
+    expected = [
+        model.model(input_ids=ids[:, at : at + 1], past_key_values=cache).last_hidden_state
+        for at in range(ids.shape[1])
+    ]
+    torch.testing.assert_close(found, torch.cat(expected, 1), rtol=0, atol=1e-4)
+    whole = Precision().states(model, ids)
+    assert (found[:, :BLOCK] - whole[:, :BLOCK]).abs().max() < 1e-4 < (found - whole).abs().max()
+
+
+def test_samples_have_no_sequence_in_common() -> None:
+    samples = calibration_samples(lambda count: np.arange(count * 4).reshape(count, 4), 3, 5)
+    assert samples.shape == (3, 5, 4) and len(np.unique(samples)) == samples.size
+
+
+BAD = {
+    "budget": (("--budgets", "120%"), "takes shares of the source's cache"),
+    "budgets": (("--budgets", "84%,,75%"), "takes shares of the source's cache"),
+    "kind": (("--kinds", "latent"), "did you mean 'latents'"),
+    "contexts": (("--contexts", "a"), "--contexts is a list"),
+    "nothing left": (("--kinds", "latents", "--budgets", "0.1%"), "out of reach"),
+    "short text": (("--tokens", 10**9), "calibration tokens are asked for"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(place: Path, unwrapped, name: str) -> None:
+    options, match = BAD[name]
+    code, _, errors = unwrapped(*ASKED, *map(str, options), "--out", "new")
+    assert code == 2 and match in errors and "Traceback" not in errors and not (place / "new").exists()
