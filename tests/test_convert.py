@@ -1,6 +1,7 @@
 """Conversions to first-layer values and nonlinear queries, against their equations written as loops."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
 
 from leanqkv import LeanError, LeanForCausalLM, cache_bytes
-from leanqkv.commands.convert import _read_layers
+from leanqkv.commands.convert import _read_layers, read_share
+from leanqkv.convert.calibrated import Settings
+from leanqkv.convert.conversion import convert_directory
 from leanqkv.convert.heads import ValueHeads, target_config
 from leanqkv.convert.methods import METHODS, pools, with_first_layer_values
 from leanqkv.convert.nonlinear_query import with_nonlinear_query
@@ -175,6 +178,50 @@ def test_convert(place, unwrapped):
     assert unwrapped("verify", "source", "nonlinear")[0] == 0
 
 
+@pytest.mark.slow
+def test_convert_to_latents(place, unwrapped):
+    """By default, with as many columns for each layer as --cache leaves room for; the rest of the text decides."""
+    save("source")
+    write_corpus(Path("corpus.txt"))
+    command = ("convert", "source", "--calibration", "corpus.txt", "--tokens", "2000", "--sequence-length", "32")
+    code, out, err = unwrapped(*command, "--cache", "84%", "--out", "less")
+    assert (code, err) == (0, "")
+    report = json.loads(Path("less/conversion.json").read_text())
+    assert (report["to"], report["cache"], report["calibration_tokens"]) == ("latents", 0.84, 62 * 32)
+    assert "method" not in report and "ratio" not in report
+    assert [sorted(at) for at in report["layers"]] == [["layer", "missed", "rank", "ridge"]] * 3
+    ranks = [at["rank"] for at in report["layers"]]
+    assert sum(ranks) == 64 and all(rank in (8, 16, 24, 32) for rank in ranks)  # 0.84 * 192 - 96 = 65.28
+    for layer, rank in enumerate(ranks):
+        assert f"layer {layer}: values cached in {rank} columns; " in out
+    before, after = report["kv_bytes_per_token_bf16"]
+    assert (before, after) == (384, 2 * (96 + 64))
+    model, old = (LeanForCausalLM.from_pretrained(d).eval() for d in ("less", "source"))
+    sizes = [cache_bytes(m(tokens(1, 10), use_cache=True).past_key_values) for m in (old, model)]
+    assert sizes == [10 * b * 2 for b in (before, after)]  # the cache is float32
+    assert [layer.value_rank or 32 for layer in model.config.plan.layers] == ranks
+    assert unwrapped("generate", "less", "--prompt", "def ", "--max-new-tokens", "4")[0] == 0
+    assert not list(place.glob(".less*"))
+    # The same by default, and as a fraction.
+    for name, options in (("default", ()), ("fraction", ("--cache", "0.84"))):
+        assert unwrapped(*command, *options, "--out", name)[0] == 0
+        again = json.loads(Path(name, "conversion.json").read_text())
+        assert again["cache"] == 0.84 and again["layers"] == report["layers"]
+        assert Path(name, "model.safetensors").read_bytes() == Path("less/model.safetensors").read_bytes()
+    assert unwrapped(*command, "--cache", "95%", "--layers", "1", "--out", "one")[0] == 0
+    assert [at["rank"] for at in json.loads(Path("one/conversion.json").read_text())["layers"]] == [32, 16, 32]
+
+
+def test_the_ratio_is_one_half_where_it_is_not_given(place, unwrapped):
+    save("source")
+    for name, options in (("default", ()), ("half", ("--ratio", "0.5")), ("quarter", ("--ratio", "0.25"))):
+        assert unwrapped("convert", "source", "--to", "skipv1", "--method", "svd", *options, "--out", name)[0] == 0
+    ratios = [json.loads(Path(n, "conversion.json").read_text())["ratio"] for n in ("default", "half", "quarter")]
+    assert ratios == [0.5, 0.5, 0.25]
+    weights = [Path(name, "model.safetensors").read_bytes() for name in ("default", "half", "quarter")]
+    assert weights[0] == weights[1] != weights[2]
+
+
 def test_heads_that_cannot_be_chosen_are_reported(place, unwrapped):
     save("source", "identity-query")
     write_corpus(Path("corpus.txt"))
@@ -216,6 +263,38 @@ def test_too_little_temporary_space(place, unwrapped, monkeypatch):
         ((), {}, "--to skipv1 --calibration corpus.txt --sequence-length 65", "65 is beyond the model's 64 positions"),
         (("nonlinear-query",), {}, "--to nonlinear-query", "the query of layer 0 is 'nonlinear'"),
         ((), {"vocab_size": 200}, "--to skipv1 --calibration corpus.txt", "200"),
+        ((), {}, "", "the conversion to latents needs calibration text: --calibration FILE"),
+        ((), {}, "--cache 84%", "the conversion to latents needs calibration text: --calibration FILE"),
+        ((), {}, "--to merged-values", "the conversion to merged-values needs calibration text"),
+        *(
+            ((), {}, f"--calibration corpus.txt --cache {share}", f"such as 75%, found '{share}'")
+            for share in ("0", "0%", "100%", "1", "150%", "84", "abc", "84%%", "nan", "nan%", "inf", "-5%", "%", "1e-1")
+        ),
+        ((), {}, "--calibration corpus.txt --cache 62.4%", "from 62.5% of its cache up to all of it; --cache 62.4% is"),
+        ((), {}, "--calibration corpus.txt --cache 80% --layers 1", "from 87.5% of its cache"),
+        ((), {}, "--calibration corpus.txt --layers 3", "--layers: the model has layers 0 to 2, found 3"),
+        ((), {}, "--calibration corpus.txt --tokens 100 --sequence-length 20", "needs 128. Use more --tokens"),
+        ((), {}, "--calibration corpus.txt --tokens 100", "one of 4 sequences is held out"),
+        ((), {}, "--to skipv1 --calibration corpus.txt --cache 84%", "--cache is for --to latents; leave it out"),
+        ((), {}, "--to merged-values --calibration corpus.txt --cache 84%", "--cache is for --to latents"),
+        ((), {}, "--to nonlinear-query --cache 84%", "--cache is for --to latents"),
+        (
+            (),
+            {},
+            "--calibration corpus.txt --ratio 0.25",
+            "--ratio is for --to merged-values and skipv1; say by --cache",
+        ),
+        (
+            (),
+            {},
+            "--calibration corpus.txt --ratio 0.5",
+            "--ratio is for --to merged-values and skipv1; say by --cache",
+        ),
+        ((), {}, "--to nonlinear-query --ratio 0.5", "--ratio is for --to merged-values and skipv1; leave it out"),
+        ((), {}, "--calibration corpus.txt --method svd", "--method svd is for --to skipv1; leave it out"),
+        ((), {}, "--calibration corpus.txt --no-choose", "are for --to skipv1 --method calibrated; leave them out"),
+        (("mla",), {}, "--calibration corpus.txt", "latent (MLA)"),
+        (("latent-values",), {}, "--calibration corpus.txt", "the value of layer 0 is 'latent'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -224,8 +303,29 @@ def test_bad_input(place, unwrapped, mechanisms, fields, arguments, message):
     write_corpus(Path("corpus.txt"))
     code, _, err = unwrapped("convert", "source", *arguments.split(), "--out", "result")
     assert code == 2
-    assert message in err
+    assert message in err and err.count("error:") == 1 and "Traceback" not in err
     assert not Path("result").exists() and not list(place.glob(".result*"))
+
+
+def test_shares_of_the_cache() -> None:
+    for text, share in (("84%", 0.84), ("0.84", 0.84), (" 66.7% ", 0.667), ("99.9999%", 0.999999), ("0.5%", 0.005)):
+        assert read_share(text) == pytest.approx(share, rel=1e-15)
+    for text in ("", "84 %", "1.0", "100.0%", "+5%", ".5", "9" * 5000, "5%\n5%"):
+        with pytest.raises(LeanError, match="--cache is a share of the source's cache, such as 75%, found"):
+            read_share(text)
+
+
+def test_a_ratio_for_latents_is_refused_without_the_command_too(tmp_path) -> None:
+    """Nothing that is asked for is left out silently."""
+    sample = tokens(8, 32).numpy()
+    convert = partial(convert_directory, tmp_path / "none", tmp_path / "out", to="latents", tokens=sample)
+    with pytest.raises(LeanError, match="--ratio is for --to merged-values and skipv1"):
+        convert(settings=Settings(ratio=0.25))
+    save(str(tmp_path / "none"))
+    for share in (0.0, 1.0, float("nan")):
+        with pytest.raises(LeanError, match="is out of reach"):
+            convert(cache=share)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
 def test_lists_of_layers() -> None:

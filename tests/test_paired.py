@@ -253,6 +253,42 @@ def test_the_page_of_merged_values_says_what_its_columns_are(place, unwrapped):
     assert "Kept: " not in shown and "Sinks: " not in shown
 
 
+def test_the_page_of_latent_values_says_what_changed(place, unwrapped):
+    command = ("convert", "source", "--calibration", "corpus.txt", "--tokens", "2000", "--evaluate", "other.txt")
+    assert unwrapped(*command, "--cache", "75.5%", "--evaluate-tokens", "320", "--out", "result")[0] == 0
+    record = json.loads(Path("result/conversion.json").read_text())
+    ranks = [at["rank"] for at in record["layers"]]
+    columns = f"{min(ranks)} to {max(ranks)}" if len(set(ranks)) > 1 else ranks[0]
+    page, card = Page(Path("result/conversion.html").read_text()), Path("result/README.md").read_text()
+    assert page.open == [] and page.fetched == []
+    shown = " ".join(page.text.split())
+    taken, whole = record["kv_bytes_per_token_bf16"][::-1]
+    for text in (shown, " ".join(card.split())):
+        for part in (
+            f"The cache holds {columns} columns of values in each layer, of which its value heads are made.",
+            f"{taken:,} bytes per token in bfloat16, {taken / whole:.1%} of the source's {whole:,}",
+            "at most 75.50% of the source's",
+            "Queries, keys, MLPs, norms and embeddings are the source's",
+            "nothing was trained",
+        ):
+            assert part in text
+    for part in ("Rank: columns of", "Ridge: ", "held out from the fit", "converted to latents"):
+        assert part in shown
+    assert "Kept: " not in shown and "Merged: " not in shown and "of the value heads go" not in shown
+    assert yaml.safe_load(card.split("---\n")[1])["tags"] == ["leanqkv", "kv-cache", "latents"]
+    _check_made_again(Path("result"), unwrapped)
+
+
+@pytest.mark.parametrize("ranks, words", [([8, 32, 24], "8 to 32 columns"), ([16, 16], "16 columns")])
+def test_columns_of_the_layers_in_words(place, ranks, words):
+    Path("result").mkdir()
+    layers = [{"layer": i, "missed": 0.1, "ridge": None, "rank": rank} for i, rank in enumerate(ranks)]
+    record = {"to": "latents", "parameters": [10, 9], "kv_bytes_per_token_bf16": [4, 3], "layers": layers}
+    Path("result/conversion.json").write_text(json.dumps(record | {"cache": 0.75}))
+    text = write_pages(Path("result")).read_text()
+    assert f"The cache holds {words} of values" in text and "at most 75% of the source" in text
+
+
 def _check_card(result, evaluation):
     _, front, body = (result / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front) == {
@@ -409,13 +445,14 @@ def test_a_kill_during_the_evaluation_leaves_what_the_same_command_completes(pla
     assert not files & {"job.json", ".lock"} and not list(place.glob(".result*"))
 
 
-def test_the_time_of_an_interrupted_calibration_counts(place):
+@pytest.mark.parametrize("to", ["merged-values", "latents"])
+def test_the_time_of_an_interrupted_calibration_counts(place, to):
     sample = text(6 * 32).astype(np.int64).reshape(6, 32)
 
     def kill(directory):
         raise KeyboardInterrupt
 
-    convert = partial(conversion_module.convert_directory, Path("source"), Path("result"), to="merged-values")
+    convert = partial(conversion_module.convert_directory, Path("source"), Path("result"), to=to)
     with pytest.raises(KeyboardInterrupt):
         convert(tokens=sample, evaluate=kill)
     state = Path(".result.calibration/state.json")
@@ -423,6 +460,27 @@ def test_the_time_of_an_interrupted_calibration_counts(place):
     assert content["seconds"] > 0
     state.write_text(json.dumps(content | {"seconds": 1000.0}))
     assert 1000 < convert(tokens=sample)["seconds"] < 1500
+
+
+@pytest.mark.parametrize("change", [{"cache": 0.9}, {"layers": (0, 2)}, {"to": "merged-values"}, {"tokens": None}])
+def test_an_interrupted_calibration_with_other_options_is_not_continued(place, change):
+    """Its measurements or its fits are of something else."""
+    sample = text(6 * 32).astype(np.int64).reshape(6, 32)
+
+    def kill(directory):
+        raise KeyboardInterrupt
+
+    first = {"to": "latents", "tokens": sample}
+    other = first | change if change != {"tokens": None} else first | {"tokens": sample[::-1].copy()}
+    convert = partial(conversion_module.convert_directory, Path("source"))
+    with pytest.raises(KeyboardInterrupt):
+        convert(Path("result"), **first, evaluate=kill)
+    Path("result").exists() or shutil.rmtree(".result.partial")
+    for name in ("result", "expected"):
+        convert(Path(name), **other)
+    layers = [json.loads(Path(name, "conversion.json").read_text())["layers"] for name in ("result", "expected")]
+    assert layers[0] == layers[1]
+    assert Path("result/model.safetensors").read_bytes() == Path("expected/model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,13 @@ def convert(
         typer.Option(help="Tokens to compare them on. Default: 16384, or all there are.", show_default=False),
     ] = None,
     ratio: Annotated[
-        float, typer.Option(help="Share of the value heads that go: merged with another, or the first layer's instead.")
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            help="Merged values and skipv1: share of the value heads that go: merged with another, or the first "
+            "layer's instead. Default: 0.5.",
+            show_default=False,
+        ),
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
@@ -100,25 +105,26 @@ def convert(
     from ..checkpoints.open import open_checkpoint
     from ..checkpoints.write import check_free
     from ..convert.calibrated import Settings, calibrated_target
-    from ..convert.conversion import REDUCED, check_request, check_sequence_length, convert_directory, reduction
+    from ..convert.conversion import CACHE, REDUCED, check_request, check_sequence_length, convert_directory, reduction
     from ..environment import check_device
     from ..errors import LeanError
     from ..report import conversion as pages
 
-    settings = Settings(ratio=ratio, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
+    heads = Settings.ratio if ratio is None else ratio
+    settings = Settings(ratio=heads, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
     stored_dtype = as_dtype(dtype)
     check_free(out, source)
     device = None if device is None else check_device(device)
     chosen_layers = None if layers is None else _read_layers(layers)
     share = None if cache is None else read_share(cache)
-    check_request(to, method, settings, calibration is not None, chosen_layers, device is not None, share)
+    check_request(to, method, settings, calibration is not None, chosen_layers, device is not None, share, ratio)
     if calibration is None and tokens is not None:
         raise LeanError("--tokens goes with --calibration FILE; leave it out")
     opened = open_checkpoint(source)
     if to in REDUCED:  # refuse before any text is read
-        reduction(to, opened.config, opened.tensors, cache=share, ratio=ratio, layers=chosen_layers)
+        reduction(to, opened.config, opened.tensors, cache=share or CACHE, ratio=heads, layers=chosen_layers)
     elif calibration is not None:
-        calibrated_target(opened.config, ratio)
+        calibrated_target(opened.config, heads)
     length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
     comparison = _read_evaluation(source, evaluate, evaluate_tokens, length, calibration)

@@ -48,8 +48,13 @@ def check_request(
     layers: tuple[int, ...] | None = None,
     on_device: bool = False,
     cache: float | None = None,
+    ratio: float | None = None,
 ) -> None:
-    """Refuse an unknown target or method, missing calibration text, and options that the method does not take."""
+    """Refuse an unknown target or method, missing calibration text, and options that the method does not take.
+
+    Args:
+        ratio: None where it was not asked for.
+    """
     if to not in TARGETS:
         raise LeanError(f"there is no conversion to {to!r}: {suggest(to, TARGETS)}")
     calibrates = to in (SKIPV1, *REDUCED) and method == CALIBRATED
@@ -62,7 +67,8 @@ def check_request(
             "--no-choose, --no-refit-lent and --no-refit-values are for --to skipv1 --method calibrated; leave them out"
         )
     if calibrates and not has_text:
-        raise LeanError("the calibrated method needs calibration text: --calibration FILE")
+        what = f"the conversion to {to}" if to in REDUCED else "the calibrated method"
+        raise LeanError(f"{what} needs calibration text: --calibration FILE")
     if has_text and not calibrates:
         raise LeanError(
             "--calibration is for latents, merged-values, and skipv1 with --method calibrated; leave it out"
@@ -71,6 +77,9 @@ def check_request(
         raise LeanError("--layers and --device are for --to latents and merged-values; leave them out")
     if to != LATENTS and cache is not None:
         raise LeanError("--cache is for --to latents; leave it out")
+    if to not in (MERGED_VALUES, SKIPV1) and ratio is not None:
+        instead = "say by --cache how much to keep" if to == LATENTS else "leave it out"
+        raise LeanError(f"--ratio is for --to merged-values and skipv1; {instead}")
 
 
 def check_sequence_length(config: LeanConfig, length: int) -> None:
@@ -150,7 +159,9 @@ def convert_directory(
     """
     settings = settings or Settings()
     check_free(out, source)
-    check_request(to, method, settings, tokens is not None, layers, device is not None, cache)
+    ratio = None if settings.ratio == Settings.ratio else settings.ratio
+    check_request(to, method, settings, tokens is not None, layers, device is not None, cache, ratio)
+    cache = CACHE if cache is None else cache
     with ExitStack() as held:
         started = time.perf_counter()
         checkpoint = open_checkpoint(source)
@@ -163,7 +174,7 @@ def convert_directory(
         elif to in REDUCED:
             assert tokens is not None
             work = held.enter_context(_calibration_directory(out))
-            chosen: dict[str, Any] = {"cache": cache or CACHE} if to == LATENTS else {"ratio": settings.ratio}
+            chosen: dict[str, Any] = {"cache": cache} if to == LATENTS else {"ratio": settings.ratio}
             decides: dict[str, Any] = {
                 "to": to,
                 "source": source_hashes(checkpoint),
@@ -215,8 +226,8 @@ def reduction(
     config: LeanConfig,
     tensors: Mapping[str, Tensor],
     *,
-    cache: float | None = None,
-    ratio: float = 0.5,
+    cache: float = CACHE,
+    ratio: float = Settings.ratio,
     layers: tuple[int, ...] | None = None,
 ) -> Reduction:
     """Return the reduction of a target of REDUCED; the arguments are `convert_directory`'s.
@@ -225,7 +236,7 @@ def reduction(
         LeanError: the source cannot be converted, or not by so much; says why.
     """
     if to == LATENTS:
-        return LatentValues(config, tensors, cache or CACHE, layers)
+        return LatentValues(config, tensors, cache, layers)
     return MergedValues(config, tensors, ratio, layers)
 
 

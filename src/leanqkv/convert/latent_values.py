@@ -6,6 +6,7 @@ most, over all layers.
 """
 
 from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from .sweeps import Grams, ReducedHeads, Reduction
 
 # Ranks are multiples of it where the width of the values is: the rows of a cache are then aligned.
 STEP = 8
+# So many calibration tokens are needed at least for each column of a layer's values.
+TOKENS_PER_COLUMN = 4
 
 
 def latent_target(config: LeanConfig, ranks: Mapping[int, int]) -> LeanConfig:
@@ -51,11 +54,11 @@ def count_columns(config: LeanConfig, share: float, layers: tuple[int, ...] | No
     total = config.plan.kv_bytes_per_token(torch.bfloat16) // bytes_per_column
     cut = last if layers is None else len(set(layers))
     smallest = total - cut * (values - step_of(values))
-    columns = int(share * total + 1e-9)
+    columns = int(share * total + 1e-9) if 0 < share < 1 else 0
     if not smallest <= columns < total:
         raise LeanError(
-            f"latent values of this model take from {smallest / total:.1%} of its cache up to all of it; --cache "
-            f"{100 * share:g}% is out of reach. Its keys stay whole: for less, quantize the cache as well"
+            f"latent values of this model take from {ceil(1000 * smallest / total) / 10:g}% of its cache up to all of "
+            f"it; --cache {100 * share:g}% is out of reach. Its keys stay whole: for less, quantize the cache as well"
         )
     return columns - (total - last * values)
 
@@ -68,7 +71,7 @@ def value_width(config: LeanConfig) -> int:
 
 def step_of(width: int) -> int:
     """Return what ranks are multiples of."""
-    return STEP if width % STEP == 0 else 1
+    return STEP if width > STEP and width % STEP == 0 else 1
 
 
 def choose_ranks(gains: Tensor, columns: int, cut: list[bool]) -> list[int]:
@@ -136,10 +139,11 @@ class LatentValues(Reduction):
         self, config: LeanConfig, tensors: Mapping[str, Tensor], share: float, layers: tuple[int, ...] | None = None
     ):
         self.config, self.tensors = config, tensors
-        self.name = f"latent{100 * share:g}"
+        self.name = f"latent{100 * share:.10g}"
         self.columns = count_columns(config, share, layers)
         self.cut = [layers is None or layer in layers for layer in range(config.num_hidden_layers)]
         self.width = value_width(config)
+        self.least_tokens = TOKENS_PER_COLUMN * self.width
         self.ranks: list[int] = []
         self._measured: Callable[[int], Mapping[str, Tensor]] = lambda layer: {}
 

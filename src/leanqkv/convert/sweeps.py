@@ -93,14 +93,16 @@ class Reduction(ABC):
     """A way to cache less of the values.
 
     Attributes:
-        name: of its files.
+        name: of its files; no two reductions that go together have the same one.
         measures: of the files with its measurements; reductions with the same one share them.
+        least_tokens: how many calibration tokens it needs.
         first: the first layer that it changes, once it has chosen.
         target: the configuration of the result, once it has chosen.
     """
 
     name: str
     measures: str
+    least_tokens: int = 0
     first: int
     target: LeanConfig
 
@@ -177,6 +179,9 @@ class Sweeps:
 
     Attributes:
         earlier_seconds: what the interrupted runs that this one goes on from have taken.
+
+    Raises:
+        LeanError: too few tokens, too little space on the disk, or reductions with the same name.
     """
 
     def __init__(
@@ -201,6 +206,14 @@ class Sweeps:
                 f"one of {HELD_OUT} sequences is held out from the fit, and the calibration tokens make {len(tokens)}. "
                 "Use more --tokens, or a shorter --sequence-length"
             )
+        if tokens.size < (least := max(one.least_tokens for one in self.reductions)):
+            raise LeanError(
+                f"{tokens.size:,} calibration tokens are too few for the width of this model's values, which needs "
+                f"{least:,}. Use more --tokens"
+            )
+        names = [one.name for one in self.reductions]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise LeanError(f"two reductions would write the same files, {twice[0]}; leave one of them out")
         self.batch_size, self._progress, self._message = batch_size, progress, message
         self.device = device or torch.device("cpu")
         self.source = Layers(config, tensors, tokens.shape[1], self.device)

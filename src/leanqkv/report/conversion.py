@@ -29,7 +29,7 @@ FITTED, HELD_OUT = "the calibration text", "calibration sequences held out from 
 # Words on the columns of the layers' table.
 COLUMNS = {
     "merged": "Merged: pairs of heads that read one value.",
-    "rank": "Rank: columns of the layer's latent, of which all its value heads are made.",
+    "rank": "Rank: columns of the layer's values in the cache, of which all its value heads are made.",
     "ridge": "Ridge: how strongly W_O was pulled towards the one that it started from; – where that one stayed.",
     "sink_tokens": "Sinks: held-out tokens whose stream is far larger than that of the others.",
     "kept": "Kept: the heads that keep a value.",
@@ -228,11 +228,11 @@ def _what_changed(record: dict[str, Any]) -> str:
             "gained before training goes on."
         )
     if record["to"] == LATENTS:
-        ranks = [layer["rank"] for layer in record["layers"]]
+        low, high = (choose(layer["rank"] for layer in record["layers"]) for choose in (min, max))
         return (
-            f"Of every layer's values a latent of {min(ranks)} to {max(ranks)} columns is cached, of which its value "
-            "heads are made. Queries, keys, MLPs, norms and embeddings are the source's. Value and output projections "
-            "were fitted to text; nothing was trained."
+            f"The cache holds {low if low == high else f'{low} to {high}'} columns of values in each layer, of which "
+            "its value heads are made. Queries, keys, MLPs, norms and embeddings are the source's. Value and output "
+            "projections were fitted to text; nothing was trained."
         )
     if record["to"] == MERGED_VALUES:
         count = sum(len(layer["merged"]) for layer in record["layers"])

@@ -1,0 +1,448 @@
+"""Conversion to latent values: every sum, rank and budget against loops and other optimizers, and as a whole."""
+
+import re
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from converting import BIASES, build, logits, source
+from reducing import EPS, SMALL, SOURCES, Model, assert_same, normals, sample_of, seen_by_hooks, sweeping, to_latents
+from safetensors.torch import load_file
+from scipy.optimize import minimize
+from shapes import assert_near, tiny, tokens
+from torch import Tensor
+
+from leanqkv import LeanConfig, LeanError, LeanForCausalLM
+from leanqkv.convert.latent_values import (
+    LatentValues,
+    ValueGram,
+    choose_ranks,
+    count_columns,
+    latent_target,
+    step_of,
+    value_width,
+)
+from leanqkv.convert.low_rank import approximate
+from leanqkv.inference import Decoder
+
+# --- the best approximation of every rank -----------------------------------------------------------------------------
+
+
+def lost(values: Tensor, output: Tensor, combine: Tensor, restore: Tensor) -> Tensor:
+    """The explicit error of a latent."""
+    return ((values - values @ combine @ restore) @ output).square().sum()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_no_other_latent_loses_less(rank: int) -> None:
+    width, normal = 4, normals(rank)
+    values, output = normal(30, width) @ normal(width, width), normal(width, 6)
+    combine, restore, gains = approximate(values.T @ values, output @ output.T)
+    assert combine.shape == restore.shape == (width, width)
+    least = float(lost(values, output, combine[:, :rank], restore[:rank]))
+    assert float(gains[rank:].sum()) == pytest.approx(least, rel=1e-9)
+
+    def of_flat(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        parts = torch.from_numpy(flat).requires_grad_()
+        first, second = parts.view(2, -1)
+        value = lost(values, output, first.view(width, rank), second.view(rank, width))
+        return float(value.detach()), torch.autograd.grad(value, parts)[0].numpy()
+
+    starts = (normal(2 * width * rank).numpy() for _ in range(5))
+    found = [minimize(of_flat, start, jac=True, tol=1e-12).fun for start in starts]
+    assert min(found) == pytest.approx(least, rel=1e-6)
+    assert all(value >= least * (1 - 1e-9) for value in found)
+
+
+DEGENERATE = {
+    "fewer directions of values than columns": lambda normal: (normal(40, 2) @ normal(2, 6), normal(6, 5)),
+    "fewer tokens than columns": lambda normal: (normal(3, 6), normal(6, 9)),
+    "fewer outputs than columns": lambda normal: (normal(40, 6), normal(6, 2)),
+    "fewer of both": lambda normal: (normal(40, 3) @ normal(3, 6), normal(6, 2)),
+    "columns of zeros": lambda normal: (normal(40, 6) * torch.tensor([1, 0, 1, 1, 0, 1]), normal(6, 9)),
+    "a head without output weights": lambda normal: (
+        normal(40, 6),
+        normal(6, 9) * torch.tensor([[1.0]] * 3 + [[0]] * 3),
+    ),
+    "one direction": lambda normal: (normal(40, 1) @ normal(1, 6), normal(6, 1) @ normal(1, 5)),
+    "the same columns": lambda normal: (normal(40, 3).repeat(1, 2), normal(6, 9)),
+    "of far different sizes": lambda normal: (normal(40, 6) * 10.0 ** -torch.arange(6), normal(6, 9)),
+    "tiny": lambda normal: (1e-150 * normal(40, 6), normal(6, 9)),
+    "no values": lambda normal: (torch.zeros(40, 6), normal(6, 9)),
+    "no output weights": lambda normal: (normal(40, 6), torch.zeros(6, 9)),
+    "nothing": lambda normal: (torch.zeros(40, 6), torch.zeros(6, 9)),
+}
+
+
+@pytest.mark.parametrize("name", ["of full rank", *DEGENERATE])
+def test_gains_are_what_every_rank_loses(name: str) -> None:
+    """All ranks, the rank of the problem included, whatever values and output weights there are."""
+    normal = normals()
+    make = DEGENERATE.get(name, lambda normal: (normal(40, 6), normal(6, 9)))
+    values, output = (matrix.double() for matrix in make(normal))
+    combine, restore, gains = approximate(values.T @ values, output @ output.T)
+    assert all(tensor.isfinite().all() and tensor.dtype == torch.float64 for tensor in (combine, restore, gains))
+    assert (gains >= 0).all() and (gains.diff() <= 0).all()
+    size = float((values @ output).square().sum())
+    assert float(gains.sum()) == pytest.approx(size, rel=1e-9)
+    singular = torch.linalg.svdvals(values @ output)
+    for rank in range(7):
+        expected = float(singular[rank:].square().sum())
+        # Directions smaller than 1e-9 of the largest are left alone, in values and in output weights.
+        rounding = 1e-8 * size
+        assert float(gains[rank:].sum()) == pytest.approx(expected, rel=1e-9, abs=rounding)
+        assert float(lost(values, output, combine[:, :rank], restore[:rank])) == pytest.approx(expected, abs=rounding)
+
+
+# --- Gram matrices of attended values ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_gram_matrix_of_attended_values(group: int, biased: bool) -> None:
+    """Of all heads' values, side by side, under every query head's patterns; a value bias does not count."""
+    normal, heads, width, length = normals(), 2, 3, 4
+    bias = normal(heads, width) if biased else None
+    found = ValueGram(heads * width, None if bias is None else bias.flatten())
+    expected = torch.zeros(heads * width, heads * width, dtype=torch.float64)
+    for batch in (2, 1):
+        patterns, weight = normal(batch, heads * group, length, length).softmax(-1), normal(batch, length).exp()
+        values = normal(batch, heads, length, width)
+        seen = values if bias is None else values + bias[:, None]
+        found.add(SimpleNamespace(values=seen, patterns=patterns), weight)
+        for b, query, t in np.ndindex(batch, heads * group, length):
+            row = torch.cat(
+                [sum(patterns[b, query, t, s] * values[b, head, s] for s in range(length)) for head in range(heads)]
+            )
+            expected += weight[b, t] ** 2 * torch.outer(row, row)
+    assert found.total.dtype == torch.float64
+    assert_near(found.total, expected, 1e-13)
+
+
+@pytest.mark.parametrize(
+    "shape, fields",
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("gpt", BIASES | {"num_attention_heads": 6, "num_key_value_heads": 2}),
+        ("llama", {"sliding_window": 3, "window_layers": [1], "num_attention_heads": 2, "attention_bias": True}),
+    ],
+)
+@torch.no_grad()
+def test_the_gains_are_what_latents_lose(shape: str, fields: dict, tmp_path: Path) -> None:
+    """In every layer and for every rank, from the model's own patterns: every head's values under all of them."""
+    model = source(shape, **SMALL | fields)
+    config, sample = model[0], sample_of(model[0], 16, 6)
+    streams, values, patterns = seen_by_hooks(model, sample)
+    sweeps = sweeping(model, sample, tmp_path, [LatentValues(*model, 0.9)], batch_size=3)
+    sweeps.run()
+    width, columns, queries = config.head_dim, value_width(config), config.num_attention_heads
+    group = queries // config.num_key_value_heads
+    for i in range(config.num_hidden_layers):
+        stored = load_file(sweeps._file("latents", i))
+        bias = model[1].get(f"model.layers.{i}.self_attn.v_proj.bias", 0.0)
+        output = model[1][f"model.layers.{i}.self_attn.o_proj.weight"].split(width, dim=1)
+        weight = (streams[i].square().mean(-1) + config.norm_eps).rsqrt()[..., None]
+        for rank in (0, 1, columns // 2, columns - 1, columns):
+            left = values[i] - (values[i] - bias) @ stored["combine"][:, :rank] @ stored["restore"][:rank] - bias
+            error = 0.0
+            for query, pattern in product(range(queries), repeat=2):
+                head = query // group
+                row = patterns[i][:, pattern] @ left[..., head * width : (head + 1) * width] @ output[query].T
+                error += float((row * weight).square().sum())
+            total = float(stored["gains"].sum())
+            found = float(stored["gains"][rank:].sum())
+            assert found == pytest.approx(error / sample.size, rel=1e-4, abs=1e-6 * total)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "width, cut",
+    [
+        (32, [True, True, True]),
+        (32, [True, False, True]),
+        (16, [True] * 5),
+        (5, [True, True, True]),
+        (12, [False, True, True]),
+        (8, [True, True, False]),
+    ],
+)
+def test_no_other_ranks_take_away_more(width: int, cut: list[bool]) -> None:
+    """Of all allocations to so many columns."""
+    step = 8 if width in (16, 32) else 1
+    assert step_of(width) == step
+    choices = [range(step, width + 1, step) if may else [width] for may in cut]
+    allocations = np.array(list(product(*choices)))
+    for seed in range(6):
+        gains = normals(seed)(len(cut), width).square() * normals(seed + 50)(len(cut), 1).exp()
+        gains = gains.sort(dim=1, descending=True).values
+        below = torch.cat((torch.zeros(len(cut), 1), gains.cumsum(1)), dim=1)
+        taken = sum(below[layer].numpy()[allocations[:, layer]] for layer in range(len(cut)))
+        sizes = allocations.sum(1)
+        for columns in range(sizes.min(), sizes.max() + 1):
+            ranks = choose_ranks(gains, columns, cut)
+            assert [rank in allowed for rank, allowed in zip(ranks, choices, strict=True)] == [True] * len(cut)
+            assert sum(ranks) <= columns
+            found = sum(float(below[layer, rank]) for layer, rank in enumerate(ranks))
+            assert found == pytest.approx(taken[sizes <= columns].max(), rel=1e-12)
+
+
+def test_ranks_where_columns_are_worth_nothing() -> None:
+    """Ties, zeros among them, and a layer that is worth far less still has some columns."""
+    zeros = torch.zeros(3, 16).double()
+    assert sorted(choose_ranks(zeros, 40, [True] * 3)) == [8, 16, 16]
+    zeros[0] = 1e12
+    assert choose_ranks(zeros, 32, [True] * 3) == [16, 8, 8]
+
+
+BUDGETS: dict[str, tuple[LeanConfig, tuple[int, ...] | None]] = {
+    "mha": (tiny("gpt"), None),
+    "some layers": (tiny("gpt", num_hidden_layers=5, **SMALL), (3,)),
+    "layers twice": (tiny("llama"), (0, 2, 2)),
+    "gqa": (tiny("llama", "gqa"), None),
+    "mqa": (tiny("llama", "mqa"), None),
+    "heads of 6": (tiny("llama", head_dim=6), None),
+    "heads of 5": (tiny("gpt", head_dim=5, num_attention_heads=3), (1, 2)),
+    "identity key": (tiny("llama", "identity-key"), None),
+    "windows": (tiny("llama", sliding_window=4, window_layers=[0, 2]), None),
+}
+
+
+def with_ranks(config: LeanConfig, share: float, layers: tuple[int, ...] | None, tensors: Any = None) -> LatentValues:
+    """After a choice from random gains."""
+    made, normal = LatentValues(config, tensors or {}, share, layers), normals()
+    gains = [normal(made.width).square().sort(descending=True).values for _ in range(config.num_hidden_layers)]
+    made.choose(lambda layer: {"gains": gains[layer]})
+    return made
+
+
+def smallest_share(config: LeanConfig, layers: tuple[int, ...] | None) -> float:
+    """As a refusal names it, in percent."""
+    with pytest.raises(LeanError, match="out of reach") as refusal:
+        count_columns(config, 0.01, layers)
+    return float(re.search(r"from ([\d.]+)% of its cache up", str(refusal.value))[1])
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_cache_keeps_to_its_share(name: str) -> None:
+    """Measured on the configuration of the result, and so closely that no layer could have a step more."""
+    config, layers = BUDGETS[name]
+    whole, width = config.plan.kv_bytes_per_token(torch.bfloat16), value_width(config)
+    for share in (*np.linspace(smallest_share(config, layers) / 100, 0.999, 40), 0.75, 0.8, 0.84, 0.9):
+        if share < smallest_share(config, layers) / 100:
+            continue
+        made = with_ranks(config, float(share), layers)
+        taken = made.target.plan.kv_bytes_per_token(torch.bfloat16)
+        assert taken <= share * whole * (1 + 1e-9) and taken < whole
+        assert taken + 2 * step_of(width) > share * whole * (1 - 1e-9)
+        assert all(rank % step_of(width) == 0 and 1 <= rank <= width for rank in made.ranks)
+        untouched = [] if layers is None else [layer for layer in range(len(made.ranks)) if layer not in layers]
+        assert all(made.ranks[layer] == width for layer in untouched)
+        kinds = [layer.value.kind for layer in made.target.plan.layers]
+        assert kinds == ["linear" if rank == width else "latent" for rank in made.ranks]
+        assert made.first == kinds.index("latent")
+        assert [layer.value_rank for layer in made.target.plan.layers] == [
+            None if rank == width else rank for rank in made.ranks
+        ]
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_smallest_share_that_is_named_can_be_had(name: str) -> None:
+    config, layers = BUDGETS[name]
+    named = smallest_share(config, layers)
+    made, step = with_ranks(config, named / 100, layers), step_of(value_width(config))
+    cut = [layer for layer in range(config.num_hidden_layers) if layers is None or layer in layers]
+    assert all(made.ranks[layer] == step for layer in cut)
+    with pytest.raises(LeanError, match=f"from {named:g}% of its cache .* {named - 0.1:g}% is out of reach"):
+        count_columns(config, round(named - 0.1, 1) / 100, layers)
+
+
+# --- a layer's heads --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, BIASES, {"attention_bias": True, "num_key_value_heads": 2}])
+def test_latent_heads(fields: dict) -> None:
+    """The tensors that a layer of the result has, and the features that its W_O is fitted on, written out."""
+    config, tensors = source("gpt", **fields)
+    normal, heads, width, layer, rank = normals(), config.num_key_value_heads, config.head_dim, 1, 8
+    made = with_ranks(config, 0.9, None, tensors)
+    combine, restore = (normal(heads * width, heads * width) for _ in range(2))
+    made._measured = lambda layer: {"combine": combine, "restore": restore}
+    made.ranks = [heads * width, rank, heads * width]
+    name = f"model.layers.{layer}.self_attn"
+    weight, bias = tensors[f"{name}.v_proj.weight"], tensors.get(f"{name}.v_proj.bias")
+    found = made.reduce(layer)
+    expected = {
+        "v_proj.weight": combine[:, :rank].T @ weight,
+        "v_up_proj.weight": restore[:rank].T,
+        "o_proj.weight": tensors[f"{name}.o_proj.weight"],
+    }
+    if bias is not None:
+        expected["v_up_proj.bias"] = bias
+    if config.attention_output_bias:
+        expected["o_proj.bias"] = tensors[f"{name}.o_proj.bias"]
+    written = found.attention_tensors(found.output)
+    assert written.keys() == expected.keys()
+    for key, tensor in written.items():
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        assert_near(tensor.double(), expected[key], 2 * EPS, key)
+    # Every pattern of a query head times the value of its key head.
+    normed, patterns = normal(2, 5, config.hidden_size), normal(2, config.num_attention_heads, 5, 5).softmax(-1)
+    values = normed @ weight.T @ combine[:, :rank] @ restore[:rank] + (0 if bias is None else bias)
+    by_head, group = values.split(width, dim=-1), config.num_attention_heads // heads
+    columns = [patterns[:, query] @ by_head[query // group] for query in range(config.num_attention_heads)]
+    columns += [torch.ones(2, 5, 1).double()] * config.attention_output_bias
+    assert_near(found.features(normed, patterns), torch.cat(columns, dim=-1), 1e-13)
+    # A layer that keeps its values changes its W_O alone.
+    kept = made.reduce(0)
+    assert not kept.tensors
+    values = normed @ tensors["model.layers.0.self_attn.v_proj.weight"].T
+    if bias is not None:
+        values = values + tensors["model.layers.0.self_attn.v_proj.bias"]
+    assert_near(kept.features(normed, patterns)[..., :width], patterns[:, 0] @ values[..., :width], 1e-13)
+
+
+# --- nothing is lost where nothing need be ----------------------------------------------------------------------------
+
+
+def with_narrow_values(config: LeanConfig, tensors: dict[str, Tensor], ranks: list[int]) -> Model:
+    """The same model with values of these ranks; their biases stay, and take no column."""
+    result, normal = dict(tensors), normals(7)
+    for layer, rank in enumerate(ranks):
+        name = f"model.layers.{layer}.self_attn.v_proj.weight"
+        result[name] = 0.2 * normal(len(result[name]), rank) @ normal(rank, config.hidden_size) / rank**0.5
+    return config, result
+
+
+@pytest.mark.parametrize("name", [*SOURCES, "mqa"])
+def test_nothing_is_lost_where_values_are_narrow(name: str, tmp_path: Path) -> None:
+    """Every layer's values have fewer directions than columns, of other numbers: those are its rank, and the logits
+    stay the same."""
+    shape, mechanisms, fields = SOURCES.get(name, ("llama", ("mqa",), {}))
+    config, tensors = source(shape, *mechanisms, **fields)
+    width = value_width(config)
+    step = step_of(width)
+    ranks = [step * (1 + (layer + 1) % (width // step - 1)) for layer in range(config.num_hidden_layers)]
+    model = with_narrow_values(config, tensors, ranks)
+    source_bytes = config.plan.kv_bytes_per_token(torch.bfloat16)
+    share = 1 - 2 * sum(width - rank for rank in ranks) / source_bytes
+    found = to_latents(model, sample_of(config, 16), tmp_path, share, batch_size=3)
+    assert [at["rank"] for at in found.layers] == ranks
+    assert all(at["missed"] < EPS for at in found.layers)
+    assert found.config.plan.kv_bytes_per_token(torch.bfloat16) == pytest.approx(share * source_bytes, rel=1e-12)
+    ids = tokens(2, 12, config.vocab_size)
+    assert_near(logits(found.config, found.tensors, ids), logits(*model, ids), 128 * EPS)
+
+
+def test_wide_values_do_lose(tmp_path: Path) -> None:
+    """Without narrow values the same measure is far from zero, and a larger share loses less."""
+    model, ids, errors = source("llama"), tokens(2, 12), []
+    expected = logits(*model, ids)
+    for share in (0.65, 0.84):
+        found = to_latents(model, sample_of(model[0], 16), tmp_path / str(share), share)
+        with pytest.raises(AssertionError, match="off by"):
+            assert_near(logits(found.config, found.tensors, ids), expected, 1e-2)
+        errors.append(float((logits(found.config, found.tensors, ids) - expected).square().mean()))
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_other_layers_keep_their_values(tmp_path: Path) -> None:
+    model = source("llama", **SMALL, num_hidden_layers=4)
+    found = to_latents(model, sample_of(model[0], 8), tmp_path, 0.9, layers=(1, 3))
+    ranks = [at["rank"] for at in found.layers]
+    assert ranks[0] == ranks[2] == 24 and {*ranks[1::2]} <= {8, 16, 24} and sum(ranks) == 72
+    assert torch.equal(found.tensors["model.layers.2.self_attn.v_proj.weight"].double(), rounded(model, 2))
+    assert "model.layers.2.self_attn.v_up_proj.weight" not in found.tensors
+
+
+def rounded(model: Model, layer: int) -> Tensor:
+    return model[1][f"model.layers.{layer}.self_attn.v_proj.weight"].float().double()
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def test_the_result_is_a_checkpoint(tmp_path: Path) -> None:
+    """The same again from the same; the source is untouched; saved, loaded, generated from, decoded."""
+    config, tensors = source("llama", "gqa", attention_bias=True, hidden_size=48)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    sample = sample_of(config, 12)
+    copy = sample.copy()
+    found = to_latents((config, tensors), sample, tmp_path / "first", 0.84)
+    again = to_latents((config, tensors), sample, tmp_path / "second", 0.84)
+    assert_same(again.tensors, dict(found.tensors))
+    assert again.config.to_dict() == found.config.to_dict() and again.layers == found.layers
+    assert np.array_equal(copy, sample) and all(torch.equal(before[name], tensors[name]) for name in tensors)
+    for other in (1, 5, 12):  # batches decide nothing but rounding
+        rows = to_latents((config, tensors), sample, tmp_path / f"batch{other}", 0.84, batch_size=other)
+        assert rows.config.value == found.config.value
+
+    target = found.config
+    assert {name: tuple(found.tensors[name].shape) for name in found.tensors} == target.plan.parameter_shapes
+    assert target.plan.kv_bytes_per_token(torch.float32) <= 0.84 * config.plan.kv_bytes_per_token(torch.float32)
+    for name, tensor in found.tensors.items():
+        assert tensor.dtype == torch.float32
+        if not any(part in name for part in ("v_proj", "v_up_proj", "o_proj.weight")):
+            assert torch.equal(tensor, tensors[name].float())
+
+    model = build(target, found.tensors).float()
+    model.save_pretrained(tmp_path / "saved")
+    loaded = LeanForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    ids = tokens(2, 6)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    texts = [loaded.generate(ids, use_cache=cached, **options) for cached in (True, False)]
+    assert torch.equal(*texts)
+    assert torch.equal(Decoder(loaded).generate(ids, max_new_tokens=8), texts[0])
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[str, LeanConfig, float, tuple[int, ...] | None]] = {
+    "too little": ("from 62.5% of its cache .* --cache 50% is out of reach. Its keys stay", tiny("llama"), 0.5, None),
+    "too little of one layer": ("from 87.5% of its cache", tiny("llama"), 0.87, (1,)),
+    "none": ("--cache 0% is out", tiny("llama"), 0.0, None),
+    "all": ("--cache 100% is out", tiny("llama"), 1.0, None),
+    "more than all": ("--cache 150% is out", tiny("llama"), 1.5, None),
+    "negative": ("--cache -5% is out", tiny("llama"), -0.05, None),
+    "no number": ("--cache nan% is out", tiny("llama"), float("nan"), None),
+    "infinite": ("--cache inf% is out", tiny("llama"), float("inf"), None),
+    "layer beyond": ("layers 0 to 2, found 3", tiny("llama"), 0.8, (1, 3)),
+    "layer below": ("found -1", tiny("llama"), 0.8, (-1,)),
+    "no layer": ("from 100% of its cache", tiny("llama"), 0.8, ()),
+    "latent": ("MLA", tiny("llama", "mla"), 0.8, None),
+    "latent values": ("the value of layer 0 is 'latent'", tiny("llama", "latent-values"), 0.8, None),
+    "merged": (
+        "converted already",
+        tiny("llama", key_value={"type": "borrowed_values", "heads": [[1, 1, 1, 0]]}),
+        0.8,
+        None,
+    ),
+    "skipv1": ("converted already", tiny("llama", "skipv1"), 0.8, None),
+    "identity value": ("'identity'", tiny("llama", "identity-value"), 0.8, None),
+    "shared blocks": ("num_hidden_groups", tiny("llama", num_hidden_groups=3), 0.8, None),
+    "reads the MLP": ("'from_mlp'", tiny("llama", "mlp-query:layers=2"), 0.8, None),
+    "depth averages": ("depth_average", tiny("llama", "denseformer:period=2"), 0.8, None),
+    "no cache": ("its task is 'masked_lm'", tiny("llama", task="masked_lm"), 0.8, None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    match, config, share, layers = REFUSED[name]
+    with pytest.raises(LeanError, match=match) as refusal:
+        LatentValues(config, {}, share, layers)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_target_has_one_entry_for_every_rank() -> None:
+    config = latent_target(tiny("llama", num_hidden_layers=4), {3: 8, 0: 8, 1: 16})
+    assert config.value == [
+        {"type": "latent", "rank": 8, "layers": [0, 3]},
+        {"type": "latent", "rank": 16, "layers": [1]},
+    ]

@@ -1,0 +1,63 @@
+"""W_O by ridge regression: its sums, its strength and its tokens' weights, against explicit features."""
+
+import numpy as np
+import pytest
+from reducing import EPS, fit_by_hand, normals
+from shapes import assert_near
+from torch import Tensor
+
+from leanqkv.convert.output_fit import SINK, Fit, fit_output, token_weights
+
+
+def fits(columns: int = 6, noise: float = 0.5, seed: int = 0) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Features and target of the fit and of what is held out, and the start."""
+    normal = normals(seed)
+    start = normal(columns, 4)
+    true = start + 0.3 * normal(columns, 4)
+    parts = []
+    for rows in (20, 12):
+        features = normal(rows, columns)
+        parts.append((features, features @ true + noise * normal(rows, 4)))
+    return parts, start
+
+
+def test_the_strength_is_the_one_that_misses_least() -> None:
+    chosen = set()
+    for seed, noise in enumerate(np.geomspace(0.01, 10, 24)):
+        parts, start = fits(noise=noise, seed=seed)
+        sums = Fit(), Fit()
+        for fit, (features, target) in zip(sums, parts, strict=True):
+            for rows in (slice(0, 5), slice(5, None)):
+                fit.add(features[rows], target[rows])
+        output, strength, missed = fit_output(*sums, start)
+        expected, best, error = fit_by_hand(parts, start)
+        assert strength == best
+        assert_near(output, expected, 1e-10)
+        assert missed == pytest.approx(error, rel=1e-9)
+        assert missed <= sums[1].missed(start)
+        chosen.add(strength)
+    assert None in chosen and len(chosen) > 4
+
+
+def test_what_is_right_already_stays() -> None:
+    parts, start = fits(noise=0.0)
+    sums = Fit(), Fit()
+    for fit, (features, _) in zip(sums, parts, strict=True):
+        fit.add(features, features @ start)
+    output, _, missed = fit_output(*sums, start)
+    assert missed < 1e-13
+    assert_near(output, start, 1e-12)
+
+
+def test_token_weights_and_sinks() -> None:
+    stream = normals()(3, 7, 16)
+    stream[1, 2] *= 2 * SINK**0.5 / stream[1, 2].square().mean().sqrt()
+    stream[2, 4] *= 0.5 * SINK**0.5 / stream[2, 4].square().mean().sqrt()
+    stream[0, 3] = 0
+    stream[0, 6] *= 1e-6
+    weights, sinks = token_weights(stream.float(), 1e-6)
+    assert sinks.nonzero().tolist() == [[1, 2]]
+    for b, t in np.ndindex(3, 7):
+        square = sum(float(x) ** 2 for x in stream[b, t]) / 16
+        assert float(weights[b, t]) == pytest.approx((square + 1e-6) ** -0.5, rel=1e-6)
+    assert weights.max() <= 1e3 * (1 + EPS)
