@@ -1,177 +1,236 @@
-"""Latents of keys: their sums against loops, the first-order error against autograd, and every rank written out."""
+"""Latent keys: the absorbed form and the expanded one are one function, and nothing is passed over by the former."""
 
-from types import SimpleNamespace
+import copy
+from typing import Any
 
 import pytest
 import torch
-from converting import source
-from shapes import assert_near
-from torch import Tensor
+from shapes import assert_near, randomize, tiny, tokens
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
 
-from leanqkv.convert.latent_keys import KeyGrams, column_gains, key_latent, keys_stay
+from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, kv_bytes_per_token
+from leanqkv.inference import Decoder
+from leanqkv.inference.linear import PackedLinear
+from leanqkv.model import attention
+from leanqkv.model.key_latent import ComplexUp, absorbing_keys_pays
 
-HEADS, GROUP, WIDTH, LENGTH, HIDDEN = 3, 2, 8, 5, 7
-
-
-def problem(seed: int = 0, batch: int = 2) -> tuple[SimpleNamespace, Tensor, Tensor]:
-    """What a recorder holds of causal attention, the weights of the tokens, and W_O; float64."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    query, key = normal(batch, HEADS * GROUP, LENGTH, WIDTH), normal(batch, HEADS, LENGTH, WIDTH)
-    values, output = normal(batch, HEADS, LENGTH, WIDTH), normal(HEADS, GROUP, WIDTH, HIDDEN)
-    patterns, heads = attention(query, key, values)
-    recorder = SimpleNamespace(query=query, key=key, values=values, patterns=patterns, heads=heads)
-    return recorder, normal(batch, LENGTH).exp(), output
-
-
-def attention(query: Tensor, key: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    scores = query @ key.repeat_interleave(GROUP, 1).mT * WIDTH**-0.5
-    patterns = scores.masked_fill(~torch.ones(LENGTH, LENGTH).tril().bool(), -torch.inf).softmax(-1)
-    return patterns, (patterns @ values.repeat_interleave(GROUP, 1)).transpose(1, 2)
+CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("llama", ("latent-keys",), {}),
+    ("llama", ("latent-keys:columns=0,4,1,3",), {"attention_bias": True}),
+    ("llama", ("latent-keys:columns=2,1,0,1", "latent-values:rank=3", "gqa"), {"sliding_window": 6}),
+    ("llama", ("latent-keys:rank=6", "mqa"), {"rope_layers": [0, 2]}),
+    ("llama", ("latent-keys:rank=2", "identity-query"), {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    ("gpt", ("latent-keys", "gqa", "latent-values"), {"attention_bias": True}),
+    ("gpt", ("latent-keys:rank=3", "nonlinear-query"), {"head_dim": 8}),
+]
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: "+".join((case[0], *case[1], *case[2])))
 
 
-def output_of(heads: Tensor, output: Tensor) -> Tensor:
-    return torch.einsum("bthd,hdo->bto", heads, output.flatten(0, 1))
+def config_of(case: tuple[str, tuple[str, ...], dict[str, Any]]) -> LeanConfig:
+    shape, names, overrides = case
+    return tiny(shape, *names, **overrides)
 
 
-@pytest.mark.parametrize("rotary", [True, False])
-def test_sums_over_keys_and_queries(rotary: bool) -> None:
-    """By loops over every token, head and pair of heads."""
-    recorder, weight, output = problem()
-    grams = KeyGrams(output, rotary, 0.5)
-    grams.add(recorder, weight)
-    batch, half = len(weight), WIDTH // 2
-    importance = torch.zeros(batch, HEADS, LENGTH, dtype=torch.float64)
-    energy = torch.zeros(HEADS, WIDTH, WIDTH, dtype=torch.float64)
-    for b in range(batch):
-        for query in range(HEADS * GROUP):
-            head = query // GROUP
-            matrix = output[head, query % GROUP]
-            for t in range(LENGTH):
-                row = recorder.query[b, query, t]
-                energy[head] += torch.outer(row, row) / GROUP
-                for s in range(LENGTH):
-                    moved = recorder.patterns[b, query, t, s] * (
-                        recorder.values[b, head, s] - recorder.heads[b, t, query]
-                    )
-                    importance[b, head, s] += float((weight[b, t] * moved @ matrix).square().sum())
-    keys = recorder.key * importance.sqrt()[..., None]
-    if not rotary:
-        rows = keys.transpose(1, 2).flatten(2).flatten(0, 1)
-        assert_near(grams.keys, sum(torch.outer(row, row) for row in rows), 1e-5)
-        assert_near(grams.queries, energy, 1e-12)
-        return
-    for frequency in range(half):
-        for first in range(HEADS):
-            square = energy[first, frequency, frequency] + energy[first, frequency + half, frequency + half]
-            assert_near(grams.queries[frequency, first], square, 1e-12)
-            for second in range(HEADS):
-                one, two = (
-                    torch.complex(keys[:, head, :, frequency], keys[:, head, :, frequency + half]).flatten()
-                    for head in (first, second)
-                )
-                assert_near(
-                    torch.view_as_real(grams.keys[frequency, first, second]),
-                    torch.view_as_real((one.conj() * two).sum()),
-                    1e-5,
-                )
+@every
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_absorbed_is_expanded(case, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, gradients and, where there are any, attention weights, with padding and a filled cache."""
+    model = randomize(LeanForCausalLM(config_of(case))).double()
+    model.set_attn_implementation(implementation)
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 3] = -100  # predicted at a padded position
+    found = {}
+    for absorbed in (True, False):
+        monkeypatch.setattr(attention, "absorbing_keys_pays", lambda *_, absorbed=absorbed: absorbed)
+        model.zero_grad()
+        output = model(input_ids=ids, attention_mask=mask, labels=labels, output_attentions=implementation == "eager")
+        output.loss.backward()
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            pieces = [
+                model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
+                for a, b in ((0, 5), (5, 8), (8, 9))
+            ]
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        weights = torch.stack(output.attentions)[:, 1] if output.attentions else torch.zeros(1)
+        found[absorbed] = output.logits.detach()[1], torch.cat(pieces, dim=1)[1], weights.detach(), gradients
+    for one, other in zip(found[True][:3], found[False][:3], strict=True):
+        assert_near(one, other, 1e-11, floor=1e-12)
+    floor = 1e-4 * max(gradient.abs().max().item() for gradient in found[False][3].values())
+    for name, gradient in found[False][3].items():
+        assert_near(found[True][3][name], gradient, 1e-11, name, floor)
 
 
-def test_the_importance_is_how_far_a_score_moves_the_output() -> None:
-    """Against the derivative of attention's output by every score."""
-    recorder, weight, output = problem(1, batch=1)
-    scores = (recorder.patterns.clamp_min(1e-300)).log().requires_grad_()
-    heads = (scores.softmax(-1) @ recorder.values.repeat_interleave(GROUP, 1)).transpose(1, 2)
-    result = output_of(heads, output) * weight[..., None]
-    expected = torch.zeros(1, HEADS * GROUP, LENGTH, dtype=torch.float64)
-    for t in range(LENGTH):
-        for column in range(HIDDEN):
-            (gradient,) = torch.autograd.grad(result[0, t, column], scores, retain_graph=True)
-            # Of a query's own scores; those of other queries do not move it.
-            expected[0] += gradient[0, :, t].square()
-    assert_near(KeyGrams(output, True, 1.0)._importance(recorder, weight), expected, 1e-5)
+@pytest.mark.parametrize("up", [ComplexUp(2, (2, 0, 1, 1)), nn.Linear(8, 16, bias=False)], ids=["complex", "linear"])
+def test_the_form_with_fewer_multiplications_is_taken(up: nn.Module) -> None:
+    """Two key heads of 8, four query heads, a latent of 8 columns: 64 multiplications of a complex map make the keys of
+    a position and 128 take it into a position's queries; of a linear one 128 and 256. A score takes 8 in both forms."""
+
+    def absorbs(queries: int, keys: int) -> bool:
+        return absorbing_keys_pays(up, torch.zeros(1, 4, queries, 8), torch.zeros(1, 1, keys, 8))
+
+    assert absorbs(1, 3) and absorbs(10, 21) and absorbs(1, 1000)
+    assert not absorbs(1, 2) and not absorbs(10, 20) and not absorbs(7, 7)
 
 
-@pytest.mark.parametrize("rotary", [True, False])
-def test_a_latent_of_every_column_is_the_keys(rotary: bool) -> None:
-    recorder, weight, output = problem(batch=8)  # tokens enough for every direction
-    grams = KeyGrams(output, rotary, 0.5)
-    grams.add(recorder, weight)
-    stored = grams.latents()
-    key = torch.randn(HEADS, WIDTH, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    whole = key_latent(stored, key, HEADS * WIDTH)
-    assert_near(whole.key, key.flatten(0, 1), 1e-9)
-    assert whole.latent.shape == (HEADS * WIDTH, HIDDEN)
-    assert whole.columns == ([HEADS] * (WIDTH // 2) if rotary else None)
+def test_scores_of_a_wide_latent_count() -> None:
+    """24 columns for keys of 8: of two queries each key's scores take 2 * 4 * 24 multiplications, not 2 * 4 * 8."""
+    up = ComplexUp(4, (3, 3, 3, 3))  # 192 multiplications for the keys of a position
+
+    def absorbs(queries: int, keys: int) -> bool:
+        return absorbing_keys_pays(up, torch.zeros(1, 4, queries, 8), torch.zeros(1, 1, keys, 24))
+
+    assert absorbs(1, 2) and absorbs(2, 7) and not absorbs(2, 6)
+    assert not absorbs(3, 1000) and not absorbs(4, 1000)
 
 
-@pytest.mark.parametrize("rank", [2, 6, 10, 16, 22])
-def test_heads_are_mixed_by_complex_factors_at_one_frequency(rank: int) -> None:
-    """The keys that are made, written out from k_proj's rows and k_up_proj's factors."""
-    recorder, weight, output = problem()
-    grams = KeyGrams(output, True, 0.5)
-    grams.add(recorder, weight)
-    key = torch.randn(HEADS, WIDTH, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    made = key_latent(grams.latents(), key, rank)
-    assert made.columns is not None and sum(made.columns) == rank // 2 and max(made.columns) <= HEADS
-    assert made.up.shape == (HEADS, rank // 2, 2)
-    frequencies = [f for f, count in enumerate(made.columns) for _ in range(count)]
-    expected = torch.zeros(HEADS, WIDTH, HIDDEN, dtype=torch.float64)
-    for head in range(HEADS):
-        for column, frequency in enumerate(frequencies):
-            real, imaginary = made.latent[column], made.latent[rank // 2 + column]
-            a, b = made.up[head, column]
-            expected[head, frequency] += a * real - b * imaginary
-            expected[head, frequency + WIDTH // 2] += a * imaginary + b * real
-    assert_near(made.key, expected.flatten(0, 1), 1e-12)
-
-
-@pytest.mark.parametrize("rotary", [True, False])
-def test_gains_are_the_error_that_is_left(rotary: bool) -> None:
-    """Of every rank: the weighted squares of the score errors, averaged over the phases of the queries."""
-    recorder, weight, output = problem()
-    grams = KeyGrams(output, rotary, 0.5)
-    grams.add(recorder, weight)
-    stored = grams.latents()
-    gains, half = column_gains(stored), WIDTH // 2
-    assert (gains[:-1] >= gains[1:] - 1e-12).all() and gains.shape == (HEADS * WIDTH,)
-    importance = grams._importance(recorder, weight).unflatten(1, (HEADS, -1)).sum(2)
-    rows = (recorder.key * importance.sqrt()[..., None]).transpose(1, 2).flatten(0, 1)  # [tokens, heads, width]
-    eye = torch.eye(HEADS * WIDTH, dtype=torch.float64).unflatten(0, (HEADS, WIDTH))
-    for rank in (0, 2, 8, 14, 22, 24):
-        left = rows.flatten(1) @ (torch.eye(HEADS * WIDTH) - key_latent(stored, eye, rank).key.T)
-        left = left.unflatten(1, (HEADS, WIDTH))
-        energy = grams.queries / grams.tokens * 0.25
-        if rotary:
-            squares = left[..., :half].square() + left[..., half:].square()  # [tokens, heads, frequencies]
-            error = float((squares * energy.T / 2).sum())
-        else:
-            error = float(torch.einsum("nhk,hkl,nhl->", left, energy, left))
-        assert float(gains[rank:].sum()) * grams.tokens == pytest.approx(error, rel=1e-5, abs=1e-9)
+@every
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_decoding_never_makes_the_key_heads(case, kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(case)
+    model = LeanForCausalLM(config).eval()
+    cache = DynamicCache(config=config) if kind is DynamicCache else StaticCache(config, max_cache_len=64)
+    with torch.no_grad():
+        model(tokens(1, 40), past_key_values=cache)
+        monkeypatch.setattr(attention, "expand", lambda *_: pytest.fail("expanded in a decoding step"))
+        model(tokens(1, 1), past_key_values=cache)
+    for stored, layer in zip(cache.layers, config.plan.layers, strict=True):
+        assert stored.keys.shape[1::2] == (1, layer.key_rank)
+        assert layer.cached[0].elements == layer.key_rank
 
 
 @pytest.mark.parametrize(
-    "shape, mechanisms, fields, reason",
+    "names, fields, elements",
     [
-        ("llama", (), {}, None),
-        ("gpt", (), {}, None),
-        ("llama", ("gqa",), {"qk_norm": True}, "qk_norm"),
-        ("llama", ("identity-key",), {}, "'identity'"),
-        (
-            "llama",
-            (),
-            {
-                "head_dim": 8,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            },
-            "turn a part",
-        ),
+        (("latent-keys",), {}, 2 * (2 + 2 + 2 + 2) + 32),
+        (("latent-keys:columns=0,4,1,3",), {}, 2 * 8 + 32),
+        (("latent-keys:rank=6", "latent-values:rank=5", "gqa"), {}, 6 + 5),
+        (("latent-keys", "gqa"), {"position_embedding_type": "none"}, 8 + 16),
+        (("latent-keys", "mqa"), {}, 8 + 8),
     ],
 )
-def test_keys_that_stay(shape: str, mechanisms: tuple, fields: dict, reason: str | None) -> None:
-    config, _ = source(shape, *mechanisms, **fields)
-    found = keys_stay(config, config.plan.layers[1])
-    assert found is None if reason is None else found is not None and reason in found
+def test_the_cache_is_as_small_as_the_columns(names, fields, elements: int) -> None:
+    config = tiny("llama", *names, **fields)
+    assert kv_bytes_per_token(config, dtype=torch.bfloat16) == 2 * 3 * elements
+    model = LeanForCausalLM(config).bfloat16().eval()
+    with torch.no_grad():
+        cache = model(tokens(2, 7), use_cache=True).past_key_values
+    assert cache_bytes(cache) == 2 * 7 * 2 * 3 * elements
+
+
+class Larger(nn.Module):
+    """What adapter libraries put in a layer's place."""
+
+    def __init__(self, base: Any):
+        super().__init__()
+        self.base, self.weight, self.out_features = base, base.weight, base.out_features
+
+    def forward(self, latent: Tensor) -> Tensor:
+        return 1.5 * self.base(latent)
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt"])
+@pytest.mark.parametrize("how", ["adapter", "hook", "hook before", "forward", "parameter", "subclass"])
+def test_the_absorbed_form_passes_no_change_over(shape: str, how: str) -> None:
+    """It reads the weight of the up-projection without calling it."""
+    model, ids = randomize(LeanForCausalLM(tiny(shape, "latent-keys"))).eval(), tokens(1, 12)
+    with torch.no_grad():
+        plain = model(ids).logits[:, -1]
+        for layer in model.model.layers:
+            up = layer.self_attn.k_up_proj
+            forward = type(up).forward
+            if how == "adapter":
+                layer.self_attn.k_up_proj = Larger(up)
+            elif how == "hook":
+                up.register_forward_hook(lambda module, given, output: 1.5 * output)
+            elif how == "hook before":
+                up.register_forward_pre_hook(lambda module, given: (1.5 * given[0],))
+            elif how == "forward":
+                up.forward = lambda latent, up=up, forward=forward: 1.5 * forward(up, latent)
+            elif how == "parameter":
+                kind = type("Quantized", (nn.Parameter,), {})
+                up.weight = kind(1.5 * up.weight)
+            else:
+                up.__class__ = type("Rewritten", (type(up),), {"forward": lambda up, x, f=forward: 1.5 * f(up, x)})
+            assert not absorbing_keys_pays(
+                layer.self_attn.k_up_proj, torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, 99, 16)
+            )
+        whole = model(ids).logits[:, -1]
+        step = model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values).logits[:, -1]
+    assert_near(step, whole, 1e-5)
+    assert (whole - plain).abs().max() > 0.01
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_decoder_gives_the_same(case, dtype: torch.dtype) -> None:
+    """Against passes over everything so far; its up-projections stay as they are, for their weights are read."""
+    model = randomize(LeanForCausalLM(config_of(case)), std=0.5).to(dtype).eval()
+    ids = tokens(2, 11)
+    decoder = Decoder(model)
+    for layer in decoder.model.model.layers:
+        assert not isinstance(layer.self_attn.k_up_proj, PackedLinear)
+        assert isinstance(layer.self_attn.o_proj, PackedLinear) or dtype != torch.float32
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = [decoder.prefill(ids[:, :7], room=4)] + [decoder.step(ids[:, place]) for place in range(7, 11)]
+    assert_near(torch.stack(found, dim=1), expected[:, 6:], 1e-4 if dtype == torch.float32 else 0.1)
+    if dtype == torch.float32:
+        greedy = {"max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(decoder.generate(ids, max_new_tokens=8), model.generate(ids, **greedy))
+
+
+@every
+def test_compiled_and_autocast(case) -> None:
+    torch._dynamo.reset()
+    model = randomize(LeanForCausalLM(config_of(case)), std=0.1).eval()
+    ids = tokens(2, 9)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert_near(compiled(ids).logits, expected, 1e-5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            whole = model(ids).logits
+            cache = model(ids[:, :-1]).past_key_values
+            step = model(ids[:, -1:], past_key_values=cache).logits
+        assert all(layer.keys.dtype == torch.bfloat16 for layer in cache.layers)
+    assert_near(whole, expected, 0.1)
+    assert_near(step[:, -1], expected[:, -1], 0.1)
+
+
+@every
+def test_every_way_to_make_a_model(case, tmp_path) -> None:
+    """From a file, copied, or on the meta device with weights put in; all train after a pass in inference mode."""
+    model = randomize(LeanForCausalLM(config_of(case))).eval()
+    ids = tokens(2, 9)
+    with torch.inference_mode():
+        expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = LeanForCausalLM(config_of(case)).eval()
+    empty.load_state_dict(model.state_dict(), assign=True)
+    empty.model.rotary_emb = model.model.rotary_emb  # whose tensors are buffers
+    for other in (LeanForCausalLM.from_pretrained(tmp_path).eval(), copy.deepcopy(model), empty):
+        assert torch.equal(other(ids).logits, expected)
+        other(ids).logits.sum().backward()
+
+
+@pytest.mark.parametrize("shape, name", [("llama", "latent-keys:columns=0,4,1,3"), ("gpt", "latent-keys:rank=5")])
+def test_new_keys_have_the_variance_of_ordinary_ones(shape: str, name: str) -> None:
+    """But for frequencies without columns."""
+    spreads = []
+    for names in ((), (name,)):
+        torch.manual_seed(0)
+        model = LeanForCausalLM(tiny(shape, *names, hidden_size=256, head_dim=8))
+        block = model.model.layers[0].self_attn
+        with torch.no_grad():
+            keys = block.k_proj(torch.randn(4000, 256))
+            keys = keys if block.k_up_proj is None else block.k_up_proj(keys)
+        spread = keys.unflatten(-1, (4, -1)).std((0, 1))
+        spreads.append(spread[[1, 2, 3, 5, 6, 7]])
+    ratio = spreads[1].square().mean().sqrt() / spreads[0].square().mean().sqrt()
+    assert 0.6 < ratio < 1.6

@@ -43,7 +43,13 @@ AXES: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         "single heads": ((), {"key_value": {"type": "borrowed_values", "heads": [[1, 0, 0, 0], [3, 0, 2, 0]]}}),
     },
     "heads": {"MHA": ((), {}), "GQA": (("gqa",), {}), "MQA": (("mqa",), {}), "MLA": (("mla",), {})},
-    "value": {"linear": ((), {}), "keys": (("keys-as-values",), {}), "latent": (("latent-values",), {})},
+    "value": {
+        "linear": ((), {}),
+        "keys": (("keys-as-values",), {}),
+        "latent": (("latent-values",), {}),
+        "beside latent keys": (("latent-keys",), {}),
+        "latent beside latent keys": (("latent-keys", "latent-values"), {}),
+    },
     "position": {name: ((), {"position_embedding_type": name}) for name in ("learned", "rope", "none")},
     "norm": {name: ((), {"norm_type": name}) for name in ("layernorm", "rmsnorm", "dyt", "none")},
     "block": {name: ((), {"block_type": name}) for name in ("serial", "parallel", "parallel_shared_norm")},
@@ -91,9 +97,9 @@ def reason(combination: Combination) -> str | None:
         return "half of one head is none"
     if heads == "MLA" and sharing in ("borrowed-values", "single heads"):
         return "a latent has no heads to borrow"
-    if value == "latent" and heads == "MLA":
+    if "latent" in value and heads == "MLA":
         return "the latent already is key and value"
-    if value == "latent" and sharing != "none":
+    if "latent" in value and sharing != "none":
         return "what is kept has no heads to share"
     if value == "keys" and sharing == "single heads" and heads != "MQA":
         return "the keys that are values are the first ones, and here the first value is borrowed"
@@ -171,7 +177,7 @@ def must_build() -> list[Combination]:
 
 @cache
 def sampled() -> list[Combination]:
-    """Of everything that has a meaning, enough that every two choices of different axes meet, and 260 more."""
+    """Of everything that has a meaning, enough that every two choices of different axes meet, and 290 more."""
     meaningful = [combination for combination in every_combination() if reason(combination) is None]
     random.Random(0).shuffle(meaningful)
     met: set[tuple] = set()
@@ -180,7 +186,7 @@ def sampled() -> list[Combination]:
         pairs = set(combinations(sorted(combination.items()), 2))
         (others if pairs <= met else chosen).append(combination)
         met |= pairs
-    return chosen + others[:260]
+    return chosen + others[:290]
 
 
 def check(combination: Combination) -> None:

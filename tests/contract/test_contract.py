@@ -87,6 +87,12 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("latent-values:rank=3,layers=1", "latent-values:rank=13,layers=2", "nonlinear-query"), {}),
     (("latent-values", "gqa"), {"sliding_window": 5}),
     (("latent-values:rank=3", "mqa"), FOUR | {"num_hidden_groups": 2}),
+    (("latent-keys:rank=9,layers=1", "latent-keys:rank=12,layers=2", "nonlinear-query"), {}),
+    (("latent-keys:columns=0,2,3,1", "latent-values:rank=3"), BIASES | {"qk_norm": False}),
+    (("latent-keys:rank=3", "mqa"), FOUR | {"num_hidden_groups": 2}),
+    (("latent-keys:columns=1,0,2,1", "gqa"), {"sliding_window": 5}),
+    (("latent-keys:rank=6", "latent-values:rank=3", "gqa"), {"sliding_window": 4}),
+    (("latent-keys:rank=8", "latent-values", "gqa"), FOUR | {"rope_layers": [0, 2]}),
 ]
 
 
@@ -332,9 +338,17 @@ def elements_per_token(config: LeanConfig) -> int:
             values -= int(all_values * sharing["ratio"])
         elif kind == "shared_adjacent" and layer % sharing.get("group_size", 2):
             keys, values = 0 if sharing.get("keys") else keys, 0
-        own = next((entry for entry in config.value if layer in entry.get("layers", [layer])), {})
-        if own.get("type") == "latent":
-            total += keys * config.head_dim + (own.get("rank") or values * config.head_dim // 2)
+        own_keys, own_values = (
+            next((entry for entry in entries if layer in entry.get("layers", [layer])), {})
+            for entries in (config.key, config.value)
+        )
+        if "latent" in (own_keys.get("type"), own_values.get("type")):
+            widths = keys * config.head_dim, values * config.head_dim
+            rotary = config.position_embedding_type == "rope" and layer in (config.rope_layers or [layer])
+            half = (keys + 1) // 2 * config.head_dim if rotary else widths[0] // 2
+            columns = own_keys.get("rank") or 2 * sum(own_keys.get("columns") or ()) or half
+            total += columns if own_keys.get("type") == "latent" else widths[0]
+            total += (own_values.get("rank") or widths[1] // 2) if own_values.get("type") == "latent" else widths[1]
             continue
         if config.value == [{"type": "keys"}] and not (kind == "interpolated_values" and layer > 0):
             values = 0

@@ -86,6 +86,12 @@ SHARED_LAYERS: list[Case] = on_both_shapes(
     ],
     **FOUR_LAYERS,
 )
+# Layers with a window have rotary positions of their own.
+LOCAL_ROPE: dict[str, Any] = {
+    "sliding_window": 3,
+    "window_layers": [1],
+    "window_rope_parameters": {"rope_theta": 20.0},
+}
 LATENT_VALUES: list[Case] = on_both_shapes(
     [
         ("latent-values",),
@@ -103,6 +109,33 @@ LATENT_VALUES: list[Case] = on_both_shapes(
     ],
     **FOUR_LAYERS,
 )
+LATENT_KEYS: list[Case] = [
+    *on_both_shapes(
+        [
+            ("latent-keys",),
+            ("latent-keys:rank=10", "gqa"),
+            ("latent-keys:rank=2,layers=1", "latent-keys:rank=8,layers=2", "mqa"),
+            ("latent-keys", "latent-values:rank=3", "gqa"),
+            ("latent-keys:rank=4", "identity-query", "latent-values:rank=1"),
+        ],
+        **FOUR_LAYERS,
+    ),
+    ("llama", ("latent-keys:columns=0,4,1,3",), {}),
+    ("llama", ("latent-keys:columns=2,0,0,1", "gqa"), BIASES),
+    ("llama", ("latent-keys:columns=1,0,1,1", "mqa"), BIASES | {"sliding_window": 3}),
+    (
+        "llama",
+        ("latent-keys:columns=3,1,0,2,4,0", "nonlinear-query:anchor=linear"),
+        {"head_dim": 12, "attention_multiplier": 0.3},
+    ),
+    ("llama", ("latent-keys:columns=0,0,3,0,layers=1", "residual-query"), {"attention_bias": True}),
+    ("llama", ("latent-keys:rank=14", "latent-values", "gqa"), {"rope_layers": [0, 2], "sliding_window": 3}),
+    ("llama", ("latent-keys", "mlp-query"), {"rope_parameters": {"rope_theta": 30.0}}),
+    ("llama", ("latent-keys:columns=1,2,1,0", "gqa"), LOCAL_ROPE),
+    ("llama", ("latent-keys",), {"position_embedding_type": "learned", "attention_bias": True}),
+    ("gpt", ("latent-keys:rank=1", "denseformer"), BIASES),
+    ("gpt", ("latent-keys", "gqa"), BIASES | {"head_dim": 5, "sliding_window": 4}),
+]
 KEYS_AS_VALUES: list[Case] = on_both_shapes(
     [
         ("keys-as-values",),
@@ -210,5 +243,6 @@ CASES = (
     + SHARED_LAYERS
     + KEYS_AS_VALUES
     + LATENT_VALUES
+    + LATENT_KEYS
     + OPTIONS
 )

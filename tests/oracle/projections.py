@@ -41,6 +41,42 @@ def identity_value(
     return x[:, :width] + (tensors[f"{name}.bias"] if bias else 0), 1.0
 
 
+def latent_key(
+    x: Tensor,
+    hidden: Hidden,
+    tensors: Tensors,
+    config: Any,
+    name: str,
+    width: int,
+    columns: list[int] | None = None,
+    rank: int | None = None,
+) -> Projected:
+    """c = X W_c (+ b). Without rotary positions `rank` real columns, half of the heads' width by default; K = c W_u.
+    With them P complex columns, each of a frequency, K_h,f = sum over the columns j of frequency f of u_h,j c_j. By
+    default every frequency has half of the heads; of `rank` / 2 columns the first f have the share f / all, rounded
+    down. Dimensions f and f + d_k / 2 of a head are a complex number, before it is turned by the position."""
+    latent, up = linear(x, tensors, name), tensors[name.replace("k_proj", "k_up_proj") + ".weight"]
+    if up.ndim == 2:
+        assert latent.shape[1] == (width // 2 if rank is None else rank)
+        return latent @ up.T, 1.0
+    frequencies, total, heads = config.head_dim // 2, latent.shape[1] // 2, width // config.head_dim
+    if rank is not None:
+        before = [f * (rank // 2) // frequencies for f in range(frequencies + 1)]
+        columns = [before[f + 1] - before[f] for f in range(frequencies)]
+    elif columns is None:
+        columns = [(heads + 1) // 2] * frequencies
+    assert sum(columns) == total and list(up.shape) == [heads, total, 2]
+    real_and_imaginary = []
+    for head in up:
+        key, j = [torch.zeros(len(x), dtype=torch.complex128)] * frequencies, 0
+        for f, number in enumerate(columns):
+            for _ in range(number):
+                key[f] = key[f] + torch.complex(*head[j]) * torch.complex(latent[:, j], latent[:, total + j])
+                j += 1
+        real_and_imaginary += [number.real for number in key] + [number.imag for number in key]
+    return torch.stack(real_and_imaginary, dim=1), 1.0
+
+
 def latent_value(
     x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int, rank: int | None = None
 ) -> Projected:
@@ -128,7 +164,12 @@ QUERIES = {
     "nonlinear": nonlinear_query,
     "from_mlp": query_from_mlp,
 }
-KEYS = {"linear": linear_projection, "identity": identity_query_or_key, "block_identity": block_identity}
+KEYS = {
+    "linear": linear_projection,
+    "identity": identity_query_or_key,
+    "block_identity": block_identity,
+    "latent": latent_key,
+}
 VALUES = {
     "linear": linear_projection,
     "identity": identity_value,

@@ -132,7 +132,8 @@ def _blocked(config: LeanConfig) -> Iterator[tuple[StreamPoint, str]]:
         i = layer.layer
         for slot in PROJECTIONS:
             kind = getattr(layer, slot).kind
-            if kind == "linear" or (slot == "value" and kind in ("keys", "latent")) or not computed_heads(layer, slot):
+            reads_all = kind in ("linear", "latent") or (slot == "value" and kind == "keys")
+            if reads_all or not computed_heads(layer, slot):
                 continue
             yield (
                 after_attention(config, i) if slot == "output" else StreamPoint(i),

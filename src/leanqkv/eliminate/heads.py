@@ -86,6 +86,8 @@ def change_heads(
     maker, consumer = (PROJECTIONS[slot] for slot in SIDES[side])
     changes: dict[str, tuple[Mapping[Head, Head], int, Callable[[Basis, Tensor], Tensor]]] = {}
     for layer in config.plan.layers:
+        if side == "keys" and layer.key_rank is not None:
+            continue  # blocked, so nothing changes
         name = f"model.layers.{layer.block}.self_attn"
         made_by = "v_up_proj" if side == "values" and layer.value_rank is not None else maker
         for kind in ("weight", "bias"):

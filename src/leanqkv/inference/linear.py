@@ -82,8 +82,8 @@ def packed(model: nn.Module) -> Any:
         joined = join_projections(packed_model, packed_product)
     joined_ids = {id(layer) for layer in joined}
     for module in list(packed_model.modules()):
-        folded = [module.v_up_proj] if isinstance(module, LeanAttention | LatentAttention) else []
-        folded += [module.k_up_proj] if isinstance(module, LatentAttention) else []
+        is_attention = isinstance(module, LeanAttention | LatentAttention)
+        folded = (module.k_up_proj, module.v_up_proj) if is_attention else ()
         for name, child in module.named_children():
             if id(child) not in joined_ids and child not in folded and can_replace(child):
                 setattr(module, name, PackedLinear(child))

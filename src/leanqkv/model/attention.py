@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .key_latent import Columns, LatentKeys, absorb, absorbing_keys_pays, rotation_of_columns
 from .layout import HeadSource
 from .plan import BlockWeights, LayerPlan
 from .position import Rotation, Rotations, rotate, rotation_of
@@ -22,7 +23,7 @@ class KeyValues(NamedTuple):
 
     keys, values: [batch, heads, positions, head_dim] with their whole history; they may be the cache's own tensors, so
     they are never changed in place. new_values: those of this call's positions alone, before any mixing or caching.
-    Latent values (value_latent.py) are one head of their rank's width.
+    Latent keys and values (key_latent.py, value_latent.py) are one head of their latent's width.
     Under MLA (attention_latent.py) `keys` is the rotary key and `values` the latent, [batch, positions, columns].
     """
 
@@ -86,6 +87,9 @@ class LeanAttention(nn.Module):
         self.k_proj = weights.key.build(config, weights.num_key_heads) if weights.num_key_heads else None
         computes_values = weights.num_value_heads and not weights.reuses_keys
         self.v_proj = weights.value.build(config, weights.num_value_heads) if computes_values else None
+        self.k_up_proj: nn.Module | None = None
+        if weights.caches_latent_keys:
+            self.k_up_proj = LatentKeys.build_up(config, weights.num_key_heads, weights.key.options)
         self.v_up_proj: nn.Linear | None = None
         if weights.caches_latent:
             self.v_up_proj = LatentValues.build_up(config, weights.num_value_heads, weights.value.options)
@@ -123,8 +127,11 @@ class LeanAttention(nn.Module):
         query, key, value = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)
-        key = self._split_heads(key, self.k_norm, rotation)
-        value = self._split_heads(value, None, None) if self.v_up_proj is None else autocast(value[:, None])
+        if self.k_up_proj is None:
+            key = self._split_heads(key, self.k_norm, rotation)
+        else:
+            key = latent_head(key, layer.key_columns, rotation)
+        value = self._split_heads(value, None, None) if self.v_up_proj is None else latent_head(value)
         if layer.reuses_keys and layer.computed_value_heads:
             value = key[:, : layer.computed_value_heads]
 
@@ -134,12 +141,8 @@ class LeanAttention(nn.Module):
         key, value = update_cache(past_key_values, layer, key, value)
         own = KeyValues(key, value, new_values)
 
-        sources = {**(borrowed or {}), layer.layer: own}
-        absorbed = self.v_up_proj is not None and self._absorbs(self.v_up_proj, query, key, value)
-        if absorbed:
-            sources[layer.layer] = own._replace(values=value.expand(-1, layer.computed_value_heads, -1, -1))
-        elif self.v_up_proj is not None:
-            sources[layer.layer] = own._replace(values=expand(self.v_up_proj, value, self.head_dim))
+        query, attended, absorbed = self._attended(query, own, layer)
+        sources = {**(borrowed or {}), layer.layer: attended}
         outputs = []
         for group in layer.groups:
             group_key = slice_heads(sources[group.keys.layer].keys, group.keys)
@@ -162,6 +165,26 @@ class LeanAttention(nn.Module):
         key = self.k_proj(hidden_states) if self.k_proj is not None else None
         value = self.v_proj(hidden_states) if self.v_proj is not None else None
         return query, key, value
+
+    def _attended(self, query: Tensor, own: KeyValues, layer: LayerPlan) -> tuple[Tensor, KeyValues, bool]:
+        """Own heads as they are attended to, with the query for them: made of latents, or latents in their place.
+
+        The last value tells whether the output is made of latent values and is still to go through `v_up_proj`.
+        """
+        key: Any = own.keys
+        value: Any = own.values
+        attended = own
+        absorbed = self.v_up_proj is not None and self._absorbs(self.v_up_proj, query, key, value)
+        if absorbed:
+            attended = attended._replace(values=value.expand(-1, layer.computed_value_heads, -1, -1))
+        elif self.v_up_proj is not None:
+            attended = attended._replace(values=expand(self.v_up_proj, value, self.head_dim))
+        if self.k_up_proj is not None and absorbing_keys_pays(self.k_up_proj, query, key):
+            query = absorb(self.k_up_proj, query)
+            attended = attended._replace(keys=key.expand(-1, layer.computed_key_heads, -1, -1))
+        elif self.k_up_proj is not None:
+            attended = attended._replace(keys=expand(self.k_up_proj, key, self.head_dim))
+        return query, attended, absorbed
 
     def _absorbs(self, up: nn.Linear, query: Tensor, key: Tensor, latent: Tensor) -> bool:
         """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""
@@ -187,6 +210,16 @@ class LeanAttention(nn.Module):
         if rotation is not None:
             heads = rotate(heads, rotation)
         return autocast(heads)
+
+
+def latent_head(projected: Any, columns: Columns | None = None, rotation: Rotation | None = None) -> Any:
+    """[batch, positions, columns] to the one head that is cached of it, its complex columns rotated."""
+    if projected is None:
+        return None
+    head = projected[:, None]
+    if columns is not None and rotation is not None:
+        head = rotate(head, rotation_of_columns(rotation, columns))
+    return autocast(head)
 
 
 def slice_heads(tensor: Tensor | None, source: HeadSource) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
+def normal(shape: tuple[int, ...], std: float | Tensor, seed: int, name: str) -> Tensor:
     """Draw from N(0, std^2), float32 on the CPU, filled row by row from the stream of (`seed`, `name`)."""
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
     # One value after another, so that a shorter tensor is a prefix of a longer one; torch's generators are not.

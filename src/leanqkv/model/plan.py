@@ -5,7 +5,7 @@ cannot disagree, and none of them needs a model to be built.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from types import SimpleNamespace
@@ -70,6 +70,11 @@ class BlockWeights:
     def caches_latent(self) -> bool:
         """Whether the value heads are made of a latent, which alone is cached (`latent-values`)."""
         return getattr(self.value.cls, "caches_latent", False)
+
+    @property
+    def caches_latent_keys(self) -> bool:
+        """Whether the key heads are made of a latent, which alone is cached (`latent-keys`)."""
+        return getattr(self.key.cls, "caches_latent_keys", False)
 
     @property
     def query_reads_mlp(self) -> bool:
@@ -143,6 +148,8 @@ class LayerPlan:
             if self.reuses_keys and self.layout.mixer is None:
                 values = 0  # the keys are the values
             heads = {"keys": (self.computed_key_heads, self.head_dim), "values": (values, self.head_dim)}
+            if self.key_rank is not None:
+                heads["keys"] = 1, self.key_rank
             if self.value_rank is not None:
                 heads["values"] = 1, self.value_rank
             tensors = [CachedTensor(name, number, width) for name, (number, width) in heads.items() if number]
@@ -164,6 +171,16 @@ class LayerPlan:
             num_value_heads=self.computed_value_heads,
             latent=self.latent,
         )
+
+    @property
+    def key_rank(self) -> int | None:
+        """Real columns of the latent that its key heads are made of; None: they are made of the input."""
+        return self.key.cls.width(self.key.options) if hasattr(self.key.cls, "caches_latent_keys") else None
+
+    @property
+    def key_columns(self) -> tuple[int, ...] | None:
+        """Complex columns of that latent, by frequency; None without rotary positions."""
+        return getattr(self.key.options, "columns", None)
 
     @cached_property
     def reuses_keys(self) -> bool:
@@ -272,12 +289,13 @@ def _make_layers(config) -> list[LayerPlan]:
         windowed = getattr(key_value.cls, "windowed", lambda *_: True)(counts, key_value.options, i)
         windowed = windowed and (config.window_layers is None or i in config.window_layers)
         window = config.sliding_window if windowed else None
+        rope = _rope(config, i, window)
         layer = LayerPlan(
             layer=i,
             block=i * config.num_hidden_groups // num_layers if config.num_hidden_groups else i,
             head_dim=config.head_dim,
             query=queries[i],
-            key=keys[i],
+            key=keys[i] if latent else _key_in_layer(config, keys[i], i, computed_keys, rope),
             value=values[i],
             output=outputs[i],
             key_value=key_value,
@@ -287,7 +305,7 @@ def _make_layers(config) -> list[LayerPlan]:
             computed_value_heads=computed_values,
             latent=latent,
             window=window,
-            rope=_rope(config, i, window),
+            rope=rope,
             lends_mlp_hidden=i + 1 < num_layers and getattr(queries[i + 1].cls, "needs_mlp_hidden", False),
             averaged=averaged.get(i, ()),
             key_scales=tuple(
@@ -304,6 +322,15 @@ def _make_layers(config) -> list[LayerPlan]:
     for layer in layers:
         _ = layer.cached, layer.reuses_keys  # a compiled forward pass cannot fill a cached_property (Python 3.11)
     return layers
+
+
+def _key_in_layer(config, key: Mechanism, layer: int, heads: int, rope: str | None) -> Mechanism:
+    """The key mechanism with the options that it has in this layer: a latent's columns depend on rotary positions."""
+    if not hasattr(key.cls, "in_layer"):
+        return key
+    if reason := key.cls.clash_in_layer(config, heads, key.options, rope):
+        raise ConfigError(f"key {key.kind!r} in layer {layer}: {reason}")
+    return replace(key, options=key.cls.in_layer(config, heads, key.options, rope))
 
 
 def _value_rank(config, value: Mechanism, heads: int) -> int | None:
@@ -333,6 +360,11 @@ def _refuse(config, layer: LayerPlan) -> None:
                 f"{slot} {mechanism.kind!r} in layer {layer.layer}: it computes no {slot}s of its own, they come from "
                 "another layer; leave it out of `layers`"
             )
+    if layer.reuses_keys and layer.key_rank is not None:
+        raise ConfigError(
+            f"value 'keys' in layer {layer.layer}: its keys are a latent (key {layer.key.kind!r}), and no heads are "
+            "kept that could be its values; use latent values beside latent keys"
+        )
     if layer.reuses_keys and layer.computed_value_heads > layer.computed_key_heads:
         raise ConfigError(
             f"value 'keys' in layer {layer.layer}: it computes {layer.computed_value_heads} value heads but only "

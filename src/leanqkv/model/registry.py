@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any
 
+from .key_latent import LatentKeys
 from .keyvalue_borrowed_values import BorrowedValues
 from .keyvalue_first_layer_values import FirstLayerValues
 from .keyvalue_first_values_middle_keys import FirstValuesMiddleKeys
@@ -34,6 +35,7 @@ KEYS = {
     "linear": LinearProjection,
     "identity": IdentityKey,
     "block_identity": BlockIdentityProjection,
+    "latent": LatentKeys,
 }
 VALUES = {
     "linear": LinearProjection,
@@ -55,6 +57,10 @@ KEY_VALUES = {
     "first_values_middle_keys": FirstValuesMiddleKeys,
     "borrowed_values": BorrowedValues,
 }
+
+
+# The type of an option that is a list; those of all others follow from their defaults.
+WHOLE_NUMBERS = tuple[int, ...] | None
 
 
 class ConfigError(ValueError):
@@ -107,6 +113,9 @@ def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any])
     for name, value in options.items():
         if name not in known:
             raise ConfigError(f"{slot} {kind!r} has no option {name!r}: {suggest(name, known)}")
+        if known[name].type == WHOLE_NUMBERS:
+            options[name] = _whole_numbers(f"{slot} {kind!r}", name, value)
+            continue
         _check_type(f"{slot} {kind!r}", name, value, known[name].default)
         if isinstance(known[name].default, tuple):
             options[name] = tuple(tuple(row) for row in value)
@@ -135,6 +144,14 @@ def _check_type(what: str, name: str, value: Any, default: Any) -> None:
         valid, expected = isinstance(value, str), "a name"
     if not valid:
         raise ConfigError(f"{what}: option {name!r} must be {expected}, found {value!r}")
+
+
+def _whole_numbers(what: str, name: str, value: Any) -> tuple[int, ...] | None:
+    if value is not None and not (
+        isinstance(value, (list, tuple)) and value and all(type(number) is int for number in value)
+    ):
+        raise ConfigError(f"{what}: option {name!r} must be a list of whole numbers or null, found {value!r}")
+    return None if value is None else tuple(value)
 
 
 def _is_row(row: Any) -> bool:

@@ -61,7 +61,7 @@ class LeanPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Fill a module's own tensors: with its `initial_values` if it has any; otherwise vectors with ones, biases
-        with zeros, and matrices from N(0, initializer_range^2)."""
+        with zeros, and matrices from N(0, initializer_range^2), or with the module's own `initial_std`."""
         if isinstance(module, RotaryEmbedding):
             frequencies, _ = module.frequencies()
             init.copy_(module.inv_freq, frequencies)
@@ -82,7 +82,7 @@ class LeanPreTrainedModel(PreTrainedModel):
             elif parameter.ndim == 1:
                 (init.zeros_ if tensor_name == "bias" else init.ones_)(parameter)
             elif not getattr(parameter, "_is_hf_initialized", False) and parameter.device.type != "meta":
-                std = self.config.initializer_range
+                std = getattr(module, "initial_std", self.config.initializer_range)
                 if self.config.scaled_residual_init and name.endswith(RESIDUAL_OUTPUTS):
                     std /= (2 * self.config.num_hidden_layers) ** 0.5
                 init.copy_(parameter, normal(tuple(parameter.shape), std, self._initial_seed, name))

@@ -55,8 +55,8 @@ class LatentValues:
         return None
 
 
-def expand(up: nn.Linear, latent: Tensor, head_dim: int) -> Tensor:
-    """The value heads [batch, heads, positions, head_dim] of a latent [batch, 1, positions, rank]."""
+def expand(up: nn.Module, latent: Tensor, head_dim: int) -> Tensor:
+    """The heads [batch, heads, positions, head_dim] of a latent [batch, 1, positions, columns]."""
     return up(latent[:, 0]).unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 

@@ -1,0 +1,177 @@
+"""The fit of latent keys: its sums against loops, its first-order error against autograd, every rank written out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from converting import source
+from shapes import assert_near
+from torch import Tensor
+
+from leanqkv.convert.latent_keys import KeyGrams, column_gains, key_latent, keys_stay
+
+HEADS, GROUP, WIDTH, LENGTH, HIDDEN = 3, 2, 8, 5, 7
+
+
+def problem(seed: int = 0, batch: int = 2) -> tuple[SimpleNamespace, Tensor, Tensor]:
+    """What a recorder holds of causal attention, the weights of the tokens, and W_O; float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query, key = normal(batch, HEADS * GROUP, LENGTH, WIDTH), normal(batch, HEADS, LENGTH, WIDTH)
+    values, output = normal(batch, HEADS, LENGTH, WIDTH), normal(HEADS, GROUP, WIDTH, HIDDEN)
+    patterns, heads = attention(query, key, values)
+    recorder = SimpleNamespace(query=query, key=key, values=values, patterns=patterns, heads=heads)
+    return recorder, normal(batch, LENGTH).exp(), output
+
+
+def attention(query: Tensor, key: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    scores = query @ key.repeat_interleave(GROUP, 1).mT * WIDTH**-0.5
+    patterns = scores.masked_fill(~torch.ones(LENGTH, LENGTH).tril().bool(), -torch.inf).softmax(-1)
+    return patterns, (patterns @ values.repeat_interleave(GROUP, 1)).transpose(1, 2)
+
+
+def output_of(heads: Tensor, output: Tensor) -> Tensor:
+    return torch.einsum("bthd,hdo->bto", heads, output.flatten(0, 1))
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_sums_over_keys_and_queries(rotary: bool) -> None:
+    """By loops over every token, head and pair of heads."""
+    recorder, weight, output = problem()
+    grams = KeyGrams(output, rotary, 0.5)
+    grams.add(recorder, weight)
+    batch, half = len(weight), WIDTH // 2
+    importance = torch.zeros(batch, HEADS, LENGTH, dtype=torch.float64)
+    energy = torch.zeros(HEADS, WIDTH, WIDTH, dtype=torch.float64)
+    for b in range(batch):
+        for query in range(HEADS * GROUP):
+            head = query // GROUP
+            matrix = output[head, query % GROUP]
+            for t in range(LENGTH):
+                row = recorder.query[b, query, t]
+                energy[head] += torch.outer(row, row) / GROUP
+                for s in range(LENGTH):
+                    moved = recorder.patterns[b, query, t, s] * (
+                        recorder.values[b, head, s] - recorder.heads[b, t, query]
+                    )
+                    importance[b, head, s] += float((weight[b, t] * moved @ matrix).square().sum())
+    keys = recorder.key * importance.sqrt()[..., None]
+    if not rotary:
+        rows = keys.transpose(1, 2).flatten(2).flatten(0, 1)
+        assert_near(grams.keys, sum(torch.outer(row, row) for row in rows), 1e-5)
+        assert_near(grams.queries, energy, 1e-12)
+        return
+    for frequency in range(half):
+        for first in range(HEADS):
+            square = energy[first, frequency, frequency] + energy[first, frequency + half, frequency + half]
+            assert_near(grams.queries[frequency, first], square, 1e-12)
+            for second in range(HEADS):
+                one, two = (
+                    torch.complex(keys[:, head, :, frequency], keys[:, head, :, frequency + half]).flatten()
+                    for head in (first, second)
+                )
+                assert_near(
+                    torch.view_as_real(grams.keys[frequency, first, second]),
+                    torch.view_as_real((one.conj() * two).sum()),
+                    1e-5,
+                )
+
+
+def test_the_importance_is_how_far_a_score_moves_the_output() -> None:
+    """Against the derivative of attention's output by every score."""
+    recorder, weight, output = problem(1, batch=1)
+    scores = (recorder.patterns.clamp_min(1e-300)).log().requires_grad_()
+    heads = (scores.softmax(-1) @ recorder.values.repeat_interleave(GROUP, 1)).transpose(1, 2)
+    result = output_of(heads, output) * weight[..., None]
+    expected = torch.zeros(1, HEADS * GROUP, LENGTH, dtype=torch.float64)
+    for t in range(LENGTH):
+        for column in range(HIDDEN):
+            (gradient,) = torch.autograd.grad(result[0, t, column], scores, retain_graph=True)
+            # Of a query's own scores; those of other queries do not move it.
+            expected[0] += gradient[0, :, t].square()
+    assert_near(KeyGrams(output, True, 1.0)._importance(recorder, weight), expected, 1e-5)
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_a_latent_of_every_column_is_the_keys(rotary: bool) -> None:
+    recorder, weight, output = problem(batch=8)  # tokens enough for every direction
+    grams = KeyGrams(output, rotary, 0.5)
+    grams.add(recorder, weight)
+    stored = grams.latents()
+    key = torch.randn(HEADS, WIDTH, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    whole = key_latent(stored, key, HEADS * WIDTH)
+    assert_near(whole.key, key.flatten(0, 1), 1e-9)
+    assert whole.latent.shape == (HEADS * WIDTH, HIDDEN)
+    assert whole.columns == ([HEADS] * (WIDTH // 2) if rotary else None)
+
+
+@pytest.mark.parametrize("rank", [2, 6, 10, 16, 22])
+def test_heads_are_mixed_by_complex_factors_at_one_frequency(rank: int) -> None:
+    """The keys that are made, written out from k_proj's rows and k_up_proj's factors."""
+    recorder, weight, output = problem()
+    grams = KeyGrams(output, True, 0.5)
+    grams.add(recorder, weight)
+    key = torch.randn(HEADS, WIDTH, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    made = key_latent(grams.latents(), key, rank)
+    assert made.columns is not None and sum(made.columns) == rank // 2 and max(made.columns) <= HEADS
+    assert made.up.shape == (HEADS, rank // 2, 2)
+    frequencies = [f for f, count in enumerate(made.columns) for _ in range(count)]
+    expected = torch.zeros(HEADS, WIDTH, HIDDEN, dtype=torch.float64)
+    for head in range(HEADS):
+        for column, frequency in enumerate(frequencies):
+            real, imaginary = made.latent[column], made.latent[rank // 2 + column]
+            a, b = made.up[head, column]
+            expected[head, frequency] += a * real - b * imaginary
+            expected[head, frequency + WIDTH // 2] += a * imaginary + b * real
+    assert_near(made.key, expected.flatten(0, 1), 1e-12)
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_gains_are_the_error_that_is_left(rotary: bool) -> None:
+    """Of every rank: the weighted squares of the score errors, averaged over the phases of the queries."""
+    recorder, weight, output = problem()
+    grams = KeyGrams(output, rotary, 0.5)
+    grams.add(recorder, weight)
+    stored = grams.latents()
+    gains, half = column_gains(stored), WIDTH // 2
+    assert (gains[:-1] >= gains[1:] - 1e-12).all() and gains.shape == (HEADS * WIDTH,)
+    importance = grams._importance(recorder, weight).unflatten(1, (HEADS, -1)).sum(2)
+    rows = (recorder.key * importance.sqrt()[..., None]).transpose(1, 2).flatten(0, 1)  # [tokens, heads, width]
+    eye = torch.eye(HEADS * WIDTH, dtype=torch.float64).unflatten(0, (HEADS, WIDTH))
+    for rank in (0, 2, 8, 14, 22, 24):
+        left = rows.flatten(1) @ (torch.eye(HEADS * WIDTH) - key_latent(stored, eye, rank).key.T)
+        left = left.unflatten(1, (HEADS, WIDTH))
+        energy = grams.queries / grams.tokens * 0.25
+        if rotary:
+            squares = left[..., :half].square() + left[..., half:].square()  # [tokens, heads, frequencies]
+            error = float((squares * energy.T / 2).sum())
+        else:
+            error = float(torch.einsum("nhk,hkl,nhl->", left, energy, left))
+        assert float(gains[rank:].sum()) * grams.tokens == pytest.approx(error, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "shape, mechanisms, fields, reason",
+    [
+        ("llama", (), {}, None),
+        ("gpt", (), {}, None),
+        ("llama", ("gqa",), {"qk_norm": True}, "qk_norm"),
+        ("llama", ("identity-key",), {}, "'identity'"),
+        (
+            "llama",
+            (),
+            {
+                "head_dim": 8,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
+            "turn a part",
+        ),
+    ],
+)
+def test_keys_that_stay(shape: str, mechanisms: tuple, fields: dict, reason: str | None) -> None:
+    config, _ = source(shape, *mechanisms, **fields)
+    found = keys_stay(config, config.plan.layers[1])
+    assert found is None if reason is None else found is not None and reason in found
