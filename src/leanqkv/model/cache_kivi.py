@@ -111,7 +111,7 @@ class KiviLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take heads, columns, precision and device of the first tokens."""
         super().lazy_initialization(key_states, value_states)
-        self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append tokens, and return all: [batch, heads, tokens, columns]."""
