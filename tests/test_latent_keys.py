@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, kv_bytes_per_token
 from leanqkv.inference import Decoder
 from leanqkv.inference.linear import PackedLinear
-from leanqkv.model import attention
+from leanqkv.model import attention, key_latent
 from leanqkv.model.key_latent import ComplexUp, absorbing_keys_pays
 
 CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
@@ -122,6 +122,28 @@ def test_the_cache_is_as_small_as_the_columns(names, fields, elements: int) -> N
     assert cache_bytes(cache) == 2 * 7 * 2 * 3 * elements
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "names, fields, shapes",
+    [
+        (("latent-keys:columns=0,2,1,1", "gqa"), {}, {"k_proj.weight": (8, 32), "k_up_proj.weight": (2, 4, 2)}),
+        (("latent-keys:rank=10",), {}, {"k_proj.weight": (10, 32), "k_up_proj.weight": (4, 5, 2)}),
+        (("latent-keys", "mqa"), {}, {"k_proj.weight": (8, 32), "k_up_proj.weight": (1, 4, 2)}),
+        (
+            ("latent-keys:rank=5,layers=0",),
+            {"rope_layers": [1]},
+            {"k_proj.weight": (5, 32), "k_up_proj.weight": (32, 5)},
+        ),
+    ],
+)
+def test_the_tensors_of_a_checkpoint(names, fields, shapes: dict[str, tuple[int, ...]], bias: bool) -> None:
+    model = LeanForCausalLM(tiny("llama", *names, attention_bias=bias, **fields))
+    prefix = "model.layers.0.self_attn.k_"
+    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name.startswith(prefix)}
+    biases = {"k_proj.bias": shapes["k_proj.weight"][:1]} if bias else {}
+    assert found == {f"model.layers.0.self_attn.{name}": shape for name, shape in (shapes | biases).items()}
+
+
 class Larger(nn.Module):
     """What adapter libraries put in a layer's place."""
 
@@ -207,6 +229,7 @@ def test_every_way_to_make_a_model(case, tmp_path) -> None:
     """From a file, copied, or on the meta device with weights put in; all train after a pass in inference mode."""
     model = randomize(LeanForCausalLM(config_of(case))).eval()
     ids = tokens(2, 9)
+    key_latent._kept_index.cache_clear()
     with torch.inference_mode():
         expected = model(ids).logits
     model.save_pretrained(tmp_path)

@@ -220,6 +220,26 @@ def test_norms_after_the_sublayers_stay(placement: str) -> None:
 
 
 @pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_the_bias_of_a_norm_becomes_that_of_latent_keys(position: str, biases: bool) -> None:
+    """They have theirs before they are rotated."""
+    config = small(
+        norm_type="layernorm",
+        norm_eps=1e12,
+        norm_bias=True,
+        attention_bias=biases,
+        position_embedding_type=position,
+        key=[{"type": "latent", "rank": 6}],
+    )
+    tensors = weights(config)
+    for name in tensors:
+        if name.endswith("norm.weight"):
+            tensors[name] = 1e6 * tensors[name]
+    without, folded = without_norms(config, tensors)
+    assert relative(logits(without, folded), logits(config, tensors)) <= EXACT
+
+
+@pytest.mark.parametrize("biases", [False, True])
 def test_the_bias_of_a_norm_reaches_latent_values(biases: bool) -> None:
     """It goes through the latent, which has no bias of its own, into that of the values."""
     config = small(

@@ -76,6 +76,34 @@ def test_latent_values_are_read_in_another_basis(remove: str) -> None:
         transform(config, before, parse_request("value"))
 
 
+@pytest.mark.parametrize("remove", ["query", "value", "query,output", "block-diagonal"])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_latent_keys_are_read_in_another_basis(rotary: bool, remove: str) -> None:
+    """As latent values; the heads made of them keep their basis, and so do the queries for them."""
+    position = {"position_embedding_type": "rope"} if rotary else {}
+    entry = {"type": "latent", "columns": [1, 2], "layers": [1]} if rotary else {"type": "latent", "layers": [1]}
+    config = small(attention_skip=False, mlp_skip=False, attention_bias=True, key=[entry], **position)
+    before = weights(config)
+    result = transform(config, before, parse_request(remove))
+    names = [f"model.layers.1.self_attn.k_{part}.weight" for part in ("proj", "up_proj")]
+    kept = [torch.equal(result.tensors[name], before[name]) for name in names]
+    assert kept == [remove == "block-diagonal", True]
+    assert result.config.plan.layers[1].key == config.plan.layers[1].key
+    assert relative(logits(result.config, result.tensors), logits(config, before)) <= tolerance(result.conditions)
+
+
+@pytest.mark.parametrize("remove", ["key", "single-head"])
+@pytest.mark.parametrize("position", ["rope", "none"])
+def test_latent_keys_stay(position: str, remove: str) -> None:
+    heads = {"num_attention_heads": 1, "head_dim": 12} if remove == "single-head" else {}
+    config = small(
+        **{"attention_skip": False, "mlp_skip": False, "position_embedding_type": position, **heads},
+        key=[{"type": "latent"}],
+    )
+    with pytest.raises(LeanError, match=r"'latent'|rotary positions"):
+        transform(config, weights(config), parse_request(remove))
+
+
 def test_one_head_of_a_shared_output_reads_two_values() -> None:
     """Its two heads must keep one basis, so both stay, and everything else goes as in other models."""
     rows = [[0, 2, 0, 0], [1, 0, 0, 1]]
