@@ -251,6 +251,14 @@ def test_the_cache_keeps_to_its_share(name: str) -> None:
         ]
 
 
+def test_a_share_of_whole_columns_is_not_rounded_away() -> None:
+    """57% of 100 columns are 57, and 0.57 * 100 is less."""
+    config = tiny("gpt", num_hidden_layers=5, num_attention_heads=2, head_dim=5)
+    keys = 50
+    for percent in range(55, 100):
+        assert count_columns(config, percent / 100, None) == percent - keys
+
+
 @pytest.mark.parametrize("name", BUDGETS)
 def test_the_smallest_share_that_is_named_can_be_had(name: str) -> None:
     config, layers = BUDGETS[name]
