@@ -12,7 +12,7 @@ from shapes import tokens
 from torch import Tensor
 
 from leanqkv import LeanConfig, LeanForCausalLM
-from leanqkv.convert.latent_values import LatentValues
+from leanqkv.convert.latents import Latents
 from leanqkv.convert.merged_values import MergedValues
 from leanqkv.convert.output_fit import RIDGES
 from leanqkv.convert.sweeps import Converted, Reduction, Sweeps
@@ -54,8 +54,8 @@ SOURCES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 # Every kind of reduction, and several at once.
 KINDS: dict[str, Callable[[Model], list[Reduction]]] = {
     "merged": lambda model: [MergedValues(*model)],
-    "latents": lambda model: [LatentValues(*model, 0.8)],
-    "all at once": lambda model: [LatentValues(*model, 0.8), MergedValues(*model), LatentValues(*model, 0.9)],
+    "latents": lambda model: [Latents(*model, 0.8)],
+    "all at once": lambda model: [Latents(*model, 0.8), MergedValues(*model), Latents(*model, 0.9)],
 }
 
 
@@ -89,9 +89,15 @@ def merge(
 
 
 def to_latents(
-    model: Model, sample: np.ndarray, directory: Path, share: float, layers: Any = None, **options: Any
+    model: Model,
+    sample: np.ndarray,
+    directory: Path,
+    share: float,
+    layers: Any = None,
+    keys: bool = True,
+    **options: Any,
 ) -> Converted:
-    (converted,) = sweep(model, sample, directory, [LatentValues(*model, share, layers)], **options)
+    (converted,) = sweep(model, sample, directory, [Latents(*model, share, layers, keys)], **options)
     return converted
 
 

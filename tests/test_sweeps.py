@@ -19,7 +19,8 @@ from torch import Tensor
 
 from leanqkv import LeanError
 from leanqkv.convert.activations import Layers, Recorder, correction, recording
-from leanqkv.convert.latent_values import LatentValues, ValueGram
+from leanqkv.convert.latent_values import ValueGram
+from leanqkv.convert.latents import Latents
 from leanqkv.convert.merged_values import MergedValues, PairGrams
 from leanqkv.convert.output_fit import Fit, token_weights
 from leanqkv.convert.scratch import Stream
@@ -70,7 +71,7 @@ def test_the_second_sweep(name: str, kind: str, tmp_path: Path) -> None:
     def keep(at: int) -> None:
         seen[at] = [sweeps._stream(of, at)[: len(sample)] for of in ("source", f"converted-{reduction.name}")]
 
-    reduction = {"merged": MergedValues(*model), "latents": LatentValues(*model, 0.75)}[kind]
+    reduction = {"merged": MergedValues(*model), "latents": Latents(*model, 0.75)}[kind]
     sweeps = sweeping(model, sample, tmp_path, [reduction], batch_size=7, message=message)
     (result,) = sweeps.run()
     last = config.num_hidden_layers
@@ -113,7 +114,7 @@ def test_the_second_sweep(name: str, kind: str, tmp_path: Path) -> None:
 def test_layers_below_the_first_change_stay(kind: str, tmp_path: Path) -> None:
     """There is nothing to make up for."""
     model = source("gpt", **SMALL | BIASES)
-    chosen = {"merged": MergedValues(*model, 0.5, (2,)), "latents": LatentValues(*model, 0.95, (2,))}[kind]
+    chosen = {"merged": MergedValues(*model, 0.5, (2,)), "latents": Latents(*model, 0.95, (2,))}[kind]
     (found,) = sweep(model, sample_of(model[0], 16), tmp_path, [chosen])
     assert chosen.first == 2
     for name in found.tensors:
@@ -142,7 +143,7 @@ def test_sinks_are_reported(kind: str, tmp_path: Path) -> None:
     assert at["sink_tokens"] == 2 and 0 < at["missed_sinks"] < 1.5
 
 
-@pytest.mark.parametrize("kind, file", [("merged", "pairs-0"), ("latents", "latents-0")])
+@pytest.mark.parametrize("kind, file", [("merged", "pairs-0"), ("latents", "best-latents-0")])
 def test_a_zero_embedding_does_not_outweigh_all_others(kind: str, file: str, tmp_path: Path) -> None:
     config, tensors = source("llama", **SMALL)
     sample = sample_of(config, 16)
@@ -220,11 +221,11 @@ def test_too_few_tokens_for_the_width_of_the_values(kind: str, tmp_path: Path) -
 def test_reductions_of_the_same_name_are_refused(tmp_path: Path) -> None:
     """They would read each other's files."""
     model = source("gpt", **SMALL)
-    both = [LatentValues(*model, 0.9), LatentValues(*model, 0.9, (1, 2))]
-    with pytest.raises(LeanError, match="the same files, latent90; leave one"):
+    both = [Latents(*model, 0.9), Latents(*model, 0.9, (1, 2))]
+    with pytest.raises(LeanError, match="the same files, latents-90; leave one"):
         sweeping(model, sample_of(model[0], 8), tmp_path, both)
     assert not list(tmp_path.iterdir())
-    assert LatentValues(*model, 0.9).name != LatentValues(*model, 0.9000001).name
+    assert Latents(*model, 0.9).name != Latents(*model, 0.9000001).name
 
 
 # --- interrupted and started again ------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ def test_the_source_is_run_once_for_all(little: Little, tmp_path: Path, monkeypa
         assert len(runs) == expected
     assert {file.name for file in (tmp_path / kind).glob("*s-0.safetensors")} == {
         "pairs-0.safetensors",
-        "latents-0.safetensors",
+        "best-latents-0.safetensors",
     }
 
 
@@ -396,10 +397,16 @@ DAMAGED = {
         *("source0", "converted-merged0"),
     ),
     "latents": (
-        *("state.json", "latents-0.safetensors", "latents-2.safetensors", "latent80-0.safetensors", "latent80-0.json"),
-        *("source0", "converted-latent800"),
+        *(
+            "state.json",
+            "best-latents-0.safetensors",
+            "best-latents-2.safetensors",
+            "latents-80-0.safetensors",
+            "latents-80-0.json",
+        ),
+        *("source0", "converted-latents-800"),
     ),
-    "all at once": ("latents-1.safetensors", "merged-0.safetensors", "latent90-1.json", "converted-latent900"),
+    "all at once": ("best-latents-1.safetensors", "merged-0.safetensors", "latents-90-1.json", "converted-latents-900"),
 }
 
 
@@ -474,7 +481,7 @@ def test_space_is_asked_for(fields: dict, kind: str, tmp_path: Path, monkeypatch
 def test_space_for_latents_of_few_and_of_many_columns(share: float, tmp_path: Path) -> None:
     """As for one of little text, whose files are those of the weights."""
     model = source("gpt", **BIASES)
-    sweeps = sweeping(model, sample_of(model[0], 4, 32), tmp_path, [LatentValues(*model, share)])
+    sweeps = sweeping(model, sample_of(model[0], 4, 32), tmp_path, [Latents(*model, share)])
     sweeps.run()
     assert bytes_written(tmp_path) <= sweeps._disk_bytes() <= 1.25 * bytes_written(tmp_path)
 
@@ -484,7 +491,7 @@ def test_space_for_latents_of_few_and_of_many_columns(share: float, tmp_path: Pa
     "kind, name",
     [
         *(("merged", name) for name in ("source0", "converted-merged1", "features-merged")),
-        *(("latents", name) for name in ("source1", "converted-latent801", "features-latent80")),
+        *(("latents", name) for name in ("source1", "converted-latents-801", "features-latents-80")),
     ],
 )
 def test_a_full_disk_is_an_error(little: Little, tmp_path: Path, kind: str, name: str) -> None:

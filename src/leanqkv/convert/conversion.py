@@ -23,7 +23,7 @@ from ..files import locked, make_directory, remove, write_json
 from ..model.config import LeanConfig
 from ..model.registry import suggest
 from .calibrated import Settings, calibrated
-from .latent_values import LatentValues
+from .latents import Latents
 from .merged_values import MergedValues
 from .methods import METHODS, pools, with_first_layer_values
 from .nonlinear_query import with_nonlinear_query
@@ -236,7 +236,7 @@ def reduction(
         LeanError: the source cannot be converted, or not by so much; says why.
     """
     if to == LATENTS:
-        return LatentValues(config, tensors, cache, layers)
+        return Latents(config, tensors, cache, layers)
     return MergedValues(config, tensors, ratio, layers)
 
 

@@ -130,6 +130,12 @@ def column_gains(stored: Mapping[str, Tensor]) -> Tensor:
     return gains if gains.dim() == 1 else gains.flatten().sort(descending=True).values.repeat_interleave(2) / 2
 
 
+def columns_of(gains: Tensor, rank: int) -> list[int]:
+    """Return how many complex columns of each frequency are worth most, of `rank` real ones in all."""
+    order = gains.flatten().argsort(descending=True, stable=True)[: rank // 2]
+    return torch.bincount(order // gains.shape[1], minlength=len(gains)).tolist()
+
+
 def key_latent(stored: Mapping[str, Tensor], key: Tensor, rank: int) -> KeyLatent:
     """Return the best latent of `rank` real columns; key: [heads, head_dim, inputs], W_K with its bias, in float64."""
     if stored["gains"].dim() == 1:
@@ -137,9 +143,7 @@ def key_latent(stored: Mapping[str, Tensor], key: Tensor, rank: int) -> KeyLaten
         latent, up = combine.T @ key.flatten(0, 1), restore.T
         return KeyLatent(latent, up, up @ latent, None)
     combine, restore = (torch.view_as_complex(stored[name].contiguous()) for name in ("combine", "restore"))
-    gains = stored["gains"]
-    order = gains.flatten().argsort(descending=True, stable=True)[: rank // 2]
-    columns = torch.bincount(order // gains.shape[1], minlength=len(gains)).tolist()
+    columns = columns_of(stored["gains"], rank)
     by_frequency = torch.complex(*key.chunk(2, dim=1)).transpose(0, 1)  # [frequencies, heads, inputs]
     parts, ups = [], []
     for frequency, count in enumerate(columns):
