@@ -302,13 +302,17 @@ def test_reductions_together_in_another_order(little: Little, wholes, tmp_path: 
 
 
 def test_the_source_is_run_once_for_all(little: Little, tmp_path: Path, monkeypatch) -> None:
-    """Of the first sweep nothing is repeated; in the second, every reduction passes its own stream on."""
+    """Of the first sweep nothing is repeated, the sums that two shares read neither; in the second, every reduction
+    passes its own stream on."""
     runs: list[int] = []
+    sums: list[int] = []
+    monkeypatch.setattr(ValueGram, "add", lambda *at, add=ValueGram.add: sums.append(1) or add(*at))
     monkeypatch.setattr(Layers, "run", lambda self, *at, run=Layers.run: runs.append(at[1]) or run(self, *at))
     for kind, expected in (("merged", 18), ("all at once", 6 + 6 + 3 * 6)):
         runs.clear()
         sweep(*little, tmp_path / kind, kind)
         assert len(runs) == expected
+    assert len(sums) == 6
     assert {file.name for file in (tmp_path / kind).glob("*s-0.safetensors")} == {
         "pairs-0.safetensors",
         "best-latents-0.safetensors",
