@@ -177,7 +177,7 @@ def must_build() -> list[Combination]:
 
 @cache
 def sampled() -> list[Combination]:
-    """Of everything that has a meaning, enough that every two choices of different axes meet, and 290 more."""
+    """Of everything that has a meaning, enough that every two choices of different axes meet, and 320 more."""
     meaningful = [combination for combination in every_combination() if reason(combination) is None]
     random.Random(0).shuffle(meaningful)
     met: set[tuple] = set()
@@ -186,7 +186,7 @@ def sampled() -> list[Combination]:
         pairs = set(combinations(sorted(combination.items()), 2))
         (others if pairs <= met else chosen).append(combination)
         met |= pairs
-    return chosen + others[:290]
+    return chosen + others[:320]
 
 
 def check(combination: Combination) -> None:
