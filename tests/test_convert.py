@@ -189,17 +189,18 @@ def test_convert_to_latents(place, unwrapped):
     report = json.loads(Path("less/conversion.json").read_text())
     assert (report["to"], report["cache"], report["calibration_tokens"]) == ("latents", 0.84, 62 * 32)
     assert "method" not in report and "ratio" not in report
-    assert [sorted(at) for at in report["layers"]] == [["layer", "missed", "rank", "ridge"]] * 3
-    ranks = [at["rank"] for at in report["layers"]]
-    assert sum(ranks) == 64 and all(rank in (8, 16, 24, 32) for rank in ranks)  # 0.84 * 192 - 96 = 65.28
-    for layer, rank in enumerate(ranks):
-        assert f"layer {layer}: values cached in {rank} columns; " in out
+    assert [sorted(at) for at in report["layers"]] == [["key_rank", "layer", "missed", "rank", "ridge"]] * 3
+    ranks, keys = ([at[name] for at in report["layers"]] for name in ("rank", "key_rank"))
+    assert sum(ranks + keys) == 160 and all(rank in (8, 16, 24, 32) for rank in ranks + keys)  # 0.84 * 192 = 161.28
+    for layer, pair in enumerate(zip(keys, ranks, strict=True)):
+        assert f"layer {layer}: keys cached in {pair[0]} columns, values in {pair[1]}; " in out
     before, after = report["kv_bytes_per_token_bf16"]
     assert (before, after) == (384, 2 * (96 + 64))
     model, old = (LeanForCausalLM.from_pretrained(d).eval() for d in ("less", "source"))
     sizes = [cache_bytes(m(tokens(1, 10), use_cache=True).past_key_values) for m in (old, model)]
     assert sizes == [10 * b * 2 for b in (before, after)]  # the cache is float32
     assert [layer.value_rank or 32 for layer in model.config.plan.layers] == ranks
+    assert [layer.key_rank or 32 for layer in model.config.plan.layers] == keys
     assert unwrapped("generate", "less", "--prompt", "def ", "--max-new-tokens", "4")[0] == 0
     assert not list(place.glob(".less*"))
     # The same by default, and as a fraction.
@@ -209,7 +210,8 @@ def test_convert_to_latents(place, unwrapped):
         assert again["cache"] == 0.84 and again["layers"] == report["layers"]
         assert Path(name, "model.safetensors").read_bytes() == Path("less/model.safetensors").read_bytes()
     assert unwrapped(*command, "--cache", "95%", "--layers", "1", "--out", "one")[0] == 0
-    assert [at["rank"] for at in json.loads(Path("one/conversion.json").read_text())["layers"]] == [32, 16, 32]
+    layers = json.loads(Path("one/conversion.json").read_text())["layers"]
+    assert [at["rank"] + at["key_rank"] for at in layers] == [64, 48, 64]
 
 
 def test_the_ratio_is_one_half_where_it_is_not_given(place, unwrapped):
@@ -273,8 +275,8 @@ def test_too_little_temporary_space(place, unwrapped, monkeypatch):
             ((), {}, f"--calibration corpus.txt --cache {share}", f"such as 75%, found '{share}'")
             for share in ("0", "0%", "100%", "1", "150%", "84", "abc", "84%%", "nan", "nan%", "inf", "-5%", "%", "1e-1")
         ),
-        ((), {}, "--calibration corpus.txt --cache 62.4%", "from 62.5% of its cache up to all of it; --cache 62.4% is"),
-        ((), {}, "--calibration corpus.txt --cache 80% --layers 1", "from 87.5% of its cache"),
+        ((), {}, "--calibration corpus.txt --cache 24.9%", "from 25% of its cache up to all of it; --cache 24.9% is"),
+        ((), {}, "--calibration corpus.txt --cache 74% --layers 1", "from 75% of its cache"),
         ((), {}, "--calibration corpus.txt --layers 3", "--layers: the model has layers 0 to 2, found 3"),
         ((), {}, "--calibration corpus.txt --tokens 100 --sequence-length 20", "needs 128. Use more --tokens"),
         ((), {}, "--calibration corpus.txt --tokens 100", "one of 4 sequences is held out"),

@@ -126,8 +126,8 @@ def test_samples_have_no_sequence_in_common() -> None:
 
 
 BAD = {
-    "budget": (("--budgets", "120%"), "takes shares of the source's cache"),
-    "budgets": (("--budgets", "84%,,75%"), "takes shares of the source's cache"),
+    "budget": (("--budgets", "120%"), "--budgets is a share of the source's cache"),
+    "budgets": (("--budgets", "84%,,75%"), "--budgets is a share of the source's cache"),
     "kind": (("--kinds", "latent"), "did you mean 'latents'"),
     "contexts": (("--contexts", "a"), "--contexts is a list"),
     "nothing left": (("--kinds", "latents", "--budgets", "0.1%"), "out of reach"),

@@ -58,7 +58,8 @@ def test_sums_over_keys_and_queries(rotary: bool) -> None:
                         recorder.values[b, head, s] - recorder.heads[b, t, query]
                     )
                     importance[b, head, s] += float((weight[b, t] * moved @ matrix).square().sum())
-    keys = recorder.key * importance.sqrt()[..., None]
+    assert_near(grams.importance, importance.sum((0, 2)), 1e-5)
+    keys = recorder.key * importance.sum(1)[:, None, :, None].sqrt()
     if not rotary:
         rows = keys.transpose(1, 2).flatten(2).flatten(0, 1)
         assert_near(grams.keys, sum(torch.outer(row, row) for row in rows), 1e-5)
@@ -138,13 +139,15 @@ def test_gains_are_the_error_that_is_left(rotary: bool) -> None:
     stored = grams.latents()
     gains, half = column_gains(stored), WIDTH // 2
     assert (gains[:-1] >= gains[1:] - 1e-12).all() and gains.shape == (HEADS * WIDTH,)
-    importance = grams._importance(recorder, weight).unflatten(1, (HEADS, -1)).sum(2)
-    rows = (recorder.key * importance.sqrt()[..., None]).transpose(1, 2).flatten(0, 1)  # [tokens, heads, width]
+    importance = grams._importance(recorder, weight)
+    shares = importance.sum((0, 2)).unflatten(0, (HEADS, GROUP)).sum(1) / importance.sum()
+    rows = recorder.key * importance.sum(1)[:, None, :, None].sqrt()
+    rows = rows.transpose(1, 2).flatten(0, 1)  # [tokens, heads, width]
     eye = torch.eye(HEADS * WIDTH, dtype=torch.float64).unflatten(0, (HEADS, WIDTH))
     for rank in (0, 2, 8, 14, 22, 24):
         left = rows.flatten(1) @ (torch.eye(HEADS * WIDTH) - key_latent(stored, eye, rank).key.T)
         left = left.unflatten(1, (HEADS, WIDTH))
-        energy = grams.queries / grams.tokens * 0.25
+        energy = grams.queries / grams.tokens * 0.25 * (shares if rotary else shares[:, None, None])
         if rotary:
             squares = left[..., :half].square() + left[..., half:].square()  # [tokens, heads, frequencies]
             error = float((squares * energy.T / 2).sum())

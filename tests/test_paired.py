@@ -257,22 +257,22 @@ def test_the_page_of_latent_values_says_what_changed(place, unwrapped):
     command = ("convert", "source", "--calibration", "corpus.txt", "--tokens", "2000", "--evaluate", "other.txt")
     assert unwrapped(*command, "--cache", "75.5%", "--evaluate-tokens", "320", "--out", "result")[0] == 0
     record = json.loads(Path("result/conversion.json").read_text())
-    ranks = [at["rank"] for at in record["layers"]]
-    columns = f"{min(ranks)} to {max(ranks)}" if len(set(ranks)) > 1 else ranks[0]
+    keys, values = ([at[name] for at in record["layers"]] for name in ("key_rank", "rank"))
+    columns = [f"{min(ranks)} to {max(ranks)}" if len(set(ranks)) > 1 else ranks[0] for ranks in (keys, values)]
     page, card = Page(Path("result/conversion.html").read_text()), Path("result/README.md").read_text()
     assert page.open == [] and page.fetched == []
     shown = " ".join(page.text.split())
     taken, whole = record["kv_bytes_per_token_bf16"][::-1]
     for text in (shown, " ".join(card.split())):
         for part in (
-            f"The cache holds {columns} columns of values in each layer, of which its value heads are made.",
+            f"The cache holds {columns[0]} columns of keys and {columns[1]} columns of values in each layer, of which",
             f"{taken:,} bytes per token in bfloat16, {taken / whole:.1%} of the source's {whole:,}",
             "at most 75.50% of the source's",
-            "Queries, keys, MLPs, norms and embeddings are the source's",
+            "Queries, MLPs, norms and embeddings are the source's",
             "nothing was trained",
         ):
             assert part in text
-    for part in ("Rank: columns of", "Ridge: ", "held out from the fit", "converted to latents"):
+    for part in ("Key rank: columns", "Rank: columns of", "Ridge: ", "held out from the fit", "converted to latents"):
         assert part in shown
     assert "Kept: " not in shown and "Merged: " not in shown and "of the value heads go" not in shown
     assert yaml.safe_load(card.split("---\n")[1])["tags"] == ["leanqkv", "kv-cache", "latents"]

@@ -181,7 +181,7 @@ def read_share(text: str, option: str = "--cache") -> float:
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(%?)", text.strip())
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share < 1:
-        raise LeanError(f"{option} takes shares of the source's cache, such as 75%, found {shorten(text, 80)!r}")
+        raise LeanError(f"{option} is a share of the source's cache, such as 75%, found {shorten(text, 80)!r}")
     return share
 
 

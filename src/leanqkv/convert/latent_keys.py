@@ -42,9 +42,11 @@ class KeyGrams(Grams):
     """Sums over a layer's keys and queries, in float64 on the CPU.
 
     Attributes:
-        keys: each key weighted by how much moving its scores moves the output: [frequencies, heads, heads] of complex
-            numbers with rotary positions, else [width, width].
+        keys: each token's keys weighted by how much moving its scores moves the output: [frequencies, heads, heads] of
+            complex numbers with rotary positions, else [width, width].
         queries: their energy: [frequencies, heads], else [heads, head_dim, head_dim].
+        importance: [heads], the sum of these weights head by head. A latent mixes heads, so a token has one weight for
+            all of them, and a head's share of it is taken to be that of all tokens.
         tokens: how many queries were added.
     """
 
@@ -52,6 +54,7 @@ class KeyGrams(Grams):
         """output: W_O as [heads, group, head_dim, hidden_size]; scaling: the factor on the scores."""
         self.keys: Tensor | float = 0.0
         self.queries: Tensor | float = 0.0
+        self.importance: Tensor | float = 0.0
         self.tokens = 0
         self._rotary, self._scaling = rotary, scaling
         self._metric = torch.einsum("hgkd,hgld->hgkl", output, output).flatten(0, 1).float()
@@ -59,16 +62,17 @@ class KeyGrams(Grams):
     def add(self, recorder: Recorder, weight: Tensor) -> None:
         """Add a batch; `weight` [batch, length] multiplies each query's output."""
         heads = recorder.key.shape[1]
-        importance = self._importance(recorder, weight).unflatten(1, (heads, -1)).sum(2)  # [batch, heads, length]
+        importance = self._importance(recorder, weight).cpu().double()  # [batch, query heads, length]
         key, query = recorder.key.cpu(), recorder.query.cpu().unflatten(1, (heads, -1))
         self.tokens += weight.numel()
-        weighted = key * importance.cpu().sqrt()[..., None].to(key)
+        self.importance = self.importance + importance.sum((0, 2)).unflatten(0, (heads, -1)).sum(1)
+        weighted = key.double() * importance.sum(1)[:, None, :, None].sqrt()
         if self._rotary:
             turned = to_complex(weighted)
             self.keys = self.keys + torch.einsum("bhsf,bgsf->fhg", turned.conj(), turned)
             self.queries = self.queries + to_complex(query).abs().square().mean(2).sum((0, 2)).T
         else:
-            columns = weighted.transpose(1, 2).flatten(2).flatten(0, 1).double()
+            columns = weighted.transpose(1, 2).flatten(2).flatten(0, 1)
             self.keys = self.keys + columns.T @ columns
             grouped = query.double()
             self.queries = self.queries + torch.einsum("bhgtk,bhgtl->hkl", grouped, grouped) / query.shape[2]
@@ -93,7 +97,10 @@ class KeyGrams(Grams):
             complex columns, else [width] of real ones.
         """
         assert isinstance(self.keys, Tensor) and isinstance(self.queries, Tensor)
+        assert isinstance(self.importance, Tensor)
+        shares = self.importance / self.importance.sum().clamp_min(torch.finfo(torch.float64).tiny)
         energy = self.queries / self.tokens * self._scaling**2
+        energy = energy * (shares if self._rotary else shares[:, None, None])
         if not self._rotary:
             combine, restore, gains = approximate(self.keys, torch.block_diag(*energy))
             return {"combine": combine.contiguous(), "restore": restore.contiguous(), "gains": gains / self.tokens}

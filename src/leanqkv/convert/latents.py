@@ -24,6 +24,9 @@ from .sweeps import Grams, ReducedHeads, Reduction
 TOKENS_PER_COLUMN = 4
 # Of the names of what is measured of the keys.
 KEYS = "keys."
+# How much more an error of the keys counts than one of the values that moves attention's output as far. W_O, which is
+# fitted afterwards, makes up for a part of lost values and for little of moved scores.
+KEY_WEIGHT = 10.0
 
 
 class LatentGrams(Grams):
@@ -97,7 +100,7 @@ class Latents(Reduction):
         layers = range(self.config.num_hidden_layers)
         gains = [measured(layer)["gains"] for layer in layers]
         whole = torch.zeros(self.width, dtype=torch.float64)
-        gains += [column_gains(self._keys(layer)) if self.key_cut[layer] else whole for layer in layers]
+        gains += [KEY_WEIGHT * column_gains(self._keys(layer)) if self.key_cut[layer] else whole for layer in layers]
         ranks = choose_ranks(torch.stack(gains), self.columns, [*self.cut, *self.key_cut])
         self.ranks, self.key_ranks = ranks[: len(layers)], ranks[len(layers) :]
         both = zip(self.ranks, self.key_ranks, strict=True)

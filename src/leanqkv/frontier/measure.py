@@ -71,7 +71,7 @@ class Frontier:
 
     def run(self) -> dict[str, Any]:
         """Return the record, and write it as frontier.json; what an interrupted run has measured is read."""
-        make_directory(self.out)
+        make_directory(self.out / "points")
         with locked(self.out, "measuring"):
             if (self.out / JOB).exists() and read_json(self.out / JOB) != json.loads(json.dumps(self._job)):
                 raise LeanError(f"{self.out} holds a frontier of another source, text or version; choose another --out")

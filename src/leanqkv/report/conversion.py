@@ -30,6 +30,7 @@ FITTED, HELD_OUT = "the calibration text", "calibration sequences held out from 
 COLUMNS = {
     "merged": "Merged: pairs of heads that read one value.",
     "rank": "Rank: columns of the layer's values in the cache, of which all its value heads are made.",
+    "key_rank": "Key rank: columns that its keys take in the cache.",
     "ridge": "Ridge: how strongly W_O was pulled towards the one that it started from; – where that one stayed.",
     "sink_tokens": "Sinks: held-out tokens whose stream is far larger than that of the others.",
     "kept": "Kept: the heads that keep a value.",
@@ -103,7 +104,8 @@ def layer_lines(record: dict[str, Any]) -> Iterator[str]:
     for layer in record.get("layers", ()):
         error = f"{layer['missed']:.2%} of attention's output missed" if "missed" in layer else "fitted"
         if "rank" in layer:
-            yield f"layer {layer['layer']}: values cached in {layer['rank']} columns; {error}"
+            keys = f"keys cached in {layer['key_rank']} columns, " if "key_rank" in layer else ""
+            yield f"layer {layer['layer']}: {keys}values in {layer['rank']}; {error}"
             continue
         if "merged" in layer:
             pairs = " and ".join(f"{first} with {second}" for first, second in layer["merged"])
@@ -221,6 +223,12 @@ def _figure(record: dict[str, Any]) -> figures.Drawing | None:
     return figures.measured_lines("missed", series, "layer", "missed, % of the square", words) if series else None
 
 
+def _columns(record: dict[str, Any], name: str) -> str:
+    """The fewest and the most columns of a layer, in words."""
+    low, high = (choose(layer[name] for layer in record["layers"]) for choose in (min, max))
+    return str(low) if low == high else f"{low} to {high}"
+
+
 def _what_changed(record: dict[str, Any]) -> str:
     if record["to"] == NONLINEAR_QUERY:
         return (
@@ -228,11 +236,14 @@ def _what_changed(record: dict[str, Any]) -> str:
             "gained before training goes on."
         )
     if record["to"] == LATENTS:
-        low, high = (choose(layer["rank"] for layer in record["layers"]) for choose in (min, max))
+        columns = f"{_columns(record, 'rank')} columns of values"
+        made, same, changed = "value heads are", "Queries, keys", "Value"
+        if "key_rank" in record["layers"][0]:
+            columns = f"{_columns(record, 'key_rank')} columns of keys and {columns}"
+            made, same, changed = "heads are", "Queries", "Key, value"
         return (
-            f"The cache holds {low if low == high else f'{low} to {high}'} columns of values in each layer, of which "
-            "its value heads are made. Queries, keys, MLPs, norms and embeddings are the source's. Value and output "
-            "projections were fitted to text; nothing was trained."
+            f"The cache holds {columns} in each layer, of which its {made} made. {same}, MLPs, norms and embeddings "
+            f"are the source's. {changed} and output projections were fitted to text; nothing was trained."
         )
     if record["to"] == MERGED_VALUES:
         count = sum(len(layer["merged"]) for layer in record["layers"])

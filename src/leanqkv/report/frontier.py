@@ -174,10 +174,10 @@ def _page(record: dict[str, Any]) -> str:
 
 def plan_table(layers: list[dict[str, Any]]) -> Table | None:
     """Return the columns that every layer's keys and values take; None of other kinds."""
-    if "value_columns" not in layers[0]:
+    if "rank" not in layers[0]:
         return None
     rows = [
-        (str(layer["layer"]), str(layer["key_columns"]), str(layer["value_columns"]), f"{layer['missed']:.2%}")
+        (str(layer["layer"]), str(layer.get("key_rank", "all")), str(layer["rank"]), f"{layer['missed']:.2%}")
         for layer in layers
     ]
     note = "Missed: of attention's output, on calibration sequences held out from the fit. Layers count from 0."
