@@ -26,6 +26,7 @@ LAYERS = (
     "evaluate",
     "train",
     "inference",
+    "frontier",
     "compare",
     "analyze",
     "demo",

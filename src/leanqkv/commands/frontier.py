@@ -56,6 +56,10 @@ def frontier(
     length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
     found, refused = candidates(opened.config, opened.tensors, shares, _kinds(kinds))
+    precisions = list(PRECISIONS)
+    if any(layer.window is not None for layer in opened.config.plan.layers):
+        precisions = precisions[:1]
+        refused["8 and 4 bits"] = "some layers keep a sliding window, and no quantized cache does"
     chosen_device = torch.device("cpu" if device is None else check_device(device))
     texts = _texts(source, opened.config.vocab_size, evaluate, calibration)
     taken = _samples(opened, calibration, samples, tokens, length)
@@ -65,7 +69,7 @@ def frontier(
         measured = Frontier(
             opened,
             found,
-            PRECISIONS,
+            precisions,
             taken,
             texts,
             out,
