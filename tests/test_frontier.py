@@ -22,8 +22,8 @@ VOCABULARY = 300
 
 
 ASKED = (
-    *("frontier", "source", "--calibration", "calibration.txt", "--evaluate", "evaluation.txt", "--tokens", "512"),
-    *("--sequence-length", "64", "--evaluate-tokens", "256", "--contexts", "16", "--budgets", "84%,70%"),
+    *("frontier", "source", "--calibration", "calibration.txt", "--evaluate", "evaluation.txt", "--tokens", "1024"),
+    *("--sequence-length", "128", "--evaluate-tokens", "256", "--contexts", "16", "--budgets", "84%,70%"),
 )
 
 
@@ -69,6 +69,7 @@ def test_the_points_are_all_there(measured: Path) -> None:
         assert sorted({point["sample"] for point in found}) == list(range(samples))
     source = [point for point in record["points"] if point["label"] == "source"]
     assert source[0]["scores"][0]["loss_difference"]["mean"] == 0 and source[0]["greedy_agreement"] == 1
+    assert all(point["scores"][0]["divergence"]["mean"] > 0 for point in source[1:])  # they are read quantized
     assert all(point["same_tokens_without_cache"] for point in record["points"])
     assert all(point["tokens_per_second"]["16"] > 0 for point in record["points"] if not point["sample"])
     sizes = {point["label"]: point["bytes_per_token"] for point in record["points"] if point["key_bits"] == 16}
@@ -85,7 +86,7 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
     assert unwrapped(*ASKED, "--out", "out")[0] == 0
     assert json.loads(removed.read_text()) == before
     assert {name: (measured / "points" / name).stat().st_mtime_ns for name in times} == times
-    code, _, errors = unwrapped(*ASKED, "--samples", "2", "--out", "out")
+    code, _, errors = unwrapped(*ASKED, "--calibrations", "2", "--out", "out")
     assert code == 2 and "holds a frontier of another source" in errors
 
 
@@ -133,6 +134,16 @@ BAD = {
     "nothing left": (("--kinds", "latents", "--budgets", "0.1%"), "out of reach"),
     "short text": (("--tokens", 10**9), "calibration tokens are asked for"),
 }
+
+
+@pytest.mark.parametrize("length", ["64", "127"])
+def test_what_no_sequence_would_read_is_not_scored(place: Path, unwrapped, length: str) -> None:
+    """Fewer tokens than two blocks would look as if quantizing cost nothing."""
+    asked = (*ASKED, "--sequence-length", length, "--calibrations", "1", "--kinds", "merged-values", "--out", "short")
+    assert unwrapped(*asked)[0] == 0
+    record = json.loads((place / "short" / "frontier.json").read_text())
+    assert {point["key_bits"] for point in record["points"]} == {16}
+    assert "blocks of 64 tokens" in record["refused"]["8 and 4 bits"]
 
 
 @pytest.mark.parametrize("name", BAD)

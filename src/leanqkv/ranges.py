@@ -80,6 +80,7 @@ RANGES: dict[str, Range] = {
     "sequence_length": Range(2, LARGEST, whole=True),
     "samples": Range(2, LARGEST, whole=True),
     "seeds": Range(1, 1000, whole=True),
+    "calibrations": Range(1, 1000, whole=True),
     "jobs": Range(1, 1000, whole=True),
     "rounds": Range(1, 1_000_000, whole=True),
     "max_condition": Range(1),

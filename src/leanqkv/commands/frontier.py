@@ -20,7 +20,9 @@ def frontier(
     ],
     calibration: Annotated[str, typer.Option(help="Text to calibrate on, as --data of train takes it.")] = "prose",
     tokens: Annotated[int, typer.Option(help="Calibration tokens of each sample.")] = TOKENS,
-    samples: Annotated[int, typer.Option(help="Calibrations on other parts of the text, for the intervals.")] = SAMPLES,
+    calibrations: Annotated[
+        int, typer.Option(help="Calibrations on other parts of the text, for the intervals.")
+    ] = SAMPLES,
     sequence_length: Annotated[
         int | None, typer.Option(help="Of the sequences to calibrate and score. Default: 512, or all positions.")
     ] = None,
@@ -38,7 +40,7 @@ def frontier(
 
     leanqkv frontier model.gguf --calibration prose --evaluate prose --evaluate book.txt --out runs/frontier
 
-    leanqkv frontier hf/llama --budgets 84%,75% --samples 1 --evaluate book.txt --out runs/frontier
+    leanqkv frontier hf/llama --budgets 84%,75% --calibrations 1 --evaluate book.txt --out runs/frontier
     """
     import torch
 
@@ -48,6 +50,7 @@ def frontier(
     from ..files import check_place, write_json
     from ..frontier import PRECISIONS, candidates
     from ..frontier.measure import RECORD, Frontier
+    from ..model.cache_kivi import BLOCK
     from ..report import frontier as pages
 
     check_place(out, source)
@@ -60,9 +63,12 @@ def frontier(
     if any(layer.window is not None for layer in opened.config.plan.layers):
         precisions = precisions[:1]
         refused["8 and 4 bits"] = "some layers keep a sliding window, and no quantized cache does"
+    elif length < 2 * BLOCK:
+        precisions = precisions[:1]
+        refused["8 and 4 bits"] = f"a cache is quantized by blocks of {BLOCK} tokens, and a sequence has {length}"
     chosen_device = torch.device("cpu" if device is None else check_device(device))
     texts = _texts(source, opened.config.vocab_size, evaluate, calibration)
-    taken = _samples(opened, calibration, samples, tokens, length)
+    taken = _samples(opened, calibration, calibrations, tokens, length)
     limit = opened.config.cached_positions
     timed = [context for context in _contexts(contexts) if limit is None or context + 64 <= limit]
     with continued_when_repeated(), progress_bar("reading") as bar:

@@ -95,9 +95,9 @@ def recommendations(record: dict[str, Any]) -> Iterator[str]:
     for share in BUDGETS:
         best, plain = (best_within(some, share) for some in (points, [one for one in points if not one.quantized]))
         if best is None:
-            yield f"At most {share:.1%} of the cache: no point is that small."
+            yield f"At most {100 * share:g}% of the cache: no point is that small."
             continue
-        sentence = f"At most {share:.1%} of the cache: {_named(best)}"
+        sentence = f"At most {100 * share:g}% of the cache: {_named(best)}"
         if plain is None:
             sentence += "; none without quantizing"
         elif plain != best:
@@ -109,8 +109,13 @@ def _named(point: Point) -> str:
     return f"{point.label} ({point.share:.1%}, {signed(point.loss)} nats)"
 
 
+def _by_size(record: dict[str, Any]) -> list[Point]:
+    """The points, the largest cache first."""
+    return sorted(read_points(record), key=lambda one: (-one.bytes_per_token, one.loss))
+
+
 def points_table(record: dict[str, Any]) -> Table:
-    """Return all points, the largest cache first."""
+    """Return all that is known of the points, the largest cache first."""
     texts = [text["description"].split(",")[0] for text in record["texts"]]
     contexts = list(dict.fromkeys(c for point in record["points"] for c in point.get("tokens_per_second", {})))
     headers = (
@@ -120,7 +125,7 @@ def points_table(record: dict[str, Any]) -> Table:
         *(f"tokens/s after {int(context):,}" for context in contexts),
     )
     rows = []
-    for point in sorted(read_points(record), key=lambda one: (-one.bytes_per_token, one.loss)):
+    for point in _by_size(record):
         losses = [signed(mean) + (f" ± {width:.4f}" if width is not None else "") for mean, width in point.losses]
         speeds = [f"{point.speeds[c]:.1f}" if c in point.speeds else ABSENT for c in contexts]
         numbers = (f"{point.divergence:.4f}", f"{point.agreement:.1%}", f"{point.greedy:.1%}")
@@ -129,15 +134,23 @@ def points_table(record: dict[str, Any]) -> Table:
         f"Losses are nats per token above the source's, on {record['evaluated_tokens']:,} tokens of every text in "
         f"windows of {record['context_length']:,}. ± is half of a 95% interval over "
         f"{record['calibration']['samples']} calibrations on other text, or over windows where there is one. 8/4 bits: "
-        "keys in 8, values in 4. Bytes are those of long texts; the newest tokens, fewer than 64, are not quantized. "
-        "Speeds are of the first calibration, in float32, one sequence."
+        "keys in 8, values in 4. Bytes are those of long texts; the newest tokens, fewer than 64, are not quantized, "
+        "nor is what the first 64 tokens of a window read. Speeds are of the first calibration, one sequence in float32."
     )
     return Table(headers, rows, note=note)
 
 
 def terminal_table(record: dict[str, Any]) -> TerminalTable:
-    """Return the points for a terminal."""
-    return points_table(record).terminal(whole=("bytes per token", "share"))
+    """Return the points for a terminal: their size, and means over the texts."""
+    headers = ("cache", "bytes per token", "share", "loss", "KL, nats", "same likeliest token")
+    rows = [
+        (
+            *(point.label, f"{point.bytes_per_token:,.0f}", f"{point.share:.1%}", signed(point.loss)),
+            *(f"{point.divergence:.4f}", f"{point.agreement:.1%}"),
+        )
+        for point in _by_size(record)
+    ]
+    return Table(headers, rows, note="Loss above the source's, nats per token.").terminal(whole=headers[:-1])
 
 
 def write_pages(directory: Path) -> Path:
