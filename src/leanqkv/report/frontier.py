@@ -135,7 +135,7 @@ def points_table(record: dict[str, Any]) -> Table:
         f"windows of {record['context_length']:,}. ± is half of a 95% interval over "
         f"{record['calibration']['samples']} calibrations on other text, or over windows where there is one. 8/4 bits: "
         "keys in 8, values in 4. Bytes are those of long texts; the newest tokens, fewer than 64, are not quantized, "
-        "nor is what the first 64 tokens of a window read. Speeds are of the first calibration, one sequence in float32."
+        "nor is what the first 64 tokens of a window read. Speeds are of the first calibration, in float32."
     )
     return Table(headers, rows, note=note)
 
