@@ -33,7 +33,7 @@ def prepared(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("frontier")
     content = write_corpus(place / "calibration.txt").read_text()
     (place / "evaluation.txt").write_text("\n".join(reversed(content.splitlines()[:600])))
-    config = tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=512, hidden_size=32, num_hidden_layers=2)
+    config = tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=256, hidden_size=32, num_hidden_layers=2)
     randomize(LeanForCausalLM(config), std=0.3).save_pretrained(place / "source")
     train_tokenizer(iter([content]), VOCABULARY).save_pretrained(place / "source")
     return place

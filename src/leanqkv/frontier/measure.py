@@ -17,6 +17,7 @@ from ..convert.sweeps import Sweeps
 from ..data import EvaluationText
 from ..environment import record_header, versions
 from ..errors import LeanError
+from ..evaluate import spread_windows
 from ..files import locked, make_directory, read_json, remove, write_json
 from ..model.config import LeanConfig
 from .points import Candidate, Precision
@@ -58,6 +59,10 @@ class Frontier:
         self.out, self.device = out, device or torch.device("cpu")
         self._progress, self._message = progress, message
         self.contexts, self._texts, self._evaluated, self._length = contexts, texts, evaluated_tokens, length
+        self._scored = [
+            sum(scored for _, scored in spread_windows(len(text.tokens), length, max(1, evaluated_tokens // length)))
+            for text in texts
+        ]
         self._scorer: Scorer | None = None
         self._job = {
             "source": source_hashes(source),
@@ -193,7 +198,7 @@ class Frontier:
             },
             "calibration": {"samples": len(self.samples), "tokens": int(self.samples[0].size)},
             "texts": [text.record() for text in self._texts],
-            "evaluated_tokens": self._evaluated,
+            "evaluated_tokens": min(self._scored),
             "context_length": self._length,
             "points": points,
         }

@@ -14,7 +14,7 @@ from ..evaluate.loss import scoring
 from ..inference import Decoder
 from .points import Precision
 
-# Tokens of the prompt, and of the continuation on which the likeliest tokens are compared.
+# Tokens of the prompt, and of the continuation on which the likeliest tokens are compared; fewer with few positions.
 PROMPT, CONTINUATION = 64, 256
 # Tokens that are generated with and without a cache, which have to be the same.
 CHECKED = 24
@@ -30,6 +30,9 @@ class Scorer:
     def __init__(self, source: Any, texts: Sequence[EvaluationText], tokens: int, length: int):
         self.source, self.length = source, length
         self.texts = [(text, spread_windows(len(text.tokens), length, max(1, tokens // length))) for text in texts]
+        positions = source.config.cached_positions or PROMPT + CONTINUATION
+        self.prompt = min(PROMPT, positions // 4)
+        self.continuation = min(CONTINUATION, positions - self.prompt)
         self._states: dict[bytes, Tensor] = {}
         self._continuation: Tensor | None = None
 
@@ -60,22 +63,23 @@ class Scorer:
     def agreement(self, model: Any, precision: Precision) -> float:
         """Return the share of the source's greedy continuation that is the candidate's likeliest token too."""
         if self._continuation is None:
-            options = {"max_new_tokens": CONTINUATION, "min_new_tokens": CONTINUATION, "do_sample": False}
-            self._continuation = self.source.generate(self._prompt(), pad_token_id=0, **options)
+            self._continuation = self._generate(self.source, self.continuation, min_new_tokens=self.continuation)
         ids = self._continuation
         with scoring(model):
-            logits = model.logits(precision.states(model, ids[:, :-1])[0, PROMPT - 1 :])
-        return float((logits.argmax(-1) == ids[0, PROMPT:]).double().mean())
+            logits = model.logits(precision.states(model, ids[:, :-1])[0, self.prompt - 1 :])
+        return float((logits.argmax(-1) == ids[0, self.prompt :]).double().mean())
 
     def same_without_cache(self, model: Any) -> bool:
         """Whether greedy tokens are the same with a cache and without."""
-        options = {"max_new_tokens": CHECKED, "do_sample": False, "pad_token_id": 0}
-        cached, whole = (model.generate(self._prompt(), use_cache=cached, **options) for cached in (True, False))
+        count = min(CHECKED, self.continuation)
+        cached, whole = (self._generate(model, count, use_cache=cached) for cached in (True, False))
         return torch.equal(cached, whole)
 
-    def _prompt(self) -> Tensor:
-        tokens = torch.from_numpy(self.texts[0][0].tokens[:PROMPT].astype("int64"))[None]
-        return tokens.to(next(self.source.parameters()).device)
+    def _generate(self, model: Any, count: int, **options: Any) -> Tensor:
+        """The start of the first text and so many greedy tokens, [1, length]."""
+        prompt = torch.from_numpy(self.texts[0][0].tokens[: self.prompt].astype("int64"))[None]
+        prompt = prompt.to(next(model.parameters()).device)
+        return model.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ def points_table(record: dict[str, Any]) -> Table:
         numbers = (f"{point.divergence:.4f}", f"{point.agreement:.1%}", f"{point.greedy:.1%}")
         rows.append((point.label, f"{point.bytes_per_token:,.0f}", f"{point.share:.1%}", *losses, *numbers, *speeds))
     note = (
-        f"Losses are nats per token above the source's, on {record['evaluated_tokens']:,} tokens of every text in "
+        f"Losses are nats per token above the source's, on {record['evaluated_tokens']:,} tokens of each text in "
         f"windows of {record['context_length']:,}. ± is half of a 95% interval over "
         f"{record['calibration']['samples']} calibrations on other text, or over windows where there is one. 8/4 bits: "
         "keys in 8, values in 4. Bytes are those of long texts; the newest tokens, fewer than 64, are not quantized, "
