@@ -16,7 +16,7 @@ from . import figures
 from .html import TEMPLATES, render
 from .text import ABSENT, Table, signed
 
-PAGE = "frontier.html"
+PAGE, TABLE = "frontier.html", "table.md"
 # Shares of the source's cache for which the best point is named.
 BUDGETS = (0.84, 0.75, 0.5, 0.375, 0.25)
 
@@ -154,18 +154,26 @@ def terminal_table(record: dict[str, Any]) -> TerminalTable:
 
 
 def write_pages(directory: Path) -> Path:
-    """Write the page beside frontier.json; return its path.
+    """Write the page and table.md beside frontier.json; return the page's path.
 
     Raises:
         LeanError: no frontier.json there, or a damaged one.
     """
     record = read_json(directory / RECORD)
     try:
-        page = _page(record)
+        page, table = _page(record), markdown(record)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise LeanError(f"{directory / RECORD} is damaged ({error!r}); measure again into another --out") from None
+    write_text(directory / TABLE, table)
     write_text(directory / PAGE, page)
     return directory / PAGE
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Return the points and the recommendations in Markdown."""
+    table = points_table(record)
+    sentences = "".join(f"- {sentence}\n" for sentence in recommendations(record))
+    return f"{table.markdown()}\n\n{table.note}\n\n{sentences}"
 
 
 def _page(record: dict[str, Any]) -> str:
