@@ -71,7 +71,7 @@ def test_the_second_sweep(name: str, kind: str, tmp_path: Path) -> None:
     def keep(at: int) -> None:
         seen[at] = [sweeps._stream(of, at)[: len(sample)] for of in ("source", f"converted-{reduction.name}")]
 
-    reduction = {"merged": MergedValues(*model), "latents": Latents(*model, 0.75)}[kind]
+    reduction = {"merged": MergedValues(*model), "latents": Latents(*model, 0.6)}[kind]
     sweeps = sweeping(model, sample, tmp_path, [reduction], batch_size=7, message=message)
     (result,) = sweeps.run()
     last = config.num_hidden_layers
