@@ -20,7 +20,7 @@ from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suites import SUITES
 from leanqkv.model import registry
 from leanqkv.presets import MECHANISMS, recipe
-from leanqkv.report import analysis
+from leanqkv.report import analysis, frontier
 from leanqkv.report import bench as inference
 from leanqkv.report.comparison import markdown
 
@@ -115,6 +115,12 @@ def test_the_page_about_tools_is_what_its_record_makes():
     assert fill(page, record) == page, "run python benchmarks/tools.py --page results/tools.json"
 
 
+def test_the_frontiers_table_is_that_of_its_record():
+    for directory in (RESULTS / "frontier").iterdir():
+        record = json.loads((directory / "frontier.json").read_text())
+        assert (directory / "table.md").read_text() == frontier.markdown(record)
+
+
 @cache
 def analysis_tables() -> str:
     directories = (RESULTS / "analysis" / name for name in ("", "probes", "training"))
@@ -167,8 +173,10 @@ class Sources(NamedTuple):
 
 
 NUMBERS = {
-    "README.md": Sources(CONVERSION, ("kv-sharing",), ("0.06", "0.95")),  # the shares have a test of their own
-    "shrink-a-checkpoint.md": Sources(CONVERSION, (), ("0.3700", "0.5")),  # the sign is in words; a ratio
+    "README.md": Sources(
+        CONVERSION, ("kv-sharing", "frontier"), ("0.06", "0.95")
+    ),  # the shares have a test of their own
+    "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",), ("0.3700", "0.5")),  # the sign is in words; a ratio
     "remove-weights.md": Sources(EXACT, (), ("0.06", "0.25", "0.95", "3.5")),  # the shares; 3.54 GB
     "train-and-compare.md": Sources((), ("kv-sharing",), ("12.7", "4.3")),  # Student's t at 1 and 2 degrees of freedom
     "generate-and-serve.md": Sources(INFERENCE, ("bench",)),
