@@ -146,6 +146,14 @@ def test_what_no_sequence_would_read_is_not_scored(place: Path, unwrapped, lengt
     assert "blocks of 64 tokens" in record["refused"]["8 and 4 bits"]
 
 
+def test_a_directory_of_something_else_is_left_alone(place: Path, unwrapped) -> None:
+    (place / "mine").mkdir()
+    (place / "mine" / "letter.txt").write_text("dear")
+    code, _, errors = unwrapped(*ASKED, "--out", "mine")
+    assert code == 2 and "is not empty and holds no frontier" in errors
+    assert [file.name for file in (place / "mine").iterdir()] == ["letter.txt"]
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(place: Path, unwrapped, name: str) -> None:
     options, match = BAD[name]

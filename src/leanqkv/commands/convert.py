@@ -86,7 +86,7 @@ def convert(
         bool, typer.Option("--verbose", help="Print a line for every layer; a log has it anyway.")
     ] = False,
 ) -> None:
-    """Give a checkpoint a smaller KV cache, down to half of it, or a nonlinear query.
+    """Give a checkpoint a smaller KV cache, or a nonlinear query.
 
     leanqkv convert model.gguf --cache 84% --calibration prose --out hf/smaller --evaluate book.txt
 

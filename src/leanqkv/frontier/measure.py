@@ -34,9 +34,6 @@ class Frontier:
         samples: [samples, sequences, length], calibration tokens; candidates from the weights alone have one sample.
         contexts: tokens after which decoding is timed; none: it is not.
         out: keeps every point as a file, and the conversions that are under way.
-
-    Raises:
-        LeanError: `out` holds another frontier.
     """
 
     def __init__(
@@ -75,7 +72,13 @@ class Frontier:
         }
 
     def run(self) -> dict[str, Any]:
-        """Return the record, and write it as frontier.json; what an interrupted run has measured is read."""
+        """Return the record; what an interrupted run has measured is read.
+
+        Raises:
+            LeanError: `out` holds something else.
+        """
+        if self.out.is_dir() and any(self.out.iterdir()) and not (self.out / JOB).exists():
+            raise LeanError(f"{self.out} exists, is not empty and holds no frontier; choose another --out")
         make_directory(self.out / "points")
         with locked(self.out, "measuring"):
             if (self.out / JOB).exists() and read_json(self.out / JOB) != json.loads(json.dumps(self._job)):
@@ -83,9 +86,7 @@ class Frontier:
             write_json(self.out / JOB, self._job)
             for number, sample in enumerate(self.samples):
                 self._measure_sample(number, sample)
-            record = self._record()
-            write_json(self.out / RECORD, record)
-        return record
+            return self._record()
 
     def _measure_sample(self, number: int, sample: np.ndarray) -> None:
         """Convert to every candidate that has a point to be measured, and measure these points."""
