@@ -274,6 +274,17 @@ def test_the_smallest_share_that_is_named_can_be_had(name: str, keys: bool) -> N
         Latents(config, {}, round(named - 0.1, 1) / 100, layers, keys)
 
 
+@pytest.mark.parametrize("factor, keys_stay", [(0.2, True), (0.05, False)])
+def test_an_error_of_the_keys_counts_ten_times(factor: float, keys_stay: bool) -> None:
+    """Where a column of keys takes away a fifth of what one of values does, keys are kept; of a twentieth, values."""
+    config = tiny("gpt")
+    made = Latents(config, {}, 0.625)
+    gains = torch.ones(made.width, dtype=torch.float64)
+    made.choose(lambda layer: {"gains": gains, "keys.gains": factor * gains})
+    whole, least = [made.width] * config.num_hidden_layers, [step_of(made.width)] * config.num_hidden_layers
+    assert (made.key_ranks, made.ranks) == ((whole, least) if keys_stay else (least, whole))
+
+
 # --- a layer's heads --------------------------------------------------------------------------------------------------
 
 
