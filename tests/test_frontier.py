@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from corpus import write_corpus
+from scipy import stats
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
@@ -103,6 +104,22 @@ def test_the_page(measured: Path) -> None:
         assert best is None or best.loss == min(point.loss for point in within)
     sentences = list(recommendations(record))
     assert len(sentences) == 5 and all(sentence.startswith("At most") for sentence in sentences)
+
+
+def test_a_point_is_the_mean_of_its_calibrations(measured: Path) -> None:
+    """Its interval is Student's t over them; of one calibration it is the one over windows."""
+    record = json.loads((measured / "frontier.json").read_text())
+    points = {point.label: point for point in read_points(record)}
+    found = [p for p in record["points"] if (p["label"], p["key_bits"]) == ("latents 84%", 16)]
+    means = [point["scores"][0]["loss_difference"]["mean"] for point in found]
+    width = stats.t.ppf(0.975, 2) * np.std(means, ddof=1) / 3**0.5
+    point = points["latents 84%, 16 bits"]
+    assert point.losses[0] == (pytest.approx(np.mean(means)), pytest.approx(width))
+    assert point.share == found[0]["bytes_per_token"] / record["source"]["bytes_per_token"] <= 0.84
+    [single] = [p for p in record["points"] if (p["label"], p["key_bits"]) == ("skipv1, mean-v", 16)]
+    score = single["scores"][0]["loss_difference"]
+    assert points["skipv1, mean-v, 16 bits"].losses[0] == (score["mean"], score["half_width"])
+    assert points["source, 16 bits"].share == 1
 
 
 @torch.no_grad()
