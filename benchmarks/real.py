@@ -11,6 +11,7 @@ directory there to measure it again. A dozen float32 copies of the model lie the
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -29,7 +30,14 @@ import torch
 
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.checkpoints.write import source_hashes
-from leanqkv.convert.conversion import MERGED_VALUES, SKIPV1, calibration_tokens
+from leanqkv.convert.conversion import (
+    CACHE,
+    LATENTS,
+    MERGED_VALUES,
+    SEPARATE_LATENTS,
+    SKIPV1,
+    calibration_tokens,
+)
 from leanqkv.data import EvaluationText, evaluation_text, prepare_data, unseen_split
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
@@ -40,6 +48,8 @@ from leanqkv.report.text import signed
 # The conversion may take the time of so many forward passes over its tokens, and twice the weights and so many bytes.
 MOST_PASSES, MEMORY_BESIDE = 8, 10**9
 BATCH = 4  # sequences of the forward pass, as of the conversion
+WORDS = {LATENTS: f"latents of {CACHE:.0%}", SEPARATE_LATENTS: "separate latents", MERGED_VALUES: "merged values"}
+MEASURED = (LATENTS, MERGED_VALUES)  # their cost, and what they lose by number of tokens and on a mixture
 WEIGHTS_ALONE = ("mean-v", "mean-vo", "top-v", "top-vo", "svd")
 OF_A_CONVERSION = (
     *("to", "method", "ratio", "settings", "merged_pairs", "calibration_tokens", "calibration", "seconds"),
@@ -107,16 +117,19 @@ class Bench:
     # --- cost of the conversion ---------------------------------------------------------------------------------------
 
     def conversion(self, save: Save) -> None:
-        """Measure conversion and forward pass in turns, for every number of calibration tokens."""
+        """Measure conversions and forward pass in turns, for every number of calibration tokens."""
         rows: list[dict[str, Any]] = []
         for amount in self.amounts:
             tokens = self._tokens(amount)
             self._forward(tokens[:1])  # what only the first pass takes is left out
-            rounds = []
+            rounds: dict[str, list[dict[str, Any]]] = {target: [] for target in MEASURED}
             for turn in range(self.rounds):
                 forward = self._forward(tokens)
-                rounds.append({"forward": forward, "conversion": self._timed(amount, turn == self.rounds - 1)})
-            rows.append(conversion_row(amount, tokens, self.source.config.plan.count_parameters().total, rounds))
+                for target, measured in rounds.items():
+                    cost = self._timed(target, amount, turn == self.rounds - 1)
+                    measured.append({"forward": forward, "conversion": cost})
+            weights = self.source.config.plan.count_parameters().total
+            rows += [conversion_row(target, tokens, weights, measured) for target, measured in rounds.items()]
             save({"text": self._calibration.record(), "sequence_length": self.length, "rows": rows})
 
     @cached_property
@@ -141,11 +154,11 @@ class Bench:
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "head_seconds": head}
 
-    def _timed(self, amount: int, keep: bool) -> dict[str, float]:
+    def _timed(self, target: str, amount: int, keep: bool) -> dict[str, float]:
         """The cost of a conversion in a new place, where nothing of an earlier one can be gone on with."""
         with tempfile.TemporaryDirectory(dir=self.work) as directory:
-            out, kept = Path(directory, "result"), self.work / merged(amount)
-            cost = self._convert(out, *self._merging(amount))
+            out, kept = Path(directory, "result"), self.work / fitted(target, amount)
+            cost = self._convert(out, *self._fitting(target, amount))
             cost["calibration_seconds"] = read_json(out / "conversion.json")["seconds"]
             if keep and not kept.exists():
                 out.rename(kept)
@@ -175,26 +188,28 @@ class Bench:
     def _methods(self) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         """Yield each conversion's directory, its words in the table, and its arguments."""
         most = self.amounts[-1]
-        for amount in self.amounts:
-            yield merged(amount), f"merged values, {amount:,} tokens", self._merging(amount)
-        layers = cheapest_layers(read_json(self.work / merged(most) / "conversion.json"))
+        fits = [*itertools.product(MEASURED, self.amounts), (SEPARATE_LATENTS, most)]
+        for target, amount in fits:
+            yield fitted(target, amount), f"{WORDS[target]}, {amount:,} tokens", self._fitting(target, amount)
+        layers = cheapest_layers(read_json(self.work / fitted(MERGED_VALUES, most) / "conversion.json"))
         chosen = ("--layers", ",".join(map(str, layers)))
         yield (
             "merged-half",
             f"merged values, in {len(layers)} of {self.source.config.num_hidden_layers} layers",
-            (*self._merging(most), *chosen),
+            (*self._fitting(MERGED_VALUES, most), *chosen),
         )
-        if self.mixture is not None:
-            name = f"merged-mixture-{hashlib.sha256(self.mixture.encode()).hexdigest()[:8]}"
-            yield name, "merged values, calibrated on a mixture", self._merging(most, self.mixture)
+        for target in MEASURED if self.mixture is not None else ():
+            name = f"{target}-mixture-{hashlib.sha256(self.mixture.encode()).hexdigest()[:8]}"
+            yield name, f"{WORDS[target]}, calibrated on a mixture", self._fitting(target, most, self.mixture)
         text = ("--calibration", self.calibration, "--tokens", most)
         fixed = ("--to", SKIPV1, "--no-refit-lent", "--no-refit-values", *text)
         yield "skipv1-calibrated", "SkipV1, calibrated, W_O fitted alone", fixed
         for method in WEIGHTS_ALONE:
             yield f"skipv1-{method}", f"SkipV1, {method}", ("--to", SKIPV1, "--method", method)
 
-    def _merging(self, amount: int, text: str | None = None) -> tuple[Any, ...]:
-        return "--to", MERGED_VALUES, "--calibration", text or self.calibration, "--tokens", amount
+    def _fitting(self, target: str, amount: int, text: str | None = None) -> tuple[Any, ...]:
+        share = () if target == MERGED_VALUES else ("--cache", f"{CACHE:.0%}")
+        return "--to", target, *share, "--calibration", text or self.calibration, "--tokens", amount
 
     @cached_property
     def _texts(self) -> list[EvaluationText]:
@@ -263,9 +278,9 @@ class Bench:
 PARTS = {"conversion": Bench.conversion, "methods": Bench.methods, "elimination": Bench.elimination}
 
 
-def merged(amount: int) -> str:
-    """Return the directory of the merged values that were fitted to so many tokens."""
-    return f"merged-{amount}"
+def fitted(target: str, amount: int) -> str:
+    """Return the directory of a conversion that was fitted to so many tokens."""
+    return f"{target}-{amount}"
 
 
 def cheapest_layers(report: dict[str, Any]) -> list[int]:
@@ -274,8 +289,8 @@ def cheapest_layers(report: dict[str, Any]) -> list[int]:
     return sorted(layer["layer"] for layer in layers[: max(1, len(report["layers"]) // 2)])
 
 
-def conversion_row(amount: int, tokens: np.ndarray, parameters: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the rounds say of one number of tokens: medians, ratios and the limits of both."""
+def conversion_row(target: str, tokens: np.ndarray, parameters: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the rounds say of one target and number of tokens: medians, ratios and the limits of both."""
     middle = {
         part: {key: median(one[part][key] for one in rounds) for key in rounds[0][part]}
         for part in ("forward", "conversion")
@@ -289,7 +304,7 @@ def conversion_row(amount: int, tokens: np.ndarray, parameters: int, rounds: lis
         }.items()
     }
     return {
-        "tokens": amount,
+        "to": target,
         "calibrated_tokens": tokens.size,
         "threads": torch.get_num_threads(),
         "median": middle,
@@ -345,7 +360,15 @@ def tables(record: dict[str, Any]) -> str:
 def conversion_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the cost of the conversion against the forward pass."""
     headers = (
-        *("calibration tokens", "threads", "forward pass", "calibration", "whole command", "CPU time of it"),
+        *(
+            "conversion to",
+            "calibration tokens",
+            "threads",
+            "forward pass",
+            "calibration",
+            "whole command",
+            "CPU time of it",
+        ),
         *("passes", "passes, CPU time", "at most", "peak memory", "at most"),
     )
     cells = []
@@ -354,9 +377,9 @@ def conversion_table(rows: Sequence[dict[str, Any]]) -> str:
         seconds = (forward["seconds"], *(conversion[f"{key}seconds"] for key in ("calibration_", "", "cpu_")))
         memory = (f"{row[f'{key}_resident_bytes'] / 1e9:.2f} GB" for key in ("peak", "most"))
         passes = (f"{ratio['seconds']:.1f}", f"{ratio['cpu_seconds']:.1f}", str(row["most_passes"]))
-        first = (f"{row['calibrated_tokens']:,}", str(row["threads"]))
+        first = (WORDS[row.get("to", MERGED_VALUES)], f"{row['calibrated_tokens']:,}", str(row["threads"]))
         cells.append((*first, *(f"{value:,.0f} s" for value in seconds), *passes, *memory))
-    return harness.table(headers, cells, "r" * len(headers))
+    return harness.table(headers, cells, "l" + "r" * (len(headers) - 1))
 
 
 def method_tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -55,7 +55,9 @@ SOURCES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 KINDS: dict[str, Callable[[Model], list[Reduction]]] = {
     "merged": lambda model: [MergedValues(*model)],
     "latents": lambda model: [Latents(*model, 0.8)],
-    "all at once": lambda model: [Latents(*model, 0.8), MergedValues(*model), Latents(*model, 0.9)],
+    "all at once": lambda model: [
+        *(Latents(*model, 0.8), MergedValues(*model), Latents(*model, 0.9), Latents(*model, 0.8, separate=True)),
+    ],
 }
 
 
@@ -95,9 +97,10 @@ def to_latents(
     share: float,
     layers: Any = None,
     keys: bool = True,
+    separate: bool = False,
     **options: Any,
 ) -> Converted:
-    (converted,) = sweep(model, sample, directory, [Latents(*model, share, layers, keys)], **options)
+    (converted,) = sweep(model, sample, directory, [Latents(*model, share, layers, keys, separate)], **options)
     return converted
 
 

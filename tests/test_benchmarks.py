@@ -1,5 +1,6 @@
 """The benchmarks' command line and record; their tables are compared with the documentation in test_docs.py."""
 
+import itertools
 import json
 import random
 import runpy
@@ -129,8 +130,9 @@ def test_the_record_of_a_pretrained_checkpoint_grows_by_parts(tiny, monkeypatch,
     tiny("--parts", "conversion")
     first = json.loads(Path("new/record.json").read_text())
     assert tuple(first) == (*HEADER, "source", "conversion")
-    for row, amount in zip(first["conversion"]["rows"], (256, 512), strict=True):
-        assert row["calibrated_tokens"] == amount and len(row["rounds"]) == 2
+    asked = itertools.product((256, 512), ("latents", "merged-values"))
+    for row, (amount, target) in zip(first["conversion"]["rows"], asked, strict=True):
+        assert (row["to"], row["calibrated_tokens"]) == (target, amount) and len(row["rounds"]) == 2
         assert row["ratio"]["seconds"] == pytest.approx(
             sum(COST["seconds"] / one["forward"]["seconds"] for one in row["rounds"]) / 2
         )
@@ -138,7 +140,7 @@ def test_the_record_of_a_pretrained_checkpoint_grows_by_parts(tiny, monkeypatch,
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setitem(real.PARTS, "elimination", interrupted)
         tiny("--parts", "methods", "elimination", "--mixture", "calibration.txt,other.txt")
-    assert len(json.loads(Path("new/record.json").read_text())["methods"]["rows"]) == 10
+    assert len(json.loads(Path("new/record.json").read_text())["methods"]["rows"]) == 14
     monkeypatch.setattr(real.Bench, "_convert", lambda *_: pytest.fail("converted again"))
     monkeypatch.setattr(real, "paired_record", lambda *_: pytest.fail("scored again"))
     tiny("--parts", "methods", "elimination", "--mixture", "calibration.txt,other.txt")
@@ -147,15 +149,17 @@ def test_the_record_of_a_pretrained_checkpoint_grows_by_parts(tiny, monkeypatch,
     assert record["conversion"] == first["conversion"]
     assert record["elimination"]["certificate"]["exact"]["relative"] <= 1e-6
     rows = {row["name"]: row for row in record["methods"]["rows"]}
-    assert len(rows) == 10
-    for row in rows.values():
-        assert row["conversion"]["kv_bytes_per_token_bf16"] == [256, 224]
+    assert len(rows) == 14
+    for name, row in rows.items():
+        assert row["conversion"]["kv_bytes_per_token_bf16"] == [256, 208 if "latents" in name else 224]
         assert [score["text"]["split"] for score in row["evaluations"]] == ["validation"] * 2, "the mixture read both"
         for score in row["evaluations"]:
             after, before = score["after"]["loss"], score["before"]["loss"]
             assert score["loss_difference"]["mean"] == pytest.approx(after - before) and score["windows"] == 4
     (half,) = (layer["layer"] for layer in rows["merged-half"]["conversion"]["layers"] if layer["merged"])
-    assert half == next(layer["layer"] for layer in rows["merged-512"]["conversion"]["layers"] if layer["merged"])
+    assert half == next(
+        layer["layer"] for layer in rows["merged-values-512"]["conversion"]["layers"] if layer["merged"]
+    )
     capsys.readouterr()
     assert tiny("--tables", "new/record.json") == 0
     assert capsys.readouterr().out.count("SkipV1, mean-v |") == 2
@@ -235,11 +239,11 @@ def test_make_real_repeats_no_step_that_is_done(monkeypatch, tmp_path, capsys):
 
 
 def distilled(monkeypatch, *options: str) -> dict:
-    """Run benchmarks/distill.py on the conversion in work/merged-256, and return its record."""
+    """Run benchmarks/distill.py on the conversion in work/merged-values-256, and return its record."""
     sizes = ("--sequence-length", "32", "--evaluate-tokens", "128", "--batch-size", "2", "--precision", "fp32")
     steps = ("--search-steps", "1", "--steps", "4", "--points", "2", "--rates", "1e-4", "--rates-changed", "1e-4")
     texts = ("--data", "calibration.txt", "--evaluate", "calibration.txt", "other.txt")
-    command = ["benchmarks/distill.py", "tiny.gguf", "work/merged-256", *texts, *sizes, *steps]
+    command = ["benchmarks/distill.py", "tiny.gguf", "work/merged-values-256", *texts, *sizes, *steps]
     monkeypatch.setattr(sys, "argv", [*command, "--work", "runs", "--out", "record.json", *options])
     distill.main()
     return json.loads(Path("record.json").read_text())

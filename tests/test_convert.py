@@ -189,11 +189,14 @@ def test_convert_to_latents(place, unwrapped):
     report = json.loads(Path("less/conversion.json").read_text())
     assert (report["to"], report["cache"], report["calibration_tokens"]) == ("latents", 0.84, 62 * 32)
     assert "method" not in report and "ratio" not in report
-    assert [sorted(at) for at in report["layers"]] == [["key_rank", "layer", "missed", "rank", "ridge"]] * 3
+    assert [sorted(at) for at in report["layers"]] == [
+        ["from_keys", "key_rank", "layer", "missed", "rank", "ridge"]
+    ] * 3
     ranks, keys = ([at[name] for at in report["layers"]] for name in ("rank", "key_rank"))
     assert sum(ranks + keys) == 160 and all(rank in (8, 16, 24, 32) for rank in ranks + keys)  # 0.84 * 192 = 161.28
     for layer, pair in enumerate(zip(keys, ranks, strict=True)):
-        assert f"layer {layer}: keys cached in {pair[0]} columns, values in {pair[1]}; " in out
+        beside = " beside the keys" if pair[1] < 32 else ""
+        assert f"layer {layer}: keys cached in {pair[0]} columns, values in {pair[1]}{beside}; " in out
     before, after = report["kv_bytes_per_token_bf16"]
     assert (before, after) == (384, 2 * (96 + 64))
     model, old = (LeanForCausalLM.from_pretrained(d).eval() for d in ("less", "source"))
@@ -280,22 +283,27 @@ def test_too_little_temporary_space(place, unwrapped, monkeypatch):
         ((), {}, "--calibration corpus.txt --layers 3", "--layers: the model has layers 0 to 2, found 3"),
         ((), {}, "--calibration corpus.txt --tokens 100 --sequence-length 20", "needs 128. Use more --tokens"),
         ((), {}, "--calibration corpus.txt --tokens 100", "one of 4 sequences is held out"),
-        ((), {}, "--to skipv1 --calibration corpus.txt --cache 84%", "--cache is for --to latents; leave it out"),
+        (
+            (),
+            {},
+            "--to skipv1 --calibration corpus.txt --cache 84%",
+            "--cache is for --to latents and separate-latents",
+        ),
         ((), {}, "--to merged-values --calibration corpus.txt --cache 84%", "--cache is for --to latents"),
         ((), {}, "--to nonlinear-query --cache 84%", "--cache is for --to latents"),
         (
             (),
             {},
             "--calibration corpus.txt --ratio 0.25",
-            "--ratio is for --to merged-values and skipv1; say by --cache",
+            "--ratio is for --to merged-values, skipv1 and gqa; say by --cache",
         ),
         (
             (),
             {},
             "--calibration corpus.txt --ratio 0.5",
-            "--ratio is for --to merged-values and skipv1; say by --cache",
+            "--ratio is for --to merged-values, skipv1 and gqa; say by --cache",
         ),
-        ((), {}, "--to nonlinear-query --ratio 0.5", "--ratio is for --to merged-values and skipv1; leave it out"),
+        ((), {}, "--to nonlinear-query --ratio 0.5", "--ratio is for --to merged-values, skipv1 and gqa; leave it out"),
         ((), {}, "--calibration corpus.txt --method svd", "--method svd is for --to skipv1; leave it out"),
         ((), {}, "--calibration corpus.txt --no-choose", "are for --to skipv1 --method calibrated; leave them out"),
         (("mla",), {}, "--calibration corpus.txt", "latent (MLA)"),
@@ -324,7 +332,7 @@ def test_a_ratio_for_latents_is_refused_without_the_command_too(tmp_path) -> Non
     """Nothing that is asked for is left out silently."""
     sample = tokens(8, 32).numpy()
     convert = partial(convert_directory, tmp_path / "none", tmp_path / "out", to="latents", tokens=sample)
-    with pytest.raises(LeanError, match="--ratio is for --to merged-values and skipv1"):
+    with pytest.raises(LeanError, match="--ratio is for --to merged-values, skipv1 and gqa"):
         convert(settings=Settings(ratio=0.25))
     save(str(tmp_path / "none"))
     for share in (0.0, 1.0, float("nan")):

@@ -11,9 +11,16 @@ from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.inference import Decoder, allocate_cache, prepared
-from leanqkv.inference.attention import CHUNK_TOKENS, attend_one_query, length_chunks, one_query_attention
+from leanqkv.inference.attention import (
+    CHUNK_TOKENS,
+    attend_one_query,
+    length_chunks,
+    one_query_attention,
+    one_query_attention_to_both,
+)
 from leanqkv.inference.cache import AllocatedLayer
 from leanqkv.inference.linear import PackedLinear, can_pack, packed
+from leanqkv.model.value_latent import LatentAndKeys
 from leanqkv.presets import MECHANISMS
 
 PROMPT, NEW = 9, 12
@@ -367,6 +374,61 @@ def test_attention_of_one_query_in_parts(heads, group, dtype, threads, monkeypat
         # One rounding of the result; in float32 also those of scores up to 20 and of the sums.
         eps = torch.finfo(dtype).eps * (32 if dtype == torch.float32 else 1)
         assert (output.double() - expected).abs().max() <= eps * expected.abs().max(), length
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("latent_keys", [False, True])
+@pytest.mark.parametrize("turned", [0, 8, 12], ids=["not turned", "in part", "turned"])
+def test_attention_of_one_query_to_a_latent_and_keys(turned, latent_keys, dtype, threads, monkeypatch, needs_compiler):
+    """Against float64: all heads read one latent, with the keys behind it that are turned back by given tables."""
+    monkeypatch.setattr("leanqkv.inference.attention.length_chunks", lambda heads, length, threads: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    heads, group, width, rank = 3, 2, 12, 5
+    for length, rows in ((2, 1), (7, 2), (301, 1)):
+        generator = torch.Generator().manual_seed(length)
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)  # noqa: B023
+
+        kept = drawn(2, 1 if latent_keys else heads, length + 3, width)[:, :, :length]
+        latent = drawn(2, 1, length + 3, rank)[:, :, :length]
+        query, new, key = drawn(2, heads * group, 1, width), drawn(2, 1, width * kept.shape[1]), kept
+        if latent_keys:
+            key = kept.expand(-1, heads, -1, -1)
+        tables = (drawn(rows, length, turned), drawn(rows, length, turned)) if turned else None
+        frequencies = (0, 1, 3, 2) if latent_keys and turned == 8 else None  # of 6 complex columns
+        seen = torch.rand(2, 1, 1, length, generator=generator) < 0.7
+        seen[..., -1] = True
+        both = LatentAndKeys(latent, kept, new, tables, frequencies)
+        turning = tables and tuple(table.double() for table in tables)
+        exact = LatentAndKeys(latent.double(), kept.double(), new.double(), turning, frequencies)
+        for mask in (None, seen):
+            scores = query.double() @ key.double().repeat_interleave(group, dim=1).mT * 0.3
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -torch.inf)
+            expected = (scores.softmax(-1) @ exact.joined()).transpose(1, 2)
+            output = one_query_attention_to_both(query, key, both, mask, 0.3)
+            assert output is not None and output.shape == expected.shape and output.dtype == dtype
+            eps = torch.finfo(dtype).eps * (32 if dtype == torch.float32 else 1)
+            assert (output.double() - expected).abs().max() <= eps * expected.abs().max()
+
+
+def test_a_latent_and_keys_that_the_kernel_is_not_made_for(needs_compiler):
+    query, key, new = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 1, 16)
+    latent, table = torch.randn(2, 1, 5, 3), torch.randn(1, 5, 8)
+    known = LatentAndKeys(latent, key, new, (table, table))
+    assert one_query_attention_to_both(query, key, known, None, 1.0) is not None
+    others = {
+        "a table of another length": LatentAndKeys(latent, key, new, (table[:, :4], table)),
+        "a table of other rows": LatentAndKeys(latent, key, new, (table.expand(3, -1, -1), table)),
+        "keys of another length": LatentAndKeys(latent, key[:, :, :4], new, (table, table)),
+        "a latent of another length": LatentAndKeys(latent[:, :, :4], key, new, (table, table)),
+        "another dtype of the table": LatentAndKeys(latent, key, new, (table.double(), table)),
+        "the first token alone": LatentAndKeys(latent[:, :, :1], key[:, :, :1], new, None),
+    }
+    for what, both in others.items():
+        assert one_query_attention_to_both(query, key, both, None, 1.0) is None, what
 
 
 def test_the_kernel_leaves_to_pytorch_what_it_is_not_made_for(needs_compiler):

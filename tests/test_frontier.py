@@ -62,9 +62,10 @@ def measured(place: Path, prepared: Path, unwrapped) -> Path:
 def test_the_points_are_all_there(measured: Path) -> None:
     record = json.loads((measured / "frontier.json").read_text())
     labels = ["source", "latents 84%", "latents 70%", "merged-values", "skipv1, mean-v"]
+    labels += ["gqa, 50% of the heads", "gqa, 25% of the heads"]
     assert list(dict.fromkeys(point["label"] for point in record["points"])) == labels
     for label in labels:
-        samples = 1 if label.startswith(("source", "skipv1")) else 3
+        samples = 1 if label.startswith(("source", "skipv1", "gqa")) else 3
         found = [point for point in record["points"] if point["label"] == label]
         assert len(found) == samples * len(PRECISIONS)
         assert sorted({point["sample"] for point in found}) == list(range(samples))

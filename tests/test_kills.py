@@ -31,6 +31,11 @@ COMMANDS = {
     ),
     "eliminate": ("eliminate", "../source", "--remove", "block-diagonal", "--out", "out"),
     "import": ("import", "../source", "--out", "out"),
+    "frontier": (
+        *("frontier", "../source", "--calibration", "../corpus.txt", "--evaluate", "../corpus.txt", "--tokens", "256"),
+        *("--sequence-length", "32", "--evaluate-tokens", "64", "--contexts", "0", "--budgets", "84%"),
+        *("--kinds", "latents,gqa", "--calibrations", "2", "--out", "out"),
+    ),
 }
 # Each command is killed at so many of its operations, evenly spread from the first to the last; most have over 100.
 # With LEANQKV_KILL_EVERYWHERE=1 it is killed at every one, which takes some minutes.
@@ -42,9 +47,10 @@ MOST = {
     "convert": 12,
     "eliminate": 6,
     "import": 6,
+    "frontier": 4,
 }
 # What depends on the clock.
-TIMES = ("seconds", "last_session_seconds", "tokens_per_second")
+TIMES = ("seconds", "last_session_seconds", "tokens_per_second", "time")
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 

@@ -71,7 +71,7 @@ def test_the_second_sweep(name: str, kind: str, tmp_path: Path) -> None:
     def keep(at: int) -> None:
         seen[at] = [sweeps._stream(of, at)[: len(sample)] for of in ("source", f"converted-{reduction.name}")]
 
-    reduction = {"merged": MergedValues(*model), "latents": Latents(*model, 0.6)}[kind]
+    reduction = {"merged": MergedValues(*model), "latents": Latents(*model, 0.6, separate=True)}[kind]
     sweeps = sweeping(model, sample, tmp_path, [reduction], batch_size=7, message=message)
     (result,) = sweeps.run()
     last = config.num_hidden_layers
@@ -114,7 +114,8 @@ def test_the_second_sweep(name: str, kind: str, tmp_path: Path) -> None:
 def test_layers_below_the_first_change_stay(kind: str, tmp_path: Path) -> None:
     """There is nothing to make up for."""
     model = source("gpt", **SMALL | BIASES)
-    chosen = {"merged": MergedValues(*model, 0.5, (2,)), "latents": Latents(*model, 0.95, (2,))}[kind]
+    reductions = {"merged": MergedValues(*model, 0.5, (2,)), "latents": Latents(*model, 0.95, (2,), separate=True)}
+    chosen = reductions[kind]
     (found,) = sweep(model, sample_of(model[0], 16), tmp_path, [chosen])
     assert chosen.first == 2
     for name in found.tensors:
@@ -145,7 +146,7 @@ def test_sinks_are_reported(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind, file", [("merged", "pairs-0"), ("latents", "best-latents-0")])
 def test_a_zero_embedding_does_not_outweigh_all_others(kind: str, file: str, tmp_path: Path) -> None:
-    config, tensors = source("llama", **SMALL)
+    config, tensors = source("llama", **SMALL, num_key_value_heads=2)
     sample = sample_of(config, 16)
     sample[sample == 5] = 6
 
@@ -158,7 +159,7 @@ def test_a_zero_embedding_does_not_outweigh_all_others(kind: str, file: str, tmp
     tensors["model.embed_tokens.weight"][5] = 0
     sample[2, 3] = 5
     # One token of 192, whose stream is floored at 1e-3 where others have about 0.2.
-    assert (costs("with") < 1e4 * before).all() and len(before) > 5
+    assert (costs("with") < 1e4 * before).all()
 
 
 @pytest.mark.parametrize(
@@ -302,20 +303,21 @@ def test_reductions_together_in_another_order(little: Little, wholes, tmp_path: 
 
 
 def test_the_source_is_run_once_for_all(little: Little, tmp_path: Path, monkeypatch) -> None:
-    """Of the first sweep nothing is repeated, the sums that two shares read neither; in the second, every reduction
-    passes its own stream on."""
+    """Of the first sweep nothing is repeated, the sums that two shares read neither (those of latents beside keys, and
+    of separate ones); in the second, every reduction passes its own stream on."""
     runs: list[int] = []
     sums: list[int] = []
     monkeypatch.setattr(ValueGram, "add", lambda *at, add=ValueGram.add: sums.append(1) or add(*at))
     monkeypatch.setattr(Layers, "run", lambda self, *at, run=Layers.run: runs.append(at[1]) or run(self, *at))
-    for kind, expected in (("merged", 18), ("all at once", 6 + 6 + 3 * 6)):
+    for kind, expected in (("merged", 18), ("all at once", 6 + 6 + 4 * 6)):
         runs.clear()
         sweep(*little, tmp_path / kind, kind)
         assert len(runs) == expected
-    assert len(sums) == 6
+    assert len(sums) == 12
     assert {file.name for file in (tmp_path / kind).glob("*s-0.safetensors")} == {
         "pairs-0.safetensors",
         "best-latents-0.safetensors",
+        "best-separate-latents-0.safetensors",
     }
 
 

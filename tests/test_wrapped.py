@@ -157,6 +157,7 @@ def test_dynamically_quantised(mechanisms) -> None:
 @pytest.mark.slow
 def test_compiled_in_place_and_around() -> None:
     """The copy is not compiled: it must not call the original, which may be in training mode."""
+    torch._dynamo.reset()  # after many other models it would compile inner functions alone
     model = build("gqa", "skipv1", hidden_dropout=0.5)
     expected = generated(model)
     around = torch.compile(model, backend="eager")

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +48,7 @@ AXES: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         "keys": (("keys-as-values",), {}),
         "latent": (("latent-values",), {}),
         "beside latent keys": (("latent-keys",), {}),
-        "latent beside latent keys": (("latent-keys", "latent-values"), {}),
+        "latent beside latent keys": (("latent-keys", "latent-values:keys=true"), {}),
     },
     "position": {name: ((), {"position_embedding_type": name}) for name in ("learned", "rope", "none")},
     "norm": {name: ((), {"norm_type": name}) for name in ("layernorm", "rmsnorm", "dyt", "none")},
@@ -109,7 +109,8 @@ def reason(combination: Combination) -> str | None:
 
 
 def test_the_whole_product_is_planned_or_refused() -> None:
-    """On the plans, which is where everything but a few fields' own ranges is decided."""
+    """On the plans, which is where everything but a few fields' own ranges is decided. Of every seventh combination: no
+    axis has a multiple of seven choices, so all of them meet."""
     template = vars(preset("tiny", **SHAPE))
     fields: dict[tuple[str, str], dict[str, Any]] = {}
     for axis, choices in AXES.items():
@@ -120,7 +121,8 @@ def test_the_whole_product_is_planned_or_refused() -> None:
             config = vars(preset("tiny", *names, **SHAPE, **overrides))
             fields[axis, choice] = {name: value for name, value in config.items() if value != template[name]}
     outcomes = {True: 0, False: 0}
-    for combination in every_combination():
+    assert all(len(choices) % 7 for choices in AXES.values())
+    for combination in islice(every_combination(), 0, None, 7):
         if combination["block"] != "serial" and combination["skips"] in ("attention", "MLP"):
             continue  # refused by the configuration itself, see below
         config = dict(template)

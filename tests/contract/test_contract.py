@@ -93,6 +93,13 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("latent-keys:columns=1,0,2,1", "gqa"), {"sliding_window": 5}),
     (("latent-keys:rank=6", "latent-values:rank=3", "gqa"), {"sliding_window": 4}),
     (("latent-keys:rank=8", "latent-values", "gqa"), FOUR | {"rope_layers": [0, 2]}),
+    (("latent-values:rank=3,keys=true", "gqa"), BIASES | {"qk_norm": False}),
+    (("latent-values:rank=4,keys=true", "latent-keys:columns=0,2,3,1"), BIASES | {"qk_norm": False}),
+    (("latent-values:rank=3,keys=true", "mqa"), FOUR | {"num_hidden_groups": 2}),
+    (("latent-values:rank=4,keys=true", "gqa"), FOUR | {"rope_layers": [0, 2]}),
+    (("latent-values:rank=5,keys=true", "nonlinear-query"), {}),
+    (("latent-values:rank=3,keys=true", "latent-keys:rank=6", "gqa"), {}),
+    (("latent-values:keys=true", "identity-key"), {"mask_type": "prefix"}),
 ]
 
 

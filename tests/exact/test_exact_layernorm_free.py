@@ -240,14 +240,18 @@ def test_the_bias_of_a_norm_becomes_that_of_latent_keys(position: str, biases: b
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_the_bias_of_a_norm_reaches_latent_values(biases: bool) -> None:
-    """It goes through the latent, which has no bias of its own, into that of the values."""
+@pytest.mark.parametrize("key", [None, "linear", "latent"])
+def test_the_bias_of_a_norm_reaches_latent_values(key: str | None, biases: bool) -> None:
+    """It goes through the latent, which has no bias of its own, into that of the values; through keys that the values
+    are made of, into that of the keys."""
     config = small(
         norm_type="layernorm",
         norm_eps=1e12,
         norm_bias=True,
         attention_bias=biases,
-        value=[{"type": "latent", "rank": 5}],
+        position_embedding_type="rope" if key else "learned",
+        key=[{"type": key or "linear"}],
+        value=[{"type": "latent", "rank": 5, "keys": key is not None}],
     )
     tensors = weights(config)
     for name in tensors:

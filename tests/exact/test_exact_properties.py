@@ -22,8 +22,10 @@ from expected_eliminations import removed, weights_fewer
 from leanqkv import ConfigError, LeanConfig, LeanError, LeanForImageClassification
 from leanqkv.checkpoints.dense import written_out
 from leanqkv.eliminate import certify, eliminate, parse_request, transform
+from leanqkv.eliminate.block_diagonal import eligible
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+PARTLY_ROTARY = {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}}
 
 REQUESTS = (
     *("query", "query", "key", "value", "output", "query,output", "key,output", "value,output", "query,value"),
@@ -102,6 +104,30 @@ def test_latent_keys_stay(position: str, remove: str) -> None:
     )
     with pytest.raises(LeanError, match=r"'latent'|rotary positions"):
         transform(config, weights(config), parse_request(remove))
+
+
+@pytest.mark.parametrize("remove", ["query", "key", "query,output", "block-diagonal"])
+@pytest.mark.parametrize("fields", [{}, BIASES, {**PARTLY_ROTARY, "attention_bias": True}], ids=str)
+def test_keys_that_values_are_made_of_keep_their_basis(fields: dict, remove: str) -> None:
+    """The stream they are read from may take another one; the keys of other layers may, too."""
+    value = {"type": "latent", "rank": 5, "keys": True, "layers": [1]}
+    config = small(attention_skip=False, mlp_skip=False, value=[value], **fields)
+    before = weights(config)
+    result = transform(config, before, parse_request(remove))
+    assert relative(logits(result.config, result.tensors), logits(config, before)) <= tolerance(result.conditions)
+    blocks, reasons = eligible(config, "keys")
+    assert (list(blocks), reasons) == ([0], {1: "the values of layer 1 are made of its keys"})
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_scale_is_not_written_into_keys_that_values_are_made_of(biases: bool) -> None:
+    """An identity key's scale is of the scores alone."""
+    key = {"type": "identity", "scale": 0.7, "bias": biases}
+    config = small(key=[key], query=[{"type": "identity"}], value=[{"type": "latent", "keys": True, "layers": [1]}])
+    before = weights(config)
+    plain, tensors = written_out(config, before)
+    assert [layer.query.kind for layer in plain.plan.layers] == ["linear"] * 2
+    assert relative(logits(plain, tensors), logits(config, before)) <= tolerance({})
 
 
 def test_one_head_of_a_shared_output_reads_two_values() -> None:

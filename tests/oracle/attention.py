@@ -71,6 +71,9 @@ def attention(x: Tensor, tensors: Tensors, config: Any, layer: int, name: str, m
 
     def project(table: Mapping[str, Any], entries: list, tensor: str, count: int) -> tuple[list[Head], float]:
         options = options_of(entries, layer)
+        if options.pop("keys", False):
+            latent = f"{name}.k_up_proj.weight" in tensors
+            options["keys"] = linear(x, tensors, f"{name}.k_proj") if latent else torch.cat(plain_keys, dim=-1)
         function = table[options.pop("type")]
         found, factor = function(x, memory.hidden, tensors, config, f"{name}.{tensor}", count * dim, **options)
         assert found.shape[1] == count * dim
@@ -78,8 +81,8 @@ def attention(x: Tensor, tensors: Tensors, config: Any, layer: int, name: str, m
 
     memory.keys[layer], memory.values[layer] = [], []
     if heads.keys:
-        built, memory.key_factors[layer] = project(KEYS, config.key, "k_proj", heads.keys)
-        memory.keys[layer] = turned(normed(built, tensors.get(f"{name}.k_norm.weight"), config), config, layer)
+        plain_keys, memory.key_factors[layer] = project(KEYS, config.key, "k_proj", heads.keys)
+        memory.keys[layer] = turned(normed(plain_keys, tensors.get(f"{name}.k_norm.weight"), config), config, layer)
     values_are_keys = options_of(config.value, layer)["type"] == "keys"
     if heads.values:
         built = memory.keys[layer][: heads.values]

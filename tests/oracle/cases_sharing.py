@@ -106,6 +106,10 @@ LATENT_VALUES: list[Case] = on_both_shapes(
         ("latent-values", "identity-key"),
         ("latent-values:rank=4,layers=0", "mlp-query"),
         ("latent-values:rank=6", "denseformer"),
+        ("latent-values:rank=3,keys=true", "gqa"),
+        ("latent-values:rank=2,keys=true", "identity-key"),
+        ("latent-values:rank=5,keys=true,layers=0,2", "nonlinear-query"),
+        ("latent-values:rank=1,keys=true", "latent-keys", "gqa"),
     ],
     **FOUR_LAYERS,
 )

@@ -78,11 +78,21 @@ def latent_key(
 
 
 def latent_value(
-    x: Tensor, hidden: Hidden, tensors: Tensors, config: Any, name: str, width: int, rank: int | None = None
+    x: Tensor,
+    hidden: Hidden,
+    tensors: Tensors,
+    config: Any,
+    name: str,
+    width: int,
+    rank: int | None = None,
+    keys: Tensor | None = None,
 ) -> Projected:
-    """c = X W_c of `rank` columns, half of the heads' width by default; V = c W_u (+ b)"""
+    """c = X W_c of `rank` columns, half of the heads' width by default; V = c W_u (+ b). With keys, c is followed by
+    what is cached of these as it was before it was turned."""
     latent = linear(x, tensors, name)
     assert latent.shape[1] == (width // 2 if rank is None else rank)
+    if keys is not None:
+        latent = torch.cat((latent, keys), dim=1)
     return linear(latent, tensors, name.replace("v_proj", "v_up_proj")), 1.0
 
 

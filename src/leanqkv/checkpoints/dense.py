@@ -18,10 +18,10 @@ DENSE = ("identity", "block_identity", "residual")
 def written_out(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
     """Return the same function with linear projections for identities, identity blocks and residual queries.
 
-    Mechanisms that are no linear map stay as they are. So do keys that are reused as values, because values have no
-    scale that could be written into them. If one layer has a bias, all layers get one, of zeros.
+    Mechanisms that are no linear map stay as they are. So do keys that values are, or are made of, because values have
+    no scale that could be written into them. If one layer has a bias, all layers get one, of zeros.
     """
-    keys_reused = any(layer.reuses_keys for layer in config.plan.layers)
+    keys_reused = any(layer.reuses_keys or layer.values_read_keys for layer in config.plan.layers)
     fields: dict[str, Any] = {}
     dense: dict[str, Mechanism] = {}
     scales: dict[str, float] = {}  # of QK-norm's weights: a scale before the norm would have no effect

@@ -92,7 +92,9 @@ def without_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
             return bias_or_zeros(name, len(weight)) + weight @ norm(stream.tensors[weight_name].point)[1]
         if name.endswith("v_up_proj.bias"):  # latent values: their bias is added behind the latent, which has none
             up, down = tensors[weight_name].double(), weight_name.replace("v_up_proj", "v_proj")
-            return bias_or_zeros(name, len(up)) + up @ (tensors[down].double() @ norm(stream.tensors[down].point)[1])
+            constant = tensors[down].double() @ norm(stream.tensors[down].point)[1]
+            # The other columns, if any, read keys, which have a bias of their own.
+            return bias_or_zeros(name, len(up)) + up[:, : len(constant)] @ constant
         return tensors[name]
 
     return new, LazyTensors(new.plan.parameter_shapes, compute)

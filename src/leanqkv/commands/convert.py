@@ -28,7 +28,10 @@ def convert(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     out: Out,
     to: Annotated[
-        str, typer.Option(help="latents, merged-values or skipv1 for a smaller cache, or nonlinear-query.")
+        str,
+        typer.Option(
+            help="latents, separate-latents, merged-values, skipv1 or gqa for a smaller cache; nonlinear-query."
+        ),
     ] = "latents",
     cache: Annotated[
         str | None,
@@ -61,8 +64,8 @@ def convert(
     ratio: Annotated[
         float | None,
         typer.Option(
-            help="Merged values and skipv1: share of the value heads that go: merged with another, or the first "
-            "layer's instead. Default: 0.5.",
+            help="Merged values, skipv1, gqa: share of the value heads that go: merged with another, the first "
+            "layer's instead, pooled with their neighbours (and so the keys). Default: 0.5.",
             show_default=False,
         ),
     ] = None,
@@ -97,6 +100,8 @@ def convert(
     leanqkv convert hf/llama --to skipv1 --calibration prose --out hf/skipv1
 
     leanqkv convert hf/llama --to skipv1 --method mean-v --out hf/mean
+
+    leanqkv convert hf/llama --to gqa --ratio 0.75 --out hf/grouped
 
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
     """

@@ -31,8 +31,11 @@ def frontier(
         str, typer.Option(help="Shares of the source's cache that latents are fitted to.")
     ] = "92%,84%,75%,62.5%,50%",
     kinds: Annotated[
-        str, typer.Option(help="Kinds of reduction: latents, merged-values and skipv1 (from the weights alone).")
-    ] = "latents,merged-values,skipv1",
+        str,
+        typer.Option(
+            help="Kinds of reduction: latents, separate-latents and merged-values; skipv1 and gqa from weights alone."
+        ),
+    ] = "latents,merged-values,skipv1,gqa",
     contexts: Annotated[str, typer.Option(help="Tokens after which decoding is timed; 0 leaves it out.")] = "512,4096",
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps. Default: cpu.")] = None,
 ) -> None:

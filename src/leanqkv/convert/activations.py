@@ -30,6 +30,7 @@ class Recorder:
         query: [batch, query heads, length, head_dim]; key: [batch, key heads, length, head_dim]; both rotated.
         patterns: attention weights [batch, query heads, length, length].
         values: [batch, value heads, length, head_dim].
+        projected_key: [batch, length, width], what `k_proj` makes, before rotary positions.
         heads: the output before W_O, [batch, length, query heads, head_dim].
     """
 
@@ -37,6 +38,7 @@ class Recorder:
     key: Tensor
     patterns: Tensor
     values: Tensor
+    projected_key: Tensor
     heads: Tensor
 
     def __call__(
@@ -122,9 +124,15 @@ def recording(block: LeanBlock) -> Iterator[Recorder]:
     """Record the attention of a block."""
     recorder = Recorder()
     block.self_attn.attend = recorder  # type: ignore[assignment]
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        recorder.projected_key = output
+
+    hook = block.self_attn.k_proj.register_forward_hook(keep)  # type: ignore[union-attr]
     try:
         yield recorder
     finally:
+        hook.remove()
         del block.self_attn.attend
 
 

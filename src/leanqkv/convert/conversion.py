@@ -23,6 +23,7 @@ from ..files import locked, make_directory, remove, write_json
 from ..model.config import LeanConfig
 from ..model.registry import suggest
 from .calibrated import Settings, calibrated
+from .grouped_heads import with_grouped_heads
 from .latents import Latents
 from .merged_values import MergedValues
 from .methods import METHODS, pools, with_first_layer_values
@@ -30,13 +31,13 @@ from .nonlinear_query import with_nonlinear_query
 from .sweeps import Reduction, Sweeps
 
 REPORT = "conversion.json"
-LATENTS, MERGED_VALUES, SKIPV1, NONLINEAR_QUERY = TARGETS = (
-    *("latents", "merged-values", "skipv1", "nonlinear-query"),
+LATENTS, SEPARATE_LATENTS, MERGED_VALUES, SKIPV1, GQA, NONLINEAR_QUERY = TARGETS = (
+    *("latents", "separate-latents", "merged-values", "skipv1", "gqa", "nonlinear-query"),
 )
-# Share of the source's cache that latent values take by default.
-CACHE = 0.84
+# Targets that take a share of the source's cache, and which by default.
+BUDGETED, CACHE = (LATENTS, SEPARATE_LATENTS), 0.84
 # Targets whose values are reduced in sweeps over the layers.
-REDUCED = (LATENTS, MERGED_VALUES)
+REDUCED = (*BUDGETED, MERGED_VALUES)
 CALIBRATED = "calibrated"
 
 
@@ -70,16 +71,14 @@ def check_request(
         what = f"the conversion to {to}" if to in REDUCED else "the calibrated method"
         raise LeanError(f"{what} needs calibration text: --calibration FILE")
     if has_text and not calibrates:
-        raise LeanError(
-            "--calibration is for latents, merged-values, and skipv1 with --method calibrated; leave it out"
-        )
+        raise LeanError(f"--calibration is for {', '.join(REDUCED)}, and skipv1 with --method calibrated; leave it out")
     if to not in REDUCED and (layers is not None or on_device):
-        raise LeanError("--layers and --device are for --to latents and merged-values; leave them out")
-    if to != LATENTS and cache is not None:
-        raise LeanError("--cache is for --to latents; leave it out")
-    if to not in (MERGED_VALUES, SKIPV1) and ratio is not None:
-        instead = "say by --cache how much to keep" if to == LATENTS else "leave it out"
-        raise LeanError(f"--ratio is for --to merged-values and skipv1; {instead}")
+        raise LeanError(f"--layers and --device are for --to {', '.join(REDUCED)}; leave them out")
+    if to not in BUDGETED and cache is not None:
+        raise LeanError(f"--cache is for --to {' and '.join(BUDGETED)}; leave it out")
+    if to not in (MERGED_VALUES, SKIPV1, GQA) and ratio is not None:
+        instead = "say by --cache how much to keep" if to in BUDGETED else "leave it out"
+        raise LeanError(f"--ratio is for --to merged-values, skipv1 and gqa; {instead}")
 
 
 def check_sequence_length(config: LeanConfig, length: int) -> None:
@@ -141,10 +140,10 @@ def convert_directory(
     Args:
         to: one of TARGETS.
         method: for skipv1, one of METHODS or "calibrated".
-        tokens: [sequences, length], for latents, merged-values and the calibrated method.
-        settings: for skipv1's calibrated method; its ratio is also merged-values' and every method's.
-        cache: for latents: the share of the source's cache that the result takes at most; None: CACHE.
-        layers, device: for latents and merged-values: those whose values may be reduced (None: all), and where it
+        tokens: [sequences, length], for the targets in REDUCED and the calibrated method.
+        settings: for skipv1's calibrated method; its ratio is also merged-values', every method's and gqa's.
+        cache: for both kinds of latents: the share of the source's cache that the result takes at most; None: CACHE.
+        layers, device: for the targets in REDUCED: those whose values may be reduced (None: all), and where it
             computes.
         seed: for the new matrices of a nonlinear query.
         message: called with what is done next; `calibrating` with passes over the tokens done and in all, `progress`
@@ -174,7 +173,7 @@ def convert_directory(
         elif to in REDUCED:
             assert tokens is not None
             work = held.enter_context(_calibration_directory(out))
-            chosen: dict[str, Any] = {"cache": cache} if to == LATENTS else {"ratio": settings.ratio}
+            chosen: dict[str, Any] = {"cache": cache} if to in BUDGETED else {"ratio": settings.ratio}
             decides: dict[str, Any] = {
                 "to": to,
                 "source": source_hashes(checkpoint),
@@ -197,6 +196,9 @@ def convert_directory(
             (converted,) = sweeps.run()
             target, tensors = converted.config, converted.tensors
             report |= {"calibration_tokens": tokens.size, **chosen, "layers": converted.layers}
+        elif to == GQA:
+            target, tensors = with_grouped_heads(config, stored, settings.ratio)
+            report |= {"ratio": settings.ratio, "pools": pools(*(c.num_key_value_heads for c in (config, target)))}  # type: ignore[arg-type]
         elif tokens is not None:
             target, tensors, fits = calibrated(config, stored, tokens, settings, progress=calibrating, message=message)
             report |= {"calibration_tokens": tokens.size, "method": method, "settings": asdict(settings), **fits}
@@ -235,8 +237,8 @@ def reduction(
     Raises:
         LeanError: the source cannot be converted, or not by so much; says why.
     """
-    if to == LATENTS:
-        return Latents(config, tensors, cache, layers)
+    if to in BUDGETED:
+        return Latents(config, tensors, cache, layers, separate=to == SEPARATE_LATENTS)
     return MergedValues(config, tensors, ratio, layers)
 
 

@@ -1,8 +1,11 @@
 """What a layer's values lose as latents.
 
 Ours. The Gram matrix of attended values gives the best latent of every rank, a weighted low-rank approximation of W_V,
-and what each further column takes away from the error of attention's output.
+and what each further column takes away from the error of attention's output. Where values are made of the keys too, it
+is that of what the keys do not explain.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +17,8 @@ from .sweeps import Grams
 
 # Ranks are multiples of it where the width of the values is: the rows of a cache are then aligned.
 STEP = 8
+# How much the regression of the values on the keys is pulled towards none, as a share of the mean square of a key.
+KEY_RIDGE = 1e-6
 
 
 def value_width(config: LeanConfig) -> int:
@@ -52,27 +57,63 @@ def choose_ranks(gains: Tensor, columns: int, cut: list[bool]) -> list[int]:
 
 
 class ValueGram(Grams):
-    """The Gram matrix [width, width] of a layer's values under the patterns of every head, in float64 on the CPU."""
+    """The Gram matrix of a layer's values under the patterns of every head, in float64 on the CPU.
 
-    def __init__(self, width: int, bias: Tensor | None):
-        self.total = torch.zeros(width, width, dtype=torch.float64)
-        self._bias = bias
+    Attributes:
+        total: [width, width]; with keys [width + key width, ...], the keys behind the values, before rotary positions.
+    """
+
+    def __init__(self, width: int, bias: Tensor | None, key_width: int = 0):
+        self.total = torch.zeros(width + key_width, width + key_width, dtype=torch.float64)
+        self._bias, self._with_keys = bias, key_width > 0
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
         """Add a batch; `weight` [batch, length] multiplies each token's values."""
-        values = recorder.values.transpose(1, 2).flatten(2)  # [batch, length, width]
+        columns = recorder.values.transpose(1, 2).flatten(2)  # [batch, length, width]
         if self._bias is not None:  # it stays beside the latent: every head's patterns add up to 1
-            values = values - self._bias.to(values)
+            columns = columns - self._bias.to(columns)
+        if self._with_keys:
+            columns = torch.cat((columns, recorder.projected_key), dim=-1)
         for head in range(recorder.patterns.shape[1]):
-            attended = (recorder.patterns[:, head] @ values * weight[..., None]).flatten(0, 1)
+            attended = (recorder.patterns[:, head] @ columns * weight[..., None]).flatten(0, 1)
             self.total += (attended.T @ attended).cpu().double()
 
 
-def value_latents(grams: ValueGram, output: Tensor, tokens: int) -> dict[str, Tensor]:
-    """Return the best latent of every rank (see `approximate`), and the error that each of its columns takes away.
+@dataclass(frozen=True)
+class ValueLatents:
+    """The best latents of a layer's values v, of every rank r: `(v - k from_keys) combine[:, :r]`, where k is what is
+    cached of the keys. The values that are made of it are `latent restore[:r] + k from_keys`.
 
-    output: W_O as [heads, group, head_dim, hidden_size]; tokens: how many the sums are over.
+    Attributes:
+        from_keys: [key columns, width]; no rows where values do not read keys.
+        combine, restore: [width, width].
+        gains: [width], the error that each column takes away, descending.
     """
-    weights = torch.einsum("hgkd,hgld->hkl", output, output)
-    combine, restore, gains = approximate(grams.total, torch.block_diag(*weights))
-    return {"combine": combine.contiguous(), "restore": restore.contiguous(), "gains": gains / tokens}
+
+    from_keys: Tensor
+    combine: Tensor
+    restore: Tensor
+    gains: Tensor
+
+
+def value_latents(gram: Tensor, output: Tensor, keys: Tensor | None = None) -> ValueLatents:
+    """Return the best latents of every rank.
+
+    Args:
+        gram: `ValueGram.total`.
+        output: W_O as [heads, group, head_dim, hidden_size].
+        keys: [key width, key columns], what is cached of the keys; None: all of them, where the gram has them.
+    """
+    weight = torch.block_diag(*torch.einsum("hgkd,hgld->hkl", output, output))
+    width = len(weight)
+    values, both, squares = gram[:width, :width], gram[width:, :width], gram[width:, width:]
+    if keys is not None:
+        both, squares = keys.T @ both, keys.T @ squares @ keys
+    from_keys = both
+    if len(both):
+        pull = KEY_RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=squares.dtype)
+        from_keys = torch.linalg.solve(squares + pull, both)
+    explained = from_keys.T @ both
+    rest = values - explained - explained.T + from_keys.T @ squares @ from_keys
+    combine, restore, gains = approximate((rest + rest.T) / 2, weight)
+    return ValueLatents(from_keys, combine, restore, gains)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.plan import LayerPlan
 from ..presets.edit import set_mechanisms
 from .activations import Recorder
 from .heads import check_convertible, check_reads_the_stream, output_with_bias, split_heads, value_with_bias
-from .latent_keys import KeyGrams, column_gains, columns_of, key_latent, keys_stay
+from .latent_keys import KeyGrams, KeyLatent, column_gains, columns_of, key_latent, keys_stay
 from .latent_values import ValueGram, choose_ranks, step_of, value_latents, value_width
 from .sweeps import Grams, ReducedHeads, Reduction
 
@@ -49,6 +50,8 @@ class Latents(Reduction):
         share: of the source's cache, at most.
         layers: those that may be reduced; None: all.
         keys: whether keys may become latents, where they can.
+        separate: whether latent values are made of their latent alone, and not of the layer's keys too. They lose more,
+            and cached keys need not be turned back in decoding.
 
     Attributes:
         ranks, key_ranks: columns of every layer's values and keys in the cache, once they are chosen.
@@ -64,11 +67,13 @@ class Latents(Reduction):
         share: float,
         layers: tuple[int, ...] | None = None,
         keys: bool = True,
+        separate: bool = False,
     ):
         self.config, self.tensors = config, tensors
-        kind = "latents" if keys else "latent-values"
+        kind = ("separate-" if separate else "") + ("latents" if keys else "latent-values")
         self.name, self.measures = f"{kind}-{100 * share:.10g}", f"best-{kind}"
         self.cut = may_be_cut(config, layers)
+        self.from_keys = [not separate and can_read_keys(config, layer) for layer in config.plan.layers]
         self._may_cut_keys = keys
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)
@@ -83,13 +88,15 @@ class Latents(Reduction):
 
     def grams(self, layer: int) -> LatentGrams:
         heads, plan = split_heads(self.config, self.tensors, layer), self.config.plan.layers[layer]
-        values = ValueGram(self.width, None if heads.value_bias is None else heads.value_bias.flatten())
+        bias = None if heads.value_bias is None else heads.value_bias.flatten()
+        values = ValueGram(self.width, bias, self.width if self.from_keys[layer] else 0)
         keys = KeyGrams(heads.output.mT, plan.rope is not None, plan.attention_scale(layer))
         return LatentGrams(values, keys if self._keys_can(layer) else None)
 
     def measure(self, layer: int, grams: LatentGrams, tokens: int) -> dict[str, Tensor]:
-        """Return the best latents of every rank, and the error that each of their columns takes away."""
-        found = value_latents(grams.values, split_heads(self.config, self.tensors, layer).output.mT, tokens)
+        """Return the sums over values, the best latents of keys, and the error that every column takes away."""
+        gains = value_latents(grams.values.total, split_heads(self.config, self.tensors, layer).output.mT).gains
+        found = {"gram": grams.values.total, "gains": gains / tokens}
         if grams.keys is not None:
             found |= {f"{KEYS}{name}": tensor for name, tensor in grams.keys.latents().items()}
         return found
@@ -105,12 +112,15 @@ class Latents(Reduction):
         self.ranks, self.key_ranks = ranks[: len(layers)], ranks[len(layers) :]
         both = zip(self.ranks, self.key_ranks, strict=True)
         self.first = next(layer for layer, pair in enumerate(both) if min(pair) < self.width)
-        values = {layer: {"type": "latent", "rank": self.ranks[layer]} for layer in self._reduced(self.ranks)}
+        values = {layer: self._value_mechanism(layer) for layer in self._reduced(self.ranks)}
         keys = {layer: self._key_mechanism(layer) for layer in self._reduced(self.key_ranks)}
         self.target = set_mechanisms(set_mechanisms(self.config, "value", values), "key", keys)
 
     def _reduced(self, ranks: list[int]) -> list[int]:
         return [layer for layer, rank in enumerate(ranks) if rank < self.width]
+
+    def _value_mechanism(self, layer: int) -> dict[str, Any]:
+        return {"type": "latent", "rank": self.ranks[layer], **({"keys": True} if self.from_keys[layer] else {})}
 
     def _key_mechanism(self, layer: int) -> dict[str, Any]:
         gains, rank = self._keys(layer)["gains"], self.key_ranks[layer]
@@ -121,36 +131,51 @@ class Latents(Reduction):
         rows = output_with_bias(
             self.config, self.tensors, layer, split_heads(self.config, self.tensors, layer).output.mT
         )
-        value, made = self._reduce_values(layer)
-        key, made_keys = self._reduce_keys(layer)
-        return ReducedHeads(value, rows, made | made_keys, self.config.attention_output_bias, key)
+        key = self._reduce_keys(layer)
+        value, made = self._reduce_values(layer, key)
+        if key is None:
+            return ReducedHeads(value, rows, made, self.config.attention_output_bias)
+        inputs = self.config.hidden_size
+        made |= {"k_proj.weight": key.latent[:, :inputs], "k_up_proj.weight": key.up}
+        if self.config.attention_bias:
+            made["k_proj.bias"] = key.latent[:, inputs]
+        return ReducedHeads(value, rows, made, self.config.attention_output_bias, key.key)
 
-    def _reduce_values(self, layer: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _reduce_values(self, layer: int, key: KeyLatent | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The value heads, [heads, hidden_size (+ 1), head_dim], and the tensors that make them."""
         heads, rank = split_heads(self.config, self.tensors, layer), self.ranks[layer]
         if rank == self.width:
             return value_with_bias(heads), {}
-        stored = self._measured(layer)
-        latent = heads.value.flatten(0, 1).T @ stored["combine"][:, :rank]  # [hidden_size, rank]
-        restore = stored["restore"][:rank].unflatten(1, (len(heads.value), -1))
-        up = restore.transpose(0, 1)  # [heads, rank, head_dim]
-        made = {"v_proj.weight": latent.T, "v_up_proj.weight": up.transpose(1, 2).flatten(0, 1)}
-        value = latent @ up
-        if heads.value_bias is not None:
-            made["v_up_proj.bias"] = heads.value_bias.flatten()
-            value = torch.cat((value, heads.value_bias[:, None]), dim=1)
-        return value, made
-
-    def _reduce_keys(self, layer: int) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The key heads side by side, [width, hidden_size (+ 1)], and what makes them; None: the source's."""
-        if self.key_ranks[layer] == self.width:
-            return None, {}
-        reduced = key_latent(self._keys(layer), self._key(layer), self.key_ranks[layer])
+        cached, columns = self._cached_keys(layer, key) if self.from_keys[layer] else (None, None)
+        found = value_latents(self._measured(layer)["gram"], heads.output.mT, columns)
+        combine, restore = found.combine[:, :rank], found.restore[:rank]
+        by_keys = torch.zeros(self.width, self.config.hidden_size + 1, dtype=torch.float64)
+        if cached is not None:
+            by_keys = found.from_keys.T @ cached  # [width, hidden_size (+ 1)]
         inputs = self.config.hidden_size
-        made = {"k_proj.weight": reduced.latent[:, :inputs], "k_up_proj.weight": reduced.up}
-        if self.config.attention_bias:
-            made["k_proj.bias"] = reduced.latent[:, inputs]
-        return reduced.key, made
+        latent = combine.T @ (heads.value.flatten(0, 1) - by_keys[:, :inputs])  # [rank, hidden_size]
+        value = restore.T @ latent + by_keys[:, :inputs]
+        made = {"v_proj.weight": latent, "v_up_proj.weight": torch.cat((restore, found.from_keys)).T}
+        if heads.value_bias is not None:
+            # The keys' bias is in what is made of the keys, and not in the latent, which has none.
+            bias = heads.value_bias.flatten() - restore.T @ combine.T @ by_keys[:, inputs]
+            made["v_up_proj.bias"] = bias
+            value = torch.cat((value, (bias + by_keys[:, inputs])[:, None]), dim=1)
+        return value.unflatten(0, (len(heads.value), -1)).mT, made
+
+    def _cached_keys(self, layer: int, key: KeyLatent | None) -> tuple[Tensor, Tensor | None]:
+        """What is cached of the keys: [columns, hidden_size (+ 1)] of the input, and [width, columns] of the keys, None
+        for all of them; key: the latent that they become."""
+        if key is None:
+            return self._key(layer).flatten(0, 1), None
+        themselves = torch.eye(self.width, dtype=torch.float64).unflatten(0, (-1, self.config.head_dim))
+        return key.latent, key_latent(self._keys(layer), themselves, self.key_ranks[layer]).latent.T
+
+    def _reduce_keys(self, layer: int) -> KeyLatent | None:
+        """What the keys are made of; None: the source's stay."""
+        if self.key_ranks[layer] == self.width:
+            return None
+        return key_latent(self._keys(layer), self._key(layer), self.key_ranks[layer])
 
     def _key(self, layer: int) -> Tensor:
         """W_K head by head with its bias, [heads, head_dim, hidden_size (+ 1)], in float64."""
@@ -166,13 +191,26 @@ class Latents(Reduction):
         return {name.removeprefix(KEYS): tensor for name, tensor in stored.items() if name.startswith(KEYS)}
 
     def report(self, layer: int) -> dict[str, Any]:
-        """Return the columns that a layer's keys and values take in the cache."""
+        """Return the columns that a layer's keys and values take in the cache, and whether values are made of both."""
         keys = {"key_rank": self.key_ranks[layer]} if any(self.key_cut) else {}
-        return {**keys, "rank": self.ranks[layer]}
+        from_keys = self.from_keys[layer] and self.ranks[layer] < self.width
+        return {**keys, "rank": self.ranks[layer], "from_keys": from_keys}
 
-    def disk_bytes(self) -> int:
-        """Return the bytes of the best latents of a layer, in float64; complex ones for every frequency are fewer."""
-        return 8 * self.width * (2 * self.width + 1) * (1 + any(self.key_cut))
+    def made_bytes(self) -> int:
+        """Return the bytes of what makes the columns, and of what is made of them, in float32."""
+        layers = self.config.num_hidden_layers
+        return 4 * (self.columns * (self.config.hidden_size + self.width) + 2 * layers * self.width)
+
+    def measured_bytes(self) -> int:
+        """Return the bytes of the values' sums and the keys' best latents of a layer, in float64; complex ones for
+        every frequency are fewer."""
+        columns = self.width * (1 + any(self.from_keys))
+        return 8 * (columns**2 + self.width + self.width * (2 * self.width + 1) * any(self.key_cut))
+
+
+def can_read_keys(config: LeanConfig, layer: LayerPlan) -> bool:
+    """Return whether a layer's latent values can be made of its keys: all of them, and linear in its input."""
+    return layer.key.kind == "linear" and not config.qk_norm and layer.window is None
 
 
 def may_be_cut(config: LeanConfig, layers: tuple[int, ...] | None) -> list[bool]:

@@ -195,7 +195,14 @@ class MergedValues(Reduction):
         """Return the pairs of a layer."""
         return {"merged": [list(pair.heads) for pair in self.chosen.get(layer, [])]}
 
-    def disk_bytes(self) -> int:
+    def made_bytes(self) -> int:
+        """Return the bytes of the value projections in float32."""
+        heads, width = self.config.num_key_value_heads, self.config.head_dim
+        assert heads is not None and width is not None
+        left = self.config.num_hidden_layers * heads - self.count
+        return 4 * left * width * (self.config.hidden_size + 1)
+
+    def measured_bytes(self) -> int:
         """Return the bytes of every pair with its cost, in float64."""
         heads, width = self.config.num_key_value_heads, self.config.head_dim
         assert heads is not None and width is not None

@@ -127,8 +127,12 @@ class Reduction(ABC):
         """Return what was chosen for a layer."""
 
     @abstractmethod
-    def disk_bytes(self) -> int:
+    def measured_bytes(self) -> int:
         """Return how much `measure` writes for a layer."""
+
+    @abstractmethod
+    def made_bytes(self) -> int:
+        """Return how much is written, in float32, of what makes the keys and values of all layers; at most."""
 
 
 @dataclass(frozen=True)
@@ -342,14 +346,14 @@ class Sweeps:
 
     def _disk_bytes(self) -> int:
         """What all files take at most: streams, measurements, and the attention weights of every reduction."""
-        heads, width = self.config.num_key_value_heads, self.config.head_dim
-        assert heads is not None and width is not None
-        columns = self.config.num_attention_heads * width + self.config.attention_output_bias
+        assert self.config.head_dim is not None
+        columns = self.config.num_attention_heads * self.config.head_dim + self.config.attention_output_bias
         of_a_reduction = 2 * self.config.hidden_size + columns
         streams = 4 * self.tokens.size * (2 * self.config.hidden_size + len(self.reductions) * of_a_reduction)
-        weights = 4 * (self.config.hidden_size + 1) * (columns + heads * width + 1) + 4 * (heads * width) ** 2
-        of_a_layer = sum(one.disk_bytes() for one in self.measuring) + len(self.reductions) * weights
-        return streams + self.config.num_hidden_layers * of_a_layer
+        weights = 4 * self.config.hidden_size * (columns + 1)
+        of_a_layer = sum(one.measured_bytes() for one in self.measuring) + len(self.reductions) * weights
+        made = sum(one.made_bytes() for one in self.reductions)
+        return streams + self.config.num_hidden_layers * of_a_layer + made
 
     def _whole(self, done: Any) -> bool:
         """Whether all that is needed after `done` steps is there: a machine that stops may lose files of before."""

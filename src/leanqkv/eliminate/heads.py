@@ -146,4 +146,6 @@ def _why_blocked(config: LeanConfig, layer: LayerPlan, side: str) -> str | None:
         )
     if layer.reuses_keys:
         return f"the keys of layer {layer.layer} are its values"
+    if side == "keys" and layer.values_read_keys:
+        return f"the values of layer {layer.layer} are made of its keys"
     return None if kind == "linear" else f"the {slot} of layer {layer.layer} is {kind!r}"

@@ -24,6 +24,7 @@ from .points import Candidate, Precision
 from .scoring import Scorer, decode_speed
 
 RECORD, JOB = "frontier.json", "job.json"
+MODEL = "model"  # the one that is being measured
 SCORES = ("loss_difference", "divergence", "agreement")
 
 
@@ -86,6 +87,7 @@ class Frontier:
             write_json(self.out / JOB, self._job)
             for number, sample in enumerate(self.samples):
                 self._measure_sample(number, sample)
+            remove(self.out / MODEL)
             return self._record()
 
     def _measure_sample(self, number: int, sample: np.ndarray) -> None:
@@ -96,12 +98,11 @@ class Frontier:
             if (one.make is not None or not number)
             and not all(self._file(one, precision, number).exists() for precision in self.precisions)
         ]
-        if not missing:
-            return
         work = self.out / f"calibration{number}"
-        make_directory(work)
-        for candidate, config, tensors, layers in self._conversions(missing, sample, work):
-            self._measure(candidate, number, config, tensors, layers)
+        if missing:
+            make_directory(work)
+            for candidate, config, tensors, layers in self._conversions(missing, sample, work):
+                self._measure(candidate, number, config, tensors, layers)
         remove(work)
 
     def _conversions(
@@ -140,7 +141,7 @@ class Frontier:
         layers: list[dict[str, Any]],
     ) -> None:
         """Write one file for every precision of a converted model, which is written and read again before."""
-        directory = self.out / "model"
+        directory = self.out / MODEL
         remove(directory)
         if candidate.make is None and candidate.weights is None:
             model = self.scorer.source

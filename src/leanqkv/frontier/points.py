@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..convert.grouped_heads import ratios, with_grouped_heads
 from ..convert.latents import Latents
 from ..convert.merged_values import MergedValues
 from ..convert.methods import METHODS, with_first_layer_values
@@ -16,7 +19,9 @@ from ..model.cache import KIVI, LeanQuantizedCache
 from ..model.cache_kivi import BLOCK, quantized_bytes_per_token
 from ..model.config import LeanConfig
 
-SOURCE, LATENTS, MERGED, SKIPV1 = KINDS = ("source", "latents", "merged-values", "skipv1")
+SOURCE, LATENTS, SEPARATE, MERGED, SKIPV1, GQA = KINDS = (
+    *("source", "latents", "separate-latents", "merged-values", "skipv1", "gqa"),
+)
 METHOD = "mean-v"
 
 
@@ -106,15 +111,19 @@ def candidates(
         else:
             found.append(candidate)
 
-    for share in sorted(shares, reverse=True) if LATENTS in kinds else ():
-        label = f"{LATENTS} {100 * share:g}%"
-        add(Candidate(LATENTS, label, make=lambda share=share: Latents(config, tensors, share)))  # type: ignore[misc]
+    for kind, share in product((LATENTS, SEPARATE), sorted(shares, reverse=True)):
+        if kind in kinds:
+            make = partial(Latents, config, tensors, share, separate=kind == SEPARATE)
+            add(Candidate(kind, f"{kind} {100 * share:g}%", make=make))
     if MERGED in kinds:
         add(Candidate(MERGED, MERGED, make=lambda: MergedValues(config, tensors)))
     if SKIPV1 in kinds:
         mean = METHODS[METHOD]
         label = f"{SKIPV1}, {METHOD}"
         add(Candidate(SKIPV1, label, weights=lambda: with_first_layer_values(config, tensors, mean, 0.5)))
+    for ratio in ratios(config) if GQA in kinds else ():
+        label = f"{GQA}, {1 - ratio:.0%} of the heads"
+        add(Candidate(GQA, label, weights=partial(with_grouped_heads, config, tensors, ratio)))
     if len(found) == 1:
         raise LeanError(next(iter(refused.values()), "no kind of reduction is asked for"))
     return found, refused

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from ..compat import compile_cpp
 from ..model.attention import attend
+from ..model.key_latent import frequencies_of
+from ..model.value_latent import LatentAndKeys
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parts of a head shorter than this take less time than handing them to another thread.
@@ -28,11 +30,14 @@ class _Call(ctypes.Structure):
     """The same, in the same order, as `Call` in attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "mask", "output")),
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "mask", "plain", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("frequency", "output")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "length", "head_dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("threads", "chunks")),
+        *((name, ctypes.c_int64) for name in ("key_heads", "plain_heads", "plain_dim", "turned", "frequencies")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "key_batch", "key_head", "key_row")),
         *((name, ctypes.c_int64) for name in ("value_batch", "value_head", "value_row")),
+        *((name, ctypes.c_int64) for name in ("plain_batch", "plain_head", "plain_row", "table_batch", "table_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head")),
         ("scaling", ctypes.c_float),
     ]
@@ -42,13 +47,16 @@ def attend_one_query(
     attention: nn.Module,
     query: Tensor,
     key: Tensor,
-    values: Sequence[Tensor],
+    values: Sequence[Tensor] | LatentAndKeys,
     mask: Tensor | None,
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `model.attention.attend`, in whose place it is put: by the kernel where that applies."""
-    output = one_query_attention(query, key, values, mask, scaling)
+    if isinstance(values, LatentAndKeys):
+        output = one_query_attention_to_both(query, key, values, mask, scaling)
+    else:
+        output = one_query_attention(query, key, values, mask, scaling)
     if output is not None:
         return output, None
     return attend(attention, query, key, values, mask, scaling, **kwargs)
@@ -73,45 +81,94 @@ def one_query_attention(
     values: of consecutive key heads, each [batch, its heads, key positions, width]: a layer's own values
     lie in one tensor and borrowed ones in another.
     """
-    tensors = (query, key, *values)
+    kernel = _kernel(query, (query, key, *values))
+    if kernel is None or not _fit(query, key, values, attention_mask):
+        return None
+    mask = None if attention_mask is None else _additive(attention_mask)
+    num_heads, group, start = query.shape[1], query.shape[1] // key.shape[1], 0
+    output = query.new_empty(len(query), 1, num_heads, values[0].shape[-1])
+    for value in values:
+        stop, first = start + value.shape[1], start * group
+        part = query[:, first : stop * group], key[:, start:stop], value, output[:, 0, first:]
+        kernel(_call(*part, mask, scaling))
+        start = stop
+    return output
+
+
+def one_query_attention_to_both(
+    query: Tensor, key: Tensor, both: LatentAndKeys, attention_mask: Tensor | None, scaling: float
+) -> Tensor | None:
+    """The same for a latent and keys in the place of values, [batch, positions, heads, both.columns]."""
+    if both.keys.shape[2] == both.new.shape[1]:  # those of a first token alone
+        return None
+    tables = both.back or ()
+    kernel = _kernel(query, (query, key, both.latent, both.keys, *tables))
+    values = [both.latent.expand(-1, key.shape[1], -1, -1)]
+    if kernel is None or not _fit(query, key, values, attention_mask):
+        return None
+    length, width = key.shape[2], tables[0].shape[-1] if tables else 0
+    expected = [(rows, length, width) for rows in (1, len(query))]
+    if both.keys.shape[:3:2] != (len(query), length) or any(tuple(table.shape) not in expected for table in tables):
+        return None
+    output = query.new_empty(len(query), 1, query.shape[1], both.columns)
+    mask = None if attention_mask is None else _additive(attention_mask)
+    kernel(_call(query, key, values[0], output[:, 0], mask, scaling, both))
+    return output
+
+
+def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None] | None:
+    """What runs a call on these tensors; None where the kernel is not made for them."""
     if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
     if any(tensor.stride(-1) != 1 or tensor.dtype != query.dtype for tensor in tensors):
         return None
-    if not _fit(query, key, values, attention_mask):
-        return None
-    if attention_mask is not None:
-        attention_mask = _additive(attention_mask)
     kernels = compiled_kernels()
-    if kernels is None:
-        return None
+    return None if kernels is None else lambda call: kernels[query.dtype](ctypes.byref(call))
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    both: LatentAndKeys | None = None,
+) -> _Call:
+    """The kernel's arguments, which name the memory of these tensors.
+
+    mask: [batch or 1, 1, 1, key positions], added to the scores; output: [batch, heads, width].
+    """
     batch, num_heads, _, head_dim = query.shape
-    length, threads = key.shape[2], torch.get_num_threads()
-    value_dim, group, size = values[0].shape[-1], num_heads // key.shape[1], query.element_size()
-    output = query.new_empty(batch, 1, num_heads, value_dim)
-    mask, mask_batch = None, 0
-    if attention_mask is not None:
-        mask, mask_batch = attention_mask.data_ptr(), attention_mask.stride(0) if len(attention_mask) > 1 else 0
-    query_batch, query_head = query.stride()[:2]
-    key_strides, start = key.stride()[:3], 0
-    for value in values:
-        call = _Call(
-            query.data_ptr() + start * group * query_head * size,
-            key.data_ptr() + start * key_strides[1] * size,
-            value.data_ptr(),
-            mask,
-            output.data_ptr() + start * group * value_dim * size,
-            *(batch, value.shape[1], group, length, head_dim, value_dim),
-            *(threads, length_chunks(batch * value.shape[1], length, threads)),
-            *(query_batch, query_head, *key_strides, *value.stride()[:3]),
-            *(mask_batch, num_heads * value_dim, value_dim),
-            scaling,
-        )
-        kernels[query.dtype](ctypes.byref(call))
-        start += value.shape[1]
-    return output
+    heads, length, threads = value.shape[1], key.shape[2], torch.get_num_threads()
+    key_heads = 1
+    if value.stride(1) == 0:  # one head of values for all keys
+        key_heads = 1 if key.stride(1) == 0 else heads
+        heads = 1
+    # Where the keys behind a latent and the tables that turn them back lie, their sizes and strides.
+    plain: list[int | None] = [None, None, None, None]
+    sizes, strides = [0, 0, 0, 0], [0, 0, 0, 0, 0]
+    if both is not None:
+        plain[0], sizes[:2], strides[:3] = both.keys.data_ptr(), both.keys.shape[1::2], both.keys.stride()[:3]
+    if both is not None and both.back is not None:
+        cos, sin = both.back
+        plain[1:3], sizes[2:] = [cos.data_ptr(), sin.data_ptr()], (cos.shape[-1], cos.shape[-1] // 2)
+        if both.frequencies is not None:
+            index = frequencies_of(both.frequencies, cos.device)  # which is kept
+            plain[3], sizes[2] = index.data_ptr(), 2 * len(index)
+        strides[3:] = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
+    return _Call(
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr()),
+        *(None if mask is None else mask.data_ptr(), *plain, output.data_ptr()),
+        *(batch, heads, num_heads // heads, length, head_dim, value.shape[-1]),
+        *(threads, length_chunks(batch * heads, length, threads)),
+        *(key_heads, *sizes),
+        *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *strides),
+        *(0 if mask is None or len(mask) == 1 else mask.stride(0), *output.stride()[:2]),
+        scaling,
+    )
 
 
 def _fit(query: Tensor, key: Tensor, values: Sequence[Tensor], mask: Tensor | None) -> bool:

@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .key_latent import Columns, LatentKeys, absorb, absorbing_keys_pays, rotation_of_columns
 from .layout import HeadSource
 from .plan import BlockWeights, LayerPlan
-from .position import Rotation, Rotations, rotate, rotation_of
-from .value_latent import LatentValues, absorbing_pays, expand, from_latent
+from .position import Rotation, Rotations, rotate, rotation_back, rotation_of
+from .value_latent import LatentAndKeys, LatentValues, absorbing_pays, expand, from_latent
 
 
 class KeyValues(NamedTuple):
@@ -36,7 +36,7 @@ def attend(
     attention: Any,
     query: Tensor,
     key: Tensor,
-    values: Sequence[Tensor],
+    values: Sequence[Tensor] | LatentAndKeys,
     mask: Tensor | None,
     scaling: float,
     **kwargs,
@@ -47,7 +47,8 @@ def attend(
 
     Args:
         query: [batch, heads, positions, head_dim]; key: [batch, heads / group size, key positions, head_dim].
-        values: of consecutive key heads, each [batch, its heads, key positions, head_dim].
+        values: of consecutive key heads, each [batch, its heads, key positions, head_dim]; or what all of them are made
+            of, which then is what every head attends to.
 
     Returns:
         output [batch, positions, heads, head_dim]; weights [batch, heads, positions, key positions] or None.
@@ -56,6 +57,8 @@ def attend(
     attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention)
     dropout = config.attention_dropout if attention.training else 0.0
     group_size = query.shape[1] // key.shape[1]
+    if isinstance(values, LatentAndKeys):
+        values = [values.joined().expand(-1, key.shape[1], -1, -1)]
     outputs, start = [], 0
     for value in values:
         stop = start + value.shape[1]
@@ -92,7 +95,9 @@ class LeanAttention(nn.Module):
             self.k_up_proj = LatentKeys.build_up(config, weights.num_key_heads, weights.key.options)
         self.v_up_proj: nn.Linear | None = None
         if weights.caches_latent:
-            self.v_up_proj = LatentValues.build_up(config, weights.num_value_heads, weights.value.options)
+            self.v_up_proj = LatentValues.build_up(
+                config, weights.num_value_heads, weights.value.options, weights.key_width
+            )
         self.o_proj = weights.output.build(config, weights.num_query_heads)
         self.q_norm = self._make_norm(weights.num_query_heads)
         self.k_norm = self._make_norm(weights.num_key_heads)
@@ -125,6 +130,7 @@ class LeanAttention(nn.Module):
             attention alone, else None); this layer's own keys and values.
         """
         query, key, value = self.project(hidden_states, mlp_hidden)
+        new_keys = key
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)
         if self.k_up_proj is None:
@@ -141,14 +147,19 @@ class LeanAttention(nn.Module):
         key, value = update_cache(past_key_values, layer, key, value)
         own = KeyValues(key, value, new_values)
 
-        query, attended, absorbed = self._attended(query, own, layer)
+        both = None
+        if layer.values_read_keys:
+            both = self._latent_and_keys(own, new_keys, layer, rotation_back(layer, position_embeddings))
+        query, attended, absorbed = self._attended(query, own, both, layer)
         sources = {**(borrowed or {}), layer.layer: attended}
         outputs = []
         for group in layer.groups:
-            group_key = slice_heads(sources[group.keys.layer].keys, group.keys)
-            group_values = [slice_heads(sources[source.layer].values, source) for source in group.values]
             scaling = layer.attention_scale(group.keys.layer)
             group_query = query[:, group.queries]
+            group_key = slice_heads(sources[group.keys.layer].keys, group.keys)
+            group_values: Any = both if absorbed else None  # of all heads: such a layer borrows nothing
+            if group_values is None:
+                group_values = [slice_heads(sources[source.layer].values, source) for source in group.values]
             outputs.append(self.attend(self, group_query, group_key, group_values, attention_mask, scaling, **kwargs))
         output, attention_weights = concatenate_heads(outputs)
 
@@ -166,19 +177,23 @@ class LeanAttention(nn.Module):
         value = self.v_proj(hidden_states) if self.v_proj is not None else None
         return query, key, value
 
-    def _attended(self, query: Tensor, own: KeyValues, layer: LayerPlan) -> tuple[Tensor, KeyValues, bool]:
+    def _attended(
+        self, query: Tensor, own: KeyValues, both: LatentAndKeys | None, layer: LayerPlan
+    ) -> tuple[Tensor, KeyValues, bool]:
         """Own heads as they are attended to, with the query for them: made of latents, or latents in their place.
 
         The last value tells whether the output is made of latent values and is still to go through `v_up_proj`.
         """
         key: Any = own.keys
         value: Any = own.values
-        attended = own
-        absorbed = self.v_up_proj is not None and self._absorbs(self.v_up_proj, query, key, value)
+        attended, absorbed = own, False
+        if self.v_up_proj is not None:
+            absorbed = self._absorbs(self.v_up_proj, query, key, value.shape[-1] if both is None else both.columns)
         if absorbed:
             attended = attended._replace(values=value.expand(-1, layer.computed_value_heads, -1, -1))
         elif self.v_up_proj is not None:
-            attended = attended._replace(values=expand(self.v_up_proj, value, self.head_dim))
+            latent = value if both is None else both.joined()
+            attended = attended._replace(values=expand(self.v_up_proj, latent, self.head_dim))
         if self.k_up_proj is not None and absorbing_keys_pays(self.k_up_proj, query, key):
             query = absorb(self.k_up_proj, query)
             attended = attended._replace(keys=key.expand(-1, layer.computed_key_heads, -1, -1))
@@ -186,10 +201,16 @@ class LeanAttention(nn.Module):
             attended = attended._replace(keys=expand(self.k_up_proj, key, self.head_dim))
         return query, attended, absorbed
 
-    def _absorbs(self, up: nn.Linear, query: Tensor, key: Tensor, latent: Tensor) -> bool:
+    @staticmethod
+    def _latent_and_keys(own: KeyValues, new_keys: Any, layer: LayerPlan, back: Rotation | None) -> LatentAndKeys:
+        """What own values are made of where they read keys; `back` turns the heads of keys back."""
+        assert own.keys is not None and own.values is not None
+        return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key_columns)
+
+    def _absorbs(self, up: nn.Linear, query: Tensor, key: Tensor, columns: int) -> bool:
         """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""
         dropped = self.training and self.config.attention_dropout > 0
-        return not dropped and absorbing_pays(up, query, key, latent)
+        return not dropped and absorbing_pays(up, query, key, columns)
 
     def _make_norm(self, heads: int) -> nn.Module | None:
         """`qk_norm` of that many heads, each alone or all of them together."""

@@ -143,7 +143,7 @@ class ComplexUp(nn.Module):
 
         `Re(conj(q) u c) = Re(conj(conj(u) q) c)`.
         """
-        chosen = query.unflatten(-1, (2, -1))[..., _frequencies(self.columns, query.device)]
+        chosen = query.unflatten(-1, (2, -1))[..., frequencies_of(self.columns, query.device)]
         grouped = chosen.unflatten(1, (len(self.weight), -1))  # [batch, heads, group, positions, 2, P]
         real, imaginary = self.weight.to(query.dtype)[:, None, None].unbind(-1)
         q_real, q_imaginary = grouped.unbind(-2)
@@ -154,7 +154,7 @@ class ComplexUp(nn.Module):
 def rotation_of_columns(rotation: Rotation, columns: Columns) -> Rotation:
     """Cosines and sines of a latent's columns, each [batch, positions, 2 P], for `rotate`."""
     cos, sin = (
-        table.unflatten(-1, (2, -1))[..., _frequencies(columns, table.device)].flatten(-2) for table in rotation
+        table.unflatten(-1, (2, -1))[..., frequencies_of(columns, table.device)].flatten(-2) for table in rotation
     )
     return cos, sin
 
@@ -187,7 +187,7 @@ def absorbing_keys_pays(up: nn.Module, query: Tensor, latent: Tensor) -> bool:
     return absorbed < expanded
 
 
-def _frequencies(columns: Columns, device: torch.device) -> Tensor:
+def frequencies_of(columns: Columns, device: torch.device) -> Tensor:
     """The frequency of every column, [P]."""
     return _index(_list_frequencies, columns, device)
 

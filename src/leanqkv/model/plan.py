@@ -59,6 +59,7 @@ class BlockWeights:
     num_query_heads: int
     num_key_heads: int
     num_value_heads: int
+    head_dim: int
     latent: LatentShape | None
 
     @property
@@ -75,6 +76,16 @@ class BlockWeights:
     def caches_latent_keys(self) -> bool:
         """Whether the key heads are made of a latent, which alone is cached (`latent-keys`)."""
         return getattr(self.key.cls, "caches_latent_keys", False)
+
+    @property
+    def values_read_keys(self) -> bool:
+        """Whether the value heads are made of the keys as well as of a latent (`latent-values`)."""
+        return self.caches_latent and self.value.options.keys
+
+    @property
+    def key_width(self) -> int:
+        """Columns of the keys, or of the latent that they are made of."""
+        return self.key.cls.width(self.key.options) if self.caches_latent_keys else self.num_key_heads * self.head_dim
 
     @property
     def query_reads_mlp(self) -> bool:
@@ -169,6 +180,7 @@ class LayerPlan:
             num_query_heads=self.num_query_heads,
             num_key_heads=self.computed_key_heads,
             num_value_heads=self.computed_value_heads,
+            head_dim=self.head_dim,
             latent=self.latent,
         )
 
@@ -186,6 +198,11 @@ class LayerPlan:
     def reuses_keys(self) -> bool:
         """Whether its keys are its values (`keys-as-values`)."""
         return self.weights.reuses_keys
+
+    @cached_property
+    def values_read_keys(self) -> bool:
+        """Whether its values are made of its keys as well as of a latent (`latent-values`)."""
+        return self.weights.values_read_keys
 
 
 @dataclass(frozen=True)
@@ -228,6 +245,11 @@ class Plan:
         reads_mlp = next((layer for layer in self.layers if layer.weights.query_reads_mlp), None)
         return f"hidden activations of an MLP (query {reads_mlp.query.kind!r})" if reads_mlp else None
 
+    @cached_property
+    def reads_keys_in(self) -> int | None:
+        """The first layer whose values are made of cached keys; None: there is none."""
+        return next((layer.layer for layer in self.layers if layer.values_read_keys), None)
+
     @property
     def lenders(self) -> set[int]:
         """Layers whose keys, values or new values another layer needs."""
@@ -259,7 +281,9 @@ def make_plan(config) -> Plan:
         ConfigError: an unknown mechanism or option, or a combination that cannot be built; names the clash.
     """
     fields = SimpleNamespace(**vars(config))  # transformers' own attribute access takes longer than all of this
-    return Plan(tuple(_make_layers(fields)), config, config.mlp_type == "moe")
+    plan = Plan(tuple(_make_layers(fields)), config, config.mlp_type == "moe")
+    _ = plan.reads_keys_in  # as the layers' properties
+    return plan
 
 
 def _make_layers(config) -> list[LayerPlan]:
@@ -319,8 +343,8 @@ def _make_layers(config) -> list[LayerPlan]:
         (_refuse_latent if latent else _refuse)(config, layer)
         layers.append(layer)
     _refuse_across(config, layers)
-    for layer in layers:
-        _ = layer.cached, layer.reuses_keys  # a compiled forward pass cannot fill a cached_property (Python 3.11)
+    for layer in layers:  # a compiled forward pass cannot fill a cached_property (Python 3.11)
+        _ = layer.cached, layer.reuses_keys, layer.values_read_keys
     return layers
 
 
@@ -360,6 +384,11 @@ def _refuse(config, layer: LayerPlan) -> None:
                 f"{slot} {mechanism.kind!r} in layer {layer.layer}: it computes no {slot}s of its own, they come from "
                 "another layer; leave it out of `layers`"
             )
+    if layer.values_read_keys and layer.window is not None:
+        raise ConfigError(
+            f"value {layer.value.kind!r} in layer {layer.layer}: values that are made of keys need all of them, and a "
+            f"sliding window ({layer.window}) lets the old ones go; leave keys=true out there"
+        )
     if layer.reuses_keys and layer.key_rank is not None:
         raise ConfigError(
             f"value 'keys' in layer {layer.layer}: its keys are a latent (key {layer.key.kind!r}), and no heads are "

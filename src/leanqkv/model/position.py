@@ -8,10 +8,13 @@ from copy import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [batch, positions, rotated dimensions]
-Rotations = dict[str, Rotation]  # by the field of the configuration that has their parameters
+# By the field of the configuration that has their parameters; behind BACK, those that turn a history back.
+Rotations = dict[str, Rotation]
+BACK = "back "
 
 
 class RotaryEmbeddings(nn.ModuleDict):
@@ -21,13 +24,30 @@ class RotaryEmbeddings(nn.ModuleDict):
         fields = dict.fromkeys(layer.rope for layer in plan.layers if layer.rope is not None)
         super().__init__({field: RotaryEmbedding(config, field) for field in fields})
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> Rotations:
-        return {field: embedding(x, position_ids) for field, embedding in self.items()}
+    def forward(self, x: Tensor, position_ids: Tensor, history: Tensor | None = None) -> Rotations:
+        """Cosines and sines of `position_ids`; with the positions of a `history`, what turns that back as well."""
+        rotations = {field: embedding(x, position_ids) for field, embedding in self.items()}
+        if history is not None:
+            rotations |= {f"{BACK}{field}": turning_back(rotation) for field, rotation in self(x, history).items()}
+        return rotations
 
 
 def rotation_of(layer, rotations: Rotations | None) -> Rotation | None:
     """Those of a layer of the plan; None: it has no rotary positions."""
     return None if layer.rope is None or rotations is None else rotations[layer.rope]
+
+
+def turning_back(rotation: Rotation) -> Rotation:
+    """What undoes a rotation, and the length that it gives what it turns: not quite 1 where cosines and sines are
+    rounded, and another one in the scaled variants."""
+    cos, sin = (table.to(torch.promote_types(table.dtype, torch.float32)) for table in rotation)
+    square = cos.square() + sin.square()
+    return (cos / square).to(rotation[0].dtype), (-sin / square).to(rotation[0].dtype)
+
+
+def rotation_back(layer, rotations: Rotations | None) -> Rotation | None:
+    """What turns the history of a layer back; None: it has no rotary positions, or no history."""
+    return None if layer.rope is None or rotations is None else rotations.get(f"{BACK}{layer.rope}")
 
 
 class RotaryEmbedding(nn.Module):
@@ -87,6 +107,52 @@ def check_history(config, past: int | Tensor, new: int) -> None:
             f"{kind} has other frequencies beyond {limit} positions, and {past} are cached already; generate fewer "
             "tokens, or with use_cache=False"
         )
+
+
+def history_positions(position_ids: Tensor, attention_mask: Tensor | None, past: int | Tensor, length: int) -> Tensor:
+    """The rotary positions of a cache's tokens, [1 or batch, length], which no cache keeps.
+
+    Tokens are counted on through the cache, or, as `generate` counts where prompts are padded, the real ones alone.
+
+    Args:
+        position_ids: [1 or batch, positions], of the tokens behind `past` others.
+        attention_mask: [batch, past + positions], 1 for real tokens, or as transformers hands it out for all heads,
+            [batch, 1, positions, length].
+
+    Raises:
+        ValueError: the tokens are counted in neither way; a RuntimeError where this is compiled.
+    """
+    slots = torch.arange(length, device=position_ids.device)[None]
+    new = past + torch.arange(position_ids.shape[1], device=position_ids.device)
+    by_slot = (position_ids == new).all()
+    real = None if attention_mask is None else _real_tokens(attention_mask, length)
+    if real is None:
+        counted, by_mask = slots, by_slot
+    else:
+        counted = (real.cumsum(-1) - 1).clamp_min(0)
+        by_mask = ((counted[:, new] == position_ids) | ~real[:, new]).all()
+    # Slots still to come get the newest token's position, for "dynamic" and "longrope" go by the largest one.
+    slots, counted = (positions.clamp(max=position_ids.max()) for positions in (slots, counted))
+    needed = (
+        "values that are made of keys turn cached keys back, and so need position_ids that are counted on from the "
+        "cache, or over the attention_mask's tokens"
+    )
+    if torch.compiler.is_compiling():
+        torch._assert_async(by_slot | by_mask, needed)
+        return torch.where(by_slot, slots, counted)
+    if by_slot or by_mask:
+        return slots if by_slot else counted
+    raise ValueError(f"{needed}; found {position_ids[0, :4].tolist()} behind {int(past)} tokens")
+
+
+def _real_tokens(mask: Tensor, length: int) -> Tensor:
+    """Whether each of `length` tokens is a real one, [batch, length]; those still to come are."""
+    if mask.dim() == 4:  # the last token attends to all real ones
+        last = mask[:, 0, -1]
+        real = last if last.dtype == torch.bool else last == 0
+    else:
+        real = mask.bool()
+    return F.pad(real, (0, length - real.shape[-1]), value=True)
 
 
 def rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from .depth_average import DepthAverage
 from .initial import normal
 from .masks import make_masks
 from .norm import make_norm
-from .position import RotaryEmbedding, RotaryEmbeddings, Rotations, check_history
+from .position import RotaryEmbedding, RotaryEmbeddings, Rotations, check_history, history_positions
 from .registry import ConfigError
 from .tasks import TASKS
 
@@ -157,7 +157,10 @@ class LeanModel(LeanPreTrainedModel):
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(position_ids)
         hidden_states = self.dropout(hidden_states)
-        position_embeddings = self.rotary_emb(hidden_states, position_ids) if self.rotary_emb is not None else None
+        position_embeddings = None
+        if self.rotary_emb is not None:
+            history = self._history(position_ids, attention_mask, past_key_values)
+            position_embeddings = self.rotary_emb(hidden_states, position_ids, history)
         hidden_states, router_logits = self._run_layers(
             hidden_states, masks, position_embeddings, past_key_values, **kwargs
         )
@@ -166,6 +169,17 @@ class LeanModel(LeanPreTrainedModel):
             past_key_values=past_key_values,
             router_logits=router_logits,
         )
+
+    def _history(
+        self, position_ids: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None
+    ) -> Tensor | None:
+        """The positions of the cache's tokens, [1 or batch, tokens], where values are made of cached keys."""
+        if self.plan.reads_keys_in is None or past_key_values is None:
+            return None
+        length, _ = past_key_values.get_mask_sizes(position_ids.shape[1], self.plan.reads_keys_in)
+        if length == position_ids.shape[1]:
+            return None
+        return history_positions(position_ids, attention_mask, past_key_values.get_seq_length(), length)
 
     def _run_layers(
         self,

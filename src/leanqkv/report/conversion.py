@@ -10,7 +10,7 @@ import yaml
 from rich.table import Table as TerminalTable
 
 from ..compare.statistics import Band
-from ..convert.conversion import LATENTS, MERGED_VALUES, NONLINEAR_QUERY, REDUCED
+from ..convert.conversion import BUDGETED, GQA, MERGED_VALUES, NONLINEAR_QUERY, REDUCED
 from ..convert.conversion import REPORT as RECORD
 from ..errors import LeanError
 from ..files import read_json, write_text
@@ -100,12 +100,14 @@ def result_table(record: dict[str, Any]) -> Table:
 def layer_lines(record: dict[str, Any]) -> Iterator[str]:
     """Yield one line for each layer that was fitted, and one for heads that were pooled."""
     if "pools" in record:
-        yield f"value heads pooled: {record['pools']}"
+        heads = "key and value heads" if record["to"] == GQA else "value heads"
+        yield f"{heads} pooled: {record['pools']}"
     for layer in record.get("layers", ()):
         error = f"{layer['missed']:.2%} of attention's output missed" if "missed" in layer else "fitted"
         if "rank" in layer:
             keys = f"keys cached in {layer['key_rank']} columns, " if "key_rank" in layer else ""
-            yield f"layer {layer['layer']}: {keys}values in {layer['rank']}; {error}"
+            beside = " beside the keys" if layer.get("from_keys") else ""
+            yield f"layer {layer['layer']}: {keys}values in {layer['rank']}{beside}; {error}"
             continue
         if "merged" in layer:
             pairs = " and ".join(f"{first} with {second}" for first, second in layer["merged"])
@@ -235,15 +237,16 @@ def _what_changed(record: dict[str, Any]) -> str:
             "Every layer has a nonlinear query, which starts as exactly the function of the source's. Nothing is "
             "gained before training goes on."
         )
-    if record["to"] == LATENTS:
+    if record["to"] in BUDGETED:
         columns = f"{_columns(record, 'rank')} columns of values"
         made, same, changed = "value heads are", "Queries, keys", "Value"
         if "key_rank" in record["layers"][0]:
             columns = f"{_columns(record, 'key_rank')} columns of keys and {columns}"
             made, same, changed = "heads are", "Queries", "Key, value"
+        both = " Values are made of the keys as well." if any(at.get("from_keys") for at in record["layers"]) else ""
         return (
-            f"The cache holds {columns} in each layer, of which its {made} made. {same}, MLPs, norms and embeddings "
-            f"are the source's. {changed} and output projections were fitted to text; nothing was trained."
+            f"The cache holds {columns} in each layer, of which its {made} made.{both} {same}, MLPs, norms and "
+            f"embeddings are the source's. {changed} and output projections were fitted to text; nothing was trained."
         )
     if record["to"] == MERGED_VALUES:
         count = sum(len(layer["merged"]) for layer in record["layers"])
@@ -251,6 +254,12 @@ def _what_changed(record: dict[str, Any]) -> str:
         return (
             f"{merged}: both key heads of a pair read one value, which is cached once. Queries, keys, MLPs, norms and "
             "embeddings are the source's. Value and output projections were fitted to text; nothing was trained."
+        )
+    if record["to"] == GQA:
+        left = len(record["pools"])
+        return (
+            f"Neighbouring key and value heads are pooled to their mean, {left} in each layer; everything else is the "
+            "source's. Nothing was fitted or trained: such a model needs training before it is of use."
         )
     layer = next((layer for layer in record.get("layers", ()) if "kept" in layer and "paired" in layer), None)
     share = "part of its"

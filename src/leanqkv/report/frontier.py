@@ -130,12 +130,13 @@ def points_table(record: dict[str, Any]) -> Table:
         speeds = [f"{point.speeds[c]:.1f}" if c in point.speeds else ABSENT for c in contexts]
         numbers = (f"{point.divergence:.4f}", f"{point.agreement:.1%}", f"{point.greedy:.1%}")
         rows.append((point.label, f"{point.bytes_per_token:,.0f}", f"{point.share:.1%}", *losses, *numbers, *speeds))
+    samples = record["calibration"]["samples"]
+    over = "windows of the text" if samples == 1 else f"{samples} calibrations, of the source over windows of the text"
     note = (
         f"Losses are nats per token above the source's, on {record['evaluated_tokens']:,} tokens of each text in "
-        f"windows of {record['context_length']:,}. ± is half of a 95% interval over "
-        f"{record['calibration']['samples']} calibrations on other text, or over windows where there is one. 8/4 bits: "
-        "keys in 8, values in 4. Bytes are those of long texts; the newest tokens, fewer than 64, are not quantized, "
-        "nor is what the first 64 tokens of a window read. Speeds are of the first calibration, in float32."
+        f"windows of {record['context_length']:,}. ± is half of a 95% interval over {over}. 8/4 bits: keys in 8, "
+        "values in 4. Bytes are those of long texts; the newest tokens, fewer than 64, are not quantized, nor is what "
+        "the first 64 tokens of a window read. Speeds are of the first calibration, in float32."
     )
     return Table(headers, rows, note=note)
 
@@ -224,7 +225,9 @@ def _figure(record: dict[str, Any]) -> figures.Drawing:
 
 def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     calibration = record["calibration"]
-    yield "Calibration", f"{calibration['samples']} samples of {calibration['tokens']:,} tokens, none in two of them"
+    tokens = f"{calibration['tokens']:,} tokens"
+    many = f"{calibration['samples']} samples of {tokens}, none in two of them"
+    yield "Calibration", tokens if calibration["samples"] == 1 else many
     for text in record["texts"]:
         yield "Evaluation text", f"{text['description']}, {text['split']}"
     if "command" in record:

@@ -1,0 +1,420 @@
+"""Values that are made of cached keys: these are turned back to what was projected, whatever the cache went through."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from shapes import assert_near, randomize, tiny, tokens
+from test_batch import check as check_batch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import DynamicCache, StaticCache
+
+from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanQuantizedCache, cache_bytes
+from leanqkv.inference import Decoder, allocate_cache
+from leanqkv.model import attention
+from leanqkv.model.position import history_positions
+
+EXACT = 1000 * torch.finfo(torch.float64).eps  # sums in another order, after a few layers of large weights
+KEYS = "latent-values:rank=5,keys=true"
+LIMIT = 16  # positions up to which "longrope" and "dynamic" keep their frequencies
+Case = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **parameters}}
+
+
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": LIMIT}
+LONGROPE = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0, 5.0], **STRETCHED}
+CASES: dict[str, Case] = {
+    "grouped": ((KEYS, "gqa"), {"attention_bias": True}),
+    "latent keys": (("latent-keys:columns=0,2,3,1", KEYS), {"attention_bias": True}),
+    "some layers": ((f"{KEYS},layers=1", "latent-keys:layers=1,2", "gqa"), {}),
+    "some layers rotary": ((KEYS, "latent-keys:rank=6", "gqa"), {"rope_layers": [0, 2]}),
+    "beside windows": ((f"{KEYS},layers=1", "gqa"), {"sliding_window": 4, "window_layers": [0, 2]}),
+    "one block": ((KEYS, "mqa"), {"num_hidden_groups": 1}),
+    "half of each head": ((KEYS,), rope("default", partial_rotary_factor=0.5)),
+    "linear": ((KEYS, "latent-keys"), rope("linear", factor=2.0)),
+    "llama3": ((KEYS,), rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **STRETCHED)),
+    "yarn": ((KEYS, "latent-keys"), rope("yarn", **STRETCHED)),
+    "longrope": ((KEYS,), rope("longrope", **LONGROPE)),
+    "dynamic": ((KEYS, "gqa"), {**rope("dynamic", factor=2.0), "max_position_embeddings": LIMIT}),
+    "learned": ((KEYS, "gqa"), {"position_embedding_type": "learned", "attention_bias": True}),
+    "no positions": ((KEYS, "latent-keys:rank=6"), {"position_embedding_type": "none"}),
+}
+every = pytest.mark.parametrize("case", CASES)
+some = pytest.mark.parametrize("case", ["grouped", "latent keys", "yarn", "some layers rotary"])
+
+
+def build(case: str, std: float = 0.3, **fields: Any) -> LeanForCausalLM:
+    names, overrides = CASES[case]
+    config = tiny("llama", *names, pad_token_id=0, **{**overrides, **fields})
+    return randomize(LeanForCausalLM(config), std).double().eval()
+
+
+def counted(mask: Tensor) -> Tensor:
+    """Positions as `generate` counts them."""
+    return (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+@torch.no_grad()
+def in_pieces(model: Any, ids: Tensor, cache: Any, lengths: Iterable[int], mask: Any = None, by_mask=False) -> Tensor:
+    """Logits of `ids`, given in pieces of these lengths, then one by one, behind what the cache holds."""
+    start, found = int(cache.get_seq_length()), []
+    total, ends = start + ids.shape[1], [start]
+    for length in lengths:
+        ends.append(min(ends[-1] + length, total))
+    ends += range(ends[-1] + 1, total + 1)
+    for a, b in pairwise(ends):
+        given = {} if mask is None else {"attention_mask": mask[:, :b]}
+        given |= {"position_ids": counted(mask[:, :b])[:, a:]} if by_mask else {}
+        found.append(model(ids[:, a - start : b - start], past_key_values=cache, **given).logits)
+    return torch.cat(found, dim=1)
+
+
+@torch.no_grad()
+def whole(model: Any, ids: Tensor, **given: Any) -> Tensor:
+    return model(ids, use_cache=False, **given).logits
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+PAST, NEW = 4, 2
+MASKS = {  # of prompts of four tokens and two more
+    "no padding": [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]],
+    "left": [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]],
+    "right": [[1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1]],
+    "both": [[0, 1, 1, 0, 1, 1], [1, 0, 0, 0, 1, 0]],
+    "nothing real": [[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]],
+}
+
+
+def loop(rows: list[list[int]], by_mask: bool) -> list[list[int]]:
+    """The position of every slot: its number, or how many real tokens are before it; 0 before the first of them."""
+    found: list[list[int]] = []
+    for row in rows:
+        found.append([])
+        for slot in range(len(row)):
+            found[-1].append(max(0, sum(row[: slot + 1]) - 1) if by_mask else slot)
+    return found
+
+
+def as_given(rows: list[list[int]], form: str, length: int) -> Tensor:
+    """A mask of 1 and 0, or as transformers expands it for attention: query, key; nothing behind the query."""
+    if form == "2-D":
+        return torch.tensor(rows)
+    seen = torch.zeros(len(rows), 1, NEW, length, dtype=torch.bool)
+    for row, reals in enumerate(rows):
+        for query in range(NEW):
+            for key in range(PAST + query + 1):
+                seen[row, 0, query, key] = bool(reals[key])
+    return seen if form == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("form", ["2-D", "bool", "additive"])
+@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize("length", [PAST + NEW, 9])
+@pytest.mark.parametrize("past", [PAST, torch.tensor(PAST)], ids=["number", "tensor"])
+def test_history_is_that_of_a_loop(padding: str, form: str, length: int, past: Any) -> None:
+    """Slots behind the tokens may have any position that some token has."""
+    rows = MASKS[padding]
+    mask = as_given(rows, form, length)
+    for by_mask in (False, True):
+        expected = torch.tensor(loop(rows, by_mask))
+        new = expected[:, PAST:]
+        masks = (mask, None) if not by_mask or padding == "no padding" else (mask,)
+        for positions in (new, new[:1]) if not by_mask else (new,):
+            for given in masks:
+                found = history_positions(positions, given, past, length)
+                assert found.shape[1] == length and found.min() >= 0 and found.max() <= new.max()
+                real = torch.tensor(rows).bool()
+                found = found[:, : PAST + NEW].expand(2, -1)
+                assert torch.equal(found[real], expected[real])
+
+
+@pytest.mark.parametrize("found", [[[7, 8]], [[4, 6]], [[4, 5], [3, 4]], [[5, 4]], [[0, 1]]], ids=str)
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_other_positions_are_refused(found: list[list[int]], padding: str | None) -> None:
+    mask = None if padding is None else torch.tensor(MASKS[padding])
+    with pytest.raises(ValueError, match="values that are made of keys") as caught:
+        history_positions(torch.tensor(found), mask, PAST, PAST + NEW)
+    assert str(caught.value).endswith(f"; found {found[0]} behind 4 tokens") and "\n" not in str(caught.value)
+
+
+def test_a_first_call_has_no_history() -> None:
+    """Any positions will do, until cached keys are to be turned back."""
+    model, ids = build("grouped"), tokens(2, 6)
+    given = {"position_ids": torch.tensor([[5, 9, 2, 0]]), "attention_mask": torch.ones(2, 4)}
+    with torch.no_grad():
+        output = model(ids[:, :4], use_cache=True, **given)
+        assert_near(output.logits, whole(model, ids[:, :4], **given), EXACT)
+        with pytest.raises(ValueError, match=r"found \[10, 11\] behind 4 tokens"):
+            model(ids[:, 4:], position_ids=torch.tensor([[10, 11]]), past_key_values=output.past_key_values)
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config, max_cache_len=12),
+    "longer static": lambda config: StaticCache(config, max_cache_len=3 * LIMIT),
+    "allocated": lambda config: allocate_cache(config, 12),
+}
+
+
+@every
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("lengths", [(1,), (7, 3), (2, 10)], ids=str)
+def test_decoding_is_the_uncached_pass(case: str, kind: str, lengths: tuple[int, ...]) -> None:
+    model, ids = build(case), tokens(2, 12)
+    model.set_attn_implementation("eager" if "static" in kind else "sdpa")
+    cache = CACHES[kind](model.config)
+    assert_near(in_pieces(model, ids, cache, lengths), whole(model, ids), EXACT)
+    if kind != "longer static" and model.config.sliding_window is None:
+        assert cache_bytes(cache) == 2 * model.config.plan.kv_bytes(12, torch.float64)
+
+
+@pytest.mark.parametrize("case", ["grouped", "latent keys", "some layers", "longrope", "dynamic", "one block"])
+@pytest.mark.parametrize("kind", ["dynamic", "longer static"])
+@pytest.mark.parametrize("padding", ["left", "right", "both"])
+@pytest.mark.parametrize("by_mask", [True, False], ids=["given", "left out"])
+def test_padding_changes_nothing(case: str, kind: str, padding: str, by_mask: bool) -> None:
+    """Positions that are left out count the padding; those of `generate` do not, and every row is as it is alone."""
+    model, ids = build(case), tokens(2, 9)
+    mask = torch.tensor([[*row, 1, 0, 1] for row in MASKS[padding]])
+    real = mask.bool()
+    found = in_pieces(model, ids, CACHES[kind](model.config), (4, 2, 2), mask, by_mask)
+    given = {"position_ids": counted(mask)} if by_mask else {}
+    assert_near(found[real], whole(model, ids, attention_mask=mask, **given)[real], EXACT)
+    for row in range(2 if by_mask else 0):
+        assert_near(found[row][real[row]], whole(model, ids[row : row + 1, real[row]])[0], EXACT)
+
+
+@some
+def test_a_cache_is_cut_reordered_and_repeated(case: str) -> None:
+    """As assisted decoding and beam search do, with a padded row."""
+    model, ids, other = build(case), tokens(3, 9), tokens(3, 9, seed=1)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+
+    def check(cache: DynamicCache, rows: Tensor, ids: Tensor, mask: Tensor) -> None:
+        past = cache.get_seq_length()
+        expected = whole(model, ids, attention_mask=mask, position_ids=counted(mask))
+        assert_near(in_pieces(model, ids[:, past:], cache, (2,), mask, True), expected[:, past:], EXACT)
+
+    def filled() -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        in_pieces(model, ids[:, :6], cache, (4,), mask, True)
+        return cache
+
+    cache = filled()
+    cache.crop(-3)
+    check(cache, ids, torch.cat((ids[:, :3], other[:, 3:]), dim=1), mask)
+    cache, beams = filled(), torch.tensor([2, 0, 0])
+    cache.reorder_cache(beams)
+    check(cache, ids, torch.cat((ids[beams, :6], other[:, 6:]), dim=1), mask[beams])
+    cache = filled()
+    cache.batch_repeat_interleave(2)
+    longer = torch.cat((ids[:, :6].repeat_interleave(2, 0), tokens(6, 3, seed=2)), dim=1)
+    check(cache, ids, longer, mask.repeat_interleave(2, 0))
+
+
+@some
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
+def test_generate_gives_what_it_gives_without_a_cache(case: str, options: dict[str, Any]) -> None:
+    model, ids = build(case, std=0.5), tokens(3, 6)
+    ids[0, :3], ids[1, :1] = 0, 0
+    given = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8, "do_sample": False}
+    beams = {name: value for name, value in options.items() if name == "num_beams"}
+    expected = model.generate(ids, use_cache=False, **given, **beams)
+    assert len(expected[:, 6:].unique()) > 6
+    assert torch.equal(model.generate(ids, **given, **options), expected)
+
+
+@some
+def test_the_decoder_gives_the_same(case: str) -> None:
+    """In chunks of three tokens, with padding; its kernel for one query is made for float32."""
+    model, ids = build(case), tokens(3, 10)
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, :1] = 0, 0
+    expected = whole(model, ids, attention_mask=mask, position_ids=counted(mask))[:, 6:]
+    for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, 1e-4)):
+        decoder = Decoder(model.to(dtype), chunk=3)
+        found = [decoder.prefill(ids[:, :7], mask[:, :7], room=3)] + [decoder.step(ids[:, at]) for at in (7, 8, 9)]
+        assert_near(torch.stack(found, dim=1), expected, tolerance)
+
+
+@pytest.mark.parametrize("case", ["grouped", "latent keys"])
+def test_rows_of_a_batch_come_and_go(case: str) -> None:
+    check_batch(build(case, std=0.2).float())
+
+
+@some
+def test_quantized_keys_are_turned_back(case: str) -> None:
+    """Of 8 bits: codes are 1/255 of their range apart, and an entry is off by half of that; nothing else is."""
+    model, ids = build(case, max_position_embeddings=512), tokens(2, 140)
+    cache = LeanQuantizedCache("kivi", model.config, key_bits=8, value_bits=8)
+    found, expected = in_pieces(model, ids, cache, (130, 8)), whole(model, ids)
+    assert_near(found[:, :130], expected[:, :130], EXACT)
+    error = (found - expected)[:, 130:].abs().max() / expected.abs().max()
+    assert EXACT < error < 10 / 255
+
+
+# --- precisions -------------------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+def test_precisions(case: str, kind: str) -> None:
+    """Against the uncached pass in float64 of the same weights, whose matrices keep the length of what they multiply,
+    so that rounding grows little."""
+    stored = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    model, ids = build(case, std=32**-0.5).to(stored), tokens(2, 12)
+    expected = whole(model.double(), ids)
+    model.to(stored)
+    cache = DynamicCache(config=model.config)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+        found = in_pieces(model, ids, cache, (7, 3))
+    assert cache.layers[1].keys.dtype == dtype
+    assert_near(found.double(), expected, 16 * torch.finfo(dtype).eps)
+
+
+# --- one function -----------------------------------------------------------------------------------------------------
+
+
+def dense_tensors(model: LeanForCausalLM) -> dict[str, Tensor]:
+    """The weights of the same function with plain W_K and W_V, made of those of `model`."""
+    found, inputs, biased = dict(model.named_parameters()), model.config.hidden_size, model.config.attention_bias
+    for layer, block in enumerate(model.model.layers):
+        name = f"model.layers.{layer}.self_attn"
+        latent, up = found[f"{name}.v_proj.weight"].T, found.pop(f"{name}.v_up_proj.weight").T
+        rows = {"k_proj": found[f"{name}.k_proj.weight"].T, "v_proj": latent @ up[: latent.shape[1]]}
+        if biased:
+            biases = {"k_proj": found[f"{name}.k_proj.bias"], "v_proj": found.pop(f"{name}.v_up_proj.bias")}
+            rows = {projection: torch.cat((rows[projection], biases[projection][None])) for projection in rows}
+        rows["v_proj"] = rows["v_proj"] + rows["k_proj"] @ up[latent.shape[1] :]
+        if found.pop(f"{name}.k_up_proj.weight", None) is not None:
+            rows["k_proj"] = block.self_attn.k_up_proj(rows["k_proj"])
+        for projection, made in rows.items():
+            found[f"{name}.{projection}.weight"] = made[:inputs].T
+            if biased:
+                found[f"{name}.{projection}.bias"] = made[inputs]
+    return found
+
+
+def dense_config(case: str, **fields: Any) -> LeanConfig:
+    names, overrides = CASES[case]
+    return tiny("llama", *(name for name in names if "latent" not in name), **{**overrides, **fields})
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("some layers", "beside windows", "one block")])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_it_is_one_function_with_plain_keys_and_values(case: str, dropout: float) -> None:
+    """Logits and the gradients of all weights, in training, where the same attention weights drop out."""
+    model = build(case, attention_dropout=dropout).train()
+    model.set_attn_implementation("eager")
+    dense = LeanForCausalLM(dense_config(case, attention_dropout=dropout)).double().train()
+    dense.set_attn_implementation("eager")
+    ids, parameters = tokens(2, 9), dict(model.named_parameters())
+    found = []
+    for one, tensors in ((model, parameters), (dense, dense_tensors(model))):
+        torch.manual_seed(0)
+        output = functional_call(one, tensors, args=(), kwargs={"input_ids": ids, "labels": ids})
+        found.append((output.logits, torch.autograd.grad(output.loss, list(parameters.values()))))
+    assert_near(found[0][0], found[1][0], EXACT)
+    floor = 1e-4 * max(gradient.abs().max().item() for gradient in found[1][1])
+    for name, one, other in zip(parameters, found[0][1], found[1][1], strict=True):
+        assert_near(one, other, EXACT, name, floor)
+
+
+@some
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_absorbed_is_expanded(case: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys and of values, each alone and both: logits and gradients, with padding and a filled cache."""
+    model, ids = build(case), tokens(2, 9)
+    model.set_attn_implementation(implementation)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 3] = -100  # predicted at a padded position
+    found = []
+    for keys, values in ((False, False), (True, False), (False, True), (True, True)):
+        monkeypatch.setattr(attention, "absorbing_keys_pays", lambda *_, absorbed=keys: absorbed)
+        monkeypatch.setattr(attention, "absorbing_pays", lambda *_, absorbed=values: absorbed)
+        output = model(ids, attention_mask=mask, labels=labels, use_cache=False)
+        gradients = torch.autograd.grad(output.loss, list(model.parameters()))
+        cached = in_pieces(model, ids, DynamicCache(config=model.config), (5, 3), mask)
+        found.append((output.logits[mask.bool()], cached[mask.bool()], *gradients))
+    assert_near(found[0][0], found[0][1], EXACT)
+    floor = 1e-4 * max(gradient.abs().max().item() for gradient in found[0][2:])
+    for other in found[1:]:
+        for one, expected in zip(other, found[0], strict=True):
+            assert_near(one, expected, EXACT, floor=floor)
+
+
+@pytest.mark.parametrize("by_mask", [True, False], ids=["given", "left out"])
+@pytest.mark.slow
+def test_a_decoding_step_is_one_graph(by_mask: bool) -> None:
+    """What `generate(cache_implementation="static")` compiles, with padding."""
+    model, ids = build("latent keys", num_hidden_layers=1), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    given = {"position_ids": counted(mask)} if by_mask else {}
+    expected = whole(model, ids, attention_mask=mask, **given)[:, 6:]
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    cache = CACHES["longer static"](model.config)
+    in_pieces(model, ids[:, :6], cache, (6,), mask, by_mask)
+    assert_near(in_pieces(step, ids[:, 6:], cache, (1,), mask, by_mask), expected, EXACT)
+    elsewhere = torch.full((2, 1), 20)
+    with pytest.raises(RuntimeError, match="need position_ids that are counted on"):
+        step(ids[:, 6:], attention_mask=mask, position_ids=elsewhere, past_key_values=cache)
+
+
+# --- refused, and adapted ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names, fields, message",
+    [
+        ((KEYS,), {"sliding_window": 4}, r"in layer 0: .* sliding window \(4\) .* leave keys=true out there"),
+        ((KEYS,), {"sliding_window": 4, "window_layers": [2]}, r"in layer 2: .* sliding window \(4\)"),
+        ((KEYS,), {"qk_norm": True}, r"in layer 0: .* qk_norm norms these; leave keys=true out"),
+        ((KEYS,), {"qk_norm": "width"}, r"in layer 0: .* qk_norm"),
+        ((f"{KEYS},layers=1",), {"qk_norm": True}, r"in layer 1: .* qk_norm"),
+        ((KEYS, "mla"), {}, r"value 'latent' in layer 0: with a latent \(kv_lora_rank\)"),
+        ((KEYS, "skipv1"), {}, r"value 'latent' in layer 0: key_value 'first_layer_values' shares value heads"),
+        ((KEYS, "cla"), {"num_hidden_layers": 4}, r"value 'latent' in layer 0: key_value 'shared_adjacent' shares"),
+        (("latent-values:keys=3",), {}, "'keys'.* true or false"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_refused_by_name(names: tuple[str, ...], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        tiny("llama", *names, **fields).plan  # noqa: B018
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["grouped", "latent keys"])
+@pytest.mark.slow
+def test_an_adapter_of_the_keys_changes_values_too(case: str) -> None:
+    """LoRA on k_proj; merging it gives the same logits, with a cache and without."""
+    peft = pytest.importorskip("peft")
+    ids, values = tokens(2, 9), []
+    model = peft.get_peft_model(
+        build(case), peft.LoraConfig(target_modules=["k_proj"], r=2, init_lora_weights=False)
+    ).eval()
+    first = model.get_base_model().model.layers[0].self_attn.v_up_proj
+    hook = first.register_forward_hook(lambda module, given, output: values.append(output))
+    expected = whole(model, ids)
+    with model.disable_adapter():
+        plain = whole(model, ids)
+    hook.remove()
+    assert (values[0] - values[1]).abs().max() > 0.1 and (plain - expected).abs().max() > 0.1
+    for one in (model, model.merge_and_unload()):
+        assert_near(whole(one, ids), expected, EXACT)
+        assert_near(in_pieces(one, ids, DynamicCache(config=one.config), (5, 2)), expected, EXACT)
