@@ -125,9 +125,9 @@ def test_a_point_is_the_mean_of_its_calibrations(measured: Path) -> None:
 
 @torch.no_grad()
 def test_states_read_the_quantized_cache_as_decoding_does() -> None:
-    """One token at a time gives what whole blocks give."""
+    """One token at a time gives what whole blocks give, in each row of a batch."""
     model = randomize(LeanForCausalLM(tiny("llama", max_position_embeddings=256)), std=0.3).eval()
-    ids = torch.randint(model.config.vocab_size, (1, 2 * BLOCK + 5), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(model.config.vocab_size, (2, 2 * BLOCK + 5), generator=torch.Generator().manual_seed(0))
     precision = Precision(4, 4)
     found, cache = precision.states(model, ids), precision.cache(model.config)
     expected = [
@@ -135,6 +135,7 @@ def test_states_read_the_quantized_cache_as_decoding_does() -> None:
         for at in range(ids.shape[1])
     ]
     torch.testing.assert_close(found, torch.cat(expected, 1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(found[1:], precision.states(model, ids[1:]), rtol=0, atol=1e-4)
     whole = Precision().states(model, ids)
     assert (found[:, :BLOCK] - whole[:, :BLOCK]).abs().max() < 1e-4 < (found - whole).abs().max()
 

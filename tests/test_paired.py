@@ -46,12 +46,14 @@ def text(tokens: int = 150) -> np.ndarray:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("at_a_time, scaling", [(1, 1.0), (7 * VOCABULARY, 1.0), (2**25, 1.0), (2**25, 8.0)])
-def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling):
+def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling, batch_size):
     monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", at_a_time)
     before, after, tokens, done = model(0, logits_scaling=scaling), model(1), text(), []
     windows = strided_windows(len(tokens), 32, 16)
-    scores = paired_scores(before, after, tokens, windows, 32, progress=lambda *at: done.append(at))
+    progress = lambda *at: done.append(at)  # noqa: E731
+    scores = paired_scores(before, after, tokens, windows, 32, batch_size=batch_size, progress=progress)
     expected = []
     for start, scored in windows:
         ids = torch.from_numpy(tokens[start : start + 33].astype(np.int64))

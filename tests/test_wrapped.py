@@ -1,7 +1,9 @@
 """Models that other tools have changed or wrapped: decoded as `model.generate` does, or refused by name."""
 
 import functools
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from types import MethodType
 from typing import Any
 
@@ -156,8 +158,13 @@ def test_dynamically_quantised(mechanisms) -> None:
 
 @pytest.mark.slow
 def test_compiled_in_place_and_around() -> None:
+    """In a process of its own: after many other models, Dynamo compiles inner functions alone, and not all of them."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(check_compiled_in_place_and_around).result()
+
+
+def check_compiled_in_place_and_around() -> None:
     """The copy is not compiled: it must not call the original, which may be in training mode."""
-    torch._dynamo.reset()  # after many other models it would compile inner functions alone
     model = build("gqa", "skipv1", hidden_dropout=0.5)
     expected = generated(model)
     around = torch.compile(model, backend="eager")

@@ -19,7 +19,7 @@ from .strided import loss_figures
 CONFIDENCE = 0.95
 # Logits of both models that are in memory at a time, in numbers: 256 MB in float32.
 LOGITS_AT_A_TIME = 2**25
-# From a model and token ids [1, length] to its last hidden states [1, length, hidden_size].
+# From a model and token ids [batch, length] to its last hidden states [batch, length, hidden_size].
 States = Callable[[Any, Tensor], Tensor]
 
 
@@ -63,13 +63,14 @@ def paired_scores(
     windows: Sequence[tuple[int, int]],
     length: int,
     *,
+    batch_size: int = 1,
     states: tuple[States, States] = (last_states, last_states),
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PairedScores:
     """Score the tokens of the windows with both models, one forward pass of each, dropout off.
 
-    Beside both models, one window's activations and a piece of its logits are in memory.
+    Beside both models, the activations of `batch_size` windows and a piece of a window's logits are in memory.
 
     Args:
         before, after: causal language models of one vocabulary, on one device.
@@ -87,19 +88,21 @@ def paired_scores(
     models: list[Any] = [before, after]
     done, total = 0, sum(scored for _, scored in windows)
     with scoring(before) as device, scoring(after):
-        for start, scored in windows:
-            batch = collate(tokens, [start], length)
-            ids, targets = batch["input_ids"].to(device), batch["shift_labels"][0, -scored:].to(device)
+        for at in range(0, len(windows), batch_size):
+            part = windows[at : at + batch_size]
+            batch = collate(tokens, [start for start, _ in part], length)
+            ids, targets = (batch[name].to(device) for name in ("input_ids", "shift_labels"))
             with autocast():
-                hidden = [made(model, ids)[0, -scored:] for model, made in zip(models, states, strict=True)]
-                parts += _score_pieces(models, hidden, targets)
-            if not parts[-1].isfinite().all():
-                raise LeanError(
-                    f"the scores are not finite in the window at token {start + 1:,}: the logits of the source or of "
-                    "the result are NaN or infinite there"
-                )
-            done += scored
-            progress(done, total)
+                hidden = [made(model, ids) for model, made in zip(models, states, strict=True)]
+                for row, (start, scored) in enumerate(part):
+                    parts += _score_pieces(models, [one[row, -scored:] for one in hidden], targets[row, -scored:])
+                    if not parts[-1].isfinite().all():
+                        raise LeanError(
+                            f"the scores are not finite in the window at token {start + 1:,}: the logits of the source "
+                            "or of the result are NaN or infinite there"
+                        )
+                    done += scored
+                    progress(done, total)
     numbers = torch.repeat_interleave(torch.tensor([scored for _, scored in windows]))
     losses, later_losses, divergence, agreement = torch.cat(parts, dim=1)
     return PairedScores(losses, later_losses, divergence, agreement, numbers)

@@ -54,7 +54,7 @@ class Precision:
         return LeanQuantizedCache(KIVI, config, key_bits=self.key_bits, value_bits=self.value_bits)
 
     def states(self, model: Any, ids: Tensor) -> Tensor:
-        """Return the last hidden states [1, length, hidden_size], each token reading the cache as decoding does.
+        """Return the last hidden states [batch, length, hidden_size], each token reading the cache as decoding does.
 
         A block of tokens at a time: it is quantized when it is complete, so those in it read each other whole.
         """

@@ -16,6 +16,8 @@ from .points import Precision
 
 # Tokens of the prompt, and of the continuation on which the likeliest tokens are compared; fewer with few positions.
 PROMPT, CONTINUATION = 64, 256
+# Windows that are scored at a time.
+BATCH = 8
 # Tokens that are generated with and without a cache, which have to be the same.
 CHECKED = 24
 
@@ -48,6 +50,7 @@ class Scorer:
                 text,
                 windows,
                 min(self.length, len(text.tokens) - 1),
+                batch_size=BATCH,
                 states=states,
                 progress=progress,
             )
