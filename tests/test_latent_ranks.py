@@ -1,0 +1,305 @@
+"""Latents before any weight is made: approximations, Gram matrices and ranks against loops and other optimizers."""
+
+import re
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from converting import BIASES, build, source
+from reducing import SMALL, Model, normals, sample_of, seen_by_hooks, sweeping
+from safetensors.torch import load_file
+from scipy.optimize import minimize
+from shapes import assert_near, tiny
+from torch import Tensor
+
+from leanqkv import LeanConfig, LeanError
+from leanqkv.convert.heads import split_heads
+from leanqkv.convert.latent_values import ValueGram, choose_ranks, step_of, value_latents, value_width
+from leanqkv.convert.latents import Latents
+from leanqkv.convert.low_rank import approximate
+
+# --- the best approximation of every rank -----------------------------------------------------------------------------
+
+
+def lost(values: Tensor, output: Tensor, combine: Tensor, restore: Tensor) -> Tensor:
+    """The explicit error of a latent."""
+    return ((values - values @ combine @ restore) @ output).square().sum()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_no_other_latent_loses_less(rank: int) -> None:
+    width, normal = 4, normals(rank)
+    values, output = normal(30, width) @ normal(width, width), normal(width, 6)
+    combine, restore, gains = approximate(values.T @ values, output @ output.T)
+    assert combine.shape == restore.shape == (width, width)
+    least = float(lost(values, output, combine[:, :rank], restore[:rank]))
+    assert float(gains[rank:].sum()) == pytest.approx(least, rel=1e-9)
+
+    def of_flat(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        parts = torch.from_numpy(flat).requires_grad_()
+        first, second = parts.view(2, -1)
+        value = lost(values, output, first.view(width, rank), second.view(rank, width))
+        return float(value.detach()), torch.autograd.grad(value, parts)[0].numpy()
+
+    starts = (normal(2 * width * rank).numpy() for _ in range(5))
+    found = [minimize(of_flat, start, jac=True, tol=1e-12).fun for start in starts]
+    assert min(found) == pytest.approx(least, rel=1e-6)
+    assert all(value >= least * (1 - 1e-9) for value in found)
+
+
+DEGENERATE = {
+    "fewer directions of values than columns": lambda normal: (normal(40, 2) @ normal(2, 6), normal(6, 5)),
+    "fewer tokens than columns": lambda normal: (normal(3, 6), normal(6, 9)),
+    "fewer outputs than columns": lambda normal: (normal(40, 6), normal(6, 2)),
+    "fewer of both": lambda normal: (normal(40, 3) @ normal(3, 6), normal(6, 2)),
+    "columns of zeros": lambda normal: (normal(40, 6) * torch.tensor([1, 0, 1, 1, 0, 1]), normal(6, 9)),
+    "a head without output weights": lambda normal: (
+        normal(40, 6),
+        normal(6, 9) * torch.tensor([[1.0]] * 3 + [[0]] * 3),
+    ),
+    "one direction": lambda normal: (normal(40, 1) @ normal(1, 6), normal(6, 1) @ normal(1, 5)),
+    "the same columns": lambda normal: (normal(40, 3).repeat(1, 2), normal(6, 9)),
+    "of far different sizes": lambda normal: (normal(40, 6) * 10.0 ** -torch.arange(6), normal(6, 9)),
+    "tiny": lambda normal: (1e-150 * normal(40, 6), normal(6, 9)),
+    "no values": lambda normal: (torch.zeros(40, 6), normal(6, 9)),
+    "no output weights": lambda normal: (normal(40, 6), torch.zeros(6, 9)),
+    "nothing": lambda normal: (torch.zeros(40, 6), torch.zeros(6, 9)),
+}
+
+
+@pytest.mark.parametrize("name", ["of full rank", *DEGENERATE])
+def test_gains_are_what_every_rank_loses(name: str) -> None:
+    """All ranks, the rank of the problem included, whatever values and output weights there are."""
+    normal = normals()
+    make = DEGENERATE.get(name, lambda normal: (normal(40, 6), normal(6, 9)))
+    values, output = (matrix.double() for matrix in make(normal))
+    combine, restore, gains = approximate(values.T @ values, output @ output.T)
+    assert all(tensor.isfinite().all() and tensor.dtype == torch.float64 for tensor in (combine, restore, gains))
+    assert (gains >= 0).all() and (gains.diff() <= 0).all()
+    size = float((values @ output).square().sum())
+    assert float(gains.sum()) == pytest.approx(size, rel=1e-9)
+    singular = torch.linalg.svdvals(values @ output)
+    for rank in range(7):
+        expected = float(singular[rank:].square().sum())
+        # Directions smaller than 1e-9 of the largest are left alone, in values and in output weights.
+        rounding = 1e-8 * size
+        assert float(gains[rank:].sum()) == pytest.approx(expected, rel=1e-9, abs=rounding)
+        assert float(lost(values, output, combine[:, :rank], restore[:rank])) == pytest.approx(expected, abs=rounding)
+
+
+# --- Gram matrices of attended values ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("key_width", [0, 4])
+def test_the_gram_matrix_of_attended_values(group: int, biased: bool, key_width: int) -> None:
+    """Of all heads' values and then the keys, side by side, under every query head's patterns; a value bias does not
+    count."""
+    normal, heads, width, length = normals(), 2, 3, 4
+    bias = normal(heads, width) if biased else None
+    found = ValueGram(heads * width, None if bias is None else bias.flatten(), key_width)
+    columns = heads * width + key_width
+    expected = torch.zeros(columns, columns, dtype=torch.float64)
+    for batch in (2, 1):
+        patterns, weight = normal(batch, heads * group, length, length).softmax(-1), normal(batch, length).exp()
+        values, keys = normal(batch, heads, length, width), normal(batch, length, key_width)
+        seen = values if bias is None else values + bias[:, None]
+        found.add(SimpleNamespace(values=seen, patterns=patterns, projected_key=keys), weight)
+        for b, query, t in np.ndindex(batch, heads * group, length):
+            parts = [*values[b], keys[b]]
+            row = torch.cat([sum(patterns[b, query, t, s] * part[s] for s in range(length)) for part in parts])
+            expected += weight[b, t] ** 2 * torch.outer(row, row)
+    assert found.total.dtype == torch.float64
+    assert_near(found.total, expected, 1e-13)
+
+
+def keys_by_hooks(model: Model, sample: np.ndarray) -> dict[int, Tensor]:
+    """The keys of every layer as they are projected."""
+    reference, keys = build(*model), {}
+    for i, layer in enumerate(reference.model.layers):
+        layer.self_attn.k_proj.register_forward_hook(lambda m, x, y, i=i: keys.update({i: y}))
+    reference(torch.from_numpy(sample))
+    return keys
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(
+    "shape, fields",
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("gpt", BIASES | {"num_attention_heads": 6, "num_key_value_heads": 2}),
+        ("llama", {"sliding_window": 3, "window_layers": [1], "num_attention_heads": 2, "attention_bias": True}),
+    ],
+)
+@torch.no_grad()
+def test_the_gains_are_what_latents_lose(shape: str, fields: dict, separate: bool, tmp_path: Path) -> None:
+    """In every layer and for every rank, from the model's own patterns: every head's values under all of them, and what
+    is made of the keys where these may be read."""
+    model = source(shape, **SMALL | fields)
+    config, sample = model[0], sample_of(model[0], 16, 6)
+    streams, values, patterns = seen_by_hooks(model, sample)
+    keys = keys_by_hooks(model, sample)
+    chosen = Latents(*model, 0.9, keys=False, separate=separate)
+    sweeps = sweeping(model, sample, tmp_path, [chosen], batch_size=3)
+    sweeps.run()
+    assert chosen.from_keys == [not separate and layer.window is None for layer in config.plan.layers]
+    width, columns, queries = config.head_dim, value_width(config), config.num_attention_heads
+    group = queries // config.num_key_value_heads
+    for i in range(config.num_hidden_layers):
+        stored = load_file(sweeps._file(chosen.measures, i))
+        latents = value_latents(stored["gram"], split_heads(*model, i).output.mT)
+        of_values = value_latents(stored["gram"][:columns, :columns], split_heads(*model, i).output.mT)
+        whole = float(of_values.gains.sum()) / sample.size
+        by_keys = keys[i] @ latents.from_keys if chosen.from_keys[i] else 0.0
+        bias = model[1].get(f"model.layers.{i}.self_attn.v_proj.bias", 0.0)
+        output = model[1][f"model.layers.{i}.self_attn.o_proj.weight"].split(width, dim=1)
+        weight = (streams[i].square().mean(-1) + config.norm_eps).rsqrt()[..., None]
+        for rank in (0, 1, columns // 2, columns - 1, columns):
+            rest = values[i] - bias - by_keys
+            left = rest - rest @ latents.combine[:, :rank] @ latents.restore[:rank]
+            error = 0.0
+            for query, pattern in product(range(queries), repeat=2):
+                head = query // group
+                row = patterns[i][:, pattern] @ left[..., head * width : (head + 1) * width] @ output[query].T
+                error += float((row * weight).square().sum())
+            found = float(stored["gains"][rank:].sum())
+            assert found == pytest.approx(error / sample.size, rel=1e-4, abs=1e-6 * whole)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "width, cut",
+    [
+        (32, [True, True, True]),
+        (32, [True, False, True]),
+        (16, [True] * 5),
+        (5, [True, True, True]),
+        (12, [False, True, True]),
+        (8, [True, True, False]),
+    ],
+)
+def test_no_other_ranks_take_away_more(width: int, cut: list[bool]) -> None:
+    """Of all allocations to so many columns."""
+    step = {32: 8, 16: 8, 12: 2, 8: 2, 5: 1}[width]
+    assert step_of(width) == step
+    choices = [range(step, width + 1, step) if may else [width] for may in cut]
+    allocations = np.array(list(product(*choices)))
+    for seed in range(6):
+        gains = normals(seed)(len(cut), width).square() * normals(seed + 50)(len(cut), 1).exp()
+        gains = gains.sort(dim=1, descending=True).values
+        below = torch.cat((torch.zeros(len(cut), 1), gains.cumsum(1)), dim=1)
+        taken = sum(below[layer].numpy()[allocations[:, layer]] for layer in range(len(cut)))
+        sizes = allocations.sum(1)
+        for columns in range(sizes.min(), sizes.max() + 1):
+            ranks = choose_ranks(gains, columns, cut)
+            assert [rank in allowed for rank, allowed in zip(ranks, choices, strict=True)] == [True] * len(cut)
+            assert sum(ranks) <= columns
+            found = sum(float(below[layer, rank]) for layer, rank in enumerate(ranks))
+            assert found == pytest.approx(taken[sizes <= columns].max(), rel=1e-12)
+
+
+def test_ranks_where_columns_are_worth_nothing() -> None:
+    """Ties, zeros among them, and a layer that is worth far less still has some columns."""
+    zeros = torch.zeros(3, 16).double()
+    assert sorted(choose_ranks(zeros, 40, [True] * 3)) == [8, 16, 16]
+    zeros[0] = 1e12
+    assert choose_ranks(zeros, 32, [True] * 3) == [16, 8, 8]
+
+
+BUDGETS: dict[str, tuple[LeanConfig, tuple[int, ...] | None]] = {
+    "mha": (tiny("gpt"), None),
+    "some layers": (tiny("gpt", num_hidden_layers=5, **SMALL), (3,)),
+    "layers twice": (tiny("llama"), (0, 2, 2)),
+    "gqa": (tiny("llama", "gqa"), None),
+    "mqa": (tiny("llama", "mqa"), None),
+    "heads of 6": (tiny("llama", head_dim=6), None),
+    "heads of 5": (tiny("gpt", head_dim=5, num_attention_heads=3), (1, 2)),
+    "identity key": (tiny("llama", "identity-key"), None),
+    "windows": (tiny("llama", sliding_window=4, window_layers=[0, 2]), None),
+}
+
+
+def with_ranks(
+    config: LeanConfig, share: float, layers: tuple[int, ...] | None, tensors: Any = None, keys: bool = False
+) -> Latents:
+    """After a choice from random gains."""
+    made, normal = Latents(config, tensors or {}, share, layers, keys), normals()
+    gains = [normal(made.width).square().sort(descending=True).values for _ in range(config.num_hidden_layers)]
+    heads, frequencies = config.num_key_value_heads, config.head_dim // 2
+    of_keys = [normal(frequencies, heads).square().sort(descending=True).values for _ in gains]
+    if config.position_embedding_type != "rope":
+        of_keys = [normal(made.width).square().sort(descending=True).values for _ in gains]
+    made.choose(lambda layer: {"gains": gains[layer], "keys.gains": of_keys[layer]})
+    return made
+
+
+def smallest_share(config: LeanConfig, layers: tuple[int, ...] | None, keys: bool) -> float:
+    """As a refusal names it, in percent."""
+    with pytest.raises(LeanError, match="out of reach") as refusal:
+        Latents(config, {}, 0.001, layers, keys)
+    return float(re.search(r"from ([\d.]+)% of its cache up", str(refusal.value))[1])
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_cache_keeps_to_its_share(name: str, keys: bool) -> None:
+    """Measured on the configuration of the result, and so closely that no layer could have a step more."""
+    config, layers = BUDGETS[name]
+    whole, width = config.plan.kv_bytes_per_token(torch.bfloat16), value_width(config)
+    step, least = step_of(width), smallest_share(config, layers, keys)
+    for share in (*np.linspace(least / 100, 0.999, 40), 0.75, 0.8, 0.84, 0.9):
+        if share < least / 100:
+            continue
+        made = with_ranks(config, float(share), layers, keys=keys)
+        taken = made.target.plan.kv_bytes_per_token(torch.bfloat16)
+        assert taken <= share * whole * (1 + 1e-9) and taken < whole
+        assert taken + 2 * step > share * whole * (1 - 1e-9)
+        for side, ranks, may in (("value", made.ranks, made.cut), ("key", made.key_ranks, made.key_cut)):
+            assert all(rank % step == 0 and 1 <= rank <= width for rank in ranks)
+            assert all(ranks[layer] == width for layer in range(len(ranks)) if not may[layer])
+            kinds = [getattr(layer, side).kind == "latent" for layer in made.target.plan.layers]
+            assert kinds == [rank < width for rank in ranks]
+        pairs = zip(made.ranks, made.key_ranks, strict=True)
+        assert made.first == [min(pair) < width for pair in pairs].index(True)
+        assert [layer.value_rank for layer in made.target.plan.layers] == [
+            None if rank == width else rank for rank in made.ranks
+        ]
+        assert any(made.key_cut) == (keys and name != "identity key")
+
+
+def test_a_share_of_whole_columns_is_not_rounded_away() -> None:
+    """57% of 100 columns are 57, and 0.57 * 100 is less."""
+    config = tiny("gpt", num_hidden_layers=5, num_attention_heads=2, head_dim=5)
+    for percent in range(60, 100):
+        assert Latents(config, {}, percent / 100, keys=False).columns == percent
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_smallest_share_that_is_named_can_be_had(name: str, keys: bool) -> None:
+    config, layers = BUDGETS[name]
+    named = smallest_share(config, layers, keys)
+    made, step = with_ranks(config, named / 100, layers, keys=keys), step_of(value_width(config))
+    cut = [layer for layer in range(config.num_hidden_layers) if layers is None or layer in layers]
+    assert all(made.ranks[layer] == step for layer in cut)
+    assert all(rank == step for rank, may in zip(made.key_ranks, made.key_cut, strict=True) if may)
+    with pytest.raises(LeanError, match=f"from {named:g}% of its cache .* {named - 0.1:g}% is out of reach"):
+        Latents(config, {}, round(named - 0.1, 1) / 100, layers, keys)
+
+
+@pytest.mark.parametrize("factor, keys_stay", [(0.2, True), (0.05, False)])
+def test_an_error_of_the_keys_counts_ten_times(factor: float, keys_stay: bool) -> None:
+    """Where a column of keys takes away a fifth of what one of values does, keys are kept; of a twentieth, values."""
+    config = tiny("gpt")
+    made = Latents(config, {}, 0.625)
+    gains = torch.ones(made.width, dtype=torch.float64)
+    made.choose(lambda layer: {"gains": gains, "keys.gains": factor * gains})
+    whole, least = [made.width] * config.num_hidden_layers, [step_of(made.width)] * config.num_hidden_layers
+    assert (made.key_ranks, made.ranks) == ((whole, least) if keys_stay else (least, whole))
