@@ -252,6 +252,7 @@ def test_too_little_temporary_space(place, unwrapped, monkeypatch):
     [
         (("skipv1",), {}, "--to skipv1 --method mean-v", "it is converted already"),
         (("latent-keys",), {}, "--to skipv1 --method mean-v", "converted already: the key of layer 0 is 'latent'"),
+        (("latent-values",), {}, "--to skipv1 --method mean-v", "converted already: the value of layer 0 is 'latent'"),
         (("latent-keys:layers=1",), {}, "--to latents --calibration corpus.txt", "the key of layer 1 is 'latent'"),
         (("latent-keys",), {}, "--to merged-values --calibration corpus.txt", "it is converted already"),
         (("mqa",), {}, "--to skipv1 --method mean-v", "replaces 0 of 1 value heads"),

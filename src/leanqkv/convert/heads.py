@@ -58,8 +58,10 @@ def check_convertible(config: LeanConfig) -> None:
     if (kind := config.key_value["type"]) != "projected":  # type: ignore[index]
         raise LeanError(f"it is converted already, or shares values in another way: key_value is {kind!r}")
     for layer in config.plan.layers:
-        if layer.key_rank is not None:
-            raise LeanError(f"it is converted already: the key of layer {layer.layer} is {layer.key.kind!r}")
+        for slot, latent in (("key", layer.key_rank is not None), ("value", layer.weights.caches_latent)):
+            if latent:
+                kind = getattr(layer, slot).kind
+                raise LeanError(f"it is converted already: the {slot} of layer {layer.layer} is {kind!r}")
         for slot in ("value", "output"):
             if (kind := getattr(layer, slot).kind) != "linear":
                 raise LeanError(f"the {slot} of layer {layer.layer} is {kind!r}. Only linear ones are converted")
