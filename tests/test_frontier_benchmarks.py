@@ -1,0 +1,63 @@
+"""What bounds a frontier: the measurements against models whose answer is known."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import partial_rope
+import torch
+import value_sources
+from shapes import randomize, tiny, tokens
+
+from leanqkv import LeanForCausalLM
+
+# --- benchmarks/value_sources.py --------------------------------------------------------------------------------------
+
+
+def seen_at_random(sequences: int, length: int, lent: Any, keys: Any) -> tuple[Any, list[Any]]:
+    """A layer of two key heads and four query heads with random patterns, and what it could borrow."""
+    normal = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=normal)  # noqa: E731
+    output, seen, others = draw(16, 12).double(), [], []
+    for _ in range(4):
+        scores = draw(sequences, 4, length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        values = draw(sequences, 2, length, 4)
+        recorder = SimpleNamespace(patterns=scores.softmax(-1), values=values)
+        recorder.projected_key = keys(values.transpose(1, 2).flatten(2), draw)
+        part = value_sources.Seen(recorder, torch.ones(sequences, length), torch.arange(sequences) % 4 == 3)
+        recorder.heads = part.attended(values)
+        seen.append(part)
+        others.append(lent(values, draw))
+    return value_sources.Layer(seen, output), others
+
+
+@torch.no_grad()
+def test_values_made_of_what_holds_them_miss_nothing() -> None:
+    """Keys, or lent heads in another order, that are a linear map of the values; unrelated ones miss something."""
+    mix, turn = (torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(n)))[0] for n in (8, 4))
+    layer, related = seen_at_random(8, 6, lambda values, _: values.flip(1) @ turn, lambda columns, _: columns @ mix)
+    heads = SimpleNamespace(output=layer.output.unflatten(0, (2, 2, 4)).mT)
+    unrelated = [torch.randn(8, 2, 6, 4, generator=torch.Generator().manual_seed(9)) for _ in related]
+    found = value_sources.measure_layer(layer, heads, {"first": unrelated, "below": related}, [2, 4])
+    for name in ("only keys", "keys 2", "keys 4", "below", "only below"):
+        assert found[name] < 1e-9, name
+    assert found["latent 2"] > found["latent 4"] > 0.01 and found["merged"] > 0.01
+    assert found["only first"] > found["first"] > 0.01
+    assert found["free 4"] <= found["latent 4"] * (1 + 1e-6)
+
+
+# --- benchmarks/partial_rope.py ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_frequencies_without_positions_are_those_of_angle_zero() -> None:
+    model = randomize(LeanForCausalLM(tiny("llama")), std=0.3).eval()
+    ids, rotary = tokens(2, 9), model.model.rotary_emb["rope_parameters"]
+    kept = partial_rope.keep(rotary.inv_freq.expand(model.config.num_hidden_layers, -1), 1)
+    assert (kept.sum(1) == 1).all() and kept[:, 0].all()
+    whole = model(input_ids=ids).logits
+    with partial_rope.positions_kept(torch.ones_like(kept)):
+        assert torch.equal(model(input_ids=ids).logits, whole)
+    with partial_rope.positions_kept(kept):
+        found = model(input_ids=ids).logits
+    rotary.inv_freq[1:] = 0
+    assert torch.equal(found, model(input_ids=ids).logits) and not torch.equal(found, whole)
