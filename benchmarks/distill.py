@@ -1,9 +1,9 @@
 """A converted checkpoint distilled from its source: learning rates searched, what is trained, and the loss on the way.
 
 Short runs with every learning rate, of the changed weights alone and of all of them, and with a higher temperature at
-the best of these; then one long run with the settings that are left with the least divergence on the first text. Only
-the divergence from the source is minimized, never the loss of the text. Runs and scores stay in --work, and are not
-repeated.
+the best of these; then one long run with the settings that are left with the least divergence on the first text. One
+rate and one temperature alone are not searched. Only the divergence from the source is minimized, never the loss of the
+text. Runs and scores stay in --work, and are not repeated.
 
     python benchmarks/distill.py MODEL.gguf CONVERTED --evaluate prose book.txt --out results/real/distillation.json
     python benchmarks/distill.py --tables results/real/distillation.json
@@ -27,6 +27,8 @@ from leanqkv.errors import LeanError
 from leanqkv.evaluate import paired_record, spread_windows
 from leanqkv.files import make_directory, read_json, write_json
 from leanqkv.report.text import signed
+
+OF_A_CONVERSION = ("to", "ratio", "cache", "calibration_tokens", "calibration", "kv_bytes_per_token_bf16")
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise LeanError("give the source and the converted checkpoint")
     bench = Bench(options)
     grid = [Settings(True, rate) for rate in options.rates_changed] + [Settings(False, rate) for rate in options.rates]
-    search = [bench.short(settings, options.search_steps) for settings in grid]
-    for temperature in options.temperatures:
-        hotter = replace(best(search), temperature=temperature)
-        search.append(bench.short(hotter, options.search_steps))
-    final = bench.long(best(search), options.steps, options.points)
+    if len(grid) == 1 and len(options.temperatures) == 1:
+        search, chosen = [], replace(grid[0], temperature=options.temperatures[0])
+    else:
+        search = [bench.short(settings, options.search_steps) for settings in grid]
+        for temperature in options.temperatures:
+            hotter = replace(best(search), temperature=temperature)
+            search.append(bench.short(hotter, options.search_steps))
+        chosen = best(search)
+    final = bench.long(chosen, options.steps, options.points)
     conversion = read_json(options.converted / "conversion.json")
     return {
         "source": options.source.name,
-        "conversion": {key: conversion[key] for key in ("to", "ratio", "calibration_tokens", "calibration")},
+        "conversion": {key: conversion[key] for key in OF_A_CONVERSION if key in conversion},
         "data": options.data,
         "sequence_length": options.sequence_length,
         "batch_size": options.batch_size,
@@ -155,7 +161,8 @@ def best(rows: list[dict[str, Any]]) -> Settings:
 
 def tables(record: dict[str, Any]) -> str:
     """Return the search and the curve as Markdown."""
-    return f"{search_table(record)}\n\n{curve_table(record)}"
+    search = [search_table(record)] if record["search"] else []
+    return "\n\n".join([*search, curve_table(record)])
 
 
 def search_table(record: dict[str, Any]) -> str:
@@ -211,8 +218,8 @@ def main() -> None:
     parser.add_argument("--data", default="prose", metavar="TEXT", help="to distill on")
     parser.add_argument("--evaluate", nargs="+", metavar="TEXT", default=["prose"], help="the first chooses settings")
     parser.add_argument("--evaluate-tokens", type=int, default=8192, metavar="N", help="of every text")
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4], help="with all weights trained")
-    parser.add_argument("--rates-changed", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3], help="with those changed")
+    parser.add_argument("--rates", type=float, nargs="*", default=[3e-5, 1e-4, 3e-4], help="with all weights trained")
+    parser.add_argument("--rates-changed", type=float, nargs="*", default=[1e-4, 3e-4, 1e-3], help="with those changed")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[2.0], help="at the best learning rate")
     parser.add_argument("--search-steps", type=int, default=30, help="of each short run")
     parser.add_argument("--steps", type=int, default=480, help="of the long run")

@@ -275,6 +275,12 @@ def test_distillation_is_searched_and_then_followed(tiny, monkeypatch, cli, caps
     again = distilled(monkeypatch)
     assert {key: again[key] for key in ("search", "final")} == {key: record[key] for key in ("search", "final")}
     assert capsys.readouterr().out.count("\n") == len(distill.tables(record).splitlines())
+    # One choice is not searched.
+    chosen = record["final"]["settings"]
+    rates = ("--rates-changed", "1e-4", "--rates") if chosen["only_changed"] else ("--rates", "1e-4", "--rates-changed")
+    alone = distilled(monkeypatch, *rates, "--temperatures", str(chosen["temperature"]))
+    assert (alone["search"], alone["final"]) == ([], record["final"])
+    assert distill.tables(alone) == distill.curve_table(record)
 
 
 def greedy(model, ids, count: int) -> list[list[int]]:

@@ -86,7 +86,7 @@ class Scorer:
 
 
 @torch.no_grad()
-def decode_speed(model: Any, precision: Precision, context: int, *, new_tokens: int = 16, rounds: int = 3) -> float:
+def decode_speed(model: Any, precision: Precision, context: int, *, new_tokens: int = 8, rounds: int = 3) -> float:
     """Return the tokens decoded per second after `context` tokens, the median of the rounds."""
     device = next(model.parameters()).device
     prompt = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
