@@ -29,7 +29,7 @@ def frontier(
     evaluate_tokens: Annotated[int, typer.Option(help="Tokens to score of every text.")] = EVALUATED_TOKENS,
     budgets: Annotated[
         str, typer.Option(help="Shares of the source's cache that latents are fitted to.")
-    ] = "92%,84%,75%,62.5%,50%",
+    ] = "84%,75%,62.5%,50%",
     kinds: Annotated[
         str,
         typer.Option(
