@@ -74,6 +74,8 @@ def test_the_points_are_all_there(measured: Path) -> None:
     assert all(point["scores"][0]["divergence"]["mean"] > 0 for point in source[1:])  # they are read quantized
     assert all(point["same_tokens_without_cache"] for point in record["points"])
     assert all(point["tokens_per_second"]["16"] > 0 for point in record["points"] if not point["sample"])
+    assert len(record["calibration"]["seconds"]) == 3 and min(record["calibration"]["seconds"]) > 0
+    assert record["seconds"] == pytest.approx(sum(point["seconds"] for point in record["points"]))
     sizes = {point["label"]: point["bytes_per_token"] for point in record["points"] if point["key_bits"] == 16}
     for share in (84, 70):
         assert sizes[f"latents {share}%"] <= share / 100 * sizes["source"]
@@ -84,9 +86,11 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
     removed = measured / "points" / "latents-84-8-4-1.json"
     before = json.loads(removed.read_text())
     removed.unlink()
+    (measured / "points" / "fitting-1.json").unlink()  # the second sample's fits are made anew
     times = {file.name: file.stat().st_mtime_ns for file in (measured / "points").iterdir()}
     assert unwrapped(*ASKED, "--out", "out")[0] == 0
-    assert json.loads(removed.read_text()) == before
+    again = json.loads(removed.read_text())
+    assert {**again, "seconds": 0} == {**before, "seconds": 0}
     assert {name: (measured / "points" / name).stat().st_mtime_ns for name in times} == times
     code, _, errors = unwrapped(*ASKED, "--calibrations", "2", "--out", "out")
     assert code == 2 and "holds a frontier of another source" in errors
@@ -94,7 +98,7 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
 
 def test_the_page(measured: Path) -> None:
     page = write_pages(measured).read_text()
-    for words in ("For every budget", "latents 84%, 8/4 bits", "What every layer caches", "<svg"):
+    for words in ("For every budget", "latents 84%, 8/4 bits", "What every layer caches", "Time of the fits", "<svg"):
         assert words in page
     record = json.loads((measured / "frontier.json").read_text())
     points = read_points(record)

@@ -224,6 +224,11 @@ class Sweeps:
         self._state = self._begin(json.loads(json.dumps(job or {})))
         self.earlier_seconds, self._started = float(self._state.get("seconds", 0)), time.perf_counter()
 
+    @property
+    def seconds(self) -> float:
+        """What the sweeps have taken so far, with the interrupted runs."""
+        return self.earlier_seconds + time.perf_counter() - self._started
+
     @torch.no_grad()
     def run(self) -> list[Converted]:
         """Return the converted models, in the reductions' order."""
@@ -316,7 +321,7 @@ class Sweeps:
                 self._embed()
             yield layer
             self._state["done"] = at + 1
-            self._state["seconds"] = self.earlier_seconds + time.perf_counter() - self._started
+            self._state["seconds"] = self.seconds
             write_json(self.directory / STATE, self._state)
         self._progress(total if phase == "fitting" else layers, total)
 

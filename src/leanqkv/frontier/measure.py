@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,12 @@ class Frontier:
             if (self.out / JOB).exists() and read_json(self.out / JOB) != json.loads(json.dumps(self._job)):
                 raise LeanError(f"{self.out} holds a frontier of another source, text or version; choose another --out")
             write_json(self.out / JOB, self._job)
-            for number, sample in enumerate(self.samples):
-                self._measure_sample(number, sample)
+            for number in range(len(self.samples)):
+                self._measure_sample(number)
             remove(self.out / MODEL)
             return self._record()
 
-    def _measure_sample(self, number: int, sample: np.ndarray) -> None:
+    def _measure_sample(self, number: int) -> None:
         """Convert to every candidate that has a point to be measured, and measure these points."""
         missing = [
             one
@@ -101,12 +102,12 @@ class Frontier:
         work = self.out / f"calibration{number}"
         if missing:
             make_directory(work)
-            for candidate, config, tensors, layers in self._conversions(missing, sample, work):
+            for candidate, config, tensors, layers in self._conversions(missing, number, work):
                 self._measure(candidate, number, config, tensors, layers)
         remove(work)
 
     def _conversions(
-        self, missing: Sequence[Candidate], sample: np.ndarray, work: Path
+        self, missing: Sequence[Candidate], number: int, work: Path
     ) -> Iterator[tuple[Candidate, LeanConfig, Mapping[str, Tensor], list[dict[str, Any]]]]:
         """Yield the candidates with configuration, tensors and what the fit reports by layer."""
         stored = finite(self.source.tensors)
@@ -120,7 +121,7 @@ class Frontier:
         sweeps = Sweeps(
             self.source.config,
             stored,
-            sample,
+            self.samples[number],
             work,
             [one.make() for one in fitted if one.make is not None],
             device=self.device,
@@ -128,7 +129,9 @@ class Frontier:
             progress=self._progress,
             message=lambda text: self._message(f"{work.name}, {text}"),
         )
-        for one, result in zip(fitted, sweeps.run(), strict=True):
+        results = sweeps.run()
+        write_json(self._fitting_file(number), {"seconds": sweeps.seconds})
+        for one, result in zip(fitted, results, strict=True):
             if one in asked:
                 yield one, result.config, result.tensors, result.layers
 
@@ -152,6 +155,7 @@ class Frontier:
         for precision in self.precisions:
             if self._file(candidate, precision, number).exists():
                 continue
+            started = time.perf_counter()
             self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, tokens scored")
             scored = self.scorer.compare(model, precision, self._progress)
             point = {
@@ -170,6 +174,7 @@ class Frontier:
                 self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, decoding")
                 point["tokens_per_second"] = {c: decode_speed(model, precision, c) for c in self.contexts}
                 point["layers"] = layers if not precision.quantized else []
+            point["seconds"] = time.perf_counter() - started
             write_json(self._file(candidate, precision, number), point)
         remove(directory)
 
@@ -185,12 +190,16 @@ class Frontier:
         bits = f"{precision.key_bits}-{precision.value_bits}"
         return self.out / "points" / f"{candidate.name}-{bits}-{number}.json"
 
+    def _fitting_file(self, number: int) -> Path:
+        return self.out / "points" / f"fitting-{number}.json"
+
     def _record(self) -> dict[str, Any]:
         points = []
         for candidate in self.candidates:
             for precision in self.precisions:
                 files = [self._file(candidate, precision, number) for number in range(len(self.samples))]
                 points += [read_json(file) for file in files if file.exists()]
+        fitting = [self._fitting_file(number) for number in range(len(self.samples))]
         return {
             **record_header("frontier", self.source.directory.name, self.device.type),
             "source": {
@@ -198,7 +207,12 @@ class Frontier:
                 "parameters": self.source.config.plan.count_parameters().total,
                 "bytes_per_token": Precision().bytes_per_token(self.source.config),
             },
-            "calibration": {"samples": len(self.samples), "tokens": int(self.samples[0].size)},
+            "calibration": {
+                "samples": len(self.samples),
+                "tokens": int(self.samples[0].size),
+                "seconds": [read_json(file)["seconds"] for file in fitting if file.exists()],
+            },
+            "seconds": sum(point["seconds"] for point in points),
             "texts": [text.record() for text in self._texts],
             "evaluated_tokens": min(self._scored),
             "context_length": self._length,

@@ -228,6 +228,9 @@ def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     tokens = f"{calibration['tokens']:,} tokens"
     many = f"{calibration['samples']} samples of {tokens}, none in two of them"
     yield "Calibration", tokens if calibration["samples"] == 1 else many
+    if calibration["seconds"]:
+        yield "Time of the fits", f"{fmean(calibration['seconds']) / 60:.1f} min a sample, all conversions together"
+    yield "Time of scoring and decoding", f"{record['seconds'] / 60:.1f} min in all"
     for text in record["texts"]:
         yield "Evaluation text", f"{text['description']}, {text['split']}"
     if "command" in record:
