@@ -5,8 +5,8 @@ the values, in one latent. Nothing is saved yet here, and nothing else is change
 in every layer those with the largest products of query and key (MHA2MLA, Ji et al. 2025,
 https://arxiv.org/abs/2502.14837, measures both).
 
-    python benchmarks/partial_rope.py MODEL --evaluate prose book.txt --out results/frontier/partial-rope.json
-    python benchmarks/partial_rope.py --tables results/frontier/partial-rope.json
+    python benchmarks/partial_rope.py MODEL --evaluate prose book.txt --out results/real/partial-rope.json
+    python benchmarks/partial_rope.py --tables results/real/partial-rope.json
 """
 
 import argparse

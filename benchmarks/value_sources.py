@@ -7,8 +7,8 @@ conversions fit it, and the error is the share of the output's squares that is m
 
 The stream of all tokens and one layer's attention patterns are held in memory.
 
-    python benchmarks/value_sources.py MODEL --out results/frontier/value-sources.json
-    python benchmarks/value_sources.py --tables results/frontier/value-sources.json
+    python benchmarks/value_sources.py MODEL --out results/real/value-sources.json
+    python benchmarks/value_sources.py --tables results/real/value-sources.json
 """
 
 import argparse

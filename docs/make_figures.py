@@ -15,6 +15,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 import leanqkv
 from leanqkv.compare.records import load_comparison
 from leanqkv.eliminate.block_diagonal import saved
+from leanqkv.report.frontier import read_points
 
 ROOT = Path(__file__).parent.parent
 RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
@@ -440,6 +442,32 @@ def cache_by_context() -> str:
     return plot("KV cache in MB against context, GPT-2 124M with and without SkipV1.", 340, draw)
 
 
+def frontier() -> str:
+    """Loss against the share of the cache, a line for each kind of reduction and precision; the best kinds alone."""
+    points = read_points(read("frontier/smollm2/frontier.json"))
+    kinds = {"source": (GREY, "o"), "latents": (BLUE, "s"), "merged-values": (ORANGE, "^")}
+    precisions = {"16 bits": "-", "8/4 bits": "--", "4 bits": ":"}
+
+    def draw(axes: Axes) -> None:
+        for (kind, (color, marker)), (precision, line) in product(kinds.items(), precisions.items()):
+            shown = [one for one in points if one.label.startswith(kind) and one.label.endswith(f", {precision}")]
+            shown.sort(key=lambda one: one.share)
+            shares, losses = [100 * one.share for one in shown], [one.loss for one in shown]
+            label = f"{kind}, {precision}"
+            axes.plot(shares, losses, color=color, marker=marker, linestyle=line, label=label)
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.yaxis.set_major_locator(FixedLocator([0, 0.01, 0.03, 0.1, 0.3, 1]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(PercentFormatter(decimals=0))
+        axes.set_xlabel("share of the source's cache in 16 bits")
+        axes.set_ylabel("nats above the source's loss")
+        axes.set_title("SmolLM2-135M: cache against loss", loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=3, columnspacing=1, fontsize=11)
+
+    return plot("Loss above the source's against the share of its KV cache, by reduction and precision.", 480, draw)
+
+
 # Inside trained models
 
 
@@ -539,6 +567,7 @@ ALL: dict[str, Figure] = {
     "published-bytes": Figure(("kv-bytes.json",), published_bytes),
     "decoding": Figure(("decode/transformers.json",), decoding),
     "cache-by-context": Figure(("bench/gpt2-124m/bench.json",), cache_by_context),
+    "frontier": Figure(("frontier/smollm2/frontier.json",), frontier),
     "quantized-cache": Figure(("quantized-cache.json",), quantized_cache),
     "probes": Figure(("analysis/probes/analysis.json",), probes),
     "head-scores": Figure(("analysis/analysis.json",), head_scores),
