@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 from typing import Any
 
+import key_value_sources
 import partial_rope
 import torch
-import value_sources
 from shapes import randomize, tiny, tokens
 
 from leanqkv import LeanForCausalLM
 
-# --- benchmarks/value_sources.py --------------------------------------------------------------------------------------
+# --- benchmarks/key_value_sources.py ------------------------------------------------------------------------------------
 
 
 def seen_at_random(sequences: int, length: int, lent: Any, keys: Any) -> tuple[Any, list[Any]]:
@@ -23,11 +23,11 @@ def seen_at_random(sequences: int, length: int, lent: Any, keys: Any) -> tuple[A
         values = draw(sequences, 2, length, 4)
         recorder = SimpleNamespace(patterns=scores.softmax(-1), values=values)
         recorder.projected_key = keys(values.transpose(1, 2).flatten(2), draw)
-        part = value_sources.Seen(recorder, torch.ones(sequences, length), torch.arange(sequences) % 4 == 3)
+        part = key_value_sources.Seen(recorder, torch.ones(sequences, length), torch.arange(sequences) % 4 == 3)
         recorder.heads = part.attended(values)
         seen.append(part)
         others.append(lent(values, draw))
-    return value_sources.Layer(seen, output), others
+    return key_value_sources.Layer(seen, output), others
 
 
 @torch.no_grad()
@@ -37,12 +37,28 @@ def test_values_made_of_what_holds_them_miss_nothing() -> None:
     layer, related = seen_at_random(8, 6, lambda values, _: values.flip(1) @ turn, lambda columns, _: columns @ mix)
     heads = SimpleNamespace(output=layer.output.unflatten(0, (2, 2, 4)).mT)
     unrelated = [torch.randn(8, 2, 6, 4, generator=torch.Generator().manual_seed(9)) for _ in related]
-    found = value_sources.measure_layer(layer, heads, {"first": unrelated, "below": related}, [2, 4])
+    found = key_value_sources.measure_layer(layer, heads, {"first": unrelated, "below": related}, [2, 4])
     for name in ("only keys", "keys 2", "keys 4", "below", "only below"):
         assert found[name] < 1e-9, name
     assert found["latent 2"] > found["latent 4"] > 0.01 and found["merged"] > 0.01
     assert found["only first"] > found["first"] > 0.01
     assert found["free 4"] <= found["latent 4"] * (1 + 1e-6)
+
+
+@torch.no_grad()
+def test_keys_made_of_what_holds_them_miss_nothing() -> None:
+    """Keys of the layer below in other phases and sizes, or in another order; a latent of all columns."""
+    torch.manual_seed(0)
+    layer, _ = seen_at_random(8, 6, lambda values, _: values, lambda columns, draw: draw(*columns.shape))
+    for seen in layer.seen:
+        seen.recorder.key, seen.recorder.query = torch.randn(8, 2, 6, 4), torch.randn(8, 4, 6, 4)
+    own = [seen.recorder.projected_key for seen in layer.seen]
+    heads = [keys.unflatten(-1, (2, 2, 2)) for keys in own]  # [..., heads, parts, frequencies]
+    turned = [torch.stack((-one[..., 1, :], one[..., 0, :]), -2).flip(-3).flatten(-3) for one in heads]
+    found = key_value_sources.measure_keys(layer, turned, [4, 6, 8])
+    assert found["key below"] < 1e-9 and abs(found["key latent 8"]) < 1e-9
+    assert found["key latent 4"] > found["key latent 6"] > 0.01
+    assert key_value_sources.measure_keys(layer, [torch.randn_like(one) for one in own], [])["key below"] > 0.5
 
 
 # --- benchmarks/partial_rope.py ---------------------------------------------------------------------------------------

@@ -1,14 +1,18 @@
-"""What attention's output loses, layer by layer, when its values are made of something else: what bounds a frontier.
+"""What is lost, layer by layer, when a layer's values or keys are made of something else: what bounds a frontier.
 
 For every layer of a finished checkpoint, on the source's own stream: latents of several ranks, alone and beside the
 keys; merged value heads; value heads borrowed from the first layer (SkipV1Former, YOCO) and from the layer below
 (CLA); and output matrices of every query head that read the latent freely. In each case W_O is fitted again, as the
 conversions fit it, and the error is the share of the output's squares that is missed on tokens held out from the fit.
 
+Keys: made of those of the layer below, or of a latent, by factors that rotary positions allow, one complex matrix over
+the heads for each frequency. The error is the share of the keys' squares that is missed on the same held-out tokens,
+weighted by the queries' squares in that frequency.
+
 The stream of all tokens and one layer's attention patterns are held in memory.
 
-    python benchmarks/value_sources.py MODEL --out results/real/value-sources.json
-    python benchmarks/value_sources.py --tables results/real/value-sources.json
+    python benchmarks/key_value_sources.py MODEL --out results/real/key-value-sources.json
+    python benchmarks/key_value_sources.py --tables results/real/key-value-sources.json
 """
 
 import argparse
@@ -45,6 +49,8 @@ WORDS = {
     "only keys": "the keys alone",
     "only first": "heads of the first layer alone",
     "only below": "heads of the layer below alone",
+    "key latent": "latent of {columns} columns",
+    "key below": "the keys of the layer below",
 }
 
 
@@ -72,6 +78,11 @@ class Layer:
 
     def __init__(self, seen: list[Seen], output: Tensor):
         self.seen, self.output = seen, output
+
+    @property
+    def held(self) -> Tensor:
+        """Which tokens, of all batches, are held out."""
+        return torch.cat([one.held.repeat_interleave(one.weight.shape[1]) for one in self.seen])
 
     def missed(self, values: Callable[[Seen], Tensor], start: Tensor) -> float:
         """Return the share of the output's squares that is missed with other values.
@@ -204,8 +215,50 @@ def _map(layer: Layer, output: Tensor, lent: list[Tensor], head: int, lender: in
     return float(torch.einsum("kl,gkd,gld->", rest, output[head], output[head])), made
 
 
-def layers_seen(options: argparse.Namespace) -> Iterator[tuple[int, Layer, Any, dict[str, list[Tensor]]]]:
-    """Yield every layer's number, what is seen of it, its value heads, and what it could borrow."""
+def measure_keys(layer: Layer, below: list[Tensor], columns: list[int]) -> dict[str, float]:
+    """Return what is missed of the keys of a layer with rotary positions on whole heads, by what they are made of.
+
+    Args:
+        below: keys of the layer below, as `k_proj` makes them, [batch, length, width] of every batch; none: nothing is
+            made of them.
+        columns: of the latents.
+    """
+    heads = layer.seen[0].recorder.key.shape[1]
+    own, held = _complex([seen.recorder.projected_key for seen in layer.seen], heads), layer.held
+    energy = sum(_energy(seen.recorder.query, heads) for seen in layer.seen)  # [frequencies, heads]
+    own = own * energy.sqrt()[:, None]  # [frequencies, tokens, heads]
+    total = float(own[:, held].abs().square().sum())
+    found = {}
+    gram = own[:, ~held].mH @ own[:, ~held]
+    sizes, vectors = torch.linalg.eigh(gram)  # ascending
+    for count in columns:
+        kept = sizes.flatten().argsort(descending=True)[: count // 2]
+        mask = torch.zeros(sizes.numel(), dtype=torch.bool).scatter(0, kept, True).view_as(sizes)
+        inside = (own[:, held] @ vectors).abs().square() * mask[:, None]
+        found[f"key latent {count}"] = 1 - float(inside.sum()) / total
+    if below:
+        lent = _complex(below, heads)
+        square = lent[:, ~held].mH @ lent[:, ~held]
+        pull = 1e-6 * square.diagonal(dim1=1, dim2=2).real.mean(-1)[:, None, None] * torch.eye(heads)
+        made = torch.linalg.solve(square + pull, lent[:, ~held].mH @ own[:, ~held])
+        found["key below"] = float((own[:, held] - lent[:, held] @ made).abs().square().sum()) / total
+    return found
+
+
+def _complex(keys: list[Tensor], heads: int) -> Tensor:
+    """The pairs of columns that a frequency turns as complex numbers, [frequencies, tokens, heads]."""
+    pairs = torch.cat([one.flatten(0, 1) for one in keys]).unflatten(-1, (heads, 2, -1)).double()
+    return torch.complex(pairs[:, :, 0], pairs[:, :, 1]).permute(2, 0, 1)
+
+
+def _energy(query: Tensor, heads: int) -> Tensor:
+    """Sum of the queries' squares by frequency and key head, [frequencies, heads]."""
+    pairs = query.double().unflatten(1, (heads, -1)).unflatten(-1, (2, -1))
+    return pairs.square().sum((0, 2, 3, 4)).T
+
+
+def layers_seen(options: argparse.Namespace) -> Iterator[tuple[int, Layer, Any, dict[str, list[Tensor]], list[Tensor]]]:
+    """Yield every layer's number, what is seen of it, its value heads, values to borrow, and the keys below."""
     source = open_causal_lm(options.source)
     check_convertible(source.config)
     data = prepare_data(options.calibration, vocab_size=source.config.vocab_size, tokenizer=str(source.directory))
@@ -215,6 +268,7 @@ def layers_seen(options: argparse.Namespace) -> Iterator[tuple[int, Layer, Any, 
     held = torch.arange(len(tokens)) % HELD_OUT == HELD_OUT - 1
     first: list[Tensor] = []
     below: list[Tensor] = []
+    keys_below: list[Tensor] = []
     for number in range(source.config.num_hidden_layers):
         block, seen, after = layers.block(number), [], []
         for start in range(0, len(stream), BATCH):
@@ -225,8 +279,9 @@ def layers_seen(options: argparse.Namespace) -> Iterator[tuple[int, Layer, Any, 
             seen.append(Seen(recorder, weight, held[start : start + BATCH]))
         heads = split_heads(source.config, source.tensors, number)
         lenders = {"first": first, "below": below} if number else {}
-        yield number, Layer(seen, heads.output.mT.flatten(0, 2)), heads, lenders
+        yield number, Layer(seen, heads.output.mT.flatten(0, 2)), heads, lenders, keys_below
         below = [one.recorder.values for one in seen]
+        keys_below = [one.recorder.projected_key for one in seen]
         first = first or below
         stream = torch.cat(after)
 
@@ -238,36 +293,51 @@ def measure(options: argparse.Namespace) -> harness.Record:
     # Without one head, a latent may take as many columns as the heads that are left.
     ranks = [width // 4, width // 2, width - config.head_dim]
     rows = []
-    for number, layer, heads, lenders in layers_seen(options):
-        rows.append({"layer": number, "missed": measure_layer(layer, heads, lenders, ranks)})
+    rotary = config.position_embedding_type == "rope" and config.rotary_head_dim == config.head_dim
+    for number, layer, heads, lenders, keys_below in layers_seen(options):
+        missed = measure_layer(layer, heads, lenders, ranks)
+        if rotary and not config.qk_norm:
+            missed |= measure_keys(layer, keys_below, ranks)
+        rows.append({"layer": number, "missed": missed})
         print(f"layer {number + 1} of {config.num_hidden_layers}", flush=True)
     return {
         "source": options.source.name,
         "calibration": {"text": options.calibration, "tokens": options.tokens, "length": options.length},
         "threads": int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())),
         "width": width,
+        "head_dim": config.head_dim,
         "layers": rows,
     }
 
 
 def tables(record: harness.Record) -> str:
     """The least, the median and the most of all layers but the first, which can borrow nothing."""
-    rows, layers = [], [row["missed"] for row in record["layers"]][1:]
-    for name in sorted(layers[0], key=lambda name: (_cached(name, record), median(row[name] for row in layers))):
-        kind, _, columns = name.partition(" ")
-        words = WORDS[name] if name in WORDS else WORDS[kind].format(columns=columns)
-        shares = sorted(row[name] for row in layers)
-        figures = [f"{100 * share:.1f}%" for share in (median(shares), shares[0], shares[-1])]
-        rows.append([words, str(_cached(name, record)), *figures])
-    return harness.table(["values are made of", "columns cached for them", "missed, median", "least", "most"], rows)
+    layers = [row["missed"] for row in record["layers"]][1:]
+    blocks = []
+    for kind in ("values", "keys"):
+        names = [name for name in layers[0] if name.startswith("key ") == (kind == "keys")]
+        rows = []
+        for name in sorted(names, key=lambda name: (_cached(name, record), median(row[name] for row in layers))):
+            shares = sorted(row[name] for row in layers)
+            figures = [f"{100 * share:.1f}%" for share in (median(shares), shares[0], shares[-1])]
+            rows.append([_words(name), str(_cached(name, record)), *figures])
+        headers = [f"{kind} are made of", "columns cached for them", "missed, median", "least", "most"]
+        blocks += [harness.table(headers, rows)] if rows else []
+    return "\n\n".join(blocks)
+
+
+def _words(name: str) -> str:
+    if name in WORDS:
+        return WORDS[name]
+    kind, _, columns = name.rpartition(" ")
+    return WORDS[kind].format(columns=columns)
 
 
 def _cached(name: str, record: harness.Record) -> int:
-    kind, _, columns = name.partition(" ")
+    columns = name.rpartition(" ")[2]
     if columns.isdecimal():
         return int(columns)
-    largest = max(int(other.split()[1]) for other in record["layers"][0]["missed"] if other.startswith("latent "))
-    return 0 if kind == "only" else largest
+    return 0 if name.startswith(("only", "key")) else record["width"] - record["head_dim"]
 
 
 def main() -> None:
