@@ -10,7 +10,7 @@ from shapes import randomize, tiny, tokens
 
 from leanqkv import LeanForCausalLM
 
-# --- benchmarks/key_value_sources.py ------------------------------------------------------------------------------------
+# --- benchmarks/key_value_sources.py ----------------------------------------------------------------------------------
 
 
 def seen_at_random(sequences: int, length: int, lent: Any, keys: Any) -> tuple[Any, list[Any]]:
