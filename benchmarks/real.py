@@ -47,7 +47,7 @@ from leanqkv.report.text import signed
 
 # The conversion may take the time of so many forward passes over its tokens, and twice the weights and so many bytes.
 MOST_PASSES, MEMORY_BESIDE = 8, 10**9
-BATCH = 4  # sequences of the forward pass, as of the conversion
+BATCH = 4  # sequences of the forward pass
 WORDS = {LATENTS: f"latents of {CACHE:.0%}", SEPARATE_LATENTS: "separate latents", MERGED_VALUES: "merged values"}
 MEASURED = (LATENTS, MERGED_VALUES)  # their cost, and what they lose by number of tokens and on a mixture
 WEIGHTS_ALONE = ("mean-v", "mean-vo", "top-v", "top-vo", "svd")

@@ -48,7 +48,9 @@ def text(tokens: int = 150) -> np.ndarray:
 @torch.no_grad()
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("at_a_time, scaling", [(1, 1.0), (7 * VOCABULARY, 1.0), (2**25, 1.0), (2**25, 8.0)])
-def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling, batch_size):
+@pytest.mark.parametrize("compared", [1, 5 * VOCABULARY, 2**19])
+def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling, batch_size, compared):
+    monkeypatch.setattr(paired, "COMPARED_AT_A_TIME", compared)
     monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", at_a_time)
     before, after, tokens, done = model(0, logits_scaling=scaling), model(1), text(), []
     windows = strided_windows(len(tokens), 32, 16)
@@ -108,11 +110,18 @@ def test_windows_are_spread_and_do_not_overlap(tokens, length, count, expected):
     assert all(later - earlier >= size for earlier, later in pairwise(starts))
 
 
-def test_scores_that_are_not_finite_are_refused():
+def test_scores_that_are_not_finite_are_refused(monkeypatch):
     broken = model()
     broken.lm_head.weight.data[5] = math.nan
     with pytest.raises(LeanError, match="not finite in the window at token 1"):
         paired_scores(model(), broken, text(), [(0, 32)], 32)
+    monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", 1)  # one token at a time
+
+    def states(model, ids):
+        return paired.last_states(model, ids).index_fill(1, torch.tensor([0]), math.nan)
+
+    with pytest.raises(LeanError, match="not finite in the window at token 4"):
+        paired_scores(model(), model(), text(), [(3, 32)], 32, states=(paired.last_states, states))
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ class Sweeps:
         directory: Path,
         reductions: Sequence[Reduction],
         *,
-        batch_size: int = 4,
+        batch_size: int = 2,  # patterns of more leave the cache of a processor
         device: torch.device | None = None,
         job: Mapping[str, Any] | None = None,
         progress: Progress = lambda done, total: None,

@@ -1,7 +1,7 @@
 """Evaluation: loss on text, of one model or of two compared; on images; accuracy on images and downstream tasks."""
 
 from .loss import image_outcomes, sequence_losses
-from .paired import PairedScores, paired_figures, paired_record, paired_scores, spread_windows
+from .paired import PairedScores, paired_figures, paired_record, paired_records, paired_scores, spread_windows
 from .strided import loss_figures, strided_losses, strided_windows
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "loss_figures",
     "paired_figures",
     "paired_record",
+    "paired_records",
     "paired_scores",
     "sequence_losses",
     "spread_windows",

@@ -19,6 +19,8 @@ from .strided import loss_figures
 CONFIDENCE = 0.95
 # Logits of both models that are in memory at a time, in numbers: 256 MB in float32.
 LOGITS_AT_A_TIME = 2**25
+# Of these, so many are compared at a time on a CPU, whose cache then holds what is made of them on the way.
+COMPARED_AT_A_TIME = 2**19
 # From a model and token ids [batch, length] to its last hidden states [batch, length, hidden_size].
 States = Callable[[Any, Tensor], Tensor]
 
@@ -63,14 +65,35 @@ def paired_scores(
     windows: Sequence[tuple[int, int]],
     length: int,
     *,
-    batch_size: int = 1,
     states: tuple[States, States] = (last_states, last_states),
+    **options: Any,
+) -> PairedScores:
+    """Score the tokens of the windows with both models, as `paired_scores_by_states` does.
+
+    Args:
+        states: how the hidden states of both models are computed.
+    """
+    first, second = states
+    (scores,) = paired_scores_by_states(before, after, tokens, windows, length, (first, [second]), **options)
+    return scores
+
+
+def paired_scores_by_states(
+    before: nn.Module,
+    after: nn.Module,
+    tokens: np.ndarray,
+    windows: Sequence[tuple[int, int]],
+    length: int,
+    states: tuple[States, Sequence[States]],
+    *,
+    batch_size: int = 1,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> PairedScores:
-    """Score the tokens of the windows with both models, one forward pass of each, dropout off.
+) -> list[PairedScores]:
+    """Score the tokens of the windows with both models, dropout off; the second one in each of several ways.
 
-    Beside both models, the activations of `batch_size` windows and a piece of a window's logits are in memory.
+    A forward pass of the first model, and one of the second for each way. Beside both models, the activations of
+    `batch_size` windows and a piece of a window's logits are in memory.
 
     Args:
         before, after: causal language models of one vocabulary, on one device.
@@ -78,14 +101,14 @@ def paired_scores(
         windows: each window's first token, and the number of its last targets that are scored, as `strided_windows`
             and `spread_windows` return them.
         length: targets in a window.
-        states: how the hidden states of both models are computed.
+        states: how the hidden states of the first model are computed, and the ways of the second.
         progress: called with the number of tokens scored so far and of all.
 
     Raises:
         LeanError: a score that is not finite.
     """
     parts: list[Tensor] = []
-    models: list[Any] = [before, after]
+    models: list[Any] = [before, *[after] * len(states[1])]
     done, total = 0, sum(scored for _, scored in windows)
     with scoring(before) as device, scoring(after):
         for at in range(0, len(windows), batch_size):
@@ -93,9 +116,10 @@ def paired_scores(
             batch = collate(tokens, [start for start, _ in part], length)
             ids, targets = (batch[name].to(device) for name in ("input_ids", "shift_labels"))
             with autocast():
-                hidden = [made(model, ids) for model, made in zip(models, states, strict=True)]
+                hidden = [made(model, ids) for model, made in zip(models, (states[0], *states[1]), strict=True)]
                 for row, (start, scored) in enumerate(part):
-                    parts += _score_pieces(models, [one[row, -scored:] for one in hidden], targets[row, -scored:])
+                    pieces = _score_pieces(models, [one[row, -scored:] for one in hidden], targets[row, -scored:])
+                    parts.append(torch.cat(list(pieces), dim=2))
                     if not parts[-1].isfinite().all():
                         raise LeanError(
                             f"the scores are not finite in the window at token {start + 1:,}: the logits of the source "
@@ -104,22 +128,33 @@ def paired_scores(
                     done += scored
                     progress(done, total)
     numbers = torch.repeat_interleave(torch.tensor([scored for _, scored in windows]))
-    losses, later_losses, divergence, agreement = torch.cat(parts, dim=1)
-    return PairedScores(losses, later_losses, divergence, agreement, numbers)
+    return [PairedScores(one[0], one[1], one[2], one[3], numbers) for one in torch.cat(parts, dim=2)]
 
 
 def _score_pieces(models: Sequence[Any], hidden: Sequence[Tensor], targets: Tensor) -> Iterator[Tensor]:
-    """Yield losses of both models, divergence and agreement of a window's tokens, [4, tokens], piece by piece."""
-    rows = max(1, LOGITS_AT_A_TIME // models[0].config.vocab_size)
+    """Yield the scores of the first model against each other one, [others, 4, tokens], piece by piece of a window."""
+    vocabulary = models[0].config.vocab_size
+    rows = max(1, LOGITS_AT_A_TIME // vocabulary)
+    compared = max(1, COMPARED_AT_A_TIME // vocabulary) if targets.device.type == "cpu" else rows
     for at in range(0, len(targets), rows):
-        logits = [model.logits(states[at : at + rows]) for model, states in zip(models, hidden, strict=True)]
-        wide = torch.promote_types(logits[0].dtype, torch.float32)
-        first, second = (one.to(wide).log_softmax(-1) for one in logits)
-        wanted = targets[at : at + rows, None]
-        losses = [-one.gather(1, wanted)[:, 0] for one in (first, second)]
-        agreement = first.argmax(-1) == second.argmax(-1)
-        divergence = (first.exp() * (first - second)).sum(-1)
-        yield torch.stack([*losses, divergence, agreement.to(wide)]).double().cpu()
+        before, *others = (model.logits(states[at : at + rows]) for model, states in zip(models, hidden, strict=True))
+        for start in range(0, len(before), compared):
+            here = slice(start, start + compared)
+            wanted = targets[at : at + rows][here, None]
+            first = _log_probabilities(before[here])
+            yield torch.stack([_scores(first, _log_probabilities(other[here]), wanted) for other in others])
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _scores(first: Tensor, second: Tensor, targets: Tensor) -> Tensor:
+    """Losses of both, divergence and agreement, [4, tokens], from log probabilities [tokens, vocabulary]."""
+    losses = [-one.gather(1, targets)[:, 0] for one in (first, second)]
+    agreement = first.argmax(-1) == second.argmax(-1)
+    divergence = (first.exp() * (first - second)).sum(-1)
+    return torch.stack([*losses, divergence, agreement.to(first.dtype)]).double().cpu()
 
 
 def paired_figures(scores: PairedScores, text_bytes: float | None) -> dict[str, Any]:
@@ -173,6 +208,27 @@ def paired_record(
     Args:
         windows, length, options: as `paired_scores` takes them.
     """
-    scores = paired_scores(before, after, text.tokens, windows, length, **options)
+    return _record(paired_scores(before, after, text.tokens, windows, length, **options), text, length)
+
+
+def paired_records(
+    before: nn.Module,
+    after: nn.Module,
+    text: EvaluationText,
+    windows: Sequence[tuple[int, int]],
+    length: int,
+    states: tuple[States, Sequence[States]],
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Return a `paired_record` for each way to compute the second model's states.
+
+    Args:
+        windows, length, states, options: as `paired_scores_by_states` takes them.
+    """
+    scores = paired_scores_by_states(before, after, text.tokens, windows, length, states, **options)
+    return [_record(one, text, length) for one in scores]
+
+
+def _record(scores: PairedScores, text: EvaluationText, length: int) -> dict[str, Any]:
     scored_bytes = None if text.bytes is None else text.bytes * len(scores.before) / (len(text.tokens) - 1)
     return {"text": text.record(), "context_length": length, **paired_figures(scores, scored_bytes)}

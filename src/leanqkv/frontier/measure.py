@@ -97,7 +97,7 @@ class Frontier:
             one
             for one in self.candidates
             if (one.make is not None or not number)
-            and not all(self._file(one, precision, number).exists() for precision in self.precisions)
+            and not all(self._file(one, precision, number).exists() for precision in self._precisions_of(one))
         ]
         work = self.out / f"calibration{number}"
         if missing:
@@ -151,13 +151,14 @@ class Frontier:
         else:
             write_model(self.source, directory, config, tensors, torch.float32)
             model = load_model(open_causal_lm(directory), torch.float32).to(self.device)
+        started = time.perf_counter()
         same = self.scorer.same_without_cache(model)
-        for precision in self.precisions:
-            if self._file(candidate, precision, number).exists():
-                continue
+        missing = [one for one in self._precisions_of(candidate) if not self._file(candidate, one, number).exists()]
+        self._message(f"sample {number + 1}, {candidate.label}, tokens scored")
+        scores = self.scorer.compare(model, missing, self._progress)
+        scoring = (time.perf_counter() - started) / len(missing)  # together, so that the source's are made once
+        for precision, scored in zip(missing, scores, strict=True):
             started = time.perf_counter()
-            self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, tokens scored")
-            scored = self.scorer.compare(model, precision, self._progress)
             point = {
                 "kind": candidate.kind,
                 "label": candidate.label,
@@ -174,9 +175,13 @@ class Frontier:
                 self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, decoding")
                 point["tokens_per_second"] = {c: decode_speed(model, precision, c) for c in self.contexts}
                 point["layers"] = layers if not precision.quantized else []
-            point["seconds"] = time.perf_counter() - started
+            point["seconds"] = scoring + time.perf_counter() - started
             write_json(self._file(candidate, precision, number), point)
         remove(directory)
+
+    def _precisions_of(self, candidate: Candidate) -> Sequence[Precision]:
+        """Those that a candidate is measured in: from the weights alone it loses too much to be worth quantizing."""
+        return self.precisions if candidate.weights is None else self.precisions[:1]
 
     @property
     def scorer(self) -> Scorer:
@@ -196,7 +201,7 @@ class Frontier:
     def _record(self) -> dict[str, Any]:
         points = []
         for candidate in self.candidates:
-            for precision in self.precisions:
+            for precision in self._precisions_of(candidate):
                 files = [self._file(candidate, precision, number) for number in range(len(self.samples))]
                 points += [read_json(file) for file in files if file.exists()]
         fitting = [self._fitting_file(number) for number in range(len(self.samples))]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..data import EvaluationText
-from ..evaluate import paired_record, spread_windows
+from ..evaluate import paired_records, spread_windows
 from ..evaluate.loss import scoring
 from ..inference import Decoder
 from .points import Precision
@@ -19,7 +19,7 @@ PROMPT, CONTINUATION = 64, 256
 # Windows that are scored at a time.
 BATCH = 8
 # Tokens that are generated with and without a cache, which have to be the same.
-CHECKED = 24
+CHECKED = 16
 
 
 class Scorer:
@@ -38,24 +38,30 @@ class Scorer:
         self._states: dict[bytes, Tensor] = {}
         self._continuation: Tensor | None = None
 
-    def compare(self, model: Any, precision: Precision, progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
-        """Return the comparison with the source on every text (see `paired_record`)."""
-        # Of a source whose cache is its own nothing is lost, and nothing need be computed.
-        alike = model is self.source and not precision.quantized
-        states = self._source_states, self._source_states if alike else precision.states
-        return [
-            paired_record(
+    def compare(
+        self, model: Any, precisions: Sequence[Precision], progress: Callable[[int, int], None]
+    ) -> list[list[dict[str, Any]]]:
+        """Return the comparison with the source for every precision, on every text (see `paired_record`)."""
+        ways = [self._states_of(model, precision) for precision in precisions]
+        by_text = [
+            paired_records(
                 self.source,
                 model,
                 text,
                 windows,
                 min(self.length, len(text.tokens) - 1),
+                (self._source_states, ways),
                 batch_size=BATCH,
-                states=states,
                 progress=progress,
             )
             for text, windows in self.texts
         ]
+        return [list(scores) for scores in zip(*by_text, strict=True)]
+
+    def _states_of(self, model: Any, precision: Precision) -> Callable[[Any, Tensor], Tensor]:
+        # Of a source whose cache is its own nothing is lost, and nothing need be computed.
+        alike = model is self.source and not precision.quantized
+        return self._source_states if alike else precision.states
 
     def _source_states(self, model: Any, ids: Tensor) -> Tensor:
         key = ids.cpu().numpy().tobytes()
