@@ -72,10 +72,10 @@ def sample_of(config: LeanConfig, sequences: int, length: int = 12, seed: int = 
 def sweeping(
     model: Model, sample: np.ndarray, directory: Path, reductions: str | Sequence[Reduction], **options: Any
 ) -> Sweeps:
-    """`reductions`: a kind of KINDS, or the reductions themselves."""
+    """`reductions`: a kind of KINDS, or the reductions themselves. Four sequences at a time, if not said otherwise."""
     directory.mkdir(exist_ok=True)
     chosen = KINDS[reductions](model) if isinstance(reductions, str) else reductions
-    return Sweeps(*model, sample, directory, chosen, **options)
+    return Sweeps(*model, sample, directory, chosen, **{"batch_size": 4, **options})
 
 
 def sweep(model: Model, sample: np.ndarray, directory: Path, reductions: str | Sequence[Reduction], **options: Any):
