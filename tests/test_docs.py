@@ -37,6 +37,8 @@ BENCHMARKS = (
     ("real", "real/smollm2.json", "reference-conversion.md"),
     ("distill", "real/distillation.json", "reference-conversion.md"),
     ("convert_large", "real/llama-7b-shape.json", "reference-conversion.md"),
+    ("key_value_sources", "real/key-value-sources.json", "reference-conversion.md"),
+    ("partial_rope", "real/partial-rope.json", "reference-conversion.md"),
     ("calibration_time", "conversion/gpt2-small-time.json", "reference-conversion.md"),
     ("decode", "decode/transformers.json", "reference-inference.md"),
     ("decode_llama_cpp", "real/decode.json", "reference-inference.md"),
