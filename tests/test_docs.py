@@ -178,7 +178,7 @@ NUMBERS = {
     "README.md": Sources(
         CONVERSION, ("kv-sharing", "frontier"), ("0.06", "0.95")
     ),  # the shares have a test of their own
-    "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",), ("0.3700", "0.5")),  # the sign is in words; a ratio
+    "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",), ("0.3700",)),  # the sign is in words
     "remove-weights.md": Sources(EXACT, (), ("0.06", "0.25", "0.95", "3.5")),  # the shares; 3.54 GB
     "train-and-compare.md": Sources((), ("kv-sharing",), ("12.7", "4.3")),  # Student's t at 1 and 2 degrees of freedom
     "generate-and-serve.md": Sources(INFERENCE, ("bench",)),

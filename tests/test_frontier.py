@@ -111,6 +111,20 @@ def test_the_page(measured: Path) -> None:
     assert len(sentences) == 5 and all(sentence.startswith("At most") for sentence in sentences)
 
 
+def test_what_loses_a_nat_is_not_recommended(measured: Path) -> None:
+    record = json.loads((measured / "frontier.json").read_text())
+    assert not any("gqa" in sentence for sentence in _worse(record, "gqa", 1.01))
+    assert all("no point is that small and of use" in sentence for sentence in _worse(record, "", 1.01))
+
+
+def _worse(record: dict, kind: str, nats: float) -> list[str]:
+    """The recommendations where all points of a kind lose so much."""
+    for point in record["points"]:
+        for score in point["scores"] if kind in point["label"] else ():
+            score["loss_difference"]["mean"] = nats
+    return list(recommendations(record))
+
+
 def test_a_point_is_the_mean_of_its_calibrations(measured: Path) -> None:
     """Its interval is Student's t over them; of one calibration it is the one over windows."""
     record = json.loads((measured / "frontier.json").read_text())

@@ -19,6 +19,8 @@ from .text import ABSENT, Table, signed
 PAGE, TABLE = "frontier.html", "table.md"
 # Shares of the source's cache for which the best point is named.
 BUDGETS = (0.84, 0.75, 0.5, 0.375, 0.25)
+# Nats above the source's loss from which a point is of no use, and is not recommended.
+USELESS = 1.0
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,11 @@ def best_within(points: Sequence[Point], share: float) -> Point | None:
 
 def recommendations(record: dict[str, Any]) -> Iterator[str]:
     """Yield one sentence for every budget: the best of all, and the best without quantizing."""
-    points = read_points(record)
+    points = [point for point in read_points(record) if point.loss < USELESS]
     for share in BUDGETS:
         best, plain = (best_within(some, share) for some in (points, [one for one in points if not one.quantized]))
         if best is None:
-            yield f"At most {100 * share:g}% of the cache: no point is that small."
+            yield f"At most {100 * share:g}% of the cache: no point is that small and of use."
             continue
         sentence = f"At most {100 * share:g}% of the cache: {_named(best)}"
         if plain is None:
