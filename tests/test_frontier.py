@@ -12,10 +12,12 @@ from scipy import stats
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
+from leanqkv.data import EvaluationText
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.frontier import PRECISIONS
 from leanqkv.frontier.measure import calibration_samples
 from leanqkv.frontier.points import Precision
+from leanqkv.frontier.scoring import Scorer, decode_speed
 from leanqkv.model.cache_kivi import BLOCK
 from leanqkv.report.frontier import best_within, read_points, recommendations, write_pages
 
@@ -25,6 +27,7 @@ VOCABULARY = 300
 ASKED = (
     *("frontier", "source", "--calibration", "calibration.txt", "--evaluate", "evaluation.txt", "--tokens", "1024"),
     *("--sequence-length", "128", "--evaluate-tokens", "256", "--contexts", "16", "--budgets", "84%,70%"),
+    *("--kinds", "latents,separate-latents:80%,merged-values,skipv1,gqa"),
 )
 
 
@@ -61,7 +64,7 @@ def measured(place: Path, prepared: Path, unwrapped) -> Path:
 
 def test_the_points_are_all_there(measured: Path) -> None:
     record = json.loads((measured / "frontier.json").read_text())
-    labels = ["source", "latents 84%", "latents 70%", "merged-values", "skipv1, mean-v"]
+    labels = ["source", "latents 84%", "latents 70%", "separate-latents 80%", "merged-values", "skipv1, mean-v"]
     labels += ["gqa, 50% of the heads", "gqa, 25% of the heads"]
     assert list(dict.fromkeys(point["label"] for point in record["points"])) == labels
     for label in labels:
@@ -158,6 +161,35 @@ def test_states_read_the_quantized_cache_as_decoding_does() -> None:
     assert (found[:, :BLOCK] - whole[:, :BLOCK]).abs().max() < 1e-4 < (found - whole).abs().max()
 
 
+def test_every_precision_has_its_own_score() -> None:
+    config = tiny("llama", max_position_embeddings=256)
+    source, model = (randomize(LeanForCausalLM(config), std=0.3, seed=seed).eval() for seed in (0, 1))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 400).astype("uint16")
+    text = EvaluationText("random numbers", "whole", tokens)
+    scorer = Scorer(source, [text, text], 384, 192)
+    alone = [scorer.compare(model, [precision], lambda *_: None) for precision in PRECISIONS]
+    together = scorer.compare(model, PRECISIONS, lambda *_: None)
+    assert together == [one for [one] in alone] and together[0] != together[1] != together[2]
+
+
+@pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("latent-keys", "latent-values"), ("keys-as-values",)])
+def test_decoding_is_timed_behind_a_full_cache(monkeypatch, mechanisms: tuple[str, ...]) -> None:
+    """Each step reads all that is said to be cached, in any precision and for any tensors of the plan."""
+    config, seen = tiny("llama", *mechanisms, max_position_embeddings=256), []
+    model = randomize(LeanForCausalLM(config), std=0.3).eval()
+    forward = type(model.model).forward
+
+    def recorded(self, **given):
+        seen.append(given["past_key_values"].get_seq_length())
+        return forward(self, **given)
+
+    monkeypatch.setattr(type(model.model), "forward", recorded)
+    for precision in PRECISIONS:
+        seen.clear()
+        assert decode_speed(model, precision, 130, new_tokens=2, rounds=2) > 0
+        assert seen == [130, 131, 132, 133, 134]
+
+
 def test_samples_have_no_sequence_in_common() -> None:
     samples = calibration_samples(lambda count: np.arange(count * 4).reshape(count, 4), 3, 5)
     assert samples.shape == (3, 5, 4) and len(np.unique(samples)) == samples.size
@@ -167,6 +199,8 @@ BAD = {
     "budget": (("--budgets", "120%"), "--budgets is a share of the source's cache"),
     "budgets": (("--budgets", "84%,,75%"), "--budgets is a share of the source's cache"),
     "kind": (("--kinds", "latent"), "did you mean 'latents'"),
+    "budget of a kind": (("--kinds", "gqa,latents:84%:0"), "the budget of latents in --kinds is a share"),
+    "no budget": (("--kinds", "latents,gqa:50%"), "gqa takes no budget; latents and separate-latents do"),
     "contexts": (("--contexts", "a"), "--contexts is a list"),
     "nothing left": (("--kinds", "latents", "--budgets", "0.1%"), "out of reach"),
     "short text": (("--tokens", 10**9), "calibration tokens are asked for"),

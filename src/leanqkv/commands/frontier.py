@@ -29,13 +29,14 @@ def frontier(
     evaluate_tokens: Annotated[int, typer.Option(help="Tokens to score of every text.")] = EVALUATED_TOKENS,
     budgets: Annotated[
         str, typer.Option(help="Shares of the source's cache that latents are fitted to.")
-    ] = "84%,75%,62.5%,50%",
+    ] = "84%,75%,50%",
     kinds: Annotated[
         str,
         typer.Option(
-            help="Kinds of reduction: latents, separate-latents and merged-values; skipv1 and gqa from weights alone."
+            help="Kinds of reduction: latents, separate-latents and merged-values; skipv1 and gqa from weights alone. "
+            "KIND:SHARE:... for budgets of its own."
         ),
-    ] = "latents,merged-values,skipv1,gqa",
+    ] = "latents,separate-latents:84%,skipv1,gqa",
     contexts: Annotated[str, typer.Option(help="Tokens after which decoding is timed; 0 leaves it out.")] = "512,4096",
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps. Default: cpu.")] = None,
 ) -> None:
@@ -61,7 +62,7 @@ def frontier(
     shares = [_share(part) for part in budgets.split(",")]
     length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
-    found, refused = candidates(opened.config, opened.tensors, shares, _kinds(kinds))
+    found, refused = candidates(opened.config, opened.tensors, _kinds(kinds, shares))
     precisions = list(PRECISIONS)
     if any(layer.window is not None for layer in opened.config.plan.layers):
         precisions = precisions[:1]
@@ -98,21 +99,26 @@ def frontier(
     console.print(f"{page}, {out / RECORD}", highlight=False, soft_wrap=True)
 
 
-def _share(text: str) -> float:
+def _share(text: str, option: str = "--budgets") -> float:
     from .convert import read_share
 
-    return read_share(text, "--budgets")
+    return read_share(text, option)
 
 
-def _kinds(text: str) -> list[str]:
+def _kinds(text: str, shares: list[float]) -> dict[str, list[float]]:
+    """Return the kinds of a list like "latents,separate-latents:84%", with the budgets of each."""
     from ..errors import LeanError
-    from ..frontier.points import KINDS
+    from ..frontier.points import FITTED_TO_SIZE, KINDS
     from ..model.registry import suggest
 
-    kinds = [part.strip() for part in text.split(",")]
-    for kind in kinds:
+    kinds = {}
+    for part in text.split(","):
+        kind, *own = part.strip().split(":")
         if kind not in KINDS[1:]:
             raise LeanError(f"--kinds: there is no kind {kind!r}: {suggest(kind, KINDS[1:])}")
+        if own and kind not in FITTED_TO_SIZE:
+            raise LeanError(f"--kinds: {kind} takes no budget; {' and '.join(FITTED_TO_SIZE)} do")
+        kinds[kind] = [_share(share, f"the budget of {kind} in --kinds") for share in own] or shares
     return kinds
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ..model.config import LeanConfig
 SOURCE, LATENTS, SEPARATE, MERGED, SKIPV1, GQA = KINDS = (
     *("source", "latents", "separate-latents", "merged-values", "skipv1", "gqa"),
 )
+FITTED_TO_SIZE = (LATENTS, SEPARATE)
 METHOD = "mean-v"
 
 
@@ -92,9 +92,12 @@ class Candidate:
 
 
 def candidates(
-    config: LeanConfig, tensors: Mapping[str, Tensor], shares: Sequence[float], kinds: Sequence[str]
+    config: LeanConfig, tensors: Mapping[str, Tensor], kinds: Mapping[str, Sequence[float]]
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return what can be measured of a source, the source first, and why the others cannot, by label.
+
+    Args:
+        kinds: of KINDS, with the shares of the source's cache that those of FITTED_TO_SIZE are fitted to.
 
     Raises:
         LeanError: nothing can be converted.
@@ -111,8 +114,8 @@ def candidates(
         else:
             found.append(candidate)
 
-    for kind, share in product((LATENTS, SEPARATE), sorted(shares, reverse=True)):
-        if kind in kinds:
+    for kind in FITTED_TO_SIZE:
+        for share in sorted(kinds.get(kind, ()), reverse=True):
             make = partial(Latents, config, tensors, share, separate=kind == SEPARATE)
             add(Candidate(kind, f"{kind} {100 * share:g}%", make=make))
     if MERGED in kinds:

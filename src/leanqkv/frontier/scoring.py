@@ -12,6 +12,8 @@ from ..data import EvaluationText
 from ..evaluate import paired_records, spread_windows
 from ..evaluate.loss import scoring
 from ..inference import Decoder
+from ..inference.cache import allocate_cache
+from ..model.config import LeanConfig
 from .points import Precision
 
 # Tokens of the prompt, and of the continuation on which the likeliest tokens are compared; fewer with few positions.
@@ -93,26 +95,34 @@ class Scorer:
 
 @torch.no_grad()
 def decode_speed(model: Any, precision: Precision, context: int, *, new_tokens: int = 8, rounds: int = 3) -> float:
-    """Return the tokens decoded per second after `context` tokens, the median of the rounds."""
-    device = next(model.parameters()).device
-    prompt = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
-    prompt = prompt.to(device)
+    """Return the tokens decoded per second after `context` tokens, the median of the rounds.
+
+    What these tokens were makes no difference, so random numbers stand in the cache and no prompt is read.
+    """
+    parameter = next(model.parameters())
     if precision.quantized:
-        cache = precision.cache(model.config)
-        last = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
+        cache: Any = precision.cache(model.config)
         step = lambda token: model(input_ids=token[:, None], past_key_values=cache).logits[:, -1]  # noqa: E731
-        token = last[:, -1].argmax(-1)
     else:
         decoder = Decoder(model)
-        token = decoder.prefill(prompt, room=rounds * new_tokens + 1).argmax(-1)
+        cache = decoder.cache = allocate_cache(model.config, context + rounds * new_tokens + 1)
         step = decoder.step
-    token = step(token).argmax(-1)  # compiles what is compiled
+    _fill(cache, model.config, context, parameter)
+    token = step(parameter.new_zeros(1, dtype=torch.long)).argmax(-1)  # compiles what is compiled
     speeds = []
     for _ in range(rounds):
         started = time.perf_counter()
         for _ in range(new_tokens):
             token = step(token).argmax(-1)
-        if device.type != "cpu":
+        if parameter.device.type != "cpu":
             torch.accelerator.synchronize()
         speeds.append(new_tokens / (time.perf_counter() - started))
     return median(speeds)
+
+
+def _fill(cache: Any, config: LeanConfig, tokens: int, like: Tensor) -> None:
+    """Put random tokens of one sequence into an empty cache."""
+    for layer in (one for one in config.plan.layers if one.cached):
+        sizes = [(1, tensor.num_heads, tokens, tensor.head_dim) for tensor in layer.cached]
+        first, *others = (torch.randn(size, dtype=like.dtype, device=like.device) for size in sizes)
+        cache.update(first, others[0] if others else first[:, :0], layer.layer)

@@ -209,10 +209,10 @@ def plan_table(layers: list[dict[str, Any]]) -> Table | None:
 
 
 def _figure(record: dict[str, Any]) -> figures.Drawing:
-    """Draw loss against the share of the cache: one line for every kind and precision."""
+    """Draw loss against the share of the cache: one line for every kind and precision, without what is of no use."""
     kinds: dict[str, list[Point]] = {}
     of_label = {point["label"]: point["kind"] for point in record["points"]}
-    for point in read_points(record):
+    for point in (one for one in read_points(record) if one.loss < USELESS):
         kinds.setdefault(f"{of_label[point.reduction]}, {point.label.rsplit(', ', 1)[1]}", []).append(point)
     series = []
     for style, (label, points) in enumerate(kinds.items(), 1):
