@@ -78,6 +78,18 @@ def test_another_phase_has_a_count_and_a_clock_of_its_own(log, clock):
         assert wait_for(log, "1 of 2") == "writing shards: 1 of 2, about 0:05 left"
 
 
+@pytest.mark.parametrize("count", [(1, 4), (5, 6)])
+def test_another_count_has_a_clock_of_its_own(log, clock, count):
+    """Fewer are done, or there are others to do."""
+    with progress.progress_bar("fitting") as bar:
+        clock[0] += 3600
+        bar(4, 4)
+        bar(*count)
+        clock[0] += 10
+        remaining = f"{10 / count[0] * (count[1] - count[0]):02.0f}"
+        assert wait_for(log, f"{count[0]} of {count[1]}, about 0:{remaining}")
+
+
 def test_a_bar_beside_another_is_for_logs_alone(screen):
     with progress.progress_bar("tasks", log_only=True) as bar:
         bar(1, 2)

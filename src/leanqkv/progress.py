@@ -35,6 +35,9 @@ class Bar:
         self._task = bars.add_task(description, total=None)
 
     def __call__(self, done: int, total: int) -> None:
+        task = self._bars.tasks[-1]
+        if task.total is not None and (done < task.completed or total != task.total):
+            self._bars.reset(self._task)  # another count: what it took to get here says nothing about it
         self._bars.update(self._task, completed=done, total=total)
 
     @property
@@ -48,7 +51,8 @@ class Bar:
 
     def show(self, description: str, done: int, total: int) -> None:
         """Say what is being done now, and how much of it is done."""
-        self._bars.update(self._task, description=description, completed=done, total=total)
+        self.describe(description)
+        self(done, total)
 
     def start(self, description: str) -> None:
         """Begin another phase, with a count and a clock of its own."""
