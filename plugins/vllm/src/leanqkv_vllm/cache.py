@@ -1,0 +1,62 @@
+"""The one object per group of layers that vLLM allocates pages for."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from .pages import Group
+
+
+class PagedCache(nn.Module, AttentionLayerBase):
+    """The pages of a group of layers. vLLM finds it by its name, and takes it for a layer with attention.
+
+    Args:
+        name: in vLLM's context, which has to end with a number.
+        backend: which makes the metadata of a step.
+        shapes: (query heads, key heads, window) of the attention calls that the metadata is for.
+    """
+
+    def __init__(self, name: str, group: Group, head_dim: int, backend: Any, shapes: tuple = ()):
+        super().__init__()
+        config = get_current_vllm_config()
+        self.layer_name, self.group, self.head_dim, self.backend, self.shapes = name, group, head_dim, backend, shapes
+        self.dtype = config.model_config.dtype
+        self.kv_cache = torch.tensor([])
+        self.block_size = 0
+        config.compilation_config.static_forward_context[name] = self
+
+    def get_attn_backend(self) -> Any:
+        """Return the backend."""
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """Return what a page holds: `numbers_per_token` of every token, as one head of that many columns."""
+        self.block_size = vllm_config.cache_config.block_size
+        content = self.group.numbers_per_token * self.dtype.itemsize
+        given: dict[str, Any] = {
+            "block_size": self.block_size,
+            "num_kv_heads": 1,
+            "head_size": self.head_dim,
+            "dtype": self.dtype,
+            "num_head_slots": 1,
+            "state_content_bytes": content,
+        }
+        if self.group.window is None:
+            return FullAttentionSpec(**given)
+        return SlidingWindowSpec(**given, sliding_window=self.group.window)
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take the allocated pages, [pages, 1, block_size, numbers per token]."""
+        self.kv_cache, self.block_size = kv_cache, kv_cache.shape[2]
+        self.heads.cache_clear()
+
+    @cache  # noqa: B019: there are as many as groups, for as long as the engine lives
+    def heads(self, layer: int, name: str) -> Tensor:
+        """Return a layer's tensor in all pages, [pages, heads, block_size, columns]."""
+        [slot] = [slot for slot in self.group.slots if (slot.layer, slot.name) == (layer, name)]
+        return slot.view(self.kv_cache.flatten(1), self.block_size)

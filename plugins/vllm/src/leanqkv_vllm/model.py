@@ -1,0 +1,95 @@
+"""leanqkv's own model inside vLLM: its blocks, norms and projections as they are, its attention on vLLM's pages."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
+from vllm.platforms import current_platform
+
+from leanqkv.model.plan import Plan
+from leanqkv.model.transformer import LeanModel
+
+from . import gathered, paged_cpu
+from .cache import PagedCache
+from .pages import Group, make_groups
+from .refusals import refusal, settings_refusal
+
+
+class LeanForCausalLM(nn.Module):
+    """A checkpoint of leanqkv, as vLLM calls it."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        self.config = config = vllm_config.model_config.hf_config
+        if reason := refusal(config) or settings_refusal(config, vllm_config):
+            raise ValueError(f"leanqkv-vllm: {reason}")
+        self.plan: Plan = config.plan
+        self.uses_kernel = current_platform.is_cpu() and paged_cpu.refusal(self.plan) is None
+        config._attn_implementation = paged_cpu.IMPLEMENTATION if self.uses_kernel else "sdpa"
+        self.model = LeanModel(config).requires_grad_(False).eval()
+        self.caches = self._make_caches(maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
+        self.logits_processor = LogitsProcessor(config.vocab_size, scale=1 / config.logits_scaling)
+
+    def _make_caches(self, prefix: str) -> list[PagedCache]:
+        """Register the pages of every group of layers, and let attention use them."""
+        groups = make_groups(self.plan)
+        if not self.uses_kernel:
+            return [self._cache(prefix, number, group, gathered.GatheredBackend) for number, group in enumerate(groups)]
+        calls = {layer.layer: paged_cpu.calls_of(layer) for layer in self.plan.layers}
+        caches, used = [], {}
+        for number, group in enumerate(groups):
+            members = [layer for layer in calls if calls[layer][0].keys.layer in group.layers]
+            shapes = {call.shape: None for layer in members for call in calls[layer]}
+            cache = self._cache(prefix, number, group, paged_cpu.PagedBackend, tuple(shapes))
+            cache.calls = {layer: calls[layer] for layer in members}
+            used |= dict.fromkeys(members, cache.layer_name)
+            caches.append(cache)
+        for block in self.model.layers:
+            paged_cpu.use_pages(block.self_attn, used)
+        return caches
+
+    def _cache(self, prefix: str, number: int, group: Group, backend: Any, shapes: tuple = ()) -> PagedCache:
+        return PagedCache(f"{prefix}.layers.{number}.pages", group, self.config.head_dim, backend, shapes)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [tokens, hidden_size]."""
+        return self.model.task.embed(self.model.get_input_embeddings(), input_ids[None], None, None, None)[0]
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the last hidden states [tokens, hidden_size] of the tokens of a step."""
+        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        given["position_ids"] = positions
+        metadata = get_forward_context().attn_metadata
+        if not self.uses_kernel and metadata is not None:
+            steps = [metadata[cache.layer_name] for cache in self.caches]
+            return gathered.run(self.model, self.plan, self.caches, steps, **given)
+        return self.model(**{name: tensor[None] for name, tensor in given.items()}, use_cache=False).last_hidden_state[0]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return the logits [tokens, vocab_size]."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take the checkpoint's tensors; return the names that were."""
+
+        def with_head() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                yield name, tensor
+                if self.config.tie_word_embeddings and name == "model.embed_tokens.weight":
+                    yield "lm_head.weight", tensor
+
+        return AutoWeightsLoader(self).load_weights(with_head())

@@ -1,0 +1,6 @@
+"""The mechanisms are those of the repository's own tests."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "tests")]
