@@ -10,7 +10,6 @@ from typing import Any
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -29,6 +28,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "block_size": 32,
     "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 64 * 2**20,
 }
 
 

@@ -1,0 +1,219 @@
+"""leanqkv on vLLM: tokens against `generate`, memory, and throughput.
+
+The record grows by one part at a time: --parts measures those that are named and leaves the others in --out as they are.
+
+    python plugins/vllm/benchmarks/serving.py --parts tokens memory --out results/vllm/serving.json
+    python plugins/vllm/benchmarks/serving.py --parts throughput --model DIR --out results/vllm/serving.json
+    python plugins/vllm/benchmarks/serving.py --tables results/vllm/serving.json
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "plugins/vllm/tests"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+import harness
+import torch
+from engines import core_of, engine, expected, generate, prompts_of_uneven_length
+from product.mechanisms import CASES, Case
+from shapes import randomize
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+
+from leanqkv import LeanForCausalLM, preset
+from leanqkv.environment import record_header
+from leanqkv.files import read_json, write_json
+from leanqkv.progress import progress_bar
+
+FIELDS = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512}
+NEW, REQUESTS, LONGEST = 70, 16, 250
+# So little that requests are preempted: pages for about 1,600 tokens of the baseline.
+SCARCE = 1600
+MEMORY = 64 * 2**20
+OF_MEMORY = ("", "gqa", "skipv1", "skipv1+gqa", "skipkv1", "skipv1-yoco", "latent-values", "latent-keys+latent-values")
+
+
+def measure_tokens() -> list[dict[str, Any]]:
+    """Every mechanism: requests of uneven length in two rounds, the second with what the first left in the cache."""
+    rows = []
+    with progress_bar("mechanisms") as bar, tempfile.TemporaryDirectory() as place:
+        for done, case in enumerate(CASES):
+            rows.append({"mechanism": case.name, **_tokens(case, Path(place, str(done)))})
+            bar(done + 1, len(CASES))
+    return rows
+
+
+def _tokens(case: Case, place: Path) -> dict[str, Any]:
+    model = case.model(**FIELDS).float()
+    model.save_pretrained(place)
+    prompts = prompts_of_uneven_length(model.config.vocab_size, REQUESTS, LONGEST)
+    wanted = expected(model, prompts, NEW) if case.name != "prefix" else []
+    bytes_per_token = model.config.plan.kv_bytes_per_token(torch.float32)
+    memory = SCARCE * bytes_per_token
+    options = {"max_model_len": 512, "max_num_batched_tokens": 96, "kv_cache_memory_bytes": memory}
+    try:
+        with engine(place, **options) as llm:
+            core = core_of(llm)
+            runner = core.model_executor.driver_worker.worker.model_runner
+            groups = runner.kv_cache_config.kv_cache_groups
+            allocated = sum(one.kv_cache_spec.page_size_bytes / one.kv_cache_spec.block_size for one in groups)
+            rounds = [_round(llm, prompts, number) for number in range(2)]
+            kernel = runner.model.uses_kernel
+    except ValueError as error:
+        return {"refused": str(error)}
+    return {
+        "kernel": kernel,
+        "bytes_per_token": bytes_per_token,
+        "allocated_per_token": allocated,
+        "rounds": [
+            {
+                "equal": sum(found == right for found, right in zip(one["tokens"], wanted, strict=True)),
+                "gaps": _gaps(model, prompts, one["tokens"], wanted),
+                "preempted": one["preempted"],
+                "cached_prompt_tokens": one["cached"],
+            }
+            for one in rounds
+        ],
+    }
+
+
+def _round(llm: Any, prompts: Sequence[list[int]], number: int, new: int = NEW) -> dict[str, Any]:
+    """Run all requests at once, and watch the scheduler."""
+    parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    for place, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"{number}-{place}", TokensPrompt(prompt_token_ids=prompt), parameters)
+    scheduler = core_of(llm).scheduler
+    tokens, preempted, cached, most = {}, set(), 0, 0
+    started = time.perf_counter()
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                cached += output.num_cached_tokens or 0
+        waiting = [*scheduler.running, *scheduler.waiting]
+        preempted |= {request.request_id for request in waiting if request.num_preemptions}
+        decoding = sum(request.num_computed_tokens >= request.num_prompt_tokens for request in scheduler.running)
+        most = max(most, decoding)
+    return {
+        "tokens": [tokens[f"{number}-{place}"] for place in range(len(prompts))],
+        "preempted": len(preempted),
+        "cached": cached,
+        "most_at_once": most,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+@torch.no_grad()
+def _gaps(model: Any, prompts: Any, found: Any, wanted: Any) -> list[float]:
+    """Where a token differs: by how much the logit of the right one is larger, in units of the largest one's rounding."""
+    gaps = []
+    for prompt, one, right in zip(prompts, found, wanted, strict=True):
+        place = next((place for place, pair in enumerate(zip(one, right, strict=True)) if pair[0] != pair[1]), None)
+        if place is not None:
+            logits = model.double()(torch.tensor([prompt + right[:place]])).logits[0, -1]
+            gap = abs(logits[right[place]] - logits[one[place]]) / (torch.finfo(torch.float32).eps * logits.abs().max())
+            gaps.append(float(gap))
+            model.float()
+    return gaps
+
+
+def measure_memory() -> list[dict[str, Any]]:
+    """Sequences at once in a fixed memory: 96 requests of 100 tokens and 28 more."""
+    rows = []
+    with progress_bar("memory") as bar, tempfile.TemporaryDirectory() as place:
+        for done, name in enumerate(OF_MEMORY):
+            mechanisms = name.split("+") if name else []
+            fields = {"num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
+            fields |= {"vocab_size": 512, "max_position_embeddings": 256, "intermediate_size": 256}
+            fields |= {"num_key_value_heads": 4} if "gqa" in mechanisms else {}
+            config = preset("llama-130m", *(one for one in mechanisms if one != "gqa"), **fields)
+            model = randomize(LeanForCausalLM(config), std=0.05)
+            directory = Path(place, str(done))
+            model.save_pretrained(directory)
+            prompts = torch.randint(1, 512, (96, 100), generator=torch.Generator().manual_seed(0)).tolist()
+            options = {"max_model_len": 128, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
+            options |= {"kv_cache_memory_bytes": MEMORY, "enable_prefix_caching": False}
+            with engine(directory, **options) as llm:
+                runner = core_of(llm).model_executor.driver_worker.worker.model_runner
+                blocks, found = runner.kv_cache_config.num_blocks, _round(llm, prompts, 0, 28)
+            kept = config.plan.kv_bytes_per_token(torch.float32)
+            rows.append(
+                {
+                    "mechanism": name or "baseline",
+                    "bytes_per_token": kept,
+                    "tokens": blocks * 32,
+                    "most_at_once": found["most_at_once"],
+                    "preempted": found["preempted"],
+                }
+            )
+            bar(done + 1, len(OF_MEMORY))
+    return rows
+
+
+PARTS = {"tokens": measure_tokens, "memory": measure_memory}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record with the parts that are asked for measured anew, and the others as --out has them."""
+    record = read_json(options.out) if options.out is not None and options.out.exists() else {}
+    parts = {part: record[part] for part in PARTS if part in record}
+    for part in options.parts:
+        header = record_header("benchmark", "serving")
+        parts[part] = {"made": {"time": header["time"], "git_commit": header["git_commit"]}, "rows": PARTS[part]()}
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            write_json(options.out, header | parts)
+    return parts
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return the record as Markdown."""
+    made = []
+    if "tokens" in record:
+        made.append(tokens_table(record["tokens"]["rows"]))
+    if "memory" in record:
+        made.append(memory_table(record["memory"]["rows"]))
+    return "\n\n".join(made)
+
+
+def tokens_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each mechanism, the refused ones at the end."""
+    cells = []
+    for row in sorted(rows, key=lambda one: "refused" in one):
+        if "refused" in row:
+            cells.append((row["mechanism"], "refused", "", "", "", ""))
+            continue
+        gaps = [gap for one in row["rounds"] for gap in one["gaps"]]
+        equal = "/".join(str(one["equal"]) for one in row["rounds"])
+        preempted = "/".join(str(one["preempted"]) for one in row["rounds"])
+        way = "kernel" if row["kernel"] else "gathered"
+        sizes = (f"{row['bytes_per_token']:,}", f"{row['allocated_per_token']:,.0f}")
+        cells.append((row["mechanism"], way, *sizes, f"{equal} of {REQUESTS}", f"{max(gaps):.1f}" if gaps else ""))
+        cells[-1] = (*cells[-1], preempted)
+    headers = ("mechanism", "attention", "bytes per token", "allocated", "equal", "largest gap", "preempted")
+    return harness.table(headers, [(*cell, *[""] * (len(headers) - len(cell))) for cell in cells], "llrrrrr")
+
+
+def memory_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each mechanism."""
+    cells = [
+        (row["mechanism"], f"{row['bytes_per_token']:,}", f"{row['tokens']:,}", str(row["most_at_once"]))
+        for row in rows
+    ]
+    return harness.table(("mechanism", "bytes per token", "tokens in 64 MiB", "sequences at once"), cells)
+
+
+def main() -> None:
+    parser = harness.command_line(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    harness.run(parser, measure, tables)
+
+
+if __name__ == "__main__":
+    main()
