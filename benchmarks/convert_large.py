@@ -91,7 +91,14 @@ def tables(record: dict[str, Any]) -> str:
         f"{record['convert']['peak_resident_bytes'] / 1e9:.2f} GB",
         f"{131_072 * flops / H100_FLOPS / 60:.1f} min",
     )
-    header = ("conversion to", "layers", "tokens", "time per layer", "peak resident memory", "32 layers, 131,072 tokens, one H100")
+    header = (
+        "conversion to",
+        "layers",
+        "tokens",
+        "time per layer",
+        "peak resident memory",
+        "32 layers, 131,072 tokens, one H100",
+    )
     return harness.table(header, [row])
 
 
