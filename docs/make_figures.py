@@ -445,7 +445,7 @@ def cache_by_context() -> str:
 def frontier() -> str:
     """Loss against the share of the cache, a line for each kind of reduction and precision; the best kinds alone."""
     points = read_points(read("frontier/smollm2/frontier.json"))
-    kinds = {"source": (GREY, "o"), "latents": (BLUE, "s"), "merged-values": (ORANGE, "^")}
+    kinds = {"source": (GREY, "o"), "latents": (BLUE, "s"), "separate-latents": (ORANGE, "^")}
     precisions = {"16 bits": "-", "8/4 bits": "--", "4 bits": ":"}
 
     def draw(axes: Axes) -> None:

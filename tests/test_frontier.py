@@ -120,6 +120,15 @@ def test_what_loses_a_nat_is_not_recommended(measured: Path) -> None:
     assert all("no point is that small and of use" in sentence for sentence in _worse(record, "", 1.01))
 
 
+def test_what_loses_a_nat_is_not_drawn(measured: Path) -> None:
+    record = json.loads((measured / "frontier.json").read_text())
+    for nats, drawn in ((0.5, True), (1.01, False)):
+        _worse(record, "gqa", nats)
+        (measured / "frontier.json").write_text(json.dumps(record))
+        page = write_pages(measured).read_text()
+        assert ("gqa, 16 bits" in page) == drawn and "gqa, 50% of the heads, 16 bits" in page
+
+
 def _worse(record: dict, kind: str, nats: float) -> list[str]:
     """The recommendations where all points of a kind lose so much."""
     for point in record["points"]:

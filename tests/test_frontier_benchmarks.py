@@ -10,17 +10,22 @@ from shapes import randomize, tiny, tokens
 
 from leanqkv import LeanForCausalLM
 
+# A share of squares that sums in float32 cannot tell from none.
+NOTHING = torch.finfo(torch.float32).eps
+
 # --- benchmarks/key_value_sources.py ----------------------------------------------------------------------------------
 
 
-def seen_at_random(sequences: int, length: int, lent: Any, keys: Any) -> tuple[Any, list[Any]]:
-    """A layer of two key heads and four query heads with random patterns, and what it could borrow."""
+def seen_at_random(sequences: int, length: int, lent: Any, keys: Any, rank: int = 8) -> tuple[Any, list[Any]]:
+    """A layer of two key heads and four query heads with random patterns and values of a rank, and what it could
+    borrow."""
     normal = torch.Generator().manual_seed(0)
     draw = lambda *size: torch.randn(*size, generator=normal)  # noqa: E731
+    spread = torch.eye(8) if rank == 8 else draw(rank, 8)
     output, seen, others = draw(16, 12).double(), [], []
     for _ in range(4):
         scores = draw(sequences, 4, length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-        values = draw(sequences, 2, length, 4)
+        values = (draw(sequences, length, rank) @ spread).unflatten(-1, (2, 4)).transpose(1, 2)
         recorder = SimpleNamespace(patterns=scores.softmax(-1), values=values)
         recorder.projected_key = keys(values.transpose(1, 2).flatten(2), draw)
         part = key_value_sources.Seen(recorder, torch.ones(sequences, length), torch.arange(sequences) % 4 == 3)
@@ -39,10 +44,19 @@ def test_values_made_of_what_holds_them_miss_nothing() -> None:
     unrelated = [torch.randn(8, 2, 6, 4, generator=torch.Generator().manual_seed(9)) for _ in related]
     found = key_value_sources.measure_layer(layer, heads, {"first": unrelated, "below": related}, [2, 4])
     for name in ("only keys", "keys 2", "keys 4", "below", "only below"):
-        assert found[name] < 1e-9, name
+        assert found[name] < NOTHING, name
     assert found["latent 2"] > found["latent 4"] > 0.01 and found["merged"] > 0.01
     assert found["only first"] > found["first"] > 0.01
     assert found["free 4"] <= found["latent 4"] * (1 + 1e-6)
+
+
+@torch.no_grad()
+def test_a_latent_as_wide_as_the_values_rank_misses_nothing() -> None:
+    unrelated = lambda columns, draw: draw(*columns.shape)  # noqa: E731
+    layer, others = seen_at_random(8, 6, unrelated, unrelated, rank=3)
+    heads = SimpleNamespace(output=layer.output.unflatten(0, (2, 2, 4)).mT)
+    found = key_value_sources.measure_layer(layer, heads, {"first": others}, [2, 3])
+    assert max(found["latent 3"], found["keys 3"], found["free 3"]) < NOTHING < 0.01 < found["latent 2"]
 
 
 @torch.no_grad()
@@ -56,9 +70,14 @@ def test_keys_made_of_what_holds_them_miss_nothing() -> None:
     heads = [keys.unflatten(-1, (2, 2, 2)) for keys in own]  # [..., heads, parts, frequencies]
     turned = [torch.stack((-one[..., 1, :], one[..., 0, :]), -2).flip(-3).flatten(-3) for one in heads]
     found = key_value_sources.measure_keys(layer, turned, [4, 6, 8])
-    assert found["key below"] < 1e-9 and abs(found["key latent 8"]) < 1e-9
+    assert found["key below"] < NOTHING and abs(found["key latent 8"]) < NOTHING
     assert found["key latent 4"] > found["key latent 6"] > 0.01
     assert key_value_sources.measure_keys(layer, [torch.randn_like(one) for one in own], [])["key below"] > 0.5
+    # A frequency without queries does not count.
+    for seen in layer.seen:
+        seen.recorder.query[..., ::2] = 0
+    half = [torch.where(torch.arange(8) % 2 == 1, one, torch.randn_like(one)) for one in own]
+    assert key_value_sources.measure_keys(layer, half, [])["key below"] < NOTHING
 
 
 # --- benchmarks/partial_rope.py ---------------------------------------------------------------------------------------
