@@ -31,7 +31,7 @@ from leanqkv.environment import record_header
 from leanqkv.files import read_json, write_json
 from leanqkv.progress import progress_bar
 
-FIELDS = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512}
+FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512}
 NEW, REQUESTS, LONGEST = 70, 16, 250
 # So little that requests are preempted: pages for about 1,600 tokens of the baseline.
 SCARCE = 1600

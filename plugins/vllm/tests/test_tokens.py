@@ -11,9 +11,9 @@ from product.mechanisms import CASES, Case
 from leanqkv import LeanForCausalLM
 
 # Heads of 32 columns are the smallest of vLLM's kernel for CPUs; others are gathered.
-FIELDS = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
+FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
 REFUSED = {"prefix": "attends in both directions"}
-GATHERED = ("mla", "latent", "keys-as-values")
+GATHERED = ("mla", "latent", "keys-as-values", "values-from-keys")
 
 
 def saved(case: Case, place: Path, **fields: Any) -> LeanForCausalLM:

@@ -389,6 +389,13 @@ class LeanConfig(PreTrainedConfig):
     def plan(self) -> Plan:
         return make_plan(self)
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers. The code that comes with a language model has the class of its body too, for AutoModel."""
+        classes = getattr(self, "auto_map", None) or {}
+        if model := classes.get("AutoModelForCausalLM"):
+            self.auto_map = {**classes, "AutoModel": model.replace("causal_lm.LeanForCausalLM", "transformer.LeanModel")}
+        super().save_pretrained(*args, **kwargs)
+
     def as_overrides(self) -> dict[str, Any]:
         """What differs from the defaults: `LeanConfig(**overrides)` is equal to this configuration."""
         overrides = {key: value for key, value in self.to_diff_dict().items() if key != "transformers_version"}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -17,7 +18,9 @@ from leanqkv.model.transformer import LeanModel
 
 from . import gathered, paged_cpu
 from .cache import PagedCache
+from .linear import use_products
 from .pages import Group, make_groups
+from .parallel import Shards, rank_config, reduce_outputs
 from .refusals import refusal, settings_refusal
 
 
@@ -29,10 +32,13 @@ class LeanForCausalLM(nn.Module):
         self.config = config = vllm_config.model_config.hf_config
         if reason := refusal(config) or settings_refusal(config, vllm_config):
             raise ValueError(f"leanqkv-vllm: {reason}")
+        self.ranks = vllm_config.parallel_config.tensor_parallel_size
+        config = rank_config(config, self.ranks) if self.ranks > 1 else config
         self.plan: Plan = config.plan
         self.uses_kernel = current_platform.is_cpu() and paged_cpu.refusal(self.plan) is None
         config._attn_implementation = paged_cpu.IMPLEMENTATION if self.uses_kernel else "sdpa"
         self.model = LeanModel(config).requires_grad_(False).eval()
+        self.shard = Shards(self.config, self.ranks, get_tensor_model_parallel_rank()) if self.ranks > 1 else None
         self.caches = self._make_caches(maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size, scale=1 / config.logits_scaling)
@@ -88,8 +94,15 @@ class LeanForCausalLM(nn.Module):
 
         def with_head() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in weights:
-                yield name, tensor
+                yield name, tensor if self.shard is None else self.shard(name, tensor)
                 if self.config.tie_word_embeddings and name == "model.embed_tokens.weight":
                     yield "lm_head.weight", tensor
 
-        return AutoWeightsLoader(self).load_weights(with_head())
+        wanted = {name for name, _ in self.named_parameters()}
+        if missing := wanted - AutoWeightsLoader(self).load_weights(with_head()):
+            raise ValueError(f"leanqkv-vllm: the checkpoint has no tensor {min(missing)}")
+        if self.ranks > 1:
+            reduce_outputs(self.model)
+        if current_platform.is_cpu():
+            use_products(self.model)
+        return {name for name, _ in self.named_parameters()}  # vLLM looks for those that there are now

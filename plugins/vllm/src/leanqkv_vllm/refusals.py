@@ -14,6 +14,8 @@ def refusal(config: Any) -> str | None:
 
 def settings_refusal(config: Any, vllm_config: Any) -> str | None:
     """Return why a model cannot run with the engine's settings; None: it can."""
+    from .parallel import refusal as parallel_refusal  # which imports vLLM
+
     longest, limit = vllm_config.model_config.max_model_len, config.cached_positions
     if limit is not None and longest > limit:
         return (
@@ -22,7 +24,10 @@ def settings_refusal(config: Any, vllm_config: Any) -> str | None:
         )
     if vllm_config.quant_config is not None:
         return f"quantized weights ({vllm_config.quant_config.get_name()}) are not possible; give unquantized ones"
-    for name in ("pipeline_parallel_size", "tensor_parallel_size", "decode_context_parallel_size"):
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks > 1 and (reason := parallel_refusal(config, ranks)):
+        return f"tensor_parallel_size {ranks} is not possible: {reason}"
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, name, 1)) > 1:
             return f"{name} is {size}; only 1 is possible"
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
