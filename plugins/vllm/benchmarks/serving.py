@@ -64,7 +64,7 @@ def _tokens(case: Case, place: Path) -> dict[str, Any]:
             groups = runner.kv_cache_config.kv_cache_groups
             allocated = sum(one.kv_cache_spec.page_size_bytes / one.kv_cache_spec.block_size for one in groups)
             rounds = [_round(llm, prompts, number) for number in range(2)]
-            kernel = runner.model.uses_kernel
+            kernel = runner.model.kernel is not None
     except ValueError as error:
         return {"refused": str(error)}
     return {

@@ -1,6 +1,7 @@
 """The one object per group of layers that vLLM allocates pages for."""
 
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ class PagedCache(nn.Module, AttentionLayerBase):
         name: in vLLM's context, which has to end with a number.
         backend: which makes the metadata of a step.
         shapes: (query heads, key heads, window) of the attention calls that the metadata is for.
+
+    Attributes:
+        kernel, calls: the module of a kernel that reads the pages, and its calls by layer; none where all is gathered.
     """
+
+    kernel: ModuleType
+    calls: dict[int, list[Any]]
 
     def __init__(self, name: str, group: Group, head_dim: int, backend: Any, shapes: tuple = ()):
         super().__init__()

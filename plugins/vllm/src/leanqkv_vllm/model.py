@@ -1,6 +1,8 @@
 """leanqkv's own model inside vLLM: its blocks, norms and projections as they are, its attention on vLLM's pages."""
 
 from collections.abc import Iterable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,12 +18,18 @@ from vllm.platforms import current_platform
 from leanqkv.model.plan import Plan
 from leanqkv.model.transformer import LeanModel
 
-from . import gathered, paged_cpu
+from . import gathered, paged
 from .cache import PagedCache
 from .linear import use_products
 from .pages import Group, make_groups
 from .parallel import Shards, rank_config, reduce_outputs
 from .refusals import refusal, settings_refusal
+
+
+def kernel_of_platform() -> ModuleType | None:
+    """Return the module with the kernel of this platform; None: there is none, and all attention is gathered."""
+    name = "kernel_cpu" if current_platform.is_cpu() else "kernel_triton" if current_platform.is_cuda_alike() else None
+    return None if name is None else import_module(f".{name}", __package__)
 
 
 class LeanForCausalLM(nn.Module):
@@ -35,8 +43,9 @@ class LeanForCausalLM(nn.Module):
         self.ranks = vllm_config.parallel_config.tensor_parallel_size
         config = rank_config(config, self.ranks) if self.ranks > 1 else config
         self.plan: Plan = config.plan
-        self.uses_kernel = current_platform.is_cpu() and paged_cpu.refusal(self.plan) is None
-        config._attn_implementation = paged_cpu.IMPLEMENTATION if self.uses_kernel else "sdpa"
+        kernel = kernel_of_platform()
+        self.kernel = kernel if kernel is not None and paged.refusal(self.plan, kernel) is None else None
+        config._attn_implementation = "sdpa" if self.kernel is None else paged.IMPLEMENTATION
         self.model = LeanModel(config).requires_grad_(False).eval()
         self.shard = Shards(self.config, self.ranks, get_tensor_model_parallel_rank()) if self.ranks > 1 else None
         self.caches = self._make_caches(maybe_prefix(prefix, "model"))
@@ -46,19 +55,19 @@ class LeanForCausalLM(nn.Module):
     def _make_caches(self, prefix: str) -> list[PagedCache]:
         """Register the pages of every group of layers, and let attention use them."""
         groups = make_groups(self.plan)
-        if not self.uses_kernel:
+        if self.kernel is None:
             return [self._cache(prefix, number, group, gathered.GatheredBackend) for number, group in enumerate(groups)]
-        calls = {layer.layer: paged_cpu.calls_of(layer) for layer in self.plan.layers}
+        calls = {layer.layer: paged.calls_of(layer) for layer in self.plan.layers}
         caches, used = [], {}
         for number, group in enumerate(groups):
             members = [layer for layer in calls if calls[layer][0].keys.layer in group.layers]
             shapes = {call.shape: None for layer in members for call in calls[layer]}
-            cache = self._cache(prefix, number, group, paged_cpu.PagedBackend, tuple(shapes))
-            cache.calls = {layer: calls[layer] for layer in members}
+            cache = self._cache(prefix, number, group, self.kernel.Backend, tuple(shapes))
+            cache.kernel, cache.calls = self.kernel, {layer: calls[layer] for layer in members}
             used |= dict.fromkeys(members, cache.layer_name)
             caches.append(cache)
         for block in self.model.layers:
-            paged_cpu.use_pages(block.self_attn, used)
+            paged.use_pages(block.self_attn, used, self.kernel)
         return caches
 
     def _cache(self, prefix: str, number: int, group: Group, backend: Any, shapes: tuple = ()) -> PagedCache:
@@ -80,7 +89,7 @@ class LeanForCausalLM(nn.Module):
         given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         given["position_ids"] = positions
         metadata = get_forward_context().attn_metadata
-        if not self.uses_kernel and metadata is not None:
+        if self.kernel is None and metadata is not None:
             steps = [metadata[cache.layer_name] for cache in self.caches]
             return gathered.run(self.model, self.plan, self.caches, steps, **given)
         return self.model(**{name: tensor[None] for name, tensor in given.items()}, use_cache=False).last_hidden_state[0]

@@ -1,0 +1,127 @@
+"""What the engine does around the model: preemption, cached prefixes, windows, sampling, logprobs, stop strings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import write_corpus
+from engines import OPTIONS, core_of, engine, expected, generate, prompts_of_uneven_length
+from product.mechanisms import CASES
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+
+from leanqkv import LeanForCausalLM
+from leanqkv.data.tokenizer import train_tokenizer
+
+FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
+# By vLLM's kernel, and gathered.
+BOTH = ("gqa+skipv1", "values-from-keys")
+BLOCK = OPTIONS["block_size"]
+
+
+def saved(name: str, place: Path, **fields: Any) -> LeanForCausalLM:
+    model = next(case for case in CASES if case.name == name).model(**{**FIELDS, **fields}).float()
+    model.save_pretrained(place)
+    return model
+
+
+def run(llm: Any, prompts: list[list[int]], new: int) -> tuple[list[list[int]], int, int]:
+    """Greedy tokens, how many requests were preempted, and how many prompt tokens came from the cache."""
+    parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    for number, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), parameters)
+    scheduler, tokens, preempted, cached = core_of(llm).scheduler, {}, set(), 0
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                cached += output.num_cached_tokens or 0
+        requests = [*scheduler.running, *scheduler.waiting]
+        preempted |= {request.request_id for request in requests if request.num_preemptions}
+    return [tokens[str(number)] for number in range(len(prompts))], len(preempted), cached
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_preempted_requests_and_cached_prefixes(name: str, tmp_path: Path) -> None:
+    model = saved(name, tmp_path)
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 8, 100)
+    memory = 14 * BLOCK * model.config.plan.kv_bytes_per_token(torch.float32)
+    with engine(tmp_path, kv_cache_memory_bytes=memory) as llm:
+        assert core_of(llm).model_executor.driver_worker.worker.model_runner.kv_cache_config.num_blocks == 14
+        found, preempted, cached = run(llm, prompts, 40)
+    assert found == expected(model, prompts, 40)
+    assert preempted and cached
+
+
+def test_pages_behind_a_window_are_given_back(tmp_path: Path) -> None:
+    """256 tokens go through memory for 160."""
+    model = saved("sliding_window", tmp_path, sliding_window=2 * BLOCK)
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 1, 200)
+    memory = 5 * BLOCK * model.config.plan.kv_bytes_per_token(torch.float32)
+    with engine(tmp_path, kv_cache_memory_bytes=memory, max_num_batched_tokens=BLOCK) as llm:
+        new = 250 - len(prompts[0])
+        assert generate(llm, prompts, new) == expected(model, prompts, new)
+
+
+def test_pages_of_other_sizes_behind_a_window(tmp_path: Path) -> None:
+    """Layers with a window and layers without, of unequal size."""
+    model = saved("gqa", tmp_path, sliding_window=2 * BLOCK, window_layers=[0, 1, 2])
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 4, 150)
+    with engine(tmp_path) as llm:
+        assert generate(llm, prompts, 60) == expected(model, prompts, 60)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_logprobs_are_the_models(name: str, tmp_path: Path) -> None:
+    model = saved(name, tmp_path)
+    [prompt] = prompts_of_uneven_length(model.config.vocab_size, 1, 60)
+    with engine(tmp_path) as llm:
+        parameters = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False, logprobs=3)
+        [output] = llm.generate([TokensPrompt(prompt_token_ids=prompt)], parameters, use_tqdm=False)
+    tokens = list(output.outputs[0].token_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    for row, found in zip(logits, output.outputs[0].logprobs, strict=True):
+        for token, one in found.items():
+            assert abs(one.logprob - float(row[token])) < 1e-4
+
+
+def test_a_seed_decides(tmp_path: Path) -> None:
+    model = saved("gqa+skipv1", tmp_path)
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 3, 40)
+
+    def sampled(llm: Any, seed: int) -> list[list[int]]:
+        parameters = SamplingParams(temperature=1, seed=seed, max_tokens=16, ignore_eos=True, detokenize=False)
+        given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        return [list(one.outputs[0].token_ids) for one in llm.generate(given, parameters, use_tqdm=False)]
+
+    with engine(tmp_path) as llm:
+        assert sampled(llm, 1) == sampled(llm, 1) != sampled(llm, 2)
+
+
+def test_text_ends_at_a_stop_string(tmp_path: Path) -> None:
+    content = write_corpus(tmp_path / "text.txt").read_text()
+    model = saved("gqa+skipv1", tmp_path / "model", vocab_size=300)
+    train_tokenizer(iter([content]), model.config.vocab_size).save_pretrained(tmp_path / "model")
+    with engine(tmp_path / "model", skip_tokenizer_init=False) as llm:
+        whole = llm.generate(["import"], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+        text = whole[0].outputs[0].text
+        stop = text[len(text) // 2 :][:3]
+        [ended] = llm.generate(["import"], SamplingParams(temperature=0, max_tokens=20, stop=stop), use_tqdm=False)
+    assert ended.outputs[0].text == text[: text.index(stop)] and ended.outputs[0].finish_reason == "stop"
+
+
+REFUSED = {
+    "weights": ({"quantization": "fp8", "dtype": "bfloat16"}, "quantized weights"),
+    "cache": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8"),
+    "pipeline": ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_refused(name: str, tmp_path: Path) -> None:
+    saved("gqa+skipv1", tmp_path)
+    options, match = REFUSED[name]
+    with pytest.raises(Exception, match=match), engine(tmp_path, **options):
+        pass
