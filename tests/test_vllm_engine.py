@@ -89,4 +89,3 @@ def test_bad_input(directory, plugin, started, unwrapped, name: str) -> None:
     options, match = BAD[name]
     code, _, errors = unwrapped("serve", str(directory), *options)
     assert code == 2 and match in errors and "Traceback" not in errors and not started
-

@@ -1,6 +1,7 @@
 """leanqkv on vLLM: tokens against `generate`, memory, and throughput.
 
-The record grows by one part at a time: --parts measures those that are named and leaves the others in --out as they are.
+The record grows by one part at a time: --parts measures those that are named and leaves the others in --out as they
+are.
 
     python plugins/vllm/benchmarks/serving.py --parts tokens memory --out results/vllm/serving.json
     python plugins/vllm/benchmarks/serving.py --parts throughput --model DIR --out results/vllm/serving.json
@@ -20,7 +21,7 @@ sys.path[:0] = [str(ROOT / "plugins/vllm/tests"), str(ROOT / "tests"), str(ROOT 
 
 import harness
 import torch
-from engines import core_of, engine, expected, generate, prompts_of_uneven_length
+from engines import core_of, engine, expected, prompts_of_uneven_length
 from product.mechanisms import CASES, Case
 from shapes import randomize
 from vllm import SamplingParams
@@ -111,7 +112,7 @@ def _round(llm: Any, prompts: Sequence[list[int]], number: int, new: int = NEW) 
 
 @torch.no_grad()
 def _gaps(model: Any, prompts: Any, found: Any, wanted: Any) -> list[float]:
-    """Where a token differs: by how much the logit of the right one is larger, in units of the largest one's rounding."""
+    """Where a token differs: how much larger the right one's logit is, in units of the largest one's rounding."""
     gaps = []
     for prompt, one, right in zip(prompts, found, wanted, strict=True):
         place = next((place for place, pair in enumerate(zip(one, right, strict=True)) if pair[0] != pair[1]), None)

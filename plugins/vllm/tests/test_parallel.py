@@ -78,7 +78,7 @@ def test_what_cannot_be_split_is_refused(name: str) -> None:
 def test_heads_that_do_not_fall_evenly_are_refused() -> None:
     """SkipV1 borrows one of two heads, and one head cannot be split."""
     config = case_of("skipv1").config(**{**FIELDS, "num_key_value_heads": 2})
-    assert "cannot be split evenly" in (refusal(config, 2) or "")
+    assert "that cannot be split evenly" in (refusal(config, 2) or "")
 
 
 @pytest.mark.parametrize("name", ["gqa+skipv1"])

@@ -1,12 +1,13 @@
-"""Self-attention as vLLM's backend for models of transformers wants it: one call of the attention interface in `forward`.
+"""Self-attention for vLLM without a plugin: one call of the attention interface in `forward`.
 
-That backend reads the source of `forward` to find the call and its scale, and keeps one pair of keys and values for each
-layer. The plugin leanqkv-vllm has neither limit.
+vLLM's backend for models of transformers reads the source of `forward` to find the call and its scale, and keeps one
+pair of keys and values for each layer. The plugin leanqkv-vllm has neither limit.
 """
 
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import KeyValues, LeanAttention, eager_attention
@@ -49,10 +50,12 @@ class OneCallAttention(LeanAttention):
         layer: LayerPlan,
         position_embeddings: Rotations | None = None,
         attention_mask: Tensor | None = None,
+        borrowed: dict[int, KeyValues] | None = None,
+        past_key_values: Cache | None = None,
         mlp_hidden: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
-        """As LeanAttention.forward, without a cache: the interface keeps one."""
+        """As LeanAttention.forward. The interface keeps a cache, so none is given."""
         query, key, value = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)

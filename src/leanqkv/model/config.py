@@ -390,10 +390,11 @@ class LeanConfig(PreTrainedConfig):
         return make_plan(self)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers. The code that comes with a language model has the class of its body too, for AutoModel."""
+        """As in transformers; a language model's code has the class of its body too, for AutoModel."""
         classes = getattr(self, "auto_map", None) or {}
         if model := classes.get("AutoModelForCausalLM"):
-            self.auto_map = {**classes, "AutoModel": model.replace("causal_lm.LeanForCausalLM", "transformer.LeanModel")}
+            body = model.replace("causal_lm.LeanForCausalLM", "transformer.LeanModel")
+            self.auto_map = {**classes, "AutoModel": body}
         super().save_pretrained(*args, **kwargs)
 
     def as_overrides(self) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The one object per group of layers that vLLM allocates pages for."""
 
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +34,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
         self.dtype = config.model_config.dtype
         self.kv_cache = torch.tensor([])
         self.block_size = 0
+        self._views: dict[tuple[int, str], Tensor] = {}
         config.compilation_config.static_forward_context[name] = self
 
     def get_attn_backend(self) -> Any:
@@ -60,10 +60,9 @@ class PagedCache(nn.Module, AttentionLayerBase):
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the allocated pages, [pages, 1, block_size, numbers per token]."""
         self.kv_cache, self.block_size = kv_cache, kv_cache.shape[2]
-        self.heads.cache_clear()
+        pages = kv_cache.flatten(1)
+        self._views = {(slot.layer, slot.name): slot.view(pages, self.block_size) for slot in self.group.slots}
 
-    @cache  # noqa: B019: there are as many as groups, for as long as the engine lives
     def heads(self, layer: int, name: str) -> Tensor:
         """Return a layer's tensor in all pages, [pages, heads, block_size, columns]."""
-        [slot] = [slot for slot in self.group.slots if (slot.layer, slot.name) == (layer, name)]
-        return slot.view(self.kv_cache.flatten(1), self.block_size)
+        return self._views[layer, name]

@@ -5,7 +5,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -92,7 +91,9 @@ class LeanForCausalLM(nn.Module):
         if self.kernel is None and metadata is not None:
             steps = [metadata[cache.layer_name] for cache in self.caches]
             return gathered.run(self.model, self.plan, self.caches, steps, **given)
-        return self.model(**{name: tensor[None] for name, tensor in given.items()}, use_cache=False).last_hidden_state[0]
+        return self.model(**{name: tensor[None] for name, tensor in given.items()}, use_cache=False).last_hidden_state[
+            0
+        ]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return the logits [tokens, vocab_size]."""

@@ -1,10 +1,11 @@
 """Tensor parallelism: every rank computes an equal share of the heads and of the MLP.
 
-The heads of a source, such as the first layer's half of SkipV1's values, are split among the ranks on their own. So what
-a rank computes is a model of fewer heads with the same layout, and no rank borrows from another one.
+The heads of a source, such as the first layer's half of SkipV1's values, are split among the ranks on their own. So a
+rank computes a model of fewer heads with the same layout, and borrows from no other rank.
 """
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,10 +36,8 @@ def refusal(config: LeanConfig, size: int) -> str | None:
     if config.intermediate_size % size:
         return f"intermediate_size {config.intermediate_size} is no multiple of it"
     for (name, layer), edges in Heads(config.plan).edges.items():
-        if odd := next((start for start, stop in zip(edges, edges[1:], strict=False) if (stop - start) % size), None):
-            return f"the {name} of layer {layer} from head {odd} on cannot be split evenly"
-        if any((stop - start) % size for start, stop in zip(edges, edges[1:], strict=False)):
-            return f"the {name} of layer {layer} cannot be split evenly"
+        if any((stop - start) % size for start, stop in pairwise(edges)):
+            return f"the {name} of layer {layer} come in runs of heads that cannot be split evenly"
     return None
 
 
@@ -88,7 +87,7 @@ class Heads:
         """Return the heads of a rank: an equal part of every run."""
         chosen: list[int] = []
         edges = self.edges[space]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             part = (stop - start) // size
             chosen += range(start + rank * part, start + (rank + 1) * part)
         return chosen
