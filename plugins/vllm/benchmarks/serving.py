@@ -4,11 +4,13 @@ The record grows by one part at a time: --parts measures those that are named an
 are.
 
     python plugins/vllm/benchmarks/serving.py --parts tokens memory --out results/vllm/serving.json
-    python plugins/vllm/benchmarks/serving.py --parts throughput --model DIR --out results/vllm/serving.json
+    python plugins/vllm/benchmarks/serving.py --parts throughput --out results/vllm/serving.json
     python plugins/vllm/benchmarks/serving.py --tables results/vllm/serving.json
 """
 
 import argparse
+import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +30,10 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from leanqkv import LeanForCausalLM, preset
+from leanqkv.checkpoints.open import open_causal_lm
+from leanqkv.checkpoints.write import write_model
 from leanqkv.environment import record_header
+from leanqkv.errors import LeanError
 from leanqkv.files import read_json, write_json
 from leanqkv.progress import progress_bar
 
@@ -37,6 +42,7 @@ NEW, REQUESTS, LONGEST = 70, 16, 250
 # So little that requests are preempted: pages for about 1,600 tokens of the baseline.
 SCARCE = 1600
 MEMORY = 64 * 2**20
+ROUNDS, LLAMA = 3, "llama-130m"
 OF_MEMORY = ("", "gqa", "skipv1", "skipv1+gqa", "skipkv1", "skipv1-yoco", "latent-values", "latent-keys+latent-values")
 
 
@@ -157,7 +163,62 @@ def measure_memory() -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"tokens": measure_tokens, "memory": measure_memory}
+def measure_throughput() -> list[dict[str, Any]]:
+    """New tokens per second of LLAMA's shape, in turns: every round starts each engine in a process of its own."""
+    with progress_bar("throughput") as bar, tempfile.TemporaryDirectory() as place:
+        models = _models_to_time(Path(place))
+        scarce = SCARCE * models["leanqkv"][1] * 2  # bytes per token in bfloat16 times tokens
+        settings = {"ample": {}, "scarce": {"kv_cache_memory_bytes": scarce}}
+        runs = [(name, setting) for _ in range(ROUNDS) for setting in settings for name in models]
+        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for done, (name, setting) in enumerate(runs):
+            if setting == "scarce" and name == "vLLM's LLaMA":
+                continue
+            found.setdefault((name, setting), []).append(_in_a_process(models[name][0], settings[setting]))
+            bar(done + 1, len(runs))
+    return [
+        {"model": name, "memory": setting, "rounds": rounds, "tokens_per_second": [one["speed"] for one in rounds]}
+        for (name, setting), rounds in found.items()
+    ]
+
+
+def _models_to_time(place: Path) -> dict[str, tuple[Path, int]]:
+    """LLAMA's shape with random weights as vLLM's own class, as ours, and with SkipV1; with bytes per token."""
+    models = {}
+    for name, mechanisms in (("leanqkv", ()), ("leanqkv, skipv1", ("skipv1",))):
+        config = preset(LLAMA, *mechanisms, max_position_embeddings=512)
+        directory = place / name.replace(", ", "-")
+        model = LeanForCausalLM(config)
+        model.save_pretrained(directory)
+        models[name] = directory, config.plan.kv_bytes_per_token(torch.bfloat16)
+        if not mechanisms:
+            opened = open_causal_lm(directory)
+            write_model(opened, place / "stock", config, opened.tensors, torch.bfloat16, stock=True)
+            models["vLLM's LLaMA"] = place / "stock", models[name][1]
+    return models
+
+
+def _in_a_process(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", str(directory), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LeanError(f"{directory.name}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def time_one(directory: str, options: str) -> None:
+    """Print what 64 requests of 128 tokens take for 128 new tokens each; 4 others go before."""
+    given = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    given |= {"kv_cache_memory_bytes": 2**30, "enforce_eager": False, "enable_prefix_caching": False}
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, 5000, (68, 128), generator=draw).tolist()
+    with engine(Path(directory), **{**given, **json.loads(options)}) as llm:
+        _round(llm, prompts[:4], 0, 8)
+        found = _round(llm, prompts[4:], 1, 128)
+    print(json.dumps({"speed": 64 * 128 / found["seconds"], "preempted": found["preempted"]}))
+
+
+PARTS = {"tokens": measure_tokens, "memory": measure_memory, "throughput": measure_throughput}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -180,7 +241,23 @@ def tables(record: dict[str, Any]) -> str:
         made.append(tokens_table(record["tokens"]["rows"]))
     if "memory" in record:
         made.append(memory_table(record["memory"]["rows"]))
+    if "throughput" in record:
+        made.append(throughput_table(record["throughput"]["rows"]))
     return "\n\n".join(made)
+
+
+def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each model and memory: tokens per second, and the ratio to our baseline in the same round."""
+    base = {row["memory"]: row["tokens_per_second"] for row in rows if row["model"] == "leanqkv"}
+    cells = []
+    for row in rows:
+        speeds = row["tokens_per_second"]
+        ratios = [one / other for one, other in zip(speeds, base[row["memory"]], strict=True)]
+        preempted = str(max(one["preempted"] for one in row["rounds"]))
+        speed, ratio = (harness.spread_text(harness.spread(values), n) for values, n in ((speeds, 1), (ratios, 2)))
+        cells.append((row["model"], row["memory"], speed, ratio, preempted))
+    headers = ("model", "memory", "new tokens/s", "of leanqkv's baseline", "preempted")
+    return harness.table(headers, cells, "llrrr")
 
 
 def tokens_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -211,6 +288,9 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        time_one(*sys.argv[2:])
+        return
     parser = harness.command_line(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     harness.run(parser, measure, tables)

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
+from leanqkv import LeanConfig
 from leanqkv.model.plan import Plan
 from leanqkv.model.transformer import LeanModel
 
@@ -31,6 +33,21 @@ def kernel_of_platform() -> ModuleType | None:
     return None if name is None else import_module(f".{name}", __package__)
 
 
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
+class CompiledModel(LeanModel):
+    """The model on the tokens of a step, which vLLM compiles where it is asked to."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", lean_config: LeanConfig):
+        super().__init__(lean_config)
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Return the last hidden states [tokens, hidden_size]."""
+        name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        return (
+            super().forward(**{name: given[None]}, position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        )
+
+
 class LeanForCausalLM(nn.Module):
     """A checkpoint of leanqkv, as vLLM calls it."""
 
@@ -45,7 +62,11 @@ class LeanForCausalLM(nn.Module):
         kernel = kernel_of_platform()
         self.kernel = kernel if kernel is not None and paged.refusal(self.plan, kernel) is None else None
         config._attn_implementation = "sdpa" if self.kernel is None else paged.IMPLEMENTATION
-        self.model = LeanModel(config).requires_grad_(False).eval()
+        if self.kernel is None:
+            self.model = LeanModel(config)
+        else:
+            self.model = CompiledModel(vllm_config=vllm_config, prefix=prefix, lean_config=config)
+        self.model.requires_grad_(False).eval()
         self.shard = Shards(self.config, self.ranks, get_tensor_model_parallel_rank()) if self.ranks > 1 else None
         self.caches = self._make_caches(maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
@@ -85,15 +106,15 @@ class LeanForCausalLM(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Return the last hidden states [tokens, hidden_size] of the tokens of a step."""
+        if self.kernel is not None:
+            return self.model(input_ids, positions, inputs_embeds)
         given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         given["position_ids"] = positions
-        metadata = get_forward_context().attn_metadata
-        if self.kernel is None and metadata is not None:
+        if (metadata := get_forward_context().attn_metadata) is not None:
             steps = [metadata[cache.layer_name] for cache in self.caches]
             return gathered.run(self.model, self.plan, self.caches, steps, **given)
-        return self.model(**{name: tensor[None] for name, tensor in given.items()}, use_cache=False).last_hidden_state[
-            0
-        ]
+        whole = {name: tensor[None] for name, tensor in given.items()}
+        return self.model(**whole, use_cache=False).last_hidden_state[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return the logits [tokens, vocab_size]."""
