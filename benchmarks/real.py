@@ -377,7 +377,7 @@ def conversion_table(rows: Sequence[dict[str, Any]]) -> str:
         seconds = (forward["seconds"], *(conversion[f"{key}seconds"] for key in ("calibration_", "", "cpu_")))
         memory = (f"{row[f'{key}_resident_bytes'] / 1e9:.2f} GB" for key in ("peak", "most"))
         passes = (f"{ratio['seconds']:.1f}", f"{ratio['cpu_seconds']:.1f}", str(row["most_passes"]))
-        first = (WORDS[row.get("to", MERGED_VALUES)], f"{row['calibrated_tokens']:,}", str(row["threads"]))
+        first = (WORDS[row["to"]], f"{row['calibrated_tokens']:,}", str(row["threads"]))
         cells.append((*first, *(f"{value:,.0f} s" for value in seconds), *passes, *memory))
     return harness.table(headers, cells, "l" + "r" * (len(headers) - 1))
 
