@@ -9,7 +9,9 @@ are.
 """
 
 import argparse
+import asyncio
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "plugins/vllm/tests"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import harness
+import httpx
 import torch
 from engines import core_of, engine, expected, prompts_of_uneven_length
 from product.mechanisms import CASES, Case
@@ -32,6 +35,7 @@ from vllm.inputs import TokensPrompt
 from leanqkv import LeanForCausalLM, preset
 from leanqkv.checkpoints.open import open_causal_lm
 from leanqkv.checkpoints.write import write_model
+from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
 from leanqkv.files import read_json, write_json
@@ -218,7 +222,90 @@ def time_one(directory: str, options: str) -> None:
     print(json.dumps({"speed": 64 * 128 / found["seconds"], "preempted": found["preempted"]}))
 
 
-PARTS = {"tokens": measure_tokens, "memory": measure_memory, "throughput": measure_throughput}
+def measure_clients() -> list[dict[str, Any]]:
+    """`leanqkv serve --engine vllm` under 50 clients with 200 requests, of which a third hangs up."""
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place, "served")
+        config = preset(LLAMA, "skipv1", num_hidden_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=512)
+        randomize(LeanForCausalLM(config), std=0.05).save_pretrained(directory)
+        train_tokenizer(iter([Path(harness.__file__).read_text() * 4]), 512).save_pretrained(directory)
+        log, port = Path(place, "log"), _free_port()
+        command = [str(Path(sys.executable).with_name("leanqkv")), "serve", str(directory), "--engine", "vllm"]
+        options = ["--max-model-len", "512", "--dtype", "float32", "--kv-cache-memory-bytes", str(MEMORY)]
+        with log.open("w") as file:
+            server = subprocess.Popen([*command, "--port", str(port), "--", *options], stdout=file, stderr=file)
+            try:
+                return [asyncio.run(_clients(f"http://127.0.0.1:{port}", server, log))]
+            finally:
+                server.terminate()
+                server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+async def _clients(address: str, server: subprocess.Popen, log: Path) -> dict[str, Any]:
+    outcomes: list[str] = []
+    async with httpx.AsyncClient(base_url=address, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+        while server.poll() is None and not await _answers(client):
+            await asyncio.sleep(1)
+        if server.poll() is not None:
+            raise LeanError(f"the server ended: {log.read_text()[-2000:]}")
+        waiting = list(range(200))
+        started = time.perf_counter()
+        await asyncio.gather(*(_one_client(client, waiting, outcomes) for _ in range(50)))
+        seconds = time.perf_counter() - started
+        await asyncio.sleep(3)
+        metrics = (await client.get("/metrics")).text
+    lines = log.read_text().splitlines()
+    return {
+        "seconds": seconds,
+        "answered": outcomes.count("answered"),
+        "hung_up": outcomes.count("hung up"),
+        "lost": 200 - outcomes.count("answered") - outcomes.count("hung up"),
+        **{name: _metric(metrics, name) for name in ("num_requests_running", "num_requests_waiting")},
+        "kv_cache_usage": _metric(metrics, "kv_cache_usage_perc"),
+        "errors_in_log": sum("ERROR" in line or "Traceback" in line for line in lines),
+    }
+
+
+async def _answers(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/health")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def _one_client(client: httpx.AsyncClient, waiting: list[int], outcomes: list[str]) -> None:
+    """Take requests until there are none left; hang up on every third after some tokens."""
+    while waiting:
+        number = waiting.pop()
+        body = {"model": "served", "prompt": "def " * (1 + number % 40), "max_tokens": 64, "stream": True}
+        pieces = 0
+        async with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as answer:
+            async for line in answer.aiter_lines():
+                pieces += line.startswith("data: {")
+                if number % 3 == 0 and pieces == 5:
+                    outcomes.append("hung up")
+                    break
+            else:
+                outcomes.append("answered" if pieces and answer.status_code == 200 else f"status {answer.status_code}")
+
+
+def _metric(metrics: str, name: str) -> float:
+    found = [line for line in metrics.splitlines() if line.startswith(f"vllm:{name}{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+PARTS = {
+    "tokens": measure_tokens,
+    "memory": measure_memory,
+    "throughput": measure_throughput,
+    "clients": measure_clients,
+}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -243,7 +330,23 @@ def tables(record: dict[str, Any]) -> str:
         made.append(memory_table(record["memory"]["rows"]))
     if "throughput" in record:
         made.append(throughput_table(record["throughput"]["rows"]))
+    if "clients" in record:
+        made.append(clients_table(record["clients"]["rows"]))
     return "\n\n".join(made)
+
+
+def clients_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what became of the requests, and of the server."""
+    headers = ("answered", "hung up", "lost", "running after", "cache in use after", "errors in the log", "time")
+    cells = [
+        (
+            *(str(row[name]) for name in ("answered", "hung_up", "lost")),
+            f"{row['num_requests_running'] + row['num_requests_waiting']:.0f}",
+            *(f"{row['kv_cache_usage']:.0%}", str(row["errors_in_log"]), f"{row['seconds']:.0f} s"),
+        )
+        for row in rows
+    ]
+    return harness.table(headers, cells, "rrrrrrr")
 
 
 def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
