@@ -26,11 +26,9 @@ sys.path[:0] = [str(ROOT / "plugins/vllm/tests"), str(ROOT / "tests"), str(ROOT 
 import harness
 import httpx
 import torch
-from engines import core_of, engine, expected, prompts_of_uneven_length
+from engines import core_of, engine, expected, prompts_of_uneven_length, run
 from product.mechanisms import CASES, Case
 from shapes import randomize
-from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
 
 from leanqkv import LeanForCausalLM, preset
 from leanqkv.checkpoints.open import open_causal_lm
@@ -74,7 +72,7 @@ def _tokens(case: Case, place: Path) -> dict[str, Any]:
             runner = core.model_executor.driver_worker.worker.model_runner
             groups = runner.kv_cache_config.kv_cache_groups
             allocated = sum(one.kv_cache_spec.page_size_bytes / one.kv_cache_spec.block_size for one in groups)
-            rounds = [_round(llm, prompts, number) for number in range(2)]
+            rounds = [run(llm, prompts, number, NEW) for number in range(2)]
             kernel = runner.model.kernel is not None
     except ValueError as error:
         return {"refused": str(error)}
@@ -91,32 +89,6 @@ def _tokens(case: Case, place: Path) -> dict[str, Any]:
             }
             for one in rounds
         ],
-    }
-
-
-def _round(llm: Any, prompts: Sequence[list[int]], number: int, new: int = NEW) -> dict[str, Any]:
-    """Run all requests at once, and watch the scheduler."""
-    parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    for place, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(f"{number}-{place}", TokensPrompt(prompt_token_ids=prompt), parameters)
-    scheduler = core_of(llm).scheduler
-    tokens, preempted, cached, most = {}, set(), 0, 0
-    started = time.perf_counter()
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
-                cached += output.num_cached_tokens or 0
-        waiting = [*scheduler.running, *scheduler.waiting]
-        preempted |= {request.request_id for request in waiting if request.num_preemptions}
-        decoding = sum(request.num_computed_tokens >= request.num_prompt_tokens for request in scheduler.running)
-        most = max(most, decoding)
-    return {
-        "tokens": [tokens[f"{number}-{place}"] for place in range(len(prompts))],
-        "preempted": len(preempted),
-        "cached": cached,
-        "most_at_once": most,
-        "seconds": time.perf_counter() - started,
     }
 
 
@@ -152,7 +124,7 @@ def measure_memory() -> list[dict[str, Any]]:
             options |= {"kv_cache_memory_bytes": MEMORY, "enable_prefix_caching": False}
             with engine(directory, **options) as llm:
                 runner = core_of(llm).model_executor.driver_worker.worker.model_runner
-                blocks, found = runner.kv_cache_config.num_blocks, _round(llm, prompts, 0, 28)
+                blocks, found = runner.kv_cache_config.num_blocks, run(llm, prompts, 0, 28)
             kept = config.plan.kv_bytes_per_token(torch.float32)
             rows.append(
                 {
@@ -217,8 +189,8 @@ def time_one(directory: str, options: str) -> None:
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, 5000, (68, 128), generator=draw).tolist()
     with engine(Path(directory), **{**given, **json.loads(options)}) as llm:
-        _round(llm, prompts[:4], 0, 8)
-        found = _round(llm, prompts[4:], 1, 128)
+        run(llm, prompts[:4], 0, 8)
+        found = run(llm, prompts[4:], 1, 128)
     print(json.dumps({"speed": 64 * 128 / found["seconds"], "preempted": found["preempted"]}))
 
 

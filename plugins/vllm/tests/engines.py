@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,36 @@ def generate(llm: LLM, prompts: Sequence[list[int]], new: int, **sampling: Any) 
     parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, **sampling)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], parameters, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def run(llm: LLM, prompts: Sequence[list[int]], number: int, new: int) -> dict[str, Any]:
+    """Greedy tokens of all requests at once, and what the scheduler did.
+
+    That is: how many requests were preempted, how many prompt tokens came from the cache, and how many requests decoded
+    at once. Rounds of one engine have a `number` each.
+    """
+    parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    for place, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"{number}-{place}", TokensPrompt(prompt_token_ids=prompt), parameters)
+    scheduler = core_of(llm).scheduler
+    tokens, preempted, cached, most = {}, set(), 0, 0
+    started = time.perf_counter()
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                cached += output.num_cached_tokens or 0
+        waiting = [*scheduler.running, *scheduler.waiting]
+        preempted |= {request.request_id for request in waiting if request.num_preemptions}
+        decoding = sum(request.num_computed_tokens >= request.num_prompt_tokens for request in scheduler.running)
+        most = max(most, decoding)
+    return {
+        "tokens": [tokens[f"{number}-{place}"] for place in range(len(prompts))],
+        "preempted": len(preempted),
+        "cached": cached,
+        "most_at_once": most,
+        "seconds": time.perf_counter() - started,
+    }
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from corpus import write_corpus
-from engines import OPTIONS, core_of, engine, expected, generate, prompts_of_uneven_length
+from engines import OPTIONS, core_of, engine, expected, generate, prompts_of_uneven_length, run
 from product.mechanisms import CASES
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
@@ -26,22 +26,6 @@ def saved(name: str, place: Path, **fields: Any) -> LeanForCausalLM:
     return model
 
 
-def run(llm: Any, prompts: list[list[int]], new: int) -> tuple[list[list[int]], int, int]:
-    """Greedy tokens, how many requests were preempted, and how many prompt tokens came from the cache."""
-    parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    for number, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), parameters)
-    scheduler, tokens, preempted, cached = core_of(llm).scheduler, {}, set(), 0
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
-                cached += output.num_cached_tokens or 0
-        requests = [*scheduler.running, *scheduler.waiting]
-        preempted |= {request.request_id for request in requests if request.num_preemptions}
-    return [tokens[str(number)] for number in range(len(prompts))], len(preempted), cached
-
-
 @pytest.mark.parametrize("name", BOTH)
 def test_preempted_requests_and_cached_prefixes(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
@@ -49,9 +33,9 @@ def test_preempted_requests_and_cached_prefixes(name: str, tmp_path: Path) -> No
     memory = 14 * BLOCK * model.config.plan.kv_bytes_per_token(torch.float32)
     with engine(tmp_path, kv_cache_memory_bytes=memory) as llm:
         assert core_of(llm).model_executor.driver_worker.worker.model_runner.kv_cache_config.num_blocks == 14
-        found, preempted, cached = run(llm, prompts, 40)
-    assert found == expected(model, prompts, 40)
-    assert preempted and cached
+        found = run(llm, prompts, 0, 40)
+    assert found["tokens"] == expected(model, prompts, 40)
+    assert found["preempted"] and found["cached"]
 
 
 def test_pages_behind_a_window_are_given_back(tmp_path: Path) -> None:

@@ -5,60 +5,16 @@ each other, so all that are decoding, go through the model together.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from leanqkv.model.plan import Plan
 
 from .cache import PagedCache
-
-
-@dataclass
-class Step:
-    """Which tokens a step computes, as vLLM's metadata has them: starts [requests + 1], lengths with what is cached
-    [requests], and the pages of each request [requests, pages]."""
-
-    starts: Tensor
-    lengths: Tensor
-    pages: Tensor
-
-
-class GatheredBackend(AttentionBackend):
-    """Metadata alone: the core attends."""
-
-    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-    @staticmethod
-    def get_name() -> str:
-        return "LEANQKV_GATHERED"
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def get_builder_cls() -> type["StepBuilder"]:
-        return StepBuilder
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-
-class StepBuilder(AttentionMetadataBuilder[Step]):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Step:
-        given = common_attn_metadata
-        return Step(given.query_start_loc, given.seq_lens, given.block_table_tensor)
+from .step import Step
 
 
 class GatheredLayer(DynamicLayer):
@@ -117,24 +73,25 @@ def run(model: Any, plan: Plan, caches: Sequence[PagedCache], steps: Sequence[St
 
 def _batches(step: Step) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield requests with equally many new tokens, and which tokens these are, [requests, new tokens]."""
-    counts = step.starts.diff()
+    starts = step.common.query_start_loc
+    counts = starts.diff()
     for count in counts.unique().tolist():
         if count:
             [requests] = torch.where(counts == count)
-            yield requests, step.starts[requests][:, None] + torch.arange(count, device=counts.device)
+            yield requests, starts[requests][:, None] + torch.arange(count, device=counts.device)
 
 
 def _gather(
     plan: Plan, caches: Sequence[PagedCache], steps: Sequence[Step], requests: Tensor, new: int
 ) -> tuple[Cache, Tensor]:
     """The cache of some requests, padded on the left to the longest, and the mask of its tokens [requests, tokens]."""
-    lengths = steps[0].lengths[requests].long()
+    lengths = steps[0].common.seq_lens[requests].long()
     longest = int(lengths.max())
     positions = torch.arange(longest, device=lengths.device) - (longest - lengths)[:, None]
     layers: dict[int, GatheredLayer] = {}
     for cache, step in zip(caches, steps, strict=True):
         found = positions.clamp_min(0)
-        pages = step.pages[requests].gather(1, found // cache.block_size).long()
+        pages = step.common.block_table_tensor[requests].gather(1, found // cache.block_size).long()
         # What pads a request is read from the page that belongs to none.
         pages, places = torch.where(positions < 0, 0, pages), found % cache.block_size
         written = pages[:, -new:], places[:, -new:]

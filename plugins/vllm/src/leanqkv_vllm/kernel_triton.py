@@ -1,60 +1,24 @@
 """vLLM's Triton kernel for GPUs, and one that writes heads of keys or of values alone. Neither has run on a GPU yet."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
 from .cache import PagedCache
 from .paged import Call
+from .step import PlainBackend, Step
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 WRITES_PAIRS = False
 
 
-@dataclass
-class Step:
-    """vLLM's metadata of a step."""
-
-    common: CommonAttentionMetadata
-
-
-class Backend(AttentionBackend):
-    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_name() -> str:
-        return "LEANQKV_TRITON"
-
+class Backend(PlainBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def get_builder_cls() -> type["StepBuilder"]:
-        return StepBuilder
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-
-class StepBuilder(AttentionMetadataBuilder[Step]):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Step:
-        return Step(common_attn_metadata)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from .linear import use_products
 from .pages import Group, make_groups
 from .parallel import Shards, rank_config, reduce_outputs
 from .refusals import refusal, settings_refusal
+from .step import PlainBackend
 
 
 def kernel_of_platform() -> ModuleType | None:
@@ -76,7 +77,7 @@ class LeanForCausalLM(nn.Module):
         """Register the pages of every group of layers, and let attention use them."""
         groups = make_groups(self.plan)
         if self.kernel is None:
-            return [self._cache(prefix, number, group, gathered.GatheredBackend) for number, group in enumerate(groups)]
+            return [self._cache(prefix, number, group, PlainBackend) for number, group in enumerate(groups)]
         calls = {layer.layer: paged.calls_of(layer) for layer in self.plan.layers}
         caches, used = [], {}
         for number, group in enumerate(groups):
