@@ -47,7 +47,7 @@ def test_nothing_is_lost_where_neighbours_are_the_same(fields: dict) -> None:
 def test_shares_that_can_go() -> None:
     assert ratios(tiny("llama", num_attention_heads=6, head_dim=4)) == pytest.approx([1 / 2, 2 / 3, 5 / 6])
     assert ratios(tiny("llama", "mqa")) == []
-    labels = [one.label for one in candidates(tiny("llama"), {}, (), ("gqa",))[0]]
+    labels = [one.label for one in candidates(tiny("llama"), {}, {"gqa": ()})[0]]
     assert labels == ["source", "gqa, 50% of the heads", "gqa, 25% of the heads"]
 
 
