@@ -395,6 +395,24 @@ def published_bytes() -> str:
     return plot("KV bytes per token: P3's Table 2 and measured; they differ for SkipV1-MLA alone.", 350, draw)
 
 
+def sequences_at_once() -> str:
+    """Sequences that decode at once in vLLM's pages, by mechanism."""
+    rows = sorted(read("vllm/serving.json")["memory"]["rows"], key=lambda row: row["most_at_once"])
+
+    def draw(axes: Axes) -> None:
+        colors = [GREY if row["mechanism"] == "baseline" else BLUE for row in rows]
+        axes.barh(range(len(rows)), [row["most_at_once"] for row in rows], 0.6, color=colors)
+        for y, row in enumerate(rows):
+            axes.text(row["most_at_once"] + 1, y, f"{row['most_at_once']}", va="center", fontsize=13)
+        axes.set_yticks(range(len(rows)), [row["mechanism"].replace("+", "\n+") for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 92)
+        axes.set_xlabel("sequences of 128 tokens at once in 64 MiB")
+        axes.set_title("vLLM: more sequences in the same memory", loc="left")
+
+    return plot("Sequences that vLLM decodes at once in 64 MiB of cache, by mechanism.", 420, draw)
+
+
 def decoding() -> str:
     """Tokens per second of the decoder and of `generate`."""
     rows = read("decode/transformers.json")["rows"]
@@ -565,6 +583,7 @@ ALL: dict[str, Figure] = {
     "redundant-weights": Figure(_EXACT, redundant_weights),
     "elimination-precision": Figure(_EXACT, elimination_precision),
     "published-bytes": Figure(("kv-bytes.json",), published_bytes),
+    "sequences-at-once": Figure(("vllm/serving.json",), sequences_at_once),
     "decoding": Figure(("decode/transformers.json",), decoding),
     "cache-by-context": Figure(("bench/gpt2-124m/bench.json",), cache_by_context),
     "frontier": Figure(("frontier/smollm2/frontier.json",), frontier),
