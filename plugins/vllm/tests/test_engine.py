@@ -1,12 +1,14 @@
 """What the engine does around the model: preemption, cached prefixes, windows, sampling, logprobs, stop strings."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from corpus import write_corpus
 from engines import OPTIONS, core_of, engine, expected, generate, prompts_of_uneven_length, run
+from leanqkv_vllm.refusals import settings_refusal
 from product.mechanisms import CASES
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
@@ -56,9 +58,18 @@ def test_pages_of_other_sizes_behind_a_window(tmp_path: Path) -> None:
         assert generate(llm, prompts, 60) == expected(model, prompts, 60)
 
 
+# None of them is 1, so that one left out or turned round is seen.
+MULTIPLIERS = {
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.5,
+}
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_logprobs_are_the_models(name: str, tmp_path: Path) -> None:
-    model = saved(name, tmp_path)
+    model = saved(name, tmp_path, **MULTIPLIERS)
     [prompt] = prompts_of_uneven_length(model.config.vocab_size, 1, 60)
     with engine(tmp_path) as llm:
         parameters = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False, logprobs=3)
@@ -69,6 +80,15 @@ def test_logprobs_are_the_models(name: str, tmp_path: Path) -> None:
     for row, found in zip(logits, output.outputs[0].logprobs, strict=True):
         for token, one in found.items():
             assert abs(one.logprob - float(row[token])) < 1e-4
+
+
+def test_drafts_from_the_prompt(tmp_path: Path) -> None:
+    """Tokens that are proposed and rejected are written into the pages, and written over."""
+    model = saved("gqa+skipv1", tmp_path)
+    [start] = prompts_of_uneven_length(model.config.vocab_size, 1, 20)
+    draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with engine(tmp_path, speculative_config=draft) as llm:
+        assert generate(llm, [start * 4], 40) == expected(model, [start * 4], 40)
 
 
 def test_a_seed_decides(tmp_path: Path) -> None:
@@ -94,6 +114,21 @@ def test_text_ends_at_a_stop_string(tmp_path: Path) -> None:
         stop = text[len(text) // 2 :][:3]
         [ended] = llm.generate(["import"], SamplingParams(temperature=0, max_tokens=20, stop=stop), use_tqdm=False)
     assert ended.outputs[0].text == text[: text.index(stop)] and ended.outputs[0].finish_reason == "stop"
+
+
+def test_positions_whose_frequencies_change_are_refused() -> None:
+    """Unit of what the engine's settings ask for: such a length takes a model with a long context to reach."""
+    config = next(case for case in CASES if case.name == "baseline").config(
+        position_embedding_type="rope", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
+    given = SimpleNamespace(max_model_len=config.cached_positions + 1, dtype=torch.float32)
+    settings = SimpleNamespace(
+        model_config=given, quant_config=None, parallel_config=SimpleNamespace(tensor_parallel_size=1)
+    )
+    settings.cache_config = SimpleNamespace(cache_dtype="auto")
+    assert "others beyond 64 tokens" in (settings_refusal(config, settings) or "")
+    given.max_model_len -= 1
+    assert settings_refusal(config, settings) is None
 
 
 REFUSED = {

@@ -16,12 +16,14 @@ from leanqkv import LeanForCausalLM
 
 FIELDS = {"hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 256}
 SPLIT = ("baseline", "gqa", "skipv1", "skipkv1", "skipv1-yoco", "cla", "yoco", "svformer", "gqa+skipv1", "parallel")
+SPLIT += ("biases and qk_norm", "shared blocks", "denseformer")
 REFUSED = {
     "mla": "a latent is not split by heads",
     "latent-values": "value 'latent' is not a product",
     "nonlinear-query": "query 'nonlinear' is not a product",
     "resformer": "interpolated_values is not split by heads",
     "moe": "experts are not split",
+    "borrowed-values:heads=…": "cannot be split evenly",
 }
 SCRIPT = """
 import json, sys
@@ -42,8 +44,9 @@ def outputs_of(model: LeanForCausalLM, ids: torch.Tensor, replaced: list | None 
     written: list[torch.Tensor] = []
 
     def keep(module, _, output):
-        written.append(output if module.bias is None else output - module.bias)
-        return None if replaced is None else replaced[len(written) - 1]
+        bias = 0 if module.bias is None else module.bias
+        written.append(output - bias)
+        return None if replaced is None else replaced[len(written) - 1] + bias
 
     writers = [module for block in model.model.layers for module in (block.self_attn.o_proj, block.mlp.down_proj)]
     handles = [module.register_forward_hook(keep) for module in writers]
@@ -76,9 +79,12 @@ def test_what_cannot_be_split_is_refused(name: str) -> None:
 
 
 def test_heads_that_do_not_fall_evenly_are_refused() -> None:
-    """SkipV1 borrows one of two heads, and one head cannot be split."""
+    """SkipV1 borrows one of two heads, and one head cannot be split; heads by name have no layout with fewer."""
     config = case_of("skipv1").config(**{**FIELDS, "num_key_value_heads": 2})
     assert "that cannot be split evenly" in (refusal(config, 2) or "")
+    key_value = {"type": "borrowed_values", "heads": [[1, 0, 0, 0], [1, 1, 0, 1]]}
+    named = case_of("baseline").config(**FIELDS, key_value=key_value)
+    assert refusal(named, 2) == "key_value 'borrowed_values' has another layout with fewer heads"
 
 
 @pytest.mark.parametrize("name", ["gqa+skipv1"])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
@@ -59,7 +60,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
                 causal=True,
                 sliding_window_size=-1 if window is None else window,
                 isa=self.isa,
-                enable_kv_split=True,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
             )
             for queries, keys, window in self.cache.shapes
         }

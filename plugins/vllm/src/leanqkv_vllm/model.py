@@ -44,9 +44,8 @@ class CompiledModel(LeanModel):
     def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """Return the last hidden states [tokens, hidden_size]."""
         name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-        return (
-            super().forward(**{name: given[None]}, position_ids=positions[None], use_cache=False).last_hidden_state[0]
-        )
+        outputs = super().forward(**{name: given[None]}, position_ids=positions[None], use_cache=False)
+        return outputs.last_hidden_state[0]
 
 
 class LeanForCausalLM(nn.Module):
@@ -61,7 +60,7 @@ class LeanForCausalLM(nn.Module):
         config = rank_config(config, self.ranks) if self.ranks > 1 else config
         self.plan: Plan = config.plan
         kernel = kernel_of_platform()
-        self.kernel = kernel if kernel is not None and paged.refusal(self.plan, kernel) is None else None
+        self.kernel = kernel if kernel is not None and paged.why_gathered(self.plan, kernel) is None else None
         config._attn_implementation = "sdpa" if self.kernel is None else paged.IMPLEMENTATION
         if self.kernel is None:
             self.model = LeanModel(config)

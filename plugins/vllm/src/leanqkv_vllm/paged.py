@@ -60,8 +60,8 @@ def calls_of(layer: LayerPlan) -> list[Call]:
     return found
 
 
-def refusal(plan: Plan, kernel: ModuleType) -> str | None:
-    """Return why a kernel cannot attend as the plan asks; None: it can."""
+def why_gathered(plan: Plan, kernel: ModuleType) -> str | None:
+    """Return why a kernel cannot attend as the plan asks, so that all is gathered; None: it can."""
     for layer in plan.layers:
         if layer.latent is not None or layer.reuses_keys or layer.key_rank is not None or layer.value_rank is not None:
             return "the kernel reads keys and values alone"

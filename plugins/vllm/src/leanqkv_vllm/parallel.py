@@ -14,6 +14,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from leanqkv import LeanConfig
 from leanqkv.model.plan import LayerPlan, Plan
+from leanqkv.model.registry import ConfigError
 
 KEYS, VALUES, ATTENDED = "keys", "values", "attended"
 Space = tuple[str, int]  # heads that a layer computes, or that it attends with
@@ -35,23 +36,42 @@ def refusal(config: LeanConfig, size: int) -> str | None:
         return "qk_norm 'width' norms the heads of all ranks together"
     if config.intermediate_size % size:
         return f"intermediate_size {config.intermediate_size} is no multiple of it"
-    for (name, layer), edges in Heads(config.plan).edges.items():
-        if any((stop - start) % size for start, stop in pairwise(edges)):
-            return f"the {name} of layer {layer} come in runs of heads that cannot be split evenly"
-    return None
+    edges = Heads(config.plan).edges
+    for (name, layer), places in edges.items():
+        if any((stop - start) % size for start, stop in pairwise(places)):
+            return f"the heads ({name}) of layer {layer} come in runs that cannot be split evenly"
+    first_user = _first_users(config.plan)
+    for layer in config.plan.layers:
+        first = first_user[layer.block].layer
+        if any(edges.get((name, layer.layer)) != edges.get((name, first)) for name in (KEYS, VALUES, ATTENDED)):
+            return f"layers {first} and {layer.layer} share a block, and their heads come in other runs"
+    try:
+        same = _same_layout(config.plan, rank_config(config, size).plan, size)
+    except ConfigError:
+        same = False
+    return None if same else f"key_value {config.key_value['type']!r} has another layout with fewer heads"
 
 
 def rank_config(config: LeanConfig, size: int) -> LeanConfig:
     """Return the configuration of what one of `size` ranks computes."""
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     fields = {name: getattr(config, name) // size for name in names}
-    split = LeanConfig(**{**config.as_overrides(), **fields, "head_dim": config.head_dim})
-    for whole, part in zip(config.plan.layers, split.plan.layers, strict=True):
+    return LeanConfig(**{**config.as_overrides(), **fields, "head_dim": config.head_dim})
+
+
+def _same_layout(whole: Plan, part: Plan, size: int) -> bool:
+    """Whether every source of a rank's layers is a source of the whole model's, with 1 / size of its heads."""
+    for layer, of_rank in zip(whole.layers, part.layers, strict=True):
         for name in (KEYS, VALUES):
-            wanted = [(s.layer, s.start // size, s.stop // size) for s in getattr(whole.layout, name)]
-            found = [(s.layer, s.start, s.stop) for s in getattr(part.layout, name)]
-            assert wanted == found, f"layer {whole.layer}: {found} of a rank, {wanted} expected"
-    return split
+            wanted = [(s.layer, s.start // size, s.stop // size) for s in getattr(layer.layout, name)]
+            if wanted != [(s.layer, s.start, s.stop) for s in getattr(of_rank.layout, name)]:
+                return False
+    return True
+
+
+def _first_users(plan: Plan) -> dict[int, LayerPlan]:
+    """The first layer that uses each block."""
+    return {layer.block: layer for layer in reversed(plan.layers)}
 
 
 class Heads:
@@ -99,7 +119,7 @@ class Shards:
     def __init__(self, config: LeanConfig, size: int, rank: int):
         self.config, self.size, self.rank = config, size, rank
         self.heads = Heads(config.plan)
-        self.first_user = {layer.block: layer for layer in reversed(config.plan.layers)}
+        self.first_user = _first_users(config.plan)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of the tensor of that name; the whole of what every rank has."""
