@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,12 @@ sys.path[:0] = [str(ROOT / "plugins/vllm/tests"), str(ROOT / "tests"), str(ROOT 
 import harness
 import httpx
 import torch
-from engines import core_of, engine, expected, prompts_of_uneven_length, run
+import vllm
+from engines import core_of, engine, expected, prompts_of_uneven_length, run, run_in_turns
 from product.mechanisms import CASES, Case
 from shapes import randomize
 
-from leanqkv import LeanForCausalLM, preset
-from leanqkv.checkpoints.open import open_causal_lm
-from leanqkv.checkpoints.write import write_model
+from leanqkv import LeanConfig, LeanForCausalLM, preset
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
@@ -45,6 +45,9 @@ NEW, REQUESTS, LONGEST = 70, 16, 250
 SCARCE = 1600
 MEMORY = 64 * 2**20
 ROUNDS, LLAMA = 3, "llama-130m"
+# Tokens of the baseline that there is memory for in a measurement of throughput; None: as much as 64 requests need.
+MEMORIES: tuple[int | None, ...] = (None, 1600)
+OF_SCARCITY = ("leanqkv", "skipv1")
 OF_MEMORY = ("", "gqa", "skipv1", "skipv1+gqa", "skipkv1", "skipv1-yoco", "latent-values", "latent-keys+latent-values")
 
 
@@ -139,59 +142,87 @@ def measure_memory() -> list[dict[str, Any]]:
     return rows
 
 
-def measure_throughput() -> list[dict[str, Any]]:
-    """New tokens per second of LLAMA's shape, in turns: every round starts each engine in a process of its own."""
-    with progress_bar("throughput") as bar, tempfile.TemporaryDirectory() as place:
-        models = _models_to_time(Path(place))
-        scarce = SCARCE * models["leanqkv"][1] * 2  # bytes per token in bfloat16 times tokens
-        settings = {"ample": {}, "scarce": {"kv_cache_memory_bytes": scarce}}
-        runs = [(name, setting) for _ in range(ROUNDS) for setting in settings for name in models]
-        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for done, (name, setting) in enumerate(runs):
-            if setting == "scarce" and name == "vLLM's LLaMA":
-                continue
-            found.setdefault((name, setting), []).append(_in_a_process(models[name][0], settings[setting]))
-            bar(done + 1, len(runs))
-    return [
-        {"model": name, "memory": setting, "rounds": rounds, "tokens_per_second": [one["speed"] for one in rounds]}
-        for (name, setting), rounds in found.items()
-    ]
+def measure_throughput(checkpoint: str | None) -> list[dict[str, Any]]:
+    """New tokens per second, engines of one process taking steps in turn: what disturbs one disturbs all.
+
+    LLAMA's shape with random weights; and a checkpoint, if one is named.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        shapes = {LLAMA: _random_models(Path(place, "random"))}
+        if checkpoint is not None:
+            shapes[Path(checkpoint).name.split(".")[0]] = _models_of(checkpoint, Path(place, "checkpoint"))
+        together = [(shape, setting) for shape in shapes for setting in MEMORIES]
+        with progress_bar("throughput") as bar:
+            for done, (shape, tokens) in enumerate(together):
+                models = shapes[shape] if tokens is None else {name: shapes[shape][name] for name in OF_SCARCITY}
+                for name, rounds in _in_a_process(models, tokens).items():
+                    rows.append({"shape": shape, "model": name, "memory": tokens, "rounds": rounds})
+                bar(done + 1, len(together))
+    return rows
 
 
-def _models_to_time(place: Path) -> dict[str, tuple[Path, int]]:
-    """LLAMA's shape with random weights as vLLM's own class, as ours, and with SkipV1; with bytes per token."""
-    models = {}
-    for name, mechanisms in (("leanqkv", ()), ("leanqkv, skipv1", ("skipv1",))):
-        config = preset(LLAMA, *mechanisms, max_position_embeddings=512)
-        directory = place / name.replace(", ", "-")
-        model = LeanForCausalLM(config)
-        model.save_pretrained(directory)
-        models[name] = directory, config.plan.kv_bytes_per_token(torch.bfloat16)
-        if not mechanisms:
-            opened = open_causal_lm(directory)
-            write_model(opened, place / "stock", config, opened.tensors, torch.bfloat16, stock=True)
-            models["vLLM's LLaMA"] = place / "stock", models[name][1]
-    return models
+def _random_models(place: Path) -> dict[str, Path]:
+    """LLAMA's shape as ours, as vLLM's own class, and with SkipV1."""
+    for name, mechanisms in (("leanqkv", ()), ("skipv1", ("skipv1",))):
+        LeanForCausalLM(preset(LLAMA, *mechanisms, max_position_embeddings=512)).bfloat16().save_pretrained(
+            place / name
+        )
+    _leanqkv("export", place / "leanqkv", "--out", place / "stock")
+    return {"leanqkv": place / "leanqkv", "vLLM's own class": place / "stock", "skipv1": place / "skipv1"}
 
 
-def _in_a_process(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", str(directory), json.dumps(options)]
+def _models_of(checkpoint: str, place: Path) -> dict[str, Path]:
+    """A checkpoint as ours, as vLLM's own class, with SkipV1 and with latents."""
+    place.mkdir()
+    _leanqkv("import", checkpoint, "--out", place / "leanqkv")
+    _leanqkv("export", place / "leanqkv", "--out", place / "stock")
+    _leanqkv("convert", place / "leanqkv", "--to", "skipv1", "--method", "mean-v", "--out", place / "skipv1")
+    text = ROOT / "docs/reference-conversion.md"  # the ranks that little text gives do for the time
+    _leanqkv("convert", place / "leanqkv", "--calibration", text, "--tokens", 2048, "--out", place / "latents")
+    return {
+        "leanqkv": place / "leanqkv",
+        "vLLM's own class": place / "stock",
+        "skipv1": place / "skipv1",
+        "latents of 84%": place / "latents",
+    }
+
+
+def _leanqkv(*arguments: Any) -> None:
+    _run([str(Path(sys.executable).with_name("leanqkv")), *map(str, arguments)])
+
+
+def _in_a_process(models: dict[str, Path], tokens: int | None) -> dict[str, list[dict[str, Any]]]:
+    """Time models with memory for that many tokens of the first; None: for all."""
+    given = {name: str(directory) for name, directory in models.items()}
+    return json.loads(_run([sys.executable, __file__, "--together", json.dumps([given, tokens])]).splitlines()[-1])
+
+
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LeanError(f"{directory.name}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        raise LeanError(f"{' '.join(command[:3])}: {done.stderr[-2000:]}")
+    return done.stdout
 
 
-def time_one(directory: str, options: str) -> None:
-    """Print what 64 requests of 128 tokens take for 128 new tokens each; 4 others go before."""
+def time_together(models: dict[str, str], tokens: int | None) -> None:
+    """Print what 64 requests of 128 tokens take for 128 new tokens each, after a round that is not measured."""
     given = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
-    given |= {"kv_cache_memory_bytes": 2**30, "enforce_eager": False, "enable_prefix_caching": False}
+    given |= {"enforce_eager": False, "enable_prefix_caching": False}
     draw = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1, 5000, (68, 128), generator=draw).tolist()
-    with engine(Path(directory), **{**given, **json.loads(options)}) as llm:
-        run(llm, prompts[:4], 0, 8)
-        found = run(llm, prompts[4:], 1, 128)
-    print(json.dumps({"speed": 64 * 128 / found["seconds"], "preempted": found["preempted"]}))
+    prompts = torch.randint(1, 5000, (64, 128), generator=draw).tolist()
+    first, *_ = models.values()
+    needed = 64 * 320 if tokens is None else tokens
+    memory = needed * LeanConfig.from_pretrained(first).plan.kv_bytes_per_token(torch.bfloat16)
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(engine(Path(one), **given, kv_cache_memory_bytes=memory)) for one in models.values()
+        ]
+        run_in_turns(engines, prompts, 0, 128)
+        rounds = [run_in_turns(engines, prompts, number, 128) for number in range(1, ROUNDS + 1)]
+    kept = ("seconds", "steps", "preempted", "most_at_once")
+    found = {name: [{key: one[place][key] for key in kept} for one in rounds] for place, name in enumerate(models)}
+    print(json.dumps(found))
 
 
 def measure_clients() -> list[dict[str, Any]]:
@@ -273,10 +304,10 @@ def _metric(metrics: str, name: str) -> float:
 
 
 PARTS = {
-    "tokens": measure_tokens,
-    "memory": measure_memory,
-    "throughput": measure_throughput,
-    "clients": measure_clients,
+    "tokens": lambda options: measure_tokens(),
+    "memory": lambda options: measure_memory(),
+    "throughput": lambda options: measure_throughput(options.checkpoint),
+    "clients": lambda options: measure_clients(),
 }
 
 
@@ -286,7 +317,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     parts = {part: record[part] for part in PARTS if part in record}
     for part in options.parts:
         header = record_header("benchmark", "serving")
-        parts[part] = {"made": {"time": header["time"], "git_commit": header["git_commit"]}, "rows": PARTS[part]()}
+        made = {"time": header["time"], "git_commit": header["git_commit"], "vllm": vllm.__version__}
+        parts[part] = {"made": made, "rows": PARTS[part](options)}
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.out, header | parts)
@@ -322,17 +354,18 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a line for each model and memory: tokens per second, and the ratio to our baseline in the same round."""
-    base = {row["memory"]: row["tokens_per_second"] for row in rows if row["model"] == "leanqkv"}
+    """Return a line for each shape, memory and model: tokens per second, and the ratio to our baseline in the round."""
+    base = {(row["shape"], row["memory"]): row["rounds"] for row in rows if row["model"] == "leanqkv"}
     cells = []
     for row in rows:
-        speeds = row["tokens_per_second"]
-        ratios = [one / other for one, other in zip(speeds, base[row["memory"]], strict=True)]
-        preempted = str(max(one["preempted"] for one in row["rounds"]))
-        speed, ratio = (harness.spread_text(harness.spread(values), n) for values, n in ((speeds, 1), (ratios, 2)))
-        cells.append((row["model"], row["memory"], speed, ratio, preempted))
-    headers = ("model", "memory", "new tokens/s", "of leanqkv's baseline", "preempted")
-    return harness.table(headers, cells, "llrrr")
+        pairs = list(zip(row["rounds"], base[row["shape"], row["memory"]], strict=True))
+        speed = harness.spread_text(harness.spread([64 * 128 / one["seconds"] for one, _ in pairs]), 0)
+        ratio = harness.spread_text(harness.spread([other["seconds"] / one["seconds"] for one, other in pairs]), 2)
+        memory = "all" if row["memory"] is None else f"{row['memory']:,}"
+        counts = (str(max(one[name] for one, _ in pairs)) for name in ("most_at_once", "preempted"))
+        cells.append((row["shape"], memory, row["model"], speed, ratio, *counts))
+    headers = ("shape", "memory for tokens", "model", "new tokens/s", "of leanqkv's baseline", "at once", "preempted")
+    return harness.table(headers, cells, "lrlrrrr")
 
 
 def tokens_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -363,10 +396,11 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:
-        time_one(*sys.argv[2:])
+    if sys.argv[1:2] == ["--together"]:
+        time_together(*json.loads(sys.argv[2]))
         return
     parser = harness.command_line(__doc__)
+    parser.add_argument("--checkpoint", metavar="MODEL", help="also time this model: a GGUF file or a directory")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     harness.run(parser, measure, tables)
 

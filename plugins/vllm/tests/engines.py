@@ -59,33 +59,60 @@ def generate(llm: LLM, prompts: Sequence[list[int]], new: int, **sampling: Any) 
 
 
 def run(llm: LLM, prompts: Sequence[list[int]], number: int, new: int) -> dict[str, Any]:
-    """Greedy tokens of all requests at once, and what the scheduler did.
+    """Greedy tokens of all requests at once, and what the scheduler did: see `Round`."""
+    return run_in_turns([llm], prompts, number, new)[0]
 
-    That is: how many requests were preempted, how many prompt tokens came from the cache, and how many requests decoded
-    at once. Rounds of one engine have a `number` each.
-    """
-    parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    for place, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(f"{number}-{place}", TokensPrompt(prompt_token_ids=prompt), parameters)
-    scheduler = core_of(llm).scheduler
-    tokens, preempted, cached, most = {}, set(), 0, 0
-    started = time.perf_counter()
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
+
+def run_in_turns(llms: Sequence[LLM], prompts: Sequence[list[int]], number: int, new: int) -> list[dict[str, Any]]:
+    """The same requests to several engines, which take a step in turn; what `Round.result` says of each."""
+    rounds = [Round(llm, prompts, number, new) for llm in llms]
+    while sum(one.step() for one in rounds):
+        pass
+    return [one.result() for one in rounds]
+
+
+class Round:
+    """Requests that an engine answers step by step. Rounds of one engine have a `number` each."""
+
+    def __init__(self, llm: LLM, prompts: Sequence[list[int]], number: int, new: int):
+        self.engine, self.scheduler = llm.llm_engine, core_of(llm).scheduler
+        self.names = [f"{number}-{place}" for place in range(len(prompts))]
+        self.tokens: dict[str, list[int]] = {}
+        self.preempted: set[str] = set()
+        self.cached = self.most = self.steps = 0
+        self.seconds = 0.0
+        parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        for name, prompt in zip(self.names, prompts, strict=True):
+            self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), parameters)
+
+    def step(self) -> bool:
+        """Take a step; return whether there was one to take."""
+        if not self.engine.has_unfinished_requests():
+            return False
+        started = time.perf_counter()
+        outputs = self.engine.step()
+        self.seconds += time.perf_counter() - started
+        self.steps += 1
+        for output in outputs:
             if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
-                cached += output.num_cached_tokens or 0
-        waiting = [*scheduler.running, *scheduler.waiting]
-        preempted |= {request.request_id for request in waiting if request.num_preemptions}
-        decoding = sum(request.num_computed_tokens >= request.num_prompt_tokens for request in scheduler.running)
-        most = max(most, decoding)
-    return {
-        "tokens": [tokens[f"{number}-{place}"] for place in range(len(prompts))],
-        "preempted": len(preempted),
-        "cached": cached,
-        "most_at_once": most,
-        "seconds": time.perf_counter() - started,
-    }
+                self.tokens[output.request_id] = list(output.outputs[0].token_ids)
+                self.cached += output.num_cached_tokens or 0
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        self.preempted |= {request.request_id for request in [*running, *waiting] if request.num_preemptions}
+        decoding = sum(request.num_computed_tokens >= request.num_prompt_tokens for request in running)
+        self.most = max(self.most, decoding)
+        return True
+
+    def result(self) -> dict[str, Any]:
+        """Tokens; requests preempted; prompt tokens from the cache; most requests decoding at once; steps and time."""
+        return {
+            "tokens": [self.tokens[name] for name in self.names],
+            "preempted": len(self.preempted),
+            "cached": self.cached,
+            "most_at_once": self.most,
+            "steps": self.steps,
+            "seconds": self.seconds,
+        }
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import pytest
 from engines import expected, prompts_of_uneven_length
 from product.mechanisms import CASES
 
+pytestmark = pytest.mark.slow
 FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
 SCRIPT = """
 import json, sys

@@ -8,8 +8,11 @@ import pytest
 import torch
 from corpus import write_corpus
 from engines import OPTIONS, core_of, engine, expected, generate, prompts_of_uneven_length, run
+from leanqkv_vllm.kernel_cpu import precision_refusal
 from leanqkv_vllm.refusals import settings_refusal
 from product.mechanisms import CASES
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
@@ -20,6 +23,24 @@ FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4
 # By vLLM's kernel, and gathered.
 BOTH = ("gqa+skipv1", "values-from-keys")
 BLOCK = OPTIONS["block_size"]
+
+
+def toward_zero(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a type of eight bits as vLLM's kernel for CPUs does."""
+    nearest = states.to(dtype)
+    below = (nearest.view(torch.uint8) - 1).view(dtype)
+    return torch.where(nearest.to(states.dtype).abs() > states.abs(), below.to(states.dtype), nearest.to(states.dtype))
+
+
+class RoundedLayer(DynamicLayer):
+    """A cache that keeps what a type of eight bits keeps."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.kept = dtype
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(*(toward_zero(states, self.kept) for states in (key_states, value_states)))
 
 
 def saved(name: str, place: Path, **fields: Any) -> LeanForCausalLM:
@@ -82,15 +103,6 @@ def test_logprobs_are_the_models(name: str, tmp_path: Path) -> None:
             assert abs(one.logprob - float(row[token])) < 1e-4
 
 
-def test_drafts_from_the_prompt(tmp_path: Path) -> None:
-    """Tokens that are proposed and rejected are written into the pages, and written over."""
-    model = saved("gqa+skipv1", tmp_path)
-    [start] = prompts_of_uneven_length(model.config.vocab_size, 1, 20)
-    draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    with engine(tmp_path, speculative_config=draft) as llm:
-        assert generate(llm, [start * 4], 40) == expected(model, [start * 4], 40)
-
-
 def test_a_seed_decides(tmp_path: Path) -> None:
     model = saved("gqa+skipv1", tmp_path)
     prompts = prompts_of_uneven_length(model.config.vocab_size, 3, 40)
@@ -132,15 +144,51 @@ def test_positions_whose_frequencies_change_are_refused() -> None:
 
 
 REFUSED = {
-    "weights": ({"quantization": "fp8", "dtype": "bfloat16"}, "quantized weights"),
-    "cache": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8"),
-    "pipeline": ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
+    "weights": ("gqa+skipv1", {"quantization": "fp8", "dtype": "bfloat16"}, "quantized weights"),
+    "cache": ("gqa+skipv1", {"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype 'int8_per_token_head' is not"),
+    "gathered cache": ("values-from-keys", {"kv_cache_dtype": "fp8"}, "attention is gathered"),
+    "pipeline": ("gqa+skipv1", {"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_are_refused(name: str, tmp_path: Path) -> None:
-    saved("gqa+skipv1", tmp_path)
-    options, match = REFUSED[name]
+    mechanism, options, match = REFUSED[name]
+    saved(mechanism, tmp_path)
     with pytest.raises(Exception, match=match), engine(tmp_path, **options):
         pass
+
+
+ROUNDED = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.parametrize("precision", ROUNDED)
+@pytest.mark.parametrize("name", ["gqa+skipv1", "skipkv1"])
+def test_a_cache_of_eight_bits(name: str, precision: str, tmp_path: Path) -> None:
+    """Log probabilities are those of a model whose cache rounds as the type does, and the bytes are a quarter."""
+    if reason := precision_refusal(precision):
+        pytest.skip(reason)
+    model = saved(name, tmp_path)
+    [prompt] = prompts_of_uneven_length(model.config.vocab_size, 1, 100)
+    with engine(tmp_path, kv_cache_dtype=precision) as llm:
+        config = core_of(llm).model_executor.driver_worker.worker.model_runner.kv_cache_config
+        parameters = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=3)
+        [output] = llm.generate([TokensPrompt(prompt_token_ids=prompt)], parameters, use_tqdm=False)
+    [group] = config.kv_cache_groups
+    spec = group.kv_cache_spec
+    assert spec.page_size_bytes == spec.block_size * model.config.plan.kv_bytes_per_token(torch.float8_e4m3fn)
+    tokens = torch.tensor([prompt + list(output.outputs[0].token_ids)])
+    cache = Cache(layers=[RoundedLayer(ROUNDED[precision]) for _ in model.config.plan.layers])
+    with torch.no_grad():
+        rounded = model(tokens, past_key_values=cache).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        exact = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    found = output.outputs[0].logprobs
+    wrong = [
+        max(
+            abs(one.logprob - float(row[token]))
+            for row, place in zip(logits, found, strict=True)
+            for token, one in place.items()
+        )
+        for logits in (rounded, exact)
+    ]
+    assert wrong[0] < 1e-4 < 1 < wrong[1]

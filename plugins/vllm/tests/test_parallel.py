@@ -87,6 +87,7 @@ def test_heads_that_do_not_fall_evenly_are_refused() -> None:
     assert refusal(named, 2) == "key_value 'borrowed_values' has another layout with fewer heads"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa+skipv1"])
 def test_tokens_of_two_ranks(name: str, tmp_path: Path) -> None:
     model = case_of(name).model(**FIELDS).float()

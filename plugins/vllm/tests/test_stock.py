@@ -10,6 +10,7 @@ import pytest
 from engines import expected, prompts_of_uneven_length
 from product.mechanisms import CASES
 
+pytestmark = pytest.mark.slow  # a process for each
 FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
 RUNS = ("baseline", "gqa", "mqa", "identity-query", "nonlinear-query", "residual-query", "biases and qk_norm")
 REFUSED = {"skipv1": "first_layer_values", "mla": "kv_lora_rank", "latent-values": "latent", "shared blocks": "share"}

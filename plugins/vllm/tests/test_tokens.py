@@ -13,7 +13,14 @@ from leanqkv import LeanForCausalLM
 # Heads of 32 columns are the smallest of vLLM's kernel for CPUs; others are gathered.
 FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
 REFUSED = {"prefix": "attends in both directions"}
+# What `pytest -m "not slow"` leaves: the kernel with pairs, with borrowed heads alone and with a window; gathered.
+SAMPLE = ("gqa+skipv1", "skipkv1", "yoco:local=true", "moe", "mla", "values-from-keys", "prefix")
 GATHERED = ("mla", "latent", "keys-as-values", "values-from-keys")
+
+
+def of(cases: list[Case]) -> list[Any]:
+    marks = {case.name: [] if case.name in SAMPLE else [pytest.mark.slow] for case in cases}
+    return [pytest.param(case, id=case.name, marks=marks[case.name]) for case in cases]
 
 
 def saved(case: Case, place: Path, **fields: Any) -> LeanForCausalLM:
@@ -22,7 +29,7 @@ def saved(case: Case, place: Path, **fields: Any) -> LeanForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name not in REFUSED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", of([case for case in CASES if case.name not in REFUSED]))
 def test_tokens_are_those_of_generate(case: Case, tmp_path: Path) -> None:
     """Prompts in pieces, pages shared by prompts that begin alike, requests of uneven length at a time."""
     model = saved(case, tmp_path)
@@ -38,7 +45,7 @@ def test_tokens_are_those_of_generate(case: Case, tmp_path: Path) -> None:
     assert sum(sizes.values()) == model.config.plan.kv_bytes_per_token(torch.float32)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in REFUSED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", of([case for case in CASES if case.name in REFUSED]))
 def test_what_cannot_run_is_refused_by_name(case: Case, tmp_path: Path) -> None:
     saved(case, tmp_path)
     with pytest.raises(ValueError, match=REFUSED[case.name]), engine(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from .pages import Group
@@ -21,6 +22,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
         shapes: (query heads, key heads, window) of the attention calls that the metadata is for.
 
     Attributes:
+        dtype: of the model. precision: of the cache, as vLLM's `kv_cache_dtype` names it.
         kernel, calls: the module of a kernel that reads the pages, and its calls by layer; none where all is gathered.
     """
 
@@ -31,7 +33,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
         super().__init__()
         config = get_current_vllm_config()
         self.layer_name, self.group, self.head_dim, self.backend, self.shapes = name, group, head_dim, backend, shapes
-        self.dtype = config.model_config.dtype
+        self.dtype, self.precision = config.model_config.dtype, config.cache_config.cache_dtype
         self.kv_cache = torch.tensor([])
         self.block_size = 0
         self._views: dict[tuple[int, str], Tensor] = {}
@@ -44,14 +46,14 @@ class PagedCache(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what a page holds: `numbers_per_token` of every token, as one head of that many columns."""
         self.block_size = vllm_config.cache_config.block_size
-        content = self.group.numbers_per_token * self.dtype.itemsize
+        stored = kv_cache_dtype_str_to_dtype(self.precision, vllm_config.model_config)
         given: dict[str, Any] = {
             "block_size": self.block_size,
             "num_kv_heads": 1,
             "head_size": self.head_dim,
-            "dtype": self.dtype,
+            "dtype": stored,
             "num_head_slots": 1,
-            "state_content_bytes": content,
+            "state_content_bytes": self.group.numbers_per_token * stored.itemsize,
         }
         if self.group.window is None:
             return FullAttentionSpec(**given)

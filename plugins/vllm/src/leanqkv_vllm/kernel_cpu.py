@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
@@ -19,6 +20,18 @@ HEAD_DIMS = tuple(CPUAttentionBackend.get_supported_head_sizes())
 WRITES_PAIRS = True
 
 
+def precision_refusal(precision: str) -> str | None:
+    """Return why a cache cannot have that `kv_cache_dtype`; None: it can."""
+    known = CPUAttentionBackend.supported_kv_cache_dtypes
+    if precision not in known:
+        return f"vLLM's kernel for CPUs takes {', '.join(known)}"
+    if is_quantized_kv_cache(precision) and not (
+        torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+    ):
+        return "vLLM's kernel for CPUs takes it with AVX-512 or AMX, which this processor lacks"
+    return None
+
+
 @dataclass
 class Step:
     """vLLM's metadata of a step, and the kernel's schedule of every shape."""
@@ -26,6 +39,7 @@ class Step:
     common: CommonAttentionMetadata
     schedules: dict[tuple[int, int, int | None], Tensor]
     isa: str
+    precision: str
 
 
 class Backend(CPUAttentionBackend):
@@ -42,7 +56,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         [self.cache] = get_layers_from_vllm_config(vllm_config, PagedCache, layer_names).values()
-        self.isa = _get_attn_isa(self.cache.dtype, kv_cache_spec.block_size, self.cache.head_dim, "auto")
+        cache = self.cache
+        self.isa = _get_attn_isa(cache.dtype, kv_cache_spec.block_size, cache.head_dim, cache.precision)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -61,17 +76,19 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
                 sliding_window_size=-1 if window is None else window,
                 isa=self.isa,
                 enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+                kv_cache_dtype=self.cache.precision,
             )
             for queries, keys, window in self.cache.shapes
         }
-        return Step(given, schedules, self.isa)
+        return Step(given, schedules, self.isa, self.cache.precision)
 
 
 def write(pages: PagedCache, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
     """Write the new keys and values of a layer, [tokens, heads, head_dim] each."""
     slots = step.common.slot_mapping
     for keys, values, key_cache, value_cache in _pairs_to_write(pages, layer, key, value):
-        ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, step.isa)
+        stores = (key_cache, value_cache)
+        ops.cpu_attn_reshape_and_cache(keys, values, *stores, slots, step.isa, kv_cache_dtype=step.precision)
 
 
 def attend(call: Call, queries: Tensor, keys: Tensor, values: Tensor, output: Tensor, step: Step) -> None:
@@ -91,6 +108,7 @@ def attend(call: Call, queries: Tensor, keys: Tensor, values: Tensor, output: Te
         softcap=0.0,
         scheduler_metadata=step.schedules[call.shape],
         s_aux=None,
+        kv_cache_dtype=step.precision,
     )
 
 

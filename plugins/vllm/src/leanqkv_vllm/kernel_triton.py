@@ -15,6 +15,11 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 WRITES_PAIRS = False
 
 
+def precision_refusal(precision: str) -> str | None:
+    """Return why a cache cannot have that `kv_cache_dtype`: our kernel writes what it is given."""
+    return "on a GPU only 'auto' is possible"
+
+
 class Backend(PlainBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:

@@ -16,6 +16,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
 from leanqkv import LeanConfig
+from leanqkv.inference.attention import attend_one_query
 from leanqkv.model.plan import Plan
 from leanqkv.model.transformer import LeanModel
 
@@ -60,7 +61,10 @@ class LeanForCausalLM(nn.Module):
         config = rank_config(config, self.ranks) if self.ranks > 1 else config
         self.plan: Plan = config.plan
         kernel = kernel_of_platform()
-        self.kernel = kernel if kernel is not None and paged.why_gathered(self.plan, kernel) is None else None
+        why = "this platform has no kernel" if kernel is None else paged.why_gathered(self.plan, kernel)
+        self.kernel = None if why is not None else kernel
+        if reason := paged.precision_refusal(vllm_config, self.kernel, why):
+            raise ValueError(f"leanqkv-vllm: {reason}")
         config._attn_implementation = "sdpa" if self.kernel is None else paged.IMPLEMENTATION
         if self.kernel is None:
             self.model = LeanModel(config)
@@ -136,4 +140,6 @@ class LeanForCausalLM(nn.Module):
             reduce_outputs(self.model)
         if current_platform.is_cpu():
             use_products(self.model)
+            for block in self.model.layers:  # where attention is gathered: the kernel for one query
+                block.self_attn.attend = attend_one_query
         return {name for name, _ in self.named_parameters()}  # vLLM looks for those that there are now

@@ -72,6 +72,15 @@ def why_gathered(plan: Plan, kernel: ModuleType) -> str | None:
     return None
 
 
+def precision_refusal(vllm_config: Any, kernel: ModuleType | None, why_gathered: str | None) -> str | None:
+    """Return why the cache cannot have the precision that the engine asks for; None: it can."""
+    precision, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
+    if precision in ("auto", str(dtype).removeprefix("torch.")):
+        return None
+    reason = f"attention is gathered ({why_gathered})" if kernel is None else kernel.precision_refusal(precision)
+    return None if reason is None else f"kv_cache_dtype {precision!r} is not possible, give 'auto': {reason}"
+
+
 def _attends_with_all(layer: LayerPlan) -> bool:
     """Whether a layer attends with every head that it computes."""
     own = {
@@ -146,10 +155,11 @@ def paged_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, l
     tokens = step.common.num_actual_tokens
     pages.kernel.write(pages, layer, key[:tokens], value[:tokens], step)
     for call in pages.calls[layer]:
-        queries = query[:tokens, call.queries]
-        found = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        pages.kernel.attend(call, queries, view(pages, call.keys), view(pages, call.values), found, step)
-        output[:tokens, call.queries] = found
+        queries, found = query[:tokens, call.queries], output[:tokens, call.queries]
+        made = found if found.is_contiguous() else torch.empty_like(found, memory_format=torch.contiguous_format)
+        pages.kernel.attend(call, queries, view(pages, call.keys), view(pages, call.values), made, step)
+        if made is not found:
+            found.copy_(made)
 
 
 def view(pages: PagedCache, heads: Heads) -> Tensor:

@@ -30,7 +30,4 @@ def settings_refusal(config: Any, vllm_config: Any) -> str | None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, name, 1)) > 1:
             return f"{name} is {size}; only 1 is possible"
-    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if (cached := vllm_config.cache_config.cache_dtype) not in ("auto", dtype):
-        return f"kv_cache_dtype is {cached!r}; only 'auto' is possible"
     return None
