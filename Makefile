@@ -3,6 +3,7 @@
 # make test       set up, lint, and the whole test suite: about 10 minutes on 2 cores
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
 # make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in an environment of their own
+# make test-vllm-fast  a sample of them, without those that start processes
 # make lint       ruff and mypy
 # make setup      a virtual environment in .venv, about 2 minutes
 # make clean      remove .venv, .venv-vllm and runs
@@ -15,7 +16,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: setup demo real test test-fast test-vllm lint clean
+.PHONY: setup demo real test test-fast test-vllm test-vllm-fast lint clean
 
 setup: $(VENV)/ready
 
@@ -50,6 +51,9 @@ $(VLLM_VENV)/ready: pyproject.toml plugins/vllm/pyproject.toml plugins/vllm/cons
 
 test-vllm: $(VLLM_VENV)/ready
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n auto --dist worksteal plugins/vllm
+
+test-vllm-fast: $(VLLM_VENV)/ready
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n auto --dist worksteal -m 'not slow' plugins/vllm
 
 lint: setup
 	$(BIN)/ruff check

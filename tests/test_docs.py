@@ -51,6 +51,7 @@ BENCHMARKS = (
     ("exact", "exact/gpt2-small.json", "reference-exact.md"),
     ("fused_projection", "fused-projection.json", "reference-inference.md"),
     ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
+    ("sharding", "sharding.json", "laptop-to-cluster.md"),
     ("quantized_cache", "quantized-cache.json", "tools.md"),
     ("tools", "tools.json", "tools.md"),
 )
@@ -200,6 +201,7 @@ NUMBERS = {
     ),
     "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.90")),  # P2; the first run, tested above
     "tools.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "tools.md"), (), ("2.13",)),  # PyTorch
+    "laptop-to-cluster.md": Sources((("sharding", "sharding.json"),)),
     "mechanisms.md": Sources(),
     "add-a-mechanism.md": Sources(),
     "evaluate.md": Sources(),

@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from corpus import SHAPE, write_corpus
+from safetensors.torch import load_file
 from shapes import tiny
 from two_processes import two_process_step
 
@@ -36,14 +38,28 @@ def test_two_processes_give_the_gradient_of_one_with_accumulation(name, gradient
     assert two_process_step(tiny("gpt", name, num_hidden_layers=5), gradient_checkpointing) <= ROUNDING
 
 
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_two_processes_with_halves_of_the_weights(name):
+    assert two_process_step(tiny("gpt", name, num_hidden_layers=5), shard=True) <= ROUNDING
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "skipv1", "denseformer", "skipkv1"])
+def test_two_processes_with_halves_of_the_weights_and_checkpoints(name):
+    fields = {**OTHERS.get(name, {}), "tie_word_embeddings": name != "skipv1"}
+    config = tiny("llama", *([] if name in OTHERS else [name]), **fields)
+    for gradient_checkpointing in (False, True):
+        assert two_process_step(config, gradient_checkpointing, shard=True) <= ROUNDING
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_two_processes_do_with_other_blocks(name, gradient_checkpointing):
     assert two_process_step(tiny("llama", **OTHERS[name]), gradient_checkpointing) <= ROUNDING
 
 
-def test_two_processes_do_on_images():
-    assert two_process_step(preset("vit-tiny+skipv1", num_hidden_layers=2)) <= ROUNDING
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "halves"])
+def test_two_processes_do_on_images(shard):
+    assert two_process_step(preset("vit-tiny+skipv1", num_hidden_layers=2), shard=shard) <= ROUNDING
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -76,7 +92,12 @@ def curves(directory):
 
 
 def torchrun(*arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "leanqkv"]
+    return torchrun_with(2, *arguments)
+
+
+def torchrun_with(processes, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += ["-m", "leanqkv"]
     # Without a compiler to wait for.
     environment = os.environ | {"CXX": "no-compiler", "TORCHINDUCTOR_CACHE_DIR": str(Path("inductor").resolve())}
     run = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=300)
@@ -248,3 +269,53 @@ def test_a_comparison_begun_with_whole_batches_goes_on(place, cli):
     code, _, err = cli(*arguments, "--out", "older")
     assert code == 0, err
     assert before == {file: file.stat().st_mtime_ns for file in Path("older/runs").glob("*/record.json")}
+
+
+SHARDED = ("--data", "corpus.txt", "--steps", "40", "--evaluate-every", "4", "--precision", "fp32", "--shard", "fsdp")
+
+
+def killed_after(step, processes, out, arguments):
+    """Start a sharded run, and kill its last process with the checkpoint of that step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    run = subprocess.Popen(
+        [*command, "-m", "leanqkv", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 200
+    while not Path(out, f"checkpoint-{step}", "complete").exists() and time.monotonic() < deadline:
+        assert run.poll() is None
+        time.sleep(0.02)
+    workers = psutil.Process(run.pid).children()
+    workers[-1].kill()
+    assert run.wait(60) != 0
+    assert not any(worker.is_running() and worker.status() != "zombie" for worker in workers)
+
+
+def test_a_sharded_run_goes_on_with_another_number_of_processes(place, cli):
+    """One process, killed; two, of which one is killed; one again: the curve of a run that was never interrupted."""
+    arguments = ("train", MODEL, *SHARDED, "--micro-batch-size", "4", "--device", "cpu", "--out", "sharded")
+    killed_after(4, 1, "sharded", arguments)
+    killed_after(12, 2, "sharded", arguments)
+    assert not Path("sharded/record.json").exists()
+    whole = tuple(one for one in SHARDED if one not in ("--shard", "fsdp"))
+    assert cli("train", MODEL, *whole, "--micro-batch-size", "4", "--device", "cpu", "--out", "one-process")[0] == 0
+    code, _, err = torchrun_with(1, *arguments)
+    assert code == 0, err
+    found, wanted = curves("sharded"), curves("one-process")
+    for one, other in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
+        assert one["step"] == other["step"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    first, second = (load_file(Path(out, "model.safetensors")) for out in ("sharded", "one-process"))
+    assert first.keys() == second.keys()
+    # 40 steps of Adam, which divides small gradients by their own size.
+    assert max((first[name] - second[name]).abs().max() for name in first) < 1e-4
+    assert Path("sharded/config.json").read_bytes() == Path("one-process/config.json").read_bytes()
+
+
+def test_bad_shards(place, cli):
+    code, _, err = cli("train", MODEL, *SHARDED, "--out", "alone")
+    assert code == 2
+    assert "start it with torchrun --nproc-per-node N -m leanqkv" in err
+    assert not Path("alone").exists()
+    code, _, err = cli("train", MODEL, *SHARDED[:-1], "zero", "--out", "alone")
+    assert code == 2
+    assert "--shard is 'zero'; give fsdp, or leave it out" in err

@@ -14,10 +14,12 @@ import torch
 from corpus import SHAPE, spec
 from filelock import FileLock
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from leanqkv import LeanError, LeanForCausalLM, preset, recipe
 from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.data import collate, make_batch_plan
+from leanqkv.errors import TimeIsUpError
 from leanqkv.evaluate import sequence_losses
 from leanqkv.files import write_json
 from leanqkv.memory import PeakMemory
@@ -38,6 +40,15 @@ def finished(data, tmp_path_factory):
 
 def losses(record):
     return record["training"], record["evaluations"], record["final"]
+
+
+def register_hook_on(kind, hook):
+    """Call a hook after every forward pass of modules of a class."""
+
+    def of_kind(module, args, kwargs, output):
+        return hook(module, args, kwargs, output) if isinstance(module, kind) else None
+
+    return torch.nn.modules.module.register_module_forward_hook(of_kind, with_kwargs=True)
 
 
 class Killed(BaseException):
@@ -75,6 +86,60 @@ def test_a_checkpoint_between_two_log_entries_goes_on_bit_identically(data, tmp_
     again = train(odd, data, tmp_path / "run", device="cpu")
     assert losses(again) == losses(train(odd, data, tmp_path / "whole", device="cpu"))
     assert again["tokens"] == 30 * 8 * 32
+
+
+def test_a_run_whose_time_is_up_goes_on_bit_identically(data, finished, tmp_path):
+    """It stops where the log has an entry, whether there is a validation or not."""
+    _, record = finished
+    for step in (5, 10, 15):
+        with pytest.raises(TimeIsUpError, match=f"stopped at step {step} of 30") as caught:
+            train(spec(data), data, tmp_path / "run", device="cpu", max_hours=1e-6)
+        assert caught.value.exit_code == 75
+        assert (tmp_path / "run" / f"checkpoint-{step}" / "complete").exists()
+    assert not (tmp_path / "run" / "record.json").exists()
+    again = train(spec(data), data, tmp_path / "run", device="cpu", max_hours=1000)
+    assert losses(again) == losses(record)
+
+
+def test_a_tracker_gets_the_curves_and_changes_no_number(data, finished, tmp_path):
+    _, record = finished
+    found = train(spec(data), data, tmp_path / "run", device="cpu", report_to=["tensorboard"])
+    assert losses(found) == losses(record)
+    (file,) = (tmp_path / "run").rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(file)).Reload()
+    curves = {name: accumulator.Scalars(name) for name in accumulator.Tags()["scalars"]}
+    names = {"train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second"}
+    assert names <= curves.keys()
+    shown = [(point.step, pytest.approx(point.value)) for point in curves["train/loss"]]
+    assert [(entry["step"], entry["loss"]) for entry in record["training"]] == shown
+
+
+def test_a_tracker_that_is_not_installed_is_refused(data, tmp_path):
+    with pytest.raises(
+        LeanError, match=r"--report-to nosuch: no tracker of that name is installed; found: .*tensorboard"
+    ):
+        train(spec(data), data, tmp_path / "run", device="cpu", report_to=["nosuch"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_loss_that_is_not_finite_is_named(data, tmp_path):
+    """Between two entries of the log, in the second micro-batch of a step."""
+    calls = []
+
+    def poison(module, args, kwargs, output):
+        calls.append(1)
+        if module.training and len(calls) == 2 * 13:
+            output.loss = output.loss * torch.nan
+        return output
+
+    hook = register_hook_on(LeanForCausalLM, poison)
+    try:
+        record = train(spec(data, evaluate_every=30, micro_batch_size=4), data, tmp_path / "run", device="cpu")
+    finally:
+        hook.remove()
+    reason = "the loss is not finite, first in step 13, batch 12 of the plan"
+    assert record["diverged"] == {"step": 15, "reason": reason}
+    assert record["final"] is None and not (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_a_half_written_checkpoint_is_not_picked_up(data, finished, tmp_path):

@@ -3,31 +3,37 @@
 import atexit
 import functools
 import multiprocessing
+import os
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor
+from transformers import TrainingArguments
 
 from leanqkv import LeanConfig
+from leanqkv.compat import shard_on_cpus
+from leanqkv.train.sharding import sharding_arguments
 from leanqkv.train.tasks import task_of
 from leanqkv.train.trainer import checkpoint_activations
 
 SEQUENCES, LENGTH, SECONDS = 4, 24, 120
-Work = tuple[LeanConfig, bool]
 
 
-def two_process_step(config: LeanConfig, gradient_checkpointing: bool = False) -> float:
+def two_process_step(config: LeanConfig, gradient_checkpointing: bool = False, shard: bool = False) -> float:
     """Return the largest difference between the gradients of two processes, half of a batch each, and those of one
     process that takes the halves one after the other, relative to the largest gradient. In float64, without dropout.
+    With `shard` each process has a half of every tensor, as `leanqkv train --shard fsdp` splits them.
 
     The processes are started by the first call and serve all that follow. An error in them is raised here.
     """
     expected = gradients(config, gradient_checkpointing, range(2))
     for worker in _workers():
-        worker.send((config, gradient_checkpointing))
+        worker.send((config, gradient_checkpointing, shard))
     found = []
     for worker in _workers():
         assert worker.poll(SECONDS), "a process of two does not answer"
@@ -40,7 +46,9 @@ def two_process_step(config: LeanConfig, gradient_checkpointing: bool = False) -
     return max((a[name] - expected[name]).abs().max().item() for a in found for name in expected) / largest
 
 
-def gradients(config: LeanConfig, gradient_checkpointing: bool, halves: range) -> dict[str, Tensor]:
+def gradients(
+    config: LeanConfig, gradient_checkpointing: bool, halves: range, shard: bool = False
+) -> dict[str, Tensor]:
     """Return the gradients by name, after the mean loss of these halves of a batch."""
     torch.manual_seed(0)
     model = task_of(config).model_class(config).double().train()
@@ -49,13 +57,28 @@ def gradients(config: LeanConfig, gradient_checkpointing: bool, halves: range) -
     batch = task_of(config).random_batch(config, SEQUENCES, min(LENGTH, config.max_position_embeddings), "cpu")
     batch = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     # As the trainer sets it: a parameter without a gradient would be an error of a later step.
-    called = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    called: torch.nn.Module = model
+    if shard:
+        called = model = sharded(model)
+    elif dist.is_initialized():
+        called = torch.nn.parallel.DistributedDataParallel(model)
     for half in halves:
         part = slice(half * SEQUENCES // 2, (half + 1) * SEQUENCES // 2)
         (called(**{k: v[part] if isinstance(v, Tensor) else v for k, v in batch.items()}).loss / len(halves)).backward()
     missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert not missing, f"without a gradient: {missing}"
+    if shard:
+        assert all(p.to_local().numel() <= max(p.numel() // 2 + p[0].numel(), 1) for p in model.parameters())
+        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def sharded(model: torch.nn.Module) -> torch.nn.Module:
+    """The model as the trainer shards it."""
+    plugin = TrainingArguments(use_cpu=True, report_to="none", **sharding_arguments()).fsdp_plugin_args
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin))
+    assert shard_on_cpus(accelerator, plugin)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
 
 
 @functools.cache
@@ -74,10 +97,11 @@ def _workers() -> list[Connection]:
 
 def _serve(rank: int, folder: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=rank, world_size=2)
     while True:
-        config, gradient_checkpointing = connection.recv()
+        config, gradient_checkpointing, shard = connection.recv()
         try:
-            connection.send(gradients(config, gradient_checkpointing, range(rank, rank + 1)))
+            connection.send(gradients(config, gradient_checkpointing, range(rank, rank + 1), shard))
         except Exception as error:
             connection.send(error)

@@ -24,6 +24,7 @@ from .commands import (
     frontier,
     inference,
     inspect,
+    plan_run,
     presets,
     train,
 )
@@ -57,6 +58,7 @@ for command, name in (
     (demo.demo, None),
     (train.train, None),
     (train.uptrain, None),
+    (plan_run.plan_run, "plan-run"),
     (compare.compare, None),
     (compare.report, None),
     (inspect.inspect, None),
@@ -96,7 +98,7 @@ def run(app: typer.Typer) -> None:
             error.show()  # the help, which Typer gives where nothing is asked
             sys.exit(2)
         message = _mendable(error)
-        _fail(_unforeseen(error) if message is None else message, 1 if message is None else 2)
+        _fail(_unforeseen(error) if message is None else message, 1 if message is None else _exit_code(error))
 
 
 def _refuse_empty(arguments: list[str]) -> None:
@@ -105,6 +107,10 @@ def _refuse_empty(arguments: list[str]) -> None:
         name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
         if equals and not value and name != "--prompt":
             raise LeanError(f"the value after {name} is empty; give one or leave the option out")
+
+
+def _exit_code(error: Exception) -> int:
+    return error.exit_code if isinstance(error, LeanError) else 2
 
 
 def _mendable(error: Exception) -> str | None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -99,3 +100,12 @@ def dataset_fingerprint(dataset: Any) -> str:
     from datasets.fingerprint import Hasher
 
     return getattr(dataset, "_fingerprint", None) or Hasher.hash(dataset)
+
+
+def shard_on_cpus(accelerator: Any, plugin_arguments: dict[str, Any]) -> bool:
+    """Let accelerate shard on CPUs, where it takes its FSDP plugin and does nothing; return whether it shards."""
+    state = accelerator.state
+    if state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_arguments)
+    return state.distributed_type == DistributedType.FSDP

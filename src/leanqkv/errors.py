@@ -1,8 +1,18 @@
 """The errors a person causes and can mend: shown as one line, exit code 2, never a traceback."""
 
+import os
+
 
 class LeanError(Exception):
     """What is wrong, what was found, what to do; one line."""
+
+    exit_code = 2
+
+
+class TimeIsUpError(LeanError):
+    """A run stopped before its time limit; the same command goes on."""
+
+    exit_code = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75
 
 
 def first_line(error: Exception) -> str:

@@ -113,6 +113,23 @@ class RunOptions:
         ),
     ] = None
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False
+    shard: Annotated[
+        str | None,
+        typer.Option(help="fsdp: split weights and optimizer over the processes of torchrun.", show_default=False),
+    ] = None
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="tensorboard, wandb, trackio, mlflow or another tracker of transformers; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    max_hours: Annotated[
+        float | None,
+        typer.Option(
+            help="Stop before this command has run so long, with a checkpoint and exit code 75.", show_default=False
+        ),
+    ] = None
     keep_checkpoints: Annotated[
         bool, typer.Option("--keep-checkpoints", help="Keep the weights of every validation, for `leanqkv analyze`.")
     ] = False

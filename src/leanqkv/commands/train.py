@@ -1,7 +1,8 @@
 """`leanqkv train` and `uptrain`."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..errors import LeanError
     from ..model.config import LeanConfig
     from ..presets import Recipe
     from ..train import Precision, RunSpec, Step
@@ -121,7 +123,7 @@ def train_model(
     def specify() -> "tuple[RunSpec, PreparedData]":
         return _specify(name, config, recipe, read, run, initial, learns)
 
-    connect(check_device(run.device))
+    connect(check_device(run.device), run.shard)
     spec, prepared = first_decides(specify)
     # Another machine may have another cache.
     return _train(spec, prepared if is_first() else read(), run, initial, learns.teacher)
@@ -143,10 +145,12 @@ def _specify(
     from ..train import RunSpec, Step, parse_precision
     from ..train.directory import check_out
     from ..train.tasks import check_fit, check_teacher, task_of
+    from ..train.training import check_trackers
 
     task_of(config, name)
     teacher = learns.teacher
     check_out(run.out, initial, teacher)
+    check_trackers(run.report_to or ())
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
     assert context is not None
@@ -165,6 +169,7 @@ def _specify(
         asked,
         run.gradient_checkpointing,
         teacher_config,
+        run.shard,
     )
     micro_batch_size, precision = _settle(run, step, recipe.steps)
     start: dict[str, Any] = {}
@@ -188,6 +193,7 @@ def _specify(
         evaluation_sequences=evaluated,
         evaluate_every=run.evaluate_every,
         gradient_checkpointing=run.gradient_checkpointing,
+        shard=run.shard,
         **start,
     )
     return spec, prepared
@@ -201,12 +207,12 @@ def _train(
     Raises:
         LeanError: the run diverged.
     """
-    from ..errors import LeanError
+    from ..errors import LeanError, TimeIsUpError
     from ..train import train
     from ..train.directory import RECORD
     from ..train.processes import is_first
 
-    with training_display() as display:
+    with training_display() as display, _reported_once(TimeIsUpError, is_first()):
         display.start(spec.recipe.steps)
         record = train(
             spec,
@@ -216,6 +222,8 @@ def _train(
             initial=initial,
             teacher=teacher,
             keep_checkpoints=run.keep_checkpoints,
+            max_hours=run.max_hours,
+            report_to=run.report_to or (),
             progress=partial(display.update, spec.name),
         )
         display.finish(spec.name, spec.recipe.steps, outcome(record))
@@ -229,6 +237,17 @@ def _train(
     files = [file for file in ("model.safetensors", "tokenizer.json", "record.json") if (run.out / file).exists()]
     console.print(f"{run.out}: {', '.join(files)}", highlight=False)
     return record
+
+
+@contextmanager
+def _reported_once(kind: "type[LeanError]", first: bool) -> Iterator[None]:
+    """Of an error that all processes raise, let the first report it and the others end with its exit code."""
+    try:
+        yield
+    except kind as error:
+        if first:
+            raise
+        sys.exit(error.exit_code)
 
 
 def _settle(run: RunOptions, step: "Step", steps: int) -> "tuple[int | None, Precision]":

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..data import collate, image_batch, scaled_pixels
 
@@ -20,6 +22,11 @@ def scoring(model: nn.Module) -> Iterator[torch.device]:
             yield next(model.parameters()).device
     finally:
         model.train(training)
+
+
+def uncompiled(model: nn.Module) -> Callable[..., Any]:
+    """Return the call of a model that does not compile it once more for evaluation."""
+    return model if isinstance(model, FSDPModule) else model.forward  # sharded weights are gathered in hooks of a call
 
 
 def sequence_losses(
@@ -40,8 +47,7 @@ def sequence_losses(
             batch = collate(tokens, starts[first : first + batch_size], context_length)
             targets = batch["shift_labels"].to(device)
             with autocast():
-                # `forward`, not `__call__`: a compiled model would be compiled once more for evaluation.
-                logits = model.forward(input_ids=batch["input_ids"].to(device), use_cache=False).logits
+                logits = uncompiled(model)(input_ids=batch["input_ids"].to(device), use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
             losses.append(loss.view_as(targets).cpu().double().mean(1))
     return torch.cat(losses)
@@ -63,7 +69,7 @@ def image_outcomes(
             batch = image_batch(images, classes, indices[first : first + batch_size])
             pixels, labels = scaled_pixels(batch["pixel_values"].to(device), size), batch["labels"].to(device)
             with autocast():
-                logits = model.forward(pixels).logits  # as above
+                logits = uncompiled(model)(pixels).logits
             losses.append(nn.functional.cross_entropy(logits.float(), labels, reduction="none").cpu().double())
             hits.append((logits.argmax(-1) == labels).cpu())
     return torch.cat(losses), torch.cat(hits)

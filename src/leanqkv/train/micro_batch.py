@@ -3,7 +3,8 @@
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 # Documented in PyTorch's notes on fake tensors, whatever the name of the module says.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from ..errors import LeanError
@@ -35,6 +37,8 @@ class Step:
         batch_size: sequences or images of the whole batch.
         precision: None while it is still to be chosen; then the one that needs most is counted.
         teacher: configuration of the model whose predictions are matched.
+        shard: "fsdp" where each process holds a part of the model.
+        processes: of the run.
     """
 
     config: LeanConfig
@@ -44,19 +48,47 @@ class Step:
     precision: Precision | None = None
     gradient_checkpointing: bool = False
     teacher: LeanConfig | None = None
+    shard: str | None = None
+    processes: int = field(default_factory=process_count)
 
     def bytes(self, micro_batch_size: int) -> int:
-        """Return the most bytes that training in micro-batches of this size holds at one time.
+        """Return the most bytes that training in micro-batches of this size holds at one time in a process."""
+        return self.state_bytes() + self.activation_bytes(micro_batch_size)
 
-        Runs forward and backward on tensors that have shapes and no content, which takes a fraction of a second and no
-        memory. What kernels take for themselves is not seen; torch.compile needs less.
+    def state_bytes(self) -> int:
+        """Return the bytes of weights, gradients and optimizer state in a process, and of a teacher's weights."""
+        model, *teacher = self._models()
+        weights = sum(p.numel() for other in teacher for p in other.parameters())
+        return FLOAT32 * (_numbers_held(model, self.shard, self.processes) + weights)
+
+    def activation_bytes(self, micro_batch_size: int) -> int:
+        """Return the most bytes that a step holds beside that.
+
+        What kernels take for themselves is not seen; torch.compile needs less.
         """
-        models = [_without_content(config) for config in (self.config, self.teacher) if config is not None]
-        model, *teacher = models
-        copies = TENSORS_PER_PARAMETER + (process_count() > 1)  # DDP copies the gradients
-        held = sum(FLOAT32 * copies * p.numel() for p in model.parameters())
-        held += sum(FLOAT32 * p.numel() for other in teacher for p in other.parameters())
         precision = self.precision or Precision(attention="eager" if self.device == "cpu" else "sdpa")
+        memory = PeakMemory()
+        self._run_on_shapes(micro_batch_size, precision, memory)
+        return memory.peak
+
+    def flops(self) -> int:
+        """Return the operations of forward and backward pass over one sequence or image, as PyTorch counts them.
+
+        Those of matrix products; attention with all pairs of positions, those too that a mask hides.
+        """
+        counter = FlopCounterMode(display=False)
+        self._run_on_shapes(1, Precision(attention="eager"), counter)
+        return counter.get_total_flops()
+
+    def _models(self) -> list[PreTrainedModel]:
+        return [_without_content(config) for config in (self.config, self.teacher) if config is not None]
+
+    def _run_on_shapes(self, micro_batch_size: int, precision: Precision, observer: AbstractContextManager) -> None:
+        """Run forward and backward inside `observer`, on tensors that have shapes and no content.
+
+        It takes a fraction of a second and no memory.
+        """
+        model, *teacher = models = self._models()
         with FakeTensorMode(allow_non_fake_inputs=True), _EvenRouting(self.config.num_local_experts):
             for each in models:
                 each.to_empty(device="cpu")
@@ -66,7 +98,7 @@ class Step:
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter)
             batch = task_of(self.config).random_batch(self.config, micro_batch_size, self.context_length, "cpu")
-            with PeakMemory() as memory:
+            with observer:
                 with precision.autocast("cpu"):
                     outputs = model(**batch)
                     loss = outputs.loss
@@ -75,7 +107,18 @@ class Step:
                             expected = teacher[0](input_ids=batch["input_ids"], use_cache=False).logits
                         loss = loss + divergence(expected, outputs.logits)
                 loss.backward()
-        return held + memory.peak
+
+
+def _numbers_held(model: PreTrainedModel, shard: str | None, processes: int) -> int:
+    """Of weights, gradients and optimizer state in one process."""
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    if shard is None:
+        return numbers * (TENSORS_PER_PARAMETER + (processes > 1))  # DDP copies the gradients
+    layers: Any = model.base_model.layers
+    blocks = [sum(p.numel() for p in block.parameters()) for block in layers]
+    rest = numbers - sum(blocks)
+    # Two units at a time are whole: the one that computes and the next; the embeddings and the head stay whole.
+    return TENSORS_PER_PARAMETER * -(-numbers // processes) + 2 * (rest + 2 * max(blocks))
 
 
 def _without_content(config: LeanConfig) -> PreTrainedModel:
@@ -141,7 +184,7 @@ def choose_micro_batch(steps: Sequence[Step], free: int) -> MicroBatch:
     Raises:
         LeanError: a batch that cannot be divided among the processes.
     """
-    processes, limit = process_count(), int(free * USABLE_SHARE)
+    [processes], limit = {step.processes for step in steps}, int(free * USABLE_SHARE)
     batches = {step.batch_size for step in steps}
     parts = {split_batch(batch, None, processes)[0] for batch in batches}
     alike = len(batches) == 1

@@ -26,13 +26,30 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def connect(device: str) -> None:
+def check_shard(shard: str | None) -> None:
+    """Check the name of a way to split a model over processes.
+
+    Raises:
+        LeanError: it is none.
+    """
+    if shard not in (None, "fsdp"):
+        raise LeanError(f"--shard is {shard!r}; give fsdp, or leave it out")
+
+
+def connect(device: str, shard: str | None = None) -> None:
     """Connect the processes of this run through the backend that it trains with; alone, do nothing.
 
     Raises:
-        LeanError: `device` is of a kind that several processes cannot train on.
+        LeanError: `device` is of a kind that several processes cannot train on, or a sharded run was not started by
+            torchrun.
     """
-    if process_count() == 1 or dist.is_initialized():
+    check_shard(shard)
+    if shard is not None and "LOCAL_RANK" not in os.environ:
+        raise LeanError(
+            "--shard splits a model over the processes of torchrun; start it with torchrun "
+            "--nproc-per-node N -m leanqkv"
+        )
+    if (process_count() == 1 and shard is None) or dist.is_initialized():
         return
     if device not in ("cpu", "cuda"):
         raise LeanError(f"several processes train on cpu or cuda, found --device {device}; start one process")

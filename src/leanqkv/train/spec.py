@@ -50,6 +50,7 @@ class RunSpec(RunSettings):
         distillation: weight of the divergence from the teacher; the loss weighs 1 less this.
         distillation_temperature: what both models' logits are divided by for the divergence.
         only_changed: train only the parameters that differ from the teacher's.
+        shard: "fsdp": weights, gradients and optimizer state are split over the processes; None: each has all.
     """
 
     name: str
@@ -69,6 +70,7 @@ class RunSpec(RunSettings):
     distillation: float = 0.0
     distillation_temperature: float = 1.0
     only_changed: bool = False
+    shard: str | None = None
 
     @property
     def log_interval(self) -> int:

@@ -3,12 +3,14 @@
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from transformers import (
     PreTrainedModel,
@@ -19,10 +21,13 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
+from ..compat import shard_on_cpus
 from ..errors import LeanError
 from ..presets import Recipe
 from .directory import COMPLETE
 from .precision import Precision
+from .processes import first_decides
+from .sharding import whole_model
 from .spec import RunSpec
 from .tasks import TrainingTask
 
@@ -30,8 +35,16 @@ from .tasks import TrainingTask
 Progress = Callable[[int, int, float | None, float | None], None]
 
 
+# Of a step that has not come.
+NEVER = 2**62
+
+
 class LeanTrainer(Trainer):
-    """Trainer over the batch plan, with the run's autocast and validation, and the time of every logging interval."""
+    """Trainer over the batch plan, with the run's autocast and validation, and the time of every logging interval.
+
+    Attributes:
+        watch: what it reports to, and whether the time was up.
+    """
 
     def __init__(
         self,
@@ -42,11 +55,12 @@ class LeanTrainer(Trainer):
         arguments: TrainingArguments,
         teacher: Any = None,
         progress: Progress = lambda *_: None,
+        max_hours: float | None = None,
     ):
+        self.watch = Watch(spec, progress, max_hours)
         if spec.gradient_checkpointing:
             checkpoint_activations(model)
         precision.apply(model)
-        optimizer = make_optimizer(model, spec.recipe)
         starts: Any = task.plan.train_starts.reshape(-1)  # `collate` turns them into inputs, a batch at a time
         super().__init__(
             model=model,
@@ -54,13 +68,51 @@ class LeanTrainer(Trainer):
             train_dataset=starts,
             eval_dataset=starts,
             data_collator=task.collate,
-            optimizers=(optimizer, make_schedule(optimizer, spec.recipe)),
-            callbacks=[Watch(spec, progress)],
+            callbacks=[self.watch],
         )
         self.remove_callback(PrinterCallback)
         self.spec, self.task, self.precision = spec, task, precision
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False).to(arguments.device)
         self.interval_start: float | None = None
+        self._first_bad_step = torch.tensor(NEVER, device=arguments.device)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:
+            # A block returns keys and values as views of a projection, and nobody writes into them.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+            self.is_fsdp_enabled = shard_on_cpus(self.accelerator, self.args.fsdp_plugin_args)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            trained: Any = self.model
+            self.optimizer = make_optimizer(trained, self.spec.recipe)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = make_schedule(self.create_optimizer(), self.spec.recipe)
+        return self.lr_scheduler
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.args.fsdp and self.args.save_total_limit is None:  # the checkpoints are to be kept
+            trained: Any = self.model
+            whole = whole_model(trained)
+            if self.is_world_process_zero():
+                whole.save_pretrained(str(output_dir or self.args.output_dir))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        # Without waiting for the device: whether the loss is finite is asked when it is logged.
+        step = torch.where(loss.detach().isfinite(), NEVER, self.state.global_step + 1)
+        self._first_bad_step = torch.minimum(self._first_bad_step, step.to(self._first_bad_step.device))
+        return loss
+
+    def first_bad_step(self) -> int | None:
+        """Return the first step with a loss that is not finite, in any process; all processes call this."""
+        found = self.accelerator.gather(self._first_bad_step[None])
+        return None if int(found.min()) == NEVER else int(found.min())
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager:
         return self.precision.autocast(self.args.device.type)
@@ -102,20 +154,40 @@ class LeanTrainer(Trainer):
             now = time.perf_counter()
             if self.interval_start is not None:
                 logs["seconds"] = now - self.interval_start
+                logs["tokens_per_second"] = self.spec.tokens(self.spec.log_interval) / logs["seconds"]
             self.interval_start = now
         super().log(logs, start_time)
 
 
 class Watch(TrainerCallback):
-    """Report progress, stop runs that diverge, and mark checkpoints as complete."""
+    """Report progress, stop runs that diverge or whose time is up, and mark checkpoints as complete.
 
-    def __init__(self, spec: RunSpec, progress: Progress):
-        self.spec, self.progress = spec, progress
+    Attributes:
+        time_is_up: whether the run was stopped before `max_hours` of this process had passed.
+    """
+
+    def __init__(self, spec: RunSpec, progress: Progress, max_hours: float | None = None):
+        self.spec, self.progress, self.max_hours = spec, progress, max_hours
         self.loss: float | None = None
         self.rate: float | None = None
+        self.time_is_up = False
+        self.last_hours: float | None = None
+        self.longest_interval = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
         self.progress(state.global_step, state.max_steps, self.loss, self.rate)
+        # Where the log has an entry: the trainer forgets the losses since the last one when it goes on.
+        logged = state.global_step % self.spec.log_interval == 0 and state.global_step < state.max_steps
+        if self.max_hours is not None and logged and first_decides(self._next_interval_is_too_long):
+            self.time_is_up = control.should_training_stop = control.should_save = True
+
+    def _next_interval_is_too_long(self) -> bool:
+        """Whether another interval, and as much again for the checkpoint, would pass the limit."""
+        hours = (time.time() - psutil.Process().create_time()) / 3600
+        if self.last_hours is not None:
+            self.longest_interval = max(self.longest_interval, hours - self.last_hours)
+        self.last_hours = hours
+        return hours + 2 * self.longest_interval >= self.max_hours
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
@@ -194,8 +266,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.opt
     return schedule
 
 
-def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a record's curves and figures, from the trainer's log."""
+def summarize(spec: RunSpec, history: list[dict[str, Any]], first_bad_step: int | None = None) -> dict[str, Any]:
+    """Return a record's curves and figures, from the trainer's log and the first step whose loss is not finite."""
     training = [{"step": entry["step"], "loss": entry["loss"]} for entry in history if "loss" in entry]
     # By step: the trainer evaluates the last one twice.
     evaluated = {entry["step"]: entry for entry in history if "eval_loss" in entry}
@@ -205,6 +277,9 @@ def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     seconds = [entry["seconds"] for entry in history if "seconds" in entry]
     bad = next((entry for entry in (*training, *evaluations) if not math.isfinite(entry["loss"])), None)
+    reason = "the loss is not finite"
+    if first_bad_step is not None:
+        reason += f", first in step {first_bad_step:,}, batch {first_bad_step - 1:,} of the plan"
     final = None
     if evaluations and bad is None:
         loss, accuracy = evaluations[-1]["loss"], evaluations[-1].get("accuracy")
@@ -217,5 +292,5 @@ def summarize(spec: RunSpec, history: list[dict[str, Any]]) -> dict[str, Any]:
         "final": final,
         "tokens_per_second": round(spec.tokens(spec.log_interval) / median(seconds), 1) if seconds else None,
         "seconds": round(sum(seconds), 2),
-        "diverged": {"step": bad["step"], "reason": "the loss is not finite"} if bad else None,
+        "diverged": {"step": bad["step"], "reason": reason} if bad else None,
     }

@@ -1,24 +1,27 @@
 """A training run, from its specification to its record."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from ..checkpoints.open import load_weights, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..compat import quiet_transformers, use_one_device
 from ..environment import check_device, git_commit, hardware, versions
-from ..errors import LeanError
+from ..errors import LeanError, TimeIsUpError
 from ..files import RECORD_FORMAT, disk_full_is_an_error
 from ..model.config import LeanConfig
 from .directory import claim, clean, finish, last_checkpoint, only_here
 from .micro_batch import split_batch
 from .precision import parse_precision
 from .processes import connect, first_decides, process_count
+from .sharding import sharding_arguments, whole_model
 from .spec import RunSpec
 from .tasks import Data, check_fit, check_teacher, task_of
 from .trainer import LeanTrainer, Progress, summarize, train_only_changed
@@ -36,6 +39,8 @@ def train(
     initial: Path | None = None,
     teacher: Path | None = None,
     keep_checkpoints: bool = False,
+    max_hours: float | None = None,
+    report_to: Sequence[str] = (),
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Train, or continue the run in `out`, and return the run's record, which is also written to `out`.
@@ -47,12 +52,16 @@ def train(
         batches: directory of the saved batch plan; by default in `out`.
         initial, teacher: checkpoint directories; the specification has the hashes of their weights.
         keep_checkpoints: keep the model of every evaluation in `checkpoint-STEP`; without, a finished run deletes them.
+        max_hours: of this process, before which the run stops with a checkpoint.
+        report_to: trackers by the names that transformers gives them, such as "tensorboard".
 
     Raises:
+        TimeIsUpError: the run has stopped before `max_hours`.
         LeanError: `out` holds something else, the batch does not divide, a checkpoint is not the one specified, or the
             teacher cannot teach this model.
     """
     device = check_device(device)
+    check_trackers(report_to)
     if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
     config = LeanConfig(**spec.config)
@@ -61,8 +70,8 @@ def train(
     if teacher is not None:
         teacher_config = open_checkpoint(teacher).config
         check_teacher(spec.name, config, teacher.name, teacher_config, spec.context_length)
-    connect(device)
-    arguments = _arguments(spec, out, device, keep_checkpoints)
+    connect(device, spec.shard)
+    arguments = _arguments(spec, out, device, keep_checkpoints, report_to)
     if data.sha256 != spec.data_sha256:
         raise LeanError(f"{spec.name} was to be trained on other data than this ({data.description})")
     for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
@@ -81,14 +90,34 @@ def train(
         if spec.only_changed and teaching is not None:
             train_only_changed(model, teaching)
         task.configure(model)
-        trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress)
+        trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours)
         started = time.perf_counter()
         with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL):
             trainer.train(resume_from_checkpoint=first_decides(lambda: last_checkpoint(out)))
+            if trainer.watch.time_is_up:
+                step = trainer.state.global_step
+                raise TimeIsUpError(
+                    f"stopped at step {step:,} of {spec.recipe.steps:,}, before {max_hours:g} hours have "
+                    "passed; run the same command again to go on"
+                )
             record = _record(trainer, config, data, time.perf_counter() - started)
+            whole = model if spec.shard is None else whole_model(model)
             if trainer.is_world_process_zero():
-                finish(out, model, task, record, keep_checkpoints)
+                finish(out, whole, task, record, keep_checkpoints)
     return record
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that trackers are known to transformers and installed.
+
+    Raises:
+        LeanError: one is not.
+    """
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in available:
+            found = ", ".join(available) or "none"
+            raise LeanError(f"--report-to {name}: no tracker of that name is installed; found: {found}")
 
 
 def _model(config: LeanConfig, weights: Path | None) -> PreTrainedModel:
@@ -113,11 +142,13 @@ def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float
         "versions": versions(),
         "git_commit": git_commit(),
         "last_session_seconds": round(seconds, 2),
-        **summarize(trainer.spec, trainer.state.log_history),
+        **summarize(trainer.spec, trainer.state.log_history, trainer.first_bad_step()),
     }
 
 
-def _arguments(spec: RunSpec, out: Path, device: str, keep_checkpoints: bool) -> TrainingArguments:
+def _arguments(
+    spec: RunSpec, out: Path, device: str, keep_checkpoints: bool, report_to: Sequence[str]
+) -> TrainingArguments:
     recipe = spec.recipe
     micro, accumulation = split_batch(recipe.batch_size, spec.micro_batch_size, process_count())
     arguments = TrainingArguments(
@@ -139,8 +170,10 @@ def _arguments(spec: RunSpec, out: Path, device: str, keep_checkpoints: bool) ->
         eval_steps=spec.evaluate_every,
         save_steps=spec.evaluate_every,
         save_total_limit=None if keep_checkpoints else 2,
-        report_to="none",
+        report_to=list(report_to) or "none",
+        run_name=out.name,
         disable_tqdm=True,
+        **({} if spec.shard is None else sharding_arguments()),
     )
     use_one_device(arguments)
     return arguments
