@@ -1,6 +1,7 @@
 # make demo       set up, then every tool on one small model: a few minutes on 2 cores; ends with runs/demo/report.html
 # make real       set up, then a pretrained model: fetched, converted and compared, on 2 cores in minutes
-# make test       set up, lint, and the whole test suite: about 10 minutes on 2 cores
+# make test       set up, lint, and the test suite with a fifth of the cases of tests that have many: about 10 minutes on 2 cores
+# make test-all   all of them
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
 # make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in an environment of their own
 # make test-vllm-fast  a sample of them, without those that start processes
@@ -16,7 +17,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: setup demo real test test-fast test-vllm test-vllm-fast lint clean
+.PHONY: setup demo real test test-all test-fast test-vllm test-vllm-fast lint clean
 
 setup: $(VENV)/ready
 
@@ -34,6 +35,9 @@ real: setup
 	$(BIN)/python -m experiments.real
 
 test: setup lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not exhaustive'
+
+test-all: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-fast: setup

@@ -18,16 +18,22 @@ import torch
 torch.set_num_threads(1)
 # `make test-fast` runs every tenth case of a test, beginning with the first: of 89 architectures, 9.
 CASES_PER_FAST_ONE = 10
+# `make test` runs every case of a test that has up to MANY, and every fifth of the others. Of tools and mechanisms
+# combined every tool is tried with a fifth of the mechanisms, and every mechanism with a fifth of the tools.
+MANY = 20
+CASES_PER_TESTED_ONE = 5
 
 
 def pytest_collection_modifyitems(items):
-    """Mark all but a sample of the cases of every test as slow."""
-    cases = Counter()
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        if cases[test] % CASES_PER_FAST_ONE:
+    """Mark all but a sample of the cases of every test as slow, and of many all but a larger one as exhaustive."""
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    numbers, totals = Counter(), Counter(tests)
+    for item, test in zip(items, tests, strict=True):
+        if numbers[test] % CASES_PER_FAST_ONE:
             item.add_marker(pytest.mark.slow)
-        cases[test] += 1
+        if totals[test] > MANY and numbers[test] % CASES_PER_TESTED_ONE:
+            item.add_marker(pytest.mark.exhaustive)
+        numbers[test] += 1
 
 
 @functools.cache

@@ -136,12 +136,15 @@ def test_nothing_is_lost_where_values_are_narrow(name: str, tmp_path: Path) -> N
     model = with_narrow_values(config, tensors, ranks)
     source_bytes = config.plan.kv_bytes_per_token(torch.bfloat16)
     share = 1 - 2 * sum(width - rank for rank in ranks) / source_bytes
-    found = to_latents(model, sample_of(config, 16), tmp_path, share, keys=False, separate=True, batch_size=3)
+    drawn = sample_of(config, 16)
+    found = to_latents(model, drawn, tmp_path, share, keys=False, separate=True, batch_size=3)
     assert [at["rank"] for at in found.layers] == ranks
     assert all(at["missed"] < EPS for at in found.layers)
     assert found.config.plan.kv_bytes_per_token(torch.bfloat16) == pytest.approx(share * source_bytes, rel=1e-12)
-    ids = tokens(2, 12, config.vocab_size)
-    assert_near(logits(found.config, found.tensors, ids), logits(*model, ids), 128 * EPS)
+    # Without skips positions grow alike, and what hardly any token of the sample has is lost for the others.
+    others = 512 if name == "no skips" else 128
+    for ids, tolerance in ((torch.from_numpy(drawn), 64 * EPS), (tokens(2, 12, config.vocab_size), others * EPS)):
+        assert_near(logits(found.config, found.tensors, ids), logits(*model, ids), tolerance)
 
 
 def test_wide_values_do_lose(tmp_path: Path) -> None:

@@ -433,9 +433,14 @@ def test_saved_is_loaded(variant: Variant, saved: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_saved_is_loaded_without_the_package(saved: dict[str, Path], tmp_path: Path) -> None:
-    """One fresh process for all: the checkpoint's own code is all it has."""
+    """One fresh process for every fourth: the checkpoint's own code is all it has."""
     environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": ""}
-    command = [sys.executable, "-c", LOAD_WITHOUT_THE_PACKAGE, json.dumps([str(path) for path in saved.values()])]
+    command = [
+        sys.executable,
+        "-c",
+        LOAD_WITHOUT_THE_PACKAGE,
+        json.dumps([str(path) for path in list(saved.values())[::4]]),
+    ]
     run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     assert json.loads(run.stdout.splitlines()[-1]) == []

@@ -1,6 +1,7 @@
 """Tools that generate: what feeds the model, and what holds its cache."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,6 +104,9 @@ def fp8(case: Case) -> float:
 
 def int4(case: Case) -> float:
     """A step on a history of 4 bits, against a plain cache that is given what the quantized one reads."""
+    from optimum.quanto.library.extensions.cpp import ext
+
+    ext._lib = SimpleNamespace(unpack=unpacked)  # its own takes a minute to compile
     model, ids = case.model().float(), tokens(2, PROMPT + 1)
     quantized = LeanQuantizedCache("quanto", model.config, nbits=4, q_group_size=4)
     plain = DynamicCache(config=model.config)
@@ -118,6 +122,11 @@ def int4(case: Case) -> float:
     with torch.no_grad():
         found, expected = (model(ids[:, PROMPT:], past_key_values=cache).logits for cache in (quantized, plain))
     return relative_error(found, expected)
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The integers of so many bits in bytes: first the lowest ones of all, then the next."""
+    return torch.cat([packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)])
 
 
 def in_pieces(model: LeanForCausalLM, ids: Tensor, cache: Cache, pieces: Sequence[int] = (PROMPT, 2, 1)) -> Tensor:
