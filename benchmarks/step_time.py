@@ -51,7 +51,7 @@ def bare_loop(spec: RunSpec, data: TokenData, device: str) -> list[float]:
     optimizer = make_optimizer(model, chosen)
     schedule = make_schedule(optimizer, chosen)
     tokens, times = data.train(), []
-    for starts in plan.train_starts:
+    for starts in map(plan.batch, range(plan.steps)):
         batch = {key: value.to(device) for key, value in collate(tokens, starts, spec.context_length).items()}
         with precision.autocast(device):
             loss = model(**batch, use_cache=False).loss

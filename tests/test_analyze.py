@@ -19,10 +19,10 @@ from leanqkv.analyze.heads import (
     uniform_patterns,
     value_layers,
 )
-from leanqkv.analyze.observe import layer_outputs, observe
 from leanqkv.analyze.probe import phases, probe_losses, slope_interval, train_probes
 from leanqkv.analyze.similarity import bucketed, contributions, head_similarity, off_diagonal_mean, token_similarity
-from leanqkv.analyze.weights import attention_spectra, initial_spreads, logit_spread
+from leanqkv.analyze.weights import attention_spectra, initial_spreads
+from leanqkv.evaluate.observe import layer_outputs, logit_spread, observe
 
 # Observing
 

@@ -21,13 +21,12 @@ from leanqkv.analyze.heads import (
     previous_token_scores,
     repeated_tokens,
 )
-from leanqkv.analyze.observe import observe
 from leanqkv.analyze.record import Settings, analyze_models
 from leanqkv.analyze.similarity import head_similarity, off_diagonal_mean, token_similarity
 from leanqkv.analyze.subjects import open_subjects
-from leanqkv.analyze.weights import logit_spread
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.data import collate, make_batch_plan, prepare_data
+from leanqkv.evaluate.observe import logit_spread, observe
 from leanqkv.report.analysis import tables
 from leanqkv.report.analysis_figures import drawings
 from leanqkv.report.analysis_measures import architectures

@@ -1,13 +1,15 @@
 """Corpora, token files and the batch plan."""
 
+import hashlib
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
 from leanqkv import LeanError
-from leanqkv.data import batch_plan, collate, make_batch_plan, make_image_plan, open_corpus, prepare_data
+from leanqkv.data import batch_plan, check_plan, collate, make_batch_plan, make_image_plan, open_corpus, prepare_data
 from leanqkv.data import prepare as prepare_module
 from leanqkv.data.tokenizer import train_tokenizer
 
@@ -100,7 +102,10 @@ def test_preparation_says_how_much_is_done(tmp_path):
     prepare_data(str(source), vocab_size=400, progress=lines.append)
     size = f"{sum(map(len, TEXT)) / 1e6:.1f} million characters"
     assert lines[:3] == ["reading the data", "training the tokenizer", "tokenizing"]
-    assert lines[3].startswith("tokenizing, 256 documents") and lines[4:] == [f"tokenizing, 400 documents, {size}"]
+    assert lines[3].startswith("tokenizing, 256 documents") and lines[4:] == [
+        f"tokenizing, 400 documents, {size}",
+        "hashing the tokens",
+    ]
     lines.clear()
     train_tokenizer(iter(["abc " * 2**18] * 3), 300, lines.append)
     assert lines == [f"training the tokenizer, {count} million characters read" for count in (1, 2, 3)]
@@ -125,10 +130,10 @@ def test_second_preparation_is_read_from_the_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_tokens_that_are_cut_off_are_refused(tmp_path, split):
-    data = prepare_data(str(write_text(tmp_path / "a.txt")), vocab_size=300)
-    file = data.directory / f"{split}.bin"
+    data = prepare_data(str(write_jsonl(tmp_path / "a.jsonl")), vocab_size=300)
+    file = data.directory / {"train": "train-00000.bin", "validation": "validation.bin"}[split]
     file.write_bytes(file.read_bytes()[:-2])
-    with pytest.raises(LeanError, match=f"{split}.bin is cut off.*Delete the folder"):
+    with pytest.raises(LeanError, match=f"{file.name} is cut off.*Delete the folder"):
         getattr(data, split)()
 
 
@@ -225,17 +230,35 @@ def test_unreachable_dataset_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_plan_is_saved_once_and_read_afterwards(tmp_path):
-    first = batch_plan(tmp_path, seed=3, steps=10, **SIZES)
-    file = next(tmp_path.glob("*train.npy"))
-    assert np.array_equal(np.load(file), make_batch_plan(seed=3, steps=10, **SIZES).train_starts)
-    np.save(file, np.load(file) * 0)
-    again = batch_plan(tmp_path, seed=3, steps=10, **SIZES)
-    assert not again.train_starts.any(), "the saved indices are the ones that are used"
-    assert again.sha256 != first.sha256
-
-
 IMAGES = {"train_images": 100, "test_images": 40, "batch_size": 4, "evaluation_images": 30}
+
+
+def drawn_at_once(make, steps, seed, sizes):
+    """All training starts in one draw, as NumPy makes them."""
+    random = np.random.default_rng([seed, 0])
+    if make is make_batch_plan:
+        return random.integers(0, sizes["train_tokens"] - sizes["context_length"], steps * sizes["batch_size"])
+    epochs = -(-steps * sizes["batch_size"] // sizes["train_images"])
+    order = np.concatenate([random.permutation(sizes["train_images"]) for _ in range(epochs)])
+    return order[: steps * sizes["batch_size"]]
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(make_batch_plan, SIZES), (make_image_plan, IMAGES)], ids=["text", "images"]
+)
+def test_a_plan_is_one_draw_however_it_is_read(monkeypatch, make, sizes):
+    monkeypatch.setattr("leanqkv.data.batches.BLOCK", 37)
+    plan, whole = make(seed=3, steps=90, **sizes), drawn_at_once(make, 90, 3, sizes)
+    assert plan.train_starts[:].tolist() == whole.tolist()
+    assert [plan.train_starts[i] for i in range(359, -1, -7)] == whole[::-7].tolist()
+    for step in (88, 0, 37, 36, 89):
+        assert plan.batch(step).tolist() == whole[4 * step : 4 * step + 4].tolist()
+    assert plan.train_starts[100:100].tolist() == []
+    assert len(plan.train_starts) == 360 and plan.steps == 90
+    digest = hashlib.sha256(whole.astype("<i8").tobytes() + plan.evaluation_starts.astype("<i8").tobytes())
+    assert plan.sha256 == digest.hexdigest()
+    with pytest.raises(IndexError):
+        plan.train_starts[360]
 
 
 @pytest.mark.parametrize(
@@ -246,34 +269,45 @@ def test_one_directory_holds_plans_for_several_sets_of_data(tmp_path, make, size
     for each in every:
         saved = batch_plan(tmp_path, make, seed=3, steps=10, **each)
         assert saved.sha256 == make(seed=3, steps=10, **each).sha256, each
-    assert len(list(tmp_path.iterdir())) == 2 * len(every)
+    assert len(list(tmp_path.iterdir())) == len(every)
 
 
 @pytest.mark.parametrize(
     ("make", "sizes"), [(make_batch_plan, SIZES), (make_image_plan, IMAGES)], ids=["text", "images"]
 )
-@pytest.mark.parametrize("part", ["train", "evaluation"])
-@pytest.mark.parametrize(
-    "damage", [lambda starts: starts + 1000, lambda starts: starts - 1000, lambda starts: starts[1:]]
-)
-def test_a_plan_beyond_the_data_is_refused(tmp_path, make, sizes, part, damage):
+def test_another_numpy_that_draws_other_batches_is_refused(tmp_path, make, sizes):
     batch_plan(tmp_path, make, seed=3, steps=10, **sizes)
-    (file,) = tmp_path.glob(f"*{part}.npy")
-    np.save(file, damage(np.load(file)))
-    with pytest.raises(LeanError, match="is not the batch plan that its name says"):
+    (file,) = tmp_path.iterdir()
+    file.write_text(json.dumps({"sha256": "0" * 64, "numpy": "1.2.3"}))
+    with pytest.raises(LeanError, match=r"NumPy 1\.2\.3, and NumPy .* draws other batches"):
         batch_plan(tmp_path, make, seed=3, steps=10, **sizes)
-    file.unlink()
-    assert batch_plan(tmp_path, make, seed=3, steps=10, **sizes).sha256 == make(seed=3, steps=10, **sizes).sha256
+
+
+def test_the_plan_of_a_hundred_billion_tokens_takes_kilobytes(tmp_path):
+    sizes = {"train_tokens": 10**11, "validation_tokens": 10**7, "context_length": 2048, "batch_size": 512}
+    tracemalloc.start()
+    plan = batch_plan(tmp_path, seed=0, steps=95_367, evaluation_sequences=128, **sizes)
+    assert plan.batch(95_366).max() < 10**11
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    block = 8 * 2**18
+    assert kept - block < 500_000
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1000
+
+
+def test_a_plan_that_takes_forever_is_refused():
+    with pytest.raises(LeanError, match="a plan has 4,294,967,296 at most"):
+        check_plan(steps=10**9, batch_size=512, evaluation_sequences=1, different=9)
 
 
 def test_plan_depends_on_the_seed_for_training_alone_and_grows_at_the_end():
     first, other, longer = (make_batch_plan(seed=s, steps=n, **SIZES) for s, n in ((0, 10), (1, 10), (0, 20)))
-    assert not np.array_equal(first.train_starts, other.train_starts)
+    assert not np.array_equal(first.train_starts[:], other.train_starts[:])
     assert np.array_equal(first.evaluation_starts, other.evaluation_starts)
-    assert np.array_equal(first.train_starts, longer.train_starts[:10])
+    assert np.array_equal(first.train_starts[:], longer.train_starts[:40])
     for plan in (first, other, longer):
-        assert plan.train_starts.min() >= 0
-        assert plan.train_starts.max() + 16 < 1000
+        assert plan.train_starts[:].min() >= 0
+        assert plan.train_starts[:].max() + 16 < 1000
         assert plan.evaluation_starts.max() + 16 < 200
 
 

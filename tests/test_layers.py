@@ -17,6 +17,7 @@ LAYERS = (
     "compat",
     "environment",
     "memory",
+    "workers",
     "model",
     "presets",
     "checkpoints",

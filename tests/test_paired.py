@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from leanqkv import LeanError, LeanForCausalLM, evaluate
+from leanqkv.checkpoints.card import origin
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.commands import convert as command_module
 from leanqkv.convert import conversion as conversion_module
@@ -498,7 +499,7 @@ def test_an_interrupted_calibration_with_other_options_is_not_continued(place, c
     [("hub/models--owner--name/snapshots/0123abc", "owner/name"), ("models/llama", "llama")],
 )
 def test_the_base_model_has_its_name_on_the_hub(tmp_path, directory, name):
-    assert command_module._hub_name(tmp_path / directory) == name
+    assert origin(tmp_path / directory)["base_model"] == name
 
 
 def test_the_record_names_the_device_of_the_calibration(tmp_path):

@@ -21,6 +21,7 @@ from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.data import collate, make_batch_plan
 from leanqkv.errors import TimeIsUpError
 from leanqkv.evaluate import sequence_losses
+from leanqkv.evaluate.observe import logit_spreads
 from leanqkv.files import write_json
 from leanqkv.memory import PeakMemory
 from leanqkv.train import Step, choose_micro_batch, choose_precision, free_memory, parse_precision, train
@@ -112,6 +113,19 @@ def test_a_tracker_gets_the_curves_and_changes_no_number(data, finished, tmp_pat
     assert names <= curves.keys()
     shown = [(point.step, pytest.approx(point.value)) for point in curves["train/loss"]]
     assert [(entry["step"], entry["loss"]) for entry in record["training"]] == shown
+    model = LeanForCausalLM.from_pretrained(tmp_path / "run").eval()
+    plan = make_batch_plan(
+        train_tokens=data.train_tokens,
+        validation_tokens=data.validation_tokens,
+        context_length=32,
+        batch_size=8,
+        steps=1,
+        evaluation_sequences=1,
+        seed=0,
+    )
+    spreads = logit_spreads(model, collate(data.validation(), plan.evaluation_starts, 32)["input_ids"])
+    for layer, spread in enumerate(spreads):
+        assert curves[f"train/logit_spread/layer_{layer}"][-1].value == pytest.approx(spread, rel=1e-5)
 
 
 def test_a_tracker_that_is_not_installed_is_refused(data, tmp_path):

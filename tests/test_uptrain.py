@@ -56,9 +56,7 @@ def test_it_starts_at_the_checkpoint(tmp_path, data, source):
 
 def expected_loss(model, teacher, data, batches: Path, share: float, temperature: float) -> float:
     """Of the first batch."""
-    return mixed_loss(
-        model, teacher, collate(data.train(), plan_of(batches, data).train_starts[0], 32), share, temperature
-    )
+    return mixed_loss(model, teacher, collate(data.train(), plan_of(batches, data).batch(0), 32), share, temperature)
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from .commands import (
     inspect,
     plan_run,
     presets,
+    tokenize,
     train,
 )
 from .commands.options import with_checked_numbers
@@ -59,6 +60,7 @@ for command, name in (
     (train.train, None),
     (train.uptrain, None),
     (plan_run.plan_run, "plan-run"),
+    (tokenize.tokenize, None),
     (compare.compare, None),
     (compare.report, None),
     (inspect.inspect, None),

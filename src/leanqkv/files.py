@@ -32,13 +32,19 @@ def partial_name(file: Path) -> Path:
     return file.with_name(f".{file.name}.{NODE}-{os.getpid()}.partial")
 
 
-def remove_leftovers(directory: Path, name: str | None = None) -> None:
-    """Remove what killed processes of this machine left in `directory` under temporary names (of `name`, or of all)."""
+def leftovers(directory: Path, name: str | None = None) -> Iterator[Path]:
+    """Yield what killed processes of this machine left in `directory` under temporary names (of `name`, or of all)."""
     pattern = "*" if name is None else escape(name)
-    for path in directory.glob(f".{pattern}.{escape(NODE)}-*.partial"):
+    for path in sorted(directory.glob(f".{pattern}.{escape(NODE)}-*.partial")):
         process = path.name.removesuffix(".partial").rpartition("-")[2]
         if process.isdecimal() and not _is_writing(int(process), path):
-            remove(path)
+            yield path
+
+
+def remove_leftovers(directory: Path, name: str | None = None) -> None:
+    """Remove what killed processes of this machine left in `directory` under temporary names (of `name`, or of all)."""
+    for path in leftovers(directory, name):
+        remove(path)
 
 
 def _is_writing(process: int, path: Path) -> bool:
@@ -104,6 +110,19 @@ def locked(directory: Path, doing: str) -> Iterator[None]:
     finally:
         (directory / LOCK).unlink(missing_ok=True)
         lock.release()
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a process has locked `directory`, of this machine or of another one that shares its disk."""
+    if not (directory / LOCK).exists():
+        return False
+    lock = FileLock(directory / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return True
+    lock.release()
+    return False
 
 
 def check_place(out: Path, *sources: Path | None) -> None:

@@ -202,7 +202,7 @@ def trainer() -> LeanTrainer:
         data_sha256="",
         distillation=SHARE,
     )
-    task: Any = SimpleNamespace(plan=SimpleNamespace(train_starts=np.zeros((1, 4))), collate=None, finish=lambda b: b)
+    task: Any = SimpleNamespace(plan=SimpleNamespace(train_starts=np.zeros(4)), collate=None, finish=lambda b: b)
     plain = Case("", "gpt", (), {})
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, use_cpu=True, gradient_accumulation_steps=2, report_to="none")

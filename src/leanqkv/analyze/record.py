@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..checkpoints.open import load_model, open_causal_lm
 from ..checkpoints.tensors import weights_hash
-from ..data import TokenData, check_plan, collate, make_batch_plan
+from ..data import TokenData, Tokens, check_plan, collate, make_batch_plan
 from ..environment import record_header
 from ..errors import LeanError
+from ..evaluate.observe import layer_outputs, logit_spread, logit_spreads, observe
 from ..model.causal_lm import LeanForCausalLM
 from ..ranges import POSITIVE, check_each, check_fields
 from . import heads, weights
-from .observe import layer_outputs, observe
 from .probe import RATES, phases, probe_losses, slope_interval, train_probes
 from .similarity import bucketed, contributions, head_similarity, off_diagonal_mean, token_similarity
 from .subjects import Subject
@@ -104,7 +104,7 @@ def analyze_models(
     text = _Text(
         samples=list(_batches(data.validation(), starts, length)),
         repeated=list(heads.repeated_tokens(size, settings.samples, length // 2, settings.seed).split(BATCH)),
-        training=partial(_batches, data.train(), plan.train_starts, length),
+        training=partial(_batches, data.train(), [plan.batch(i) for i in range(plan.steps)], length),
     )
     total, done = sum(_steps(subject, settings) for subject in subjects) + len(weights.QUERY_KINDS), 0
 
@@ -178,7 +178,7 @@ class _Analysis:
                     contributions=head_similarity(contributions(blocks[plan.block].self_attn.o_proj, outputs)),
                     tokens=token_similarity(seen.layers[i]),
                     previous_token=heads.previous_token_scores(patterns),
-                    variance=torch.tensor(weights.logit_spread(patterns, plan.window) ** 2),
+                    variance=torch.tensor(logit_spread(patterns, plan.window) ** 2),
                 )
             self.step("attention on text")
         copy_loss = self.copying(sums)
@@ -227,7 +227,7 @@ class _Analysis:
         for number, model, tensors in stages():
             spectra = weights.attention_spectra(self.config, tensors)
             condition = [{name: matrix["condition"] for name, matrix in layer.items()} for layer in spectra]
-            spreads = weights.logit_spreads(model, self.text.samples[0][0])
+            spreads = logit_spreads(model, self.text.samples[0][0])
             result.append({"step": number, "condition": condition, "logit_spread": spreads})
             self.step("checkpoints")
         return result
@@ -269,7 +269,7 @@ class _Analysis:
             raise LeanError(f"{self.subject.label}: its outputs are not finite, so there is nothing to analyze")
 
 
-def _batches(tokens: np.ndarray, starts: Iterable[np.ndarray], length: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(tokens: Tokens, starts: Iterable[np.ndarray], length: int) -> Iterator[tuple[Tensor, Tensor]]:
     for rows in starts:
         batch = collate(tokens, rows, length)
         yield batch["input_ids"], batch["shift_labels"]

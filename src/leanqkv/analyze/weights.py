@@ -1,7 +1,7 @@
 """Which weights matter: singular values of attention's matrices, and how far its logits spread.
 
 Condition numbers say how near W_Q, W_K, W_V and W_O are to not being invertible, which the exact eliminations need;
-the spread is that of Karbevski & Mijoski 2025, appendix B, https://arxiv.org/abs/2510.23912.
+the spread is in `evaluate.observe`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..evaluate.observe import logit_spreads
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.registry import ConfigError
 from ..train.directory import COMPLETE
-from .observe import observe
 
 # Of each spectrum as many singular values are kept, evenly over the ranks, the first and the last among them.
 SPECTRUM_POINTS = 17
@@ -64,30 +64,6 @@ def _spectrum(weight: Tensor) -> dict[str, Any]:
         "stable_rank": (values.square().sum() / values[0].square()).item() if largest else 0.0,
         "singular_values": values[ranks].tolist(),
     }
-
-
-def logit_spread(patterns: Tensor, window: int | None = None) -> float:
-    """Return the standard deviation of a query's logits over the keys that it sees, root mean square over queries.
-
-    What a query adds to all its logits alike does not change the softmax and does not count, so the weights say it all:
-    [batch, heads, positions, key positions]. The first position sees one key and is left out. A weight that is zero in
-    its dtype counts as the smallest that is not.
-    """
-    n = patterns.shape[-1]
-    distance = torch.arange(n, device=patterns.device)[:, None] - torch.arange(n, device=patterns.device)
-    seen = (distance >= 0) & (distance < (window or n))
-    logits = patterns.clamp_min(torch.finfo(patterns.dtype).tiny).double().log().masked_fill(~seen, 0)
-    number = seen.sum(-1, keepdim=True)
-    centred = (logits - logits.sum(-1, keepdim=True) / number).masked_fill(~seen, 0)
-    variance = centred.square().sum(-1) / number[:, 0]
-    several = number[:, 0] > 1
-    return variance[..., several].mean().sqrt().item()
-
-
-def logit_spreads(model: LeanForCausalLM, tokens: Tensor) -> list[float]:
-    """Return `logit_spread` of every layer, on `tokens` [batch, positions]."""
-    patterns = observe(model, tokens).patterns
-    return [logit_spread(p, plan.window) for p, plan in zip(patterns, model.config.plan.layers, strict=True)]
 
 
 def initial_model(config: LeanConfig, seed: int) -> LeanForCausalLM:

@@ -7,7 +7,7 @@ import typer
 
 from ..progress import progress_bar
 from .compare import learning_rates
-from .options import ContextLength, Device, TextOptions, console, option_groups, prepare
+from .options import ContextLength, DataOptions, Device, TextOptions, console, option_groups, prepare
 
 
 @option_groups
@@ -39,7 +39,7 @@ def analyze(
     """
     from ..analyze.record import RECORD, Settings, analyze_models
     from ..analyze.subjects import common_context, open_subjects, shared_tokenizer
-    from ..data.prepare import TokenData, nanogpt
+    from ..data import TokenData, stored_tokens
     from ..environment import check_device, default_device
     from ..errors import LeanError
     from ..files import check_place, make_directory, write_json
@@ -53,9 +53,9 @@ def analyze(
     subjects = open_subjects(models)
     settings = Settings(common_context(subjects, context_length), samples, probe_steps, probe_batch_size, rates)
     config = subjects[0].opened.config
-    tokenized = text.data is not None and nanogpt(Path(text.data), config.vocab_size) is not None
+    tokenized = text.data is not None and stored_tokens(Path(text.data), config.vocab_size) is not None
     tokenizer = None if tokenized else str(shared_tokenizer(subjects))
-    data = prepare(text.data, [config], tokenizer, text.text_field, text.max_documents)
+    data = prepare(DataOptions(**vars(text), tokenizer=tokenizer), [config])
     assert isinstance(data, TokenData)
     with progress_bar("analyzing") as bar:
 

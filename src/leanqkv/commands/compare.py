@@ -12,6 +12,7 @@ import typer
 
 from .options import (
     NAME_HELP,
+    ClusterOptions,
     ContextLength,
     DataOptions,
     Device,
@@ -65,6 +66,7 @@ def compare(
     ] = False,
     data: DataOptions,
     recipe: RecipeOptions,
+    cluster: ClusterOptions,
     seeds: Annotated[int | None, typer.Option(help="Paired seeds. Default: the suite's, else 3.")] = None,
     lr_grid: LearningRateGrid = None,
     micro_batch_size: MicroBatchSize = None,
@@ -86,12 +88,15 @@ def compare(
     leanqkv compare vit-digits vit-digits+skipv1 --data digits --out runs/images
 
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
+
+    leanqkv compare gpt2-124m gpt2-124m+skipv1 --launcher submitit --partition gpu --out runs/gpt2
     """
     from ..compare.suites import choose
     from ..errors import LeanError
     from ..files import check_place
 
     check_place(out)
+    where = cluster.chosen()
     if lr_grid is not None and recipe.learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
     chosen = choose(names or [], suite, scale)
@@ -108,7 +113,7 @@ def compare(
     prepared = _prepare(comparison, data)
     sequences = evaluation_sequences or prepared.evaluation_size(chosen.evaluation_sequences)
     comparison = replace(comparison, evaluation_sequences=sequences)
-    train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs)
+    train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs, cluster=where)
     _show_report(out)
 
 
@@ -116,11 +121,10 @@ def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
     """The data of the command line, or else the comparison's own."""
     from ..presets import preset
 
-    source, tokenizer = options.data, options.tokenizer
-    if source is None:
-        source, tokenizer = comparison.data, tokenizer or comparison.tokenizer
+    if options.data is None:
+        options = replace(options, data=comparison.data, tokenizer=options.tokenizer or comparison.tokenizer)
     configs = [preset(entry.model) for entry in comparison.entries.values()]
-    return prepare(source, configs, tokenizer, options.text_field, options.max_documents)
+    return prepare(options, configs)
 
 
 def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:

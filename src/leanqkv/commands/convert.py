@@ -319,24 +319,17 @@ def _read_evaluation(
 
 def _about(source: Path, out: Path, device: str) -> dict[str, Any]:
     """Return the report's entries on how it was made; no path of this machine."""
+    from ..checkpoints.card import origin
     from ..environment import command_line, git_commit, hardware, versions
 
     return {
         "name": out.resolve().name,
-        "base_model": _hub_name(source.resolve()),
+        **origin(source),
         "command": command_line(),
         "hardware": hardware(device),
         "versions": versions(),
         "git_commit": git_commit(),
     }
-
-
-def _hub_name(directory: Path) -> str:
-    """Return the name of a model on the Hugging Face Hub whose files are in its cache; else the directory's."""
-    for folder in directory.parents:
-        if folder.name.startswith("models--"):
-            return folder.name.removeprefix("models--").replace("--", "/")
-    return directory.name
 
 
 def _read_tokens(source: "Checkpoint", text: str, tokens: int, length: int) -> "tuple[np.ndarray, TokenData]":

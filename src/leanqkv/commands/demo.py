@@ -8,7 +8,7 @@ import typer
 
 from ..progress import progress_bar
 from .compare import train_with_display
-from .options import Device, console, prepare
+from .options import DataOptions, Device, console, prepare
 
 if TYPE_CHECKING:
     from ..demo.phases import Settings
@@ -59,7 +59,7 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
     from ..presets import preset
     from ..report.comparison_page import write_report
 
-    data: Any = prepare(settings.data, [preset(settings.baseline)], None, "text", settings.documents)
+    data: Any = prepare(DataOptions(settings.data, max_documents=settings.documents), [preset(settings.baseline)])
     phases.check_data(record, data)
 
     def begin(phase: str, title: str) -> bool:

@@ -1,6 +1,7 @@
 """Options that several commands take, and the work on them that these commands share."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
@@ -14,6 +15,7 @@ from ..progress import console, progress_bar
 from ..ranges import check_options
 
 if TYPE_CHECKING:
+    from ..compare.launch import Cluster
     from ..model.config import LeanConfig
     from ..train.tasks import Data as PreparedData
 
@@ -30,10 +32,10 @@ Dtype = Annotated[str, typer.Option(help="Of the stored weights: fp64, fp32 or b
 Data = Annotated[
     str | None,
     typer.Option(
-        help="Text, JSONL or Parquet file or folder, nanoGPT .bin, stdlib, prose (English, of docstrings), a Hugging "
-        "Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this Python's standard library. "
-        "For a model of images: digits (the default), cifar10, cifar100, or a folder or dataset of images with class "
-        "labels.",
+        help="Text, JSONL or Parquet file or folder, nanoGPT's or Megatron's .bin, stdlib, prose (English, of "
+        "docstrings), a Hugging Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this "
+        "Python's standard library. For a model of images: digits (the default), cifar10, cifar100, or a folder or "
+        "dataset of images with class labels.",
         show_default=False,
     ),
 ]
@@ -43,6 +45,7 @@ Tokenizer = Annotated[
 ]
 TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datasets that holds the text.")]
 MaxDocuments = Annotated[int | None, typer.Option(help="Read no more documents than that.")]
+Workers = Annotated[int, typer.Option(help="Processes that tokenize a text on first use. One uses some cores, too.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the warm-up scales along.")]
 BatchSize = Annotated[int | None, typer.Option(help="Sequences or images per step, over all processes.")]
 MicroBatchSize = Annotated[
@@ -69,6 +72,7 @@ class TextOptions:
     data: Data = None
     text_field: TextField = "text"
     max_documents: MaxDocuments = None
+    workers: Workers = 1
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,50 @@ class TeacherOptions:
                 raise LeanError(f"--{field.name.replace('_', '-')} goes with --teacher DIR; leave it out")
 
 
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Where the runs of a comparison are trained."""
+
+    launcher: Annotated[
+        str, typer.Option(help="local: by this command. submitit: each run is a job of a cluster, in the same --out.")
+    ] = "local"
+    cluster: Annotated[
+        str, typer.Option(help="With submitit: slurm, or local for processes that outlive this command.")
+    ] = "slurm"
+    partition: Annotated[str | None, typer.Option(help="Of SLURM.", show_default=False)] = None
+    gpus_per_run: Annotated[int, typer.Option(help="Of SLURM.")] = 1
+    cpus_per_run: Annotated[int, typer.Option(help="Of SLURM.")] = 8
+    memory_per_run: Annotated[float | None, typer.Option(help="Of SLURM, in GB.", show_default=False)] = None
+    hours_per_run: Annotated[
+        float, typer.Option(help="With submitit: the time limit of a job; a run that needs more goes on in another.")
+    ] = 24
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(help="Another parameter, such as account=lab; may be repeated.", show_default=False),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.launcher not in ("local", "submitit"):
+            raise LeanError(f"--launcher is local or submitit, found {self.launcher!r}")
+        for each in fields(self)[1:]:
+            if self.launcher == "local" and getattr(self, each.name) != each.default:
+                raise LeanError(f"--{each.name.replace('_', '-')} goes with --launcher submitit; leave it out")
+        for parameter in self.slurm or ():
+            if not re.fullmatch(r"[A-Za-z_-]+=.+", parameter):
+                raise LeanError(f"--slurm takes NAME=VALUE, such as account=lab; found {parameter!r}")
+
+    def chosen(self) -> "Cluster | None":
+        """Return the cluster, or None for this command's own processes."""
+        from ..compare.launch import Cluster
+
+        if self.launcher == "local":
+            return None
+        options = dict(parameter.split("=", 1) for parameter in self.slurm or ())
+        options |= {"partition": self.partition} if self.partition else {}
+        sizes = (self.hours_per_run, self.gpus_per_run, self.cpus_per_run, self.memory_per_run)
+        return Cluster(self.cluster, *sizes, options)
+
+
 def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
     """Let parameters of a Typer command be dataclasses of options: every field is an option of the command line.
 
@@ -205,19 +253,13 @@ def recipe_overrides(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def prepare(
-    source: str | None,
-    configs: "Sequence[LeanConfig]",
-    tokenizer: str | None,
-    text_field: str,
-    max_documents: int | None,
-) -> "PreparedData":
+def prepare(options: DataOptions, configs: "Sequence[LeanConfig]") -> "PreparedData":
     """Return the data that all these models can be trained on, and print its sizes."""
     from ..train.tasks import prepare
 
-    text = {"tokenizer": tokenizer, "text_field": text_field, "max_documents": max_documents}
+    text = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "data"}
     with progress_bar("reading the data") as bar:
-        data = prepare(configs, source, bar.describe, **text)
+        data = prepare(configs, options.data, bar.describe, **text)
     console.print(f"data: {data.description}; {data.sizes()}", highlight=False)
     return data
 

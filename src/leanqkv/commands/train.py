@@ -118,7 +118,7 @@ def train_model(
     from ..train.processes import connect, first_decides, is_first
 
     def read() -> "PreparedData":
-        return prepare(data.data, [config], data.tokenizer, data.text_field, data.max_documents)
+        return prepare(data, [config])
 
     def specify() -> "tuple[RunSpec, PreparedData]":
         return _specify(name, config, recipe, read, run, initial, learns)

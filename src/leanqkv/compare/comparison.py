@@ -1,16 +1,9 @@
 """Running a comparison: every architecture on every seed, on the same batches, several runs at a time on a CPU."""
 
-import multiprocessing
 import os
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +21,12 @@ from ..train import (
     choose_precision,
     free_memory,
     parse_precision,
-    train,
 )
 from ..train.micro_batch import split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
+from .jobs import Job, Update, run_jobs
+from .launch import Cluster, Launcher
 from .suite import Comparison
 
 COMPARISON = "compare.json"
@@ -45,25 +39,6 @@ RECORDED = (
 SMALL_MODEL = 20_000_000
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run to be trained, and its directory."""
-
-    spec: RunSpec
-    out: Path
-
-
-@dataclass(frozen=True)
-class Update:
-    """One run's progress; `record` once it is done."""
-
-    job: Job
-    step: int = 0
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    record: dict[str, Any] | None = None
-
-
 def run_comparison(
     comparison: Comparison,
     data: Data,
@@ -72,6 +47,7 @@ def run_comparison(
     precision: str = "auto",
     device: str | None = None,
     jobs: int | None = None,
+    cluster: Cluster | None = None,
     on_message: Callable[[str], None] = lambda text: None,
     on_jobs: Callable[[Sequence[Job]], None] = lambda jobs: None,
     on_update: Callable[[Update], None] = lambda update: None,
@@ -80,7 +56,8 @@ def run_comparison(
 
     Args:
         precision: "auto" times the candidates on the baseline once; every run then uses the same one.
-        jobs: runs at a time. Default: on a CPU one for each core if the models are small, else one.
+        jobs: runs at a time. Default: on a CPU one for each core if the models are small, else one; of a cluster all.
+        cluster: where each run is a job of its own; None: all are processes of this command.
         on_message, on_jobs, on_update: called with progress, for a display.
 
     Raises:
@@ -88,7 +65,8 @@ def run_comparison(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
-    device = check_device(device or default_device())
+    if cluster is None:
+        device = check_device(device or default_device())
     asked = parse_precision(precision)
     configs = {label: preset(entry.model) for label, entry in comparison.entries.items()}
     recipes = {label: entry.full_recipe(comparison.recipe) for label, entry in comparison.entries.items()}
@@ -98,18 +76,22 @@ def run_comparison(
         check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
         split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses what does not divide
     directory = _Directory(out, replace(comparison, context_length=context), data.sha256)
-    largest = max(config.plan.count_parameters().total for config in configs.values())
-    workers = min(comparison.runs, jobs or default_jobs(device, largest))
-    # Kept, because sums in another number of threads round differently: a run goes on as it began.
-    own_share = max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads()
-    threads = directory.content.setdefault("threads", own_share)
-    torch.set_num_threads(threads)
-    directory.settle_micro_batch(asked, device, workers, on_message)
-    chosen = directory.settle_precision(asked, device, on_message)
+    launcher, here = None if cluster is None else Launcher(cluster, out), device
+    if launcher is not None and launcher.elsewhere:
+        here = "cpu"
+    if launcher is not None and "precision" not in directory.content:
+        # What fits and what is fast is asked on the device of a job.
+        on_message("a job chooses micro-batch and precision")
+        directory = launcher.wait_for(_settled, directory, asked, device, 1 if launcher.elsewhere else jobs)
+    chosen, workers = directory.settle(asked, here, jobs, on_message)
+    threads, settings = directory.content["threads"], {"device": device, "batches": out / "batches"}
 
     def train_all(todo: list[Job]) -> dict[Path, dict[str, Any]]:
         on_jobs(todo)
-        return _run_jobs(todo, data, {"device": device, "batches": out / "batches"}, workers, threads, on_update)
+        if launcher is None:
+            return run_jobs(todo, data, settings, workers, threads, on_update)
+        at_once = jobs or len(todo) if launcher.elsewhere else workers
+        return launcher.run(todo, data, settings, threads, at_once, on_message, on_update)
 
     if comparison.learning_rates:
         grid = [
@@ -187,7 +169,24 @@ class _Directory:
         self.content |= changes
         write_json(self.out / COMPARISON, self.content)
 
-    def settle_micro_batch(
+    def settle(
+        self, asked: Precision | None, device: str | None, jobs: int | None, on_message: Callable[[str], None]
+    ) -> tuple[Precision, int]:
+        """Settle threads, micro-batch and precision of every run; return the precision, and how many runs at a time.
+
+        What was settled before stays: on another device or with other `jobs` the numbers would not be the same.
+        """
+        device = check_device(device or default_device())
+        models = [preset(entry.model) for entry in self.comparison.entries.values()]
+        largest = max(config.plan.count_parameters().total for config in models)
+        workers = min(self.comparison.runs, jobs or default_jobs(device, largest))
+        # Kept, because sums in another number of threads round differently: a run goes on as it began.
+        own_share = max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads()
+        torch.set_num_threads(self.content.setdefault("threads", own_share))
+        self._settle_micro_batch(asked, device, workers, on_message)
+        return self._settle_precision(asked, device, on_message), workers
+
+    def _settle_micro_batch(
         self, asked: Precision | None, device: str, workers: int, on_message: Callable[[str], None]
     ) -> None:
         """Set the micro-batch of every run: the one asked for, else the one begun with, else what fits for every model.
@@ -210,7 +209,7 @@ class _Directory:
         chosen_size = self.content.get("chosen_micro_batch_size")
         self.comparison = replace(comparison, micro_batch_size=chosen_size)
 
-    def settle_precision(self, asked: Precision | None, device: str, on_message: Callable[[str], None]) -> Precision:
+    def _settle_precision(self, asked: Precision | None, device: str, on_message: Callable[[str], None]) -> Precision:
         """Return the precision of every run: the one begun in, else the one asked for, else the baseline's fastest."""
         if "precision" not in self.content:
             baseline = next(iter(self.comparison.entries.values()))
@@ -249,6 +248,12 @@ class _Directory:
         return Job(spec, self.out / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}")
 
 
+def _settled(directory: _Directory, asked: Precision | None, device: str | None, jobs: int | None) -> _Directory:
+    """Settle a comparison in a job; what it prints is in the job's log."""
+    directory.settle(asked, device, jobs, print)
+    return directory
+
+
 def _best_rates(grid: Sequence[Job], records: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
     """Return each architecture's learning rate of lowest validation loss."""
     losses: dict[str, dict[float, float]] = {job.spec.name: {} for job in grid}
@@ -259,90 +264,3 @@ def _best_rates(grid: Sequence[Job], records: Mapping[Path, Mapping[str, Any]]) 
         if not tried:
             raise LeanError(f"{label} diverged at every learning rate of the grid; try smaller ones")
     return {label: min(tried, key=tried.__getitem__) for label, tried in losses.items()}
-
-
-def _run_jobs(
-    jobs: Sequence[Job],
-    data: Data,
-    settings: dict[str, Any],
-    workers: int,
-    threads: int,
-    on_update: Callable[[Update], None],
-) -> dict[Path, dict[str, Any]]:
-    """Run the jobs here one after another, or in `workers` processes; return their records by directory."""
-    records: dict[Path, dict[str, Any]] = {}
-
-    def progress(job: Job, step: int, steps: int, loss: float | None, rate: float | None) -> None:
-        if job.out not in records:  # the queue may deliver a step after the end
-            on_update(Update(job, step, loss, rate))
-
-    def finish(job: Job, record: dict[str, Any]) -> None:
-        records[job.out] = record
-        on_update(Update(job, job.spec.recipe.steps, record=record))
-
-    if workers == 1:
-        for job in jobs:
-            finish(job, train(job.spec, data, job.out, progress=partial(progress, job), **settings))
-        return records
-    context = multiprocessing.get_context("spawn")
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
-    # Where all of these processes are killed, the one that cleans up after them has nothing to warn about.
-    filters = filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))
-    os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys(filters))
-    steps = context.Queue()
-    with ProcessPoolExecutor(workers, context, _start_worker, (threads, steps)) as pool:
-        others = multiprocessing.active_children()
-        with _children_ignore_interrupts():
-            pending = {pool.submit(_work, index, job, data, settings): job for index, job in enumerate(jobs)}
-        try:
-            while pending:
-                done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                while not steps.empty():
-                    index, *figures = steps.get()
-                    progress(jobs[index], *figures)
-                for future in done:
-                    finish(pending.pop(future), future.result())
-        except BrokenProcessPool:
-            raise LeanError(
-                "a training process died, out of memory perhaps; run the same command again to go on, with --jobs 1"
-            ) from None
-        finally:
-            # After an error or Ctrl-C: the pool would wait until all runs under way have ended.
-            for process in set(multiprocessing.active_children()) - set(others) if pending else ():
-                process.terminate()
-    return records
-
-
-@contextmanager
-def _children_ignore_interrupts() -> Iterator[None]:
-    """Let processes started in the body ignore Ctrl-C, which a terminal sends to all: this one ends them."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may say so
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-_steps: Any = None  # in a worker: the queue on which it reports its steps
-
-
-def _start_worker(threads: int, steps: Any) -> None:
-    global _steps
-    _steps = steps
-    torch.set_num_threads(threads)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this worker when the process that started it is killed: it must not write where the next one will."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _work(index: int, job: Job, data: Data, settings: dict[str, Any]) -> dict[str, Any]:
-    return train(job.spec, data, job.out, progress=lambda *figures: _steps.put((index, *figures)), **settings)

@@ -4,7 +4,8 @@ from .batches import BatchPlan, batch_plan, check_plan, collate, make_batch_plan
 from .corpus import Corpus, open_corpus, read_pieces
 from .evaluation import EvaluationText, evaluation_text, unseen_split
 from .images import ImageData, image_batch, prepare_images, processor_settings, scaled_pixels
-from .prepare import TokenData, prepare_data
+from .prepare import prepare_data
+from .token_files import TokenData, Tokens, stored_tokens
 
 __all__ = [
     "BatchPlan",
@@ -12,6 +13,7 @@ __all__ = [
     "EvaluationText",
     "ImageData",
     "TokenData",
+    "Tokens",
     "batch_plan",
     "check_plan",
     "collate",
@@ -25,5 +27,6 @@ __all__ = [
     "processor_settings",
     "read_pieces",
     "scaled_pixels",
+    "stored_tokens",
     "unseen_split",
 ]

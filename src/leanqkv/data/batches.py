@@ -5,20 +5,79 @@ the same tokens.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..environment import free_memory
 from ..errors import LeanError
-from ..files import make_directory, remove_leftovers, replacing
+from ..files import make_directory, read_json, remove_leftovers, write_json
+from .token_files import Tokens
 
 # Sequences of a text that are evaluated unless the user says otherwise.
 DEFAULT_EVALUATION = 128
+
+
+# How many starts are drawn at a time, and the most of a plan: at 2,048 tokens each nine trillion, drawn in a minute.
+BLOCK = 2**18
+MOST_STARTS = 2**32
+
+
+class Draws(Sequence[int]):
+    """Random numbers that are drawn again whenever they are read, so that any number of them takes kilobytes.
+
+    Kept are the generator's states, one for every block of numbers, and the block that was read last.
+    """
+
+    def __init__(
+        self, random: np.random.Generator, draw: Callable[[np.random.Generator], np.ndarray], block: int, count: int
+    ):
+        """Draw nothing yet.
+
+        Args:
+            draw: returns the next `block` numbers, int64 [block].
+            count: of all numbers.
+        """
+        self._random, self._draw, self._block, self._count = random, draw, block, count
+        self._states = [random.bit_generator.state]
+        self._latest = (-1, np.empty(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the number at an index, or those of a slice without a step, int64."""
+        if isinstance(index, slice):
+            begin, end, step = index.indices(self._count)
+            assert step == 1
+            blocks = range(begin // self._block, -(-end // self._block))
+            parts = [self._of_block(number, begin, end) for number in blocks if begin < end]
+            return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        if not 0 <= index < self._count:
+            raise IndexError(f"there are {self._count} numbers, not one at {index}")
+        return int(self._drawn(index // self._block)[index % self._block])
+
+    def _of_block(self, number: int, begin: int, end: int) -> np.ndarray:
+        first = number * self._block
+        return self._drawn(number)[max(begin - first, 0) : end - first]
+
+    def _drawn(self, number: int) -> np.ndarray:
+        if self._latest[0] != number:
+            for block in range(min(number, len(self._states) - 1), number + 1):
+                self._random.bit_generator.state = self._states[block]
+                self._latest = (block, self._draw(self._random))
+                if block + 1 == len(self._states):
+                    self._states.append(self._random.bit_generator.state)
+        return self._latest[1]
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield all numbers, a block at a time."""
+        for begin in range(0, self._count, self._block):
+            yield self[begin : begin + self._block]
 
 
 @dataclass(frozen=True)
@@ -28,28 +87,37 @@ class BatchPlan:
     A sequence is the `context_length` tokens from its start, and its targets the same shifted by one.
 
     Attributes:
-        train_starts: [steps, batch_size]; row i is optimizer step i.
+        train_starts: [steps * batch_size], batch after batch, drawn when they are read.
         evaluation_starts: [sequences] into the validation tokens, or the test images; the same for every seed.
-        sha256: of both arrays.
+        sha256: of both.
     """
 
-    train_starts: np.ndarray
+    train_starts: Draws
+    batch_size: int
     evaluation_starts: np.ndarray
     sha256: str
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return len(self.train_starts) // self.batch_size
+
+    def batch(self, step: int) -> np.ndarray:
+        """Return the starts of an optimizer step, [batch_size]; the first step is 0."""
+        return self.train_starts[step * self.batch_size : (step + 1) * self.batch_size]
+
     def record(self) -> dict[str, Any]:
         """Return a record's entry on the plan."""
-        steps, batch_size = self.train_starts.shape
         return {
             "sha256": self.sha256,
-            "steps": steps,
-            "batch_size": batch_size,
+            "steps": self.steps,
+            "batch_size": self.batch_size,
             "evaluation_sequences": len(self.evaluation_starts),
         }
 
 
 def check_plan(*, steps: int, batch_size: int, evaluation_sequences: int, different: int) -> None:
-    """Check that a plan fits in memory, and that the data has what it evaluates, before anything is written.
+    """Check that a plan can be drawn, and that the data has what it evaluates, before anything is written.
 
     Args:
         different: how many different sequences or images there are to evaluate.
@@ -57,11 +125,10 @@ def check_plan(*, steps: int, batch_size: int, evaluation_sequences: int, differ
     Raises:
         LeanError: it does not.
     """
-    needed, free = 8 * steps * batch_size, free_memory("cpu")
-    if needed > free:
+    if (total := steps * batch_size) > MOST_STARTS:
         raise LeanError(
-            f"the plan of {steps:,} batches of {batch_size:,} takes {needed / 1e9:,.1f} GB of memory, and "
-            f"{free / 1e9:,.1f} GB are free; choose fewer steps or smaller batches"
+            f"{steps:,} batches of {batch_size:,} are {total:,} sequences, and a plan has {MOST_STARTS:,} at most; "
+            "choose fewer steps or smaller batches"
         )
     # Of a short text as many as by default are taken, some of them twice.
     if evaluation_sequences > (most := max(different, DEFAULT_EVALUATION)):
@@ -85,9 +152,13 @@ def make_batch_plan(
 
     Training starts depend on `seed`, and a plan with more steps begins with the same batches. Evaluation starts do not.
     """
-    train = np.random.default_rng([seed, 0]).integers(0, train_tokens - context_length, (steps, batch_size))
+
+    def draw(random: np.random.Generator) -> np.ndarray:
+        return random.integers(0, train_tokens - context_length, BLOCK)
+
+    train = Draws(np.random.default_rng([seed, 0]), draw, BLOCK, steps * batch_size)
     evaluation = np.random.default_rng([0, 1]).integers(0, validation_tokens - context_length, evaluation_sequences)
-    return _plan(train, evaluation)
+    return _plan(train, batch_size, evaluation)
 
 
 def make_image_plan(
@@ -97,68 +168,61 @@ def make_image_plan(
 
     The evaluation takes `evaluation_images` of the test split, the same for every seed.
     """
-    random = np.random.default_rng([seed, 0])
-    epochs = -(-steps * batch_size // train_images)
-    order = np.concatenate([random.permutation(train_images) for _ in range(epochs)])
-    train = order[: steps * batch_size].reshape(steps, batch_size)
+
+    def draw(random: np.random.Generator) -> np.ndarray:
+        return random.permutation(train_images)
+
+    train = Draws(np.random.default_rng([seed, 0]), draw, train_images, steps * batch_size)
     evaluation = np.sort(np.random.default_rng([0, 1]).permutation(test_images)[:evaluation_images])
-    return _plan(train, evaluation)
+    return _plan(train, batch_size, evaluation)
 
 
 def batch_plan(directory: Path, make: Callable[..., BatchPlan] = make_batch_plan, **sizes: int) -> BatchPlan:
-    """Return the plan saved in `directory`, made and saved there on first use.
+    """Return the plan of these `sizes`, whose hash is written in `directory` on first use.
 
-    The names of its files hold all of `sizes`, so that one directory serves plans for several sets of data.
+    The name of its file holds all of `sizes`, so that one directory serves plans for several sets of data.
 
     Args:
         make: `make_batch_plan` or `make_image_plan`; `sizes` are its arguments.
 
     Raises:
-        LeanError: a saved plan of another shape than its name says, or with starts outside of the data.
+        LeanError: the plan is not the one of first use, since this version of NumPy draws other numbers.
     """
     if "train_images" in sizes:
         stem = "seed{seed}-{steps}x{batch_size}-of-{train_images}-images-{evaluation_images}-of-{test_images}"
-        train_end, evaluation_end = sizes["train_images"], sizes["test_images"]
-        evaluated = min(sizes["evaluation_images"], evaluation_end)
     else:
         stem = (
             "seed{seed}-{steps}x{batch_size}x{context_length}-of-{train_tokens}"
             "-{evaluation_sequences}-of-{validation_tokens}"
         )
-        train_end, evaluation_end = (sizes[f"{s}_tokens"] - sizes["context_length"] for s in ("train", "validation"))
-        evaluated = sizes["evaluation_sequences"]
-    files = [directory / f"{stem.format(**sizes)}-{part}.npy" for part in ("train", "evaluation")]
-    for file in files:  # another process may have made it while one that was killed was writing
-        remove_leftovers(directory, file.name)
-    if not all(file.exists() for file in files):
-        plan = make(**sizes)
+    file = directory / f"{stem.format(**sizes)}.json"
+    remove_leftovers(directory, file.name)  # another process may have made it while one that was killed was writing
+    plan = make(**sizes)
+    if not file.exists():
         make_directory(directory)
-        for file, array in zip(files, (plan.train_starts, plan.evaluation_starts), strict=True):
-            with replacing(file) as partial, partial.open("wb") as stream:
-                np.save(stream, array)
-    train, evaluation = (np.load(file, mmap_mode="r") for file in files)
-    _check_starts(files[0], train, (sizes["steps"], sizes["batch_size"]), train_end)
-    _check_starts(files[1], evaluation, (evaluated,), evaluation_end)
-    return _plan(train, evaluation)
-
-
-def _check_starts(file: Path, starts: np.ndarray, shape: tuple[int, ...], end: int) -> None:
-    if starts.shape != shape or starts.min() < 0 or starts.max() >= end:
+        write_json(file, {"sha256": plan.sha256, "numpy": np.__version__})
+    about = read_json(file)
+    if about.get("sha256") != plan.sha256:
         raise LeanError(
-            f"{file} is not the batch plan that its name says: it needs {shape} starts below {end:,}, found "
-            f"{starts.shape} from {starts.min():,} to {starts.max():,}. Delete it, and it is made again"
+            f"{file} was written with NumPy {about.get('numpy')}, and NumPy {np.__version__} draws other batches; go "
+            "on with that version, or choose another --out"
         )
+    return plan
 
 
-def _plan(train: np.ndarray, evaluation: np.ndarray) -> BatchPlan:
+def _plan(train: Draws, batch_size: int, evaluation: np.ndarray) -> BatchPlan:
     digest = hashlib.sha256()
-    for array in (train, evaluation):
+    for array in chain(train.blocks(), [evaluation]):
         digest.update(np.ascontiguousarray(array, dtype="<i8").data)
-    return BatchPlan(train, evaluation, digest.hexdigest())
+    return BatchPlan(train, batch_size, evaluation, digest.hexdigest())
 
 
-def collate(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, context_length: int) -> dict[str, torch.Tensor]:
-    """Return one batch: `input_ids` and, one token on, `shift_labels`, both int64 [batch, context_length]."""
-    windows = np.asarray(starts)[:, None] + np.arange(context_length + 1)
-    batch = torch.from_numpy(tokens[windows].astype(np.int64))
+def collate(tokens: Tokens, starts: Sequence[int] | np.ndarray, context_length: int) -> dict[str, torch.Tensor]:
+    """Return one batch: `input_ids` and, one token on, `shift_labels`, both int64 [batch, context_length].
+
+    Args:
+        tokens: an array, or what gives slices as one does.
+    """
+    windows = np.stack([tokens[start : start + context_length + 1] for start in np.asarray(starts).tolist()])
+    batch = torch.from_numpy(windows.astype(np.int64))
     return {"input_ids": batch[:, :-1].contiguous(), "shift_labels": batch[:, 1:].contiguous()}

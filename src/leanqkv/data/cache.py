@@ -2,12 +2,15 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..errors import LeanError
 from ..files import (
     disk_full_is_an_error,
+    leftovers,
     make_directory,
     partial_name,
     read_json,
@@ -16,8 +19,11 @@ from ..files import (
     write_json,
 )
 
-# What describes a directory's content.
+# What describes a directory's content, and what says how far one that is not complete has come.
 ABOUT = "data.json"
+MANIFEST = "manifest.json"
+# Of files this large what was computed from all their bytes is kept, until their size or time changes.
+REMEMBERED_BYTES = 2**26
 
 
 def cache_directory() -> Path:
@@ -33,22 +39,58 @@ def made_once(kind: str, content: str, fill: Callable[[Path], dict[str, Any]]) -
     Args:
         kind: the folder of the cache.
         content: identifies the data.
-        fill: is given a temporary directory, which is renamed when it is complete.
+        fill: is given a temporary directory, which is renamed when it is complete; with the manifest in it, it is what
+            an earlier start that was stopped has left.
     """
     directory = cache_directory() / kind / hashlib.sha256(content.encode()).hexdigest()[:24]
     if not (directory / ABOUT).exists():
         make_directory(directory.parent)
-        remove_leftovers(directory.parent, directory.name)
         partial = partial_name(directory)
+        _take_over(directory, partial)
+        remove_leftovers(directory.parent, directory.name)
         try:
             with disk_full_is_an_error(directory.parent, "make room, or set LEANQKV_CACHE to a folder on another disk"):
-                partial.mkdir()
-                write_json(partial / ABOUT, fill(partial))
+                partial.mkdir(exist_ok=True)
+                try:
+                    about = fill(partial)
+                except LeanError:  # when the data is mended, it has another name
+                    remove(partial)
+                    raise
+                write_json(partial / ABOUT, about)
             try:
                 partial.rename(directory)
             except OSError:
                 if not (directory / ABOUT).exists():  # else another process finished the same data first
                     raise
         finally:
-            remove(partial)
+            if not (partial / MANIFEST).exists():
+                remove(partial)
     return {**read_json(directory / ABOUT), "directory": directory}
+
+
+def _take_over(directory: Path, partial: Path) -> None:
+    """Give the work of a process that was stopped, if there is one, the name `partial`."""
+    for left in leftovers(directory.parent, directory.name):
+        if not partial.exists() and (left / MANIFEST).exists():
+            with suppress(OSError):  # another process was faster
+                left.rename(partial)
+
+
+def remembered(files: Sequence[Path], what: str, compute: Callable[[], Any]) -> Any:
+    """Return `compute()`, a JSON value of all the bytes of `files`; of large files it is kept in the cache.
+
+    Args:
+        what: names the value.
+    """
+    facts = [file.stat() for file in files]
+    if sum(fact.st_size for fact in facts) < REMEMBERED_BYTES:
+        return compute()
+    key = "\0".join(
+        [what, *(f"{file.resolve()}\0{f.st_size}\0{f.st_mtime_ns}" for file, f in zip(files, facts, strict=True))]
+    )
+    place = cache_directory() / "facts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    if not place.exists():
+        value = compute()
+        make_directory(place.parent)
+        write_json(place, {"what": what, "value": value})
+    return read_json(place)["value"]

@@ -9,14 +9,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from ..errors import LeanError, first_line
-from ..files import add_file
+from ..files import hash_files
+from .cache import remembered
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 BUILT_IN = ("stdlib", "prose")
+# Corpora that the papers and others train on, and where the hub has them.
+HUB_NAMES = {
+    "fineweb-edu": "HuggingFaceFW/fineweb-edu",
+    "openwebtext": "Skylion007/openwebtext",
+    "redpajama": "togethercomputer/RedPajama-Data-1T",
+}
 # A file longer than this is read in pieces cut at line ends, so that no document has to fit into memory whole.
 PIECE_CHARACTERS = 2**20
 
@@ -28,12 +36,16 @@ class Corpus:
     Attributes:
         description: the data, as a report names it.
         fingerprint: hex digest; equal for equal content in equal order (of a hub dataset: for its name and version).
-        documents: makes a fresh iterator over the documents, each a str.
+        parts: of each file of it what makes a fresh iterator over its documents, each a str.
     """
 
     description: str
     fingerprint: str
-    documents: Callable[[], Iterator[str]]
+    parts: Sequence[Callable[[], Iterator[str]]]
+
+    def documents(self) -> Iterator[str]:
+        """Return a fresh iterator over all documents."""
+        return (document for part in self.parts for document in part())
 
 
 def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
@@ -42,7 +54,8 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
     Args:
         source: None or "stdlib" for the Python source of this interpreter's standard library; "prose" for English text
             from the documentation of Python and of packages; a text, JSONL or Parquet file, or a folder of them; else
-            the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or `NAME:CONFIG`.
+            the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or `NAME:CONFIG`; `fineweb-edu`, `openwebtext` and
+            `redpajama` are short for their repositories.
         text_field: the field of JSONL records, Parquet files and datasets that holds the text.
 
     Raises:
@@ -109,7 +122,7 @@ def _prose() -> Corpus:
     made = prose()
     size, digest = f"{made['bytes'] / 1e6:.1f} MB", made["sha256"]
     description = f"English prose from Python's documentation, {size}, sha256 {digest[:12]}"
-    return Corpus(description, digest, lambda: _read_jsonl(made["file"], "text"))
+    return Corpus(description, digest, [partial(_read_jsonl, made["file"], "text")])
 
 
 def _nearest(source: str) -> str:
@@ -143,24 +156,20 @@ def _files_corpus(description: str, root: Path, files: Sequence[Path], text_fiel
     digest = hashlib.sha256(text_field.encode())
     size = 0
     for file in files:
-        digest.update(b"\0" + os.fsencode(file.relative_to(root)) + b"\0")
         with reading(file):
-            add_file(digest, file)
+            content = remembered([file], "sha256", partial(hash_files, file))
             size += file.stat().st_size
+        digest.update(b"\0" + os.fsencode(file.relative_to(root)) + b"\0" + content.encode())
     if not size:
         raise LeanError(f"the data is empty: {description} in {root} has no bytes")
+    parts = [partial(_documents, file, text_field) for file in files]
+    return Corpus(f"{description}, {size / 1e6:.1f} MB", digest.hexdigest(), parts)
 
-    def documents() -> Iterator[str]:
-        for file in files:
-            suffix = file.suffix.lower()
-            if suffix in JSONL_SUFFIXES:
-                yield from _read_jsonl(file, text_field)
-            elif suffix == ".parquet":
-                yield from _read_parquet(file, text_field)
-            else:
-                yield from read_pieces(file)
 
-    return Corpus(f"{description}, {size / 1e6:.1f} MB", digest.hexdigest(), documents)
+def _documents(file: Path, text_field: str) -> Iterator[str]:
+    if file.suffix.lower() in JSONL_SUFFIXES:
+        return _read_jsonl(file, text_field)
+    return _read_parquet(file, text_field) if file.suffix.lower() == ".parquet" else read_pieces(file)
 
 
 def read_pieces(file: Path) -> Iterator[str]:
@@ -235,6 +244,7 @@ def _hub_dataset(source: str, text_field: str) -> Corpus:
     import datasets
 
     name, _, config = source.partition(":")
+    name = HUB_NAMES.get(name, name)
     try:
         stream = datasets.load_dataset(name, config or None, split="train", streaming=True)
     except Exception as error:  # the library raises a dozen kinds; each means that the dataset cannot be read
@@ -243,8 +253,10 @@ def _hub_dataset(source: str, text_field: str) -> Corpus:
             f"({first_line(error)}){_nearest(source)}"
         ) from None
     digest = hashlib.sha256(f"{source}\0{text_field}\0{stream.info.version}\0{stream.info.download_checksums}".encode())
-    return Corpus(
-        f"{source} (Hugging Face dataset)",
-        digest.hexdigest(),
-        lambda: (_field(record, text_field, source) for record in stream),
-    )
+
+    def part(number: int) -> Iterator[str]:
+        records = stream.shard(stream.num_shards, number) if stream.num_shards > 1 else stream
+        return (_field(record, text_field, source) for record in records)
+
+    parts = [partial(part, number) for number in range(stream.num_shards)]
+    return Corpus(f"{source} (Hugging Face dataset)", digest.hexdigest(), parts)

@@ -15,7 +15,9 @@ from ..files import hash_files
 from ..model.registry import suggest
 from .corpus import open_corpus
 from .mixture import parse_mixture
-from .prepare import VALIDATION_SHARE, fitting_tokenizer, nanogpt, tokenized
+from .prepare import fitting_tokenizer
+from .token_files import held_out, stored_tokens
+from .tokenizing import tokenized
 
 SPLITS = ("whole", "validation")
 
@@ -78,7 +80,7 @@ def evaluation_text(
     if split not in SPLITS:
         raise LeanError(f"there is no split {split!r}: {suggest(split, SPLITS)}")
     _refuse_mixture(source)
-    if (stored := nanogpt(Path(source), vocab_size)) is not None:
+    if (stored := stored_tokens(Path(source), vocab_size)) is not None:
         if max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: --max-documents does not apply to it")
         parts = [stored.validation()] if split == "validation" else [stored.train(), stored.validation()]
@@ -92,7 +94,7 @@ def evaluation_text(
         encoded = text.encode()
         digest.update(encoded + b"\0")
         size += len(encoded)
-        runs.append(np.array(ids, dtype="uint32"))
+        runs.append(ids)
     if not size:
         raise LeanError(f"there is nothing to evaluate on: the {split} text of {source} is empty")
     tokens = np.concatenate(runs)[:-1]  # nothing comes after the last document
@@ -131,23 +133,24 @@ def _refuse_mixture(source: str) -> None:
 def _document_hashes(source: str) -> tuple[list[bytes], list[bytes]]:
     """Return the SHA-256 of every document, and of those that a calibration may read.
 
-    The documents of nanoGPT's tokens are their files, of which a calibration reads the one to train on.
+    The documents of files of tokens are the files, of which a calibration reads those to train on.
     """
-    if (stored := nanogpt(Path(source), 2**32)) is not None:
-        names = dict.fromkeys((stored.train_file, stored.validation_file))
-        hashes = [hash_files(stored.directory / name).encode() for name in names]
-        return hashes, hashes[:1]
+    if (stored := stored_tokens(Path(source), 2**32)) is not None:
+        read = dict.fromkeys(name for name, _, _ in stored.train_shards)
+        every = read | dict.fromkeys(name for name, _, _ in stored.validation_shards)
+        files = {name: hash_files(stored.directory / name).encode() for name in every}
+        return [*files.values()], [files[name] for name in read]
     hashes = [hashlib.sha256(text.encode()).digest() for text in open_corpus(source).documents()]
     return hashes, hashes
 
 
 def _held_out(
-    documents: Iterator[tuple[str, list[int], bool]], tokenizer: PreTrainedTokenizerFast
-) -> Iterator[tuple[str, list[int]]]:
+    documents: Iterator[tuple[str, np.ndarray, bool]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the documents held out for validation; of too few documents the tail that training holds out."""
     early, any_held_out = [], False
-    for text, ids, held_out in documents:
-        if held_out:
+    for text, ids, held in documents:
+        if held:
             any_held_out = True
             yield text, ids
         elif not any_held_out:
@@ -155,7 +158,7 @@ def _held_out(
     if any_held_out:
         return
     total = sum(len(ids) for _, ids in early)
-    skipped = total - total // VALIDATION_SHARE
+    skipped = total - held_out(total)
     for text, ids in early:
         if skipped < len(ids):
             # Where the token before ends, since tokenizers may leave a token's leading space out of its offsets.

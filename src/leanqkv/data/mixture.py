@@ -15,7 +15,7 @@ from ..errors import LeanError
 from ..files import hash_files
 
 if TYPE_CHECKING:
-    from .prepare import TokenData
+    from .token_files import TokenData, Tokens
 
 # A text that has more than its share gives pieces of this many tokens from all over it.
 PIECE = 4096
@@ -95,8 +95,7 @@ def write_mixture(directory: Path, parts: Sequence[Part], prepared: Sequence["To
         "description": " + ".join(f"{p.share:.0%} {d.description}" for p, d in zip(parts, prepared, strict=True)),
         "vocab_size": prepared[0].vocab_size,
         "dtype": dtype.name,
-        "train_tokens": sum(taken["train"]),
-        "validation_tokens": sum(taken["validation"]),
+        **{f"{split}_shards": [(f"{split}.bin", 0, sum(counts))] for split, counts in taken.items()},
         "sha256": hash_files(directory / "train.bin", directory / "validation.bin"),
         "bytes_per_token": size / sum(counts),
         "parts": [
@@ -106,7 +105,7 @@ def write_mixture(directory: Path, parts: Sequence[Part], prepared: Sequence["To
     }
 
 
-def _spread(tokens: np.ndarray, count: int) -> Iterator[np.ndarray]:
+def _spread(tokens: "Tokens", count: int) -> Iterator[np.ndarray]:
     """Yield `count` of the tokens, in pieces that are evenly spread over them and do not overlap."""
     pieces = -(-count // PIECE)
     ends = [count * (i + 1) // pieces for i in range(pieces)]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checkpoints.card import CARD, card, origin
 from ..checkpoints.disabled_norms import norms_disabled
 from ..checkpoints.open import MODELS, open_checkpoint
 from ..checkpoints.tensors import finite, weights_hash
 from ..checkpoints.write import Progress, check_free, write_model
 from ..errors import LeanError
-from ..files import write_json
+from ..files import write_json, write_text
 from ..model.config import LeanConfig
 from .certify import certificate
 from .transform import MAX_CONDITION, Message, Request, no_message, parse_request, transform
@@ -106,6 +107,7 @@ def eliminate_directory(
         report.update(certificate(before, result, after, request, dtype, inputs, message))
         report.update(weights_sha256=weights_hash(directory), source_sha256=weights_hash(source))
         write_json(directory / CERTIFICATE, report)
+        write_text(directory / CARD, _card(out.resolve().name, result.config.task, source, stock, report))
 
     message("writing")
     write_model(
@@ -121,3 +123,19 @@ def eliminate_directory(
         progress=progress,
     )
     return report
+
+
+def _card(name: str, task: str, source: Path, stock: bool, report: Mapping[str, Any]) -> str:
+    """Return the model card of a directory whose certificate is `report`."""
+    made_from, (before, after) = origin(source), report["parameters"].values()
+    where = "all layers" if report["layers"] is None else f"layers {', '.join(map(str, report['layers']))}"
+    return card(
+        name,
+        task,
+        [],
+        made_from,
+        stock,
+        f"{made_from['base_model']} with redundant weights removed by leanqkv; it computes the same function.",
+        f"## Result\n\nRemoved from {where}: {', '.join(report['removed'])}. {before:,} parameters became {after:,}. "
+        f"Stored in {report['dtype']}; certificate.json says how exactly the logits are the original's.",
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..data import collate, image_batch, scaled_pixels
+from ..data import Tokens, collate, image_batch, scaled_pixels
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def uncompiled(model: nn.Module) -> Callable[..., Any]:
 
 def sequence_losses(
     model: nn.Module,
-    tokens: np.ndarray,
+    tokens: Tokens,
     starts: Sequence[int] | np.ndarray,
     context_length: int,
     batch_size: int,

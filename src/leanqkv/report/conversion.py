@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.table import Table as TerminalTable
 
+from ..checkpoints.card import CARD, card
 from ..compare.statistics import Band
 from ..convert.conversion import BUDGETED, GQA, MERGED_VALUES, NONLINEAR_QUERY, REDUCED
 from ..convert.conversion import REPORT as RECORD
@@ -18,7 +18,7 @@ from . import figures
 from .html import TEMPLATES, render
 from .text import ABSENT, Table, signed
 
-PAGE, CARD = "conversion.html", "README.md"
+PAGE = "conversion.html"
 SIZES = {"parameters": "parameters", "kv_bytes_per_token_bf16": "KV cache, bytes per token (bf16)"}
 # Of what `loss_figures` returns, with the digits that are shown.
 SCORES = {"loss": ("loss, nats per token", 4), "perplexity": ("perplexity", 2), "bits_per_byte": ("bits per byte", 4)}
@@ -39,16 +39,6 @@ COLUMNS = {
 NOT_EVALUATED = (
     "The quality of the result has not been measured. Measure it: leanqkv eval DIR --against SRC --data FILE."
 )
-LOADING = """The code of the model is in this repository, so `transformers` asks to trust it:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
-
-With `leanqkv` installed, `import leanqkv` takes the place of `trust_remote_code`."""
 
 
 def write_pages(directory: Path) -> Path:
@@ -61,12 +51,12 @@ def write_pages(directory: Path) -> Path:
     """
     record = read_json(directory / RECORD)
     try:
-        page, card = _page(record), model_card(record)
+        page, content = _page(record), model_card(record)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise LeanError(f"{directory / RECORD} is damaged ({error!r}). Convert again into another --out.") from None
     write_text(directory / PAGE, page)
     if not (directory / CARD).exists():
-        write_text(directory / CARD, card)
+        write_text(directory / CARD, content)
     return directory / PAGE
 
 
@@ -139,24 +129,18 @@ def summary(record: dict[str, Any]) -> str:
 
 def model_card(record: dict[str, Any]) -> str:
     """Return a model card for the Hugging Face Hub, in Markdown."""
-    name, base = record.get("name", "model"), record.get("base_model", "")
-    front = {
-        **({"base_model": base} if base else {}),
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["leanqkv", "kv-cache", record["to"]],
-    }
     table = result_table(record)
-    parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name}",
-        summary(record).replace(NOT_EVALUATED, ""),
-        f"## What changed\n\n{_what_changed(record)}",
-        f"## Load\n\n{LOADING.format(name=name)}",
+    return card(
+        record.get("name", "model"),
+        record["source"].get("task", "causal_lm") if "source" in record else "causal_lm",
+        ["kv-cache", record["to"]],
+        {name: record[name] for name in ("base_model", "license") if record.get(name)},
+        False,
+        summary(record).replace(NOT_EVALUATED, "") + f"\n\n## What changed\n\n{_what_changed(record)}",
         f"## Result\n\n{table.markdown()}\n{table.note}",
         "## How it was made\n\n" + "".join(f"- {term}: {text}\n" for term, text in _facts(record)).rstrip(),
         "## Limits\n\n" + "".join(f"- {limit}\n" for limit in _limits(record)).rstrip(),
-    ]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    )
 
 
 def _page(record: dict[str, Any]) -> str:

@@ -11,8 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..checkpoints.card import CARD
 from ..errors import LeanError
-from ..files import LOCK, check_place, locked, make_directory, read_json, remove, write_json
+from ..files import LOCK, check_place, locked, make_directory, read_json, remove, write_json, write_text
+from .model_card import model_card
 from .processes import first_decides
 from .spec import RunSpec
 from .tasks import TrainingTask
@@ -68,21 +70,31 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
 
 def last_checkpoint(out: Path) -> str | None:
     """Return the newest complete checkpoint; remove those that were cut off."""
-    complete = []
     for checkpoint in out.glob("checkpoint-*"):
-        if (checkpoint / COMPLETE).exists():
-            complete.append(checkpoint)
-        else:
+        if not (checkpoint / COMPLETE).exists():
             shutil.rmtree(checkpoint)
-    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+    step = last_checkpoint_step(out)
+    return str(out / f"checkpoint-{step}") if step else None
+
+
+def last_checkpoint_step(out: Path) -> int:
+    """Return the step of the newest complete checkpoint, or 0."""
+    return max((int(file.parent.name.rpartition("-")[2]) for file in out.glob(f"checkpoint-*/{COMPLETE}")), default=0)
 
 
 def finish(
-    out: Path, model: PreTrainedModel, task: TrainingTask, record: dict[str, Any], keep_checkpoints: bool
+    out: Path,
+    model: PreTrainedModel,
+    task: TrainingTask,
+    record: dict[str, Any],
+    keep_checkpoints: bool,
+    initial: Path | None = None,
 ) -> None:
     """Put the final model and, last of all, the record in place; then remove whatever a finished run has no use for.
 
-    With `keep_checkpoints`, the checkpoints keep the files that a model is loaded from.
+    Args:
+        keep_checkpoints: the checkpoints keep the files that a model is loaded from.
+        initial: the checkpoint that the run started from.
     """
     if record["diverged"] is None:
         partial = out / ".partial"
@@ -90,6 +102,8 @@ def finish(
         model.config.use_cache = True  # the trainer turns it off
         model.save_pretrained(partial)
         task.save(partial)
+        if not (out / CARD).exists():  # else its owner has written one
+            write_text(partial / CARD, model_card(out.resolve().name, record, initial))
         for file in sorted(partial.iterdir()):
             shutil.copymode(out / SPEC, file)  # weights are written for their owner alone
             file.replace(out / file.name)

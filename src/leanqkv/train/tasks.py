@@ -27,6 +27,8 @@ from ..data import (
 )
 from ..errors import LeanError
 from ..evaluate import image_outcomes, sequence_losses
+from ..evaluate.loss import scoring
+from ..evaluate.observe import logit_spreads
 from ..files import write_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
@@ -37,6 +39,10 @@ from .spec import RunSpec
 Data = TokenData | ImageData
 Autocast = Callable[[], AbstractContextManager]
 Progress = Callable[[str], None]
+
+
+# Attention weights of all layers are in memory, for a sequence of so many tokens at most.
+SPREAD_TOKENS = 256
 
 
 class TextTask:
@@ -107,6 +113,12 @@ class TextTask:
         losses = sequence_losses(model, self.validation, starts, self.context_length, batch_size, autocast)
         return {"loss": losses.mean().item()}
 
+    def spreads(self, model: Any) -> list[float]:
+        """Return the spread of attention's logits in every layer, on the first tokens that are evaluated."""
+        inputs = collate(self.validation, self.plan.evaluation_starts[:1], self.context_length)["input_ids"]
+        with scoring(model) as device:
+            return logit_spreads(model, inputs[:, :SPREAD_TOKENS].to(device))
+
 
 class ImageTask:
     """Classification of images: the methods of TextTask, for images."""
@@ -132,7 +144,7 @@ class ImageTask:
     @staticmethod
     def prepare_data(configs: Sequence[LeanConfig], source: str | None, progress: Progress, **text: Any) -> ImageData:
         for name, value in text.items():
-            if value not in (None, "text"):  # the defaults
+            if value not in (None, "text", 1):  # the defaults
                 option = "--" + name.replace("_", "-")
                 raise LeanError(f"{option} is about text, and a model of images reads none; leave it out")
         return prepare_images(source, progress=progress)
@@ -173,6 +185,9 @@ class ImageTask:
     def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
         losses, hits = image_outcomes(model, *self.test, self.plan.evaluation_starts, self.size, batch_size, autocast)
         return {"loss": losses.mean().item(), "accuracy": hits.double().mean().item()}
+
+    def spreads(self, model: Any) -> list[float]:
+        return []  # it is measured for models that predict tokens
 
 
 TrainingTask = TextTask | ImageTask

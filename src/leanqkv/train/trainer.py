@@ -61,7 +61,7 @@ class LeanTrainer(Trainer):
         if spec.gradient_checkpointing:
             checkpoint_activations(model)
         precision.apply(model)
-        starts: Any = task.plan.train_starts.reshape(-1)  # `collate` turns them into inputs, a batch at a time
+        starts: Any = task.plan.train_starts  # `collate` turns them into inputs, a batch at a time
         super().__init__(
             model=model,
             args=arguments,
@@ -145,6 +145,8 @@ class LeanTrainer(Trainer):
         figures = self.task.evaluate(model, batch_size, self.autocast_smart_context_manager)
         metrics = {f"eval_{name}": value for name, value in figures.items()}
         self.log(metrics)
+        if self.args.report_to and not self.args.fsdp:
+            self.log({f"logit_spread/layer_{layer}": spread for layer, spread in enumerate(self.task.spreads(model))})
         if self.interval_start is not None:
             self.interval_start += time.perf_counter() - paused
         return metrics

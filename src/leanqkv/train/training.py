@@ -103,7 +103,7 @@ def train(
             record = _record(trainer, config, data, time.perf_counter() - started)
             whole = model if spec.shard is None else whole_model(model)
             if trainer.is_world_process_zero():
-                finish(out, whole, task, record, keep_checkpoints)
+                finish(out, whole, task, record, keep_checkpoints, initial)
     return record
 
 

@@ -1,4 +1,4 @@
-"""One pass through a model that keeps what the analyses need: layer outputs, head outputs, attention weights."""
+"""One pass through a model that keeps layer outputs, head outputs and attention weights; how far its logits spread."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -62,3 +62,28 @@ def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
                 restored.enter_context(hook)
         model.model(input_ids=tokens, use_cache=False)
     return Observation(layers, heads, patterns)
+
+
+def logit_spread(patterns: Tensor, window: int | None = None) -> float:
+    """Return the standard deviation of a query's logits over the keys that it sees, root mean square over queries.
+
+    What a query adds to all its logits alike does not change the softmax and does not count, so the weights say it all:
+    [batch, heads, positions, key positions]. The first position sees one key and is left out. A weight that is zero in
+    its dtype counts as the smallest that is not. The spread is that of Karbevski & Mijoski 2025, appendix B,
+    https://arxiv.org/abs/2510.23912.
+    """
+    n = patterns.shape[-1]
+    distance = torch.arange(n, device=patterns.device)[:, None] - torch.arange(n, device=patterns.device)
+    seen = (distance >= 0) & (distance < (window or n))
+    logits = patterns.clamp_min(torch.finfo(patterns.dtype).tiny).double().log().masked_fill(~seen, 0)
+    number = seen.sum(-1, keepdim=True)
+    centred = (logits - logits.sum(-1, keepdim=True) / number).masked_fill(~seen, 0)
+    variance = centred.square().sum(-1) / number[:, 0]
+    several = number[:, 0] > 1
+    return variance[..., several].mean().sqrt().item()
+
+
+def logit_spreads(model: LeanForCausalLM, tokens: Tensor) -> list[float]:
+    """Return `logit_spread` of every layer, on `tokens` [batch, positions]."""
+    patterns = observe(model, tokens).patterns
+    return [logit_spread(p, plan.window) for p, plan in zip(patterns, model.config.plan.layers, strict=True)]

@@ -1,0 +1,87 @@
+"""Model cards: README.md of a finished directory, as the Hugging Face Hub shows it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .gguf_format import is_gguf, read_gguf
+
+CARD = "README.md"
+# Of a task the Hub's name and the class that loads a model of it.
+TASKS = {
+    "causal_lm": ("text-generation", "AutoModelForCausalLM"),
+    "masked_lm": ("fill-mask", "AutoModelForMaskedLM"),
+    "image_classification": ("image-classification", "AutoModelForImageClassification"),
+}
+OWN_CODE = """The code of the model is in this repository, so `transformers` asks to trust it:
+
+{code}
+
+With `leanqkv` installed, `import leanqkv` takes the place of `trust_remote_code`."""
+NO_LICENSE = "No licence is known for these weights: add `license:` to the first lines before they are published."
+
+
+def origin(source: Path) -> dict[str, str]:
+    """Return `base_model` and, if it is known, `license` of what is made from a checkpoint.
+
+    The name is that of the Hub, whose cache the files are in, or what the checkpoint's own card or GGUF metadata says;
+    else that of the directory.
+    """
+    source = source.resolve()
+    said: Mapping[str, Any] = {}
+    if is_gguf(source):
+        about = read_gguf(source).metadata
+        said = {"base_model": about.get("general.name"), "license": about.get("general.license")}
+    elif (source / CARD).is_file():
+        said = _front_matter(source / CARD)
+    cached = [folder.name.removeprefix("models--") for folder in source.parents if folder.name.startswith("models--")]
+    base = said.get("base_model")
+    found = {"base_model": cached[0].replace("--", "/")} if cached else {}
+    found = {
+        "base_model": base if isinstance(base, str) and base else source.stem if is_gguf(source) else source.name
+    } | found
+    if isinstance(said.get("license"), str):
+        found["license"] = said["license"]
+    return found
+
+
+def _front_matter(card: Path) -> Mapping[str, Any]:
+    """Return the metadata at the head of a card; a card is free text, which may have none."""
+    match = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        found = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def card(name: str, task: str, tags: Sequence[str], made_from: Mapping[str, str], stock: bool, *parts: str) -> str:
+    """Return a model card in Markdown.
+
+    Args:
+        name: of the model, and of the repository or directory that it is loaded from.
+        tags: beside "leanqkv".
+        made_from: what `origin` returns; nothing of a model with new weights.
+        stock: it is of a class of transformers, and needs no code of ours.
+        parts: paragraphs, of which the first stands before the section on loading.
+    """
+    front = {**made_from, "library_name": "transformers", "pipeline_tag": TASKS[task][0], "tags": ["leanqkv", *tags]}
+    first, *rest = parts
+    paragraphs = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name}", first]
+    paragraphs += [f"## Load\n\n{loading(name, task, stock)}", *rest]
+    if "license" not in made_from:
+        paragraphs.append(NO_LICENSE)
+    return "\n\n".join(paragraph.strip() for paragraph in paragraphs) + "\n"
+
+
+def loading(name: str, task: str, stock: bool) -> str:
+    """Return how a model is loaded: code, and why it is trusted."""
+    loader, text = TASKS[task][1], task != "image_classification"
+    code = [f"from transformers import {loader}" + ", AutoTokenizer" * text, ""]
+    code.append(f'model = {loader}.from_pretrained("{name}"{"" if stock else ", trust_remote_code=True"})')
+    code += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")'] * text
+    block = "```python\n" + "\n".join(code) + "\n```"
+    return block if stock else OWN_CODE.format(code=block)

@@ -1,0 +1,199 @@
+"""Runs of a comparison as jobs of a cluster, by submitit: SLURM's, or processes of this machine."""
+
+import importlib.util
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import LeanError
+from ..files import is_locked, read_json, write_json
+from ..train import train
+from ..train.directory import claim, last_checkpoint_step
+from ..train.tasks import Data
+from .jobs import Job, Update
+
+# Where submitit writes what jobs print, and which job trains which run, in the comparison's directory.
+JOBS, STARTED = "jobs", "started.json"
+SECONDS = 1.0
+# A job that dies so often without a checkpoint between is not started again.
+MOST_DEATHS = 3
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the jobs of a comparison run, and what each of them gets.
+
+    Attributes:
+        kind: "slurm", or "local" for processes of this machine.
+        hours: of a job, after which it is stopped and started again.
+        gpus, cpus, memory_gb: of a job.
+        options: further parameters of SLURM by name, such as "partition" and "account".
+
+    Raises:
+        LeanError: submitit is not installed, or there is no such cluster.
+    """
+
+    kind: str = "slurm"
+    hours: float = 24.0
+    gpus: int = 1
+    cpus: int = 8
+    memory_gb: float | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("submitit") is None:
+            raise LeanError("--launcher submitit needs submitit: pip install 'leanqkv[cluster]'")
+        if self.kind not in ("slurm", "local"):
+            raise LeanError(f"--cluster is slurm or local, found {self.kind!r}")
+        if self.kind == "slurm" and shutil.which("srun") is None:
+            raise LeanError("--cluster slurm: there is no srun here; start the command where jobs are submitted")
+
+
+class InJob:
+    """A function that runs in a job, and again in another one where that is stopped by the cluster."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self.call = (function, arguments)
+
+    def __call__(self) -> tuple[Any, str | None]:
+        """Return what the function returns, or its LeanError in words."""
+        function, arguments = self.call
+        try:
+            return function(*arguments), None
+        except LeanError as error:
+            return None, str(error)
+
+    def checkpoint(self) -> Any:
+        """Return what submitit is to submit where the job has to make room, or its time is up."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def _train(job: Job, data: Data, settings: Mapping[str, Any], threads: int) -> None:
+    torch.set_num_threads(threads)
+    train(job.spec, data, job.out, **settings)
+
+
+class Launcher:
+    """Submits functions as jobs, whose files are under `out`."""
+
+    def __init__(self, cluster: Cluster, out: Path):
+        """Submit nothing yet."""
+        import submitit
+
+        self.cluster, self.folder = cluster, out / JOBS
+        self.executor = submitit.AutoExecutor(self.folder, cluster=cluster.kind)
+        settings: dict[str, Any] = {"timeout_min": max(1, round(60 * cluster.hours)), "name": f"leanqkv-{out.name}"}
+        if cluster.kind == "slurm":
+            settings |= {"gpus_per_node": cluster.gpus, "cpus_per_task": cluster.cpus}
+            settings |= {} if cluster.memory_gb is None else {"mem_gb": cluster.memory_gb}
+            settings["slurm_additional_parameters"] = dict(cluster.options)
+        self.executor.update_parameters(**settings)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether jobs run on other machines than this one."""
+        return self.cluster.kind != "local"
+
+    def wait_for(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns in a job.
+
+        Raises:
+            LeanError: as the function, or the job died.
+        """
+        handle = self.executor.submit(InJob(function, *arguments))
+        while not handle.done():
+            time.sleep(SECONDS)
+        return _result(handle)
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        data: Data,
+        settings: Mapping[str, Any],
+        threads: int,
+        at_once: int,
+        on_message: Callable[[str], None],
+        on_update: Callable[[Update], None],
+    ) -> dict[Path, dict[str, Any]]:
+        """Train every run that has no record in a job of its own, and return the records by directory.
+
+        Args:
+            at_once: how many jobs wait or run at a time.
+
+        Raises:
+            LeanError: of a run; the jobs of the others go on.
+        """
+        records: dict[Path, dict[str, Any]] = {}
+        deaths: dict[Path, tuple[int, int]] = {}
+        handles = self._earlier(jobs)
+        waiting = list(jobs)
+        running: list[Job] = []
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running.append(waiting.pop(0))
+            for job in list(running):
+                if _alive(handles.get(job.out), job.out):
+                    on_update(Update(job, last_checkpoint_step(job.out)))
+                    continue
+                if (record := claim(job.out, job.spec)) is not None:
+                    records[job.out] = record
+                    on_update(Update(job, job.spec.recipe.steps, record=record))
+                    running.remove(job)
+                    continue
+                if job.out in handles:
+                    self._note_death(job, handles[job.out], deaths, on_message)
+                handles[job.out] = self.executor.submit(InJob(_train, job, data, settings, threads))
+                self._store(handles)
+            if running:
+                time.sleep(SECONDS)
+        return records
+
+    def _note_death(
+        self, job: Job, handle: Any, deaths: dict[Path, tuple[int, int]], on_message: Callable[[str], None]
+    ) -> None:
+        """Say that a job died and is started again, unless that is hopeless."""
+        log = handle.paths.stderr
+        if handle.paths.result_pickle.exists():
+            _result(handle)
+        step = last_checkpoint_step(job.out)
+        before, count = deaths.get(job.out, (-1, 0))
+        deaths[job.out] = (step, count + 1 if step == before else 1)
+        if deaths[job.out][1] >= MOST_DEATHS:
+            raise LeanError(f"the job of {job.out.name} died {MOST_DEATHS} times at step {step:,}; {log} says why")
+        on_message(f"the job of {job.out.name} died; another one goes on from step {step:,}")
+
+    def _earlier(self, jobs: Sequence[Job]) -> dict[Path, Any]:
+        """Return the jobs that an earlier start of this command has submitted."""
+        file = self.folder / STARTED
+        started = read_json(file) if file.exists() else {}
+        job_class = self.executor._executor.job_class
+        return {
+            job.out: job_class(self.folder, started[job.out.name])
+            for job in jobs
+            if job.out.name in started and self.elsewhere  # those of this machine are not known to another process
+        }
+
+    def _store(self, handles: Mapping[Path, Any]) -> None:
+        write_json(self.folder / STARTED, {out.name: handle.job_id for out, handle in handles.items()})
+
+
+def _alive(handle: Any, out: Path) -> bool:
+    """Whether a job waits or runs, or another process trains the same run."""
+    return (handle is not None and not handle.done()) or is_locked(out)
+
+
+def _result(handle: Any) -> Any:
+    try:
+        value, error = handle.result()
+    except Exception as died:  # whatever it was, its log says
+        raise LeanError(f"a job died ({type(died).__name__}); {handle.paths.stderr} says why") from None
+    if error is not None:
+        raise LeanError(error)
+    return value

@@ -1,0 +1,247 @@
+"""Tokenizes documents into sharded files, by several processes if asked to, and goes on where it was stopped."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from ..errors import LeanError
+from ..files import hash_files, read_json, write_json
+from ..workers import children_ignore_interrupts, end_with_parent
+from .cache import MANIFEST
+from .corpus import Corpus
+from .token_files import VALIDATION_SHARE, VALIDATION_TOKENS, Shard, cut, held_out
+
+# Training tokens in a file. Work that is stopped loses less than that.
+SHARD_TOKENS = 2**26
+VALIDATION = "validation.bin"
+Progress = Callable[[str], None]
+
+
+def tokenized(
+    documents: Iterator[str],
+    tokenizer: PreTrainedTokenizerFast,
+    progress: Progress,
+    workers: int = 1,
+    number: int = 0,
+    validation_tokens: int = 0,
+) -> Generator[tuple[str, np.ndarray, bool]]:
+    """Yield each document, its tokens with an end-of-text token after them, and whether it is held out.
+
+    Args:
+        workers: processes that tokenize; of one, which is this, the tokenizers library takes all cores.
+        number: of the first document.
+        validation_tokens: how many were held out before it.
+    """
+    characters = 0
+    progress("tokenizing")
+    for batch, encoded in _encoded(_batches(documents), tokenizer, workers):
+        for document, tokens in zip(batch, encoded, strict=True):
+            chosen = number % VALIDATION_SHARE == VALIDATION_SHARE - 1 and validation_tokens < VALIDATION_TOKENS
+            yield document, tokens, chosen
+            validation_tokens += len(tokens) * chosen
+            number += 1
+        characters += sum(map(len, batch))
+        progress(f"tokenizing, {number:,} documents, {characters / 1e6:,.1f} million characters")
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Yield lists of 256 documents, or of fewer with 8 Mi characters, between which progress is reported."""
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == 256 or characters >= 2**23:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(
+    batches: Iterator[list[str]], tokenizer: PreTrainedTokenizerFast, workers: int
+) -> Iterator[tuple[list[str], list[np.ndarray]]]:
+    """Yield each batch with the tokens of its documents, in order; no more than two batches a worker are read ahead."""
+    backend, end, dtype = tokenizer.backend_tokenizer, tokenizer.eos_token_id, token_type(tokenizer)
+    if workers == 1:
+        yield from ((batch, encode(backend, end, dtype, batch)) for batch in batches)
+        return
+    # Not forked: the threads of torch and of the tokenizers library do not live on in a fork.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (backend.to_str(), end, dtype))
+    waiting: deque[Any] = deque()
+    try:
+        for batch in batches:
+            with children_ignore_interrupts():
+                waiting.append((batch, pool.submit(_encode, batch)))
+            if len(waiting) > 2 * workers:
+                first, tokens = waiting.popleft()
+                yield first, tokens.result()
+        for first, tokens in waiting:
+            yield first, tokens.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def encode(tokenizer: Any, end: int, dtype: str, batch: Sequence[str]) -> list[np.ndarray]:
+    """Return the tokens of each document, with `end` after them."""
+    encodings = tokenizer.encode_batch_fast(list(batch), add_special_tokens=False)
+    return [np.array([*encoding.ids, end], dtype=dtype) for encoding in encodings]
+
+
+# What a worker's process encodes with.
+_setting: Any = None
+
+
+def _start(tokenizer: str, end: int, dtype: str) -> None:
+    """Prepare a worker, which has one thread."""
+    global _setting
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _setting = (Tokenizer.from_str(tokenizer), end, dtype)
+    end_with_parent()
+
+
+def _encode(batch: Sequence[str]) -> list[np.ndarray]:
+    tokenizer, end, dtype = _setting
+    return encode(tokenizer, end, dtype, batch)
+
+
+def token_type(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the smallest type of the token files that holds every token."""
+    return "uint16" if len(tokenizer) <= 2**16 else "uint32"
+
+
+@dataclass
+class Point:
+    """How far the writing of token files has come; the manifest has that of every shard's end.
+
+    Attributes:
+        shard: number of the file of training tokens.
+        tokens: in that file.
+        validation_tokens: held out so far.
+        documents: read so far.
+        bytes: of those documents in UTF-8.
+        part: the file of the corpus that the next document is in, or one before it.
+        first: the number of that file's first document.
+    """
+
+    shard: int = 0
+    tokens: int = 0
+    validation_tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    part: int = 0
+    first: int = 0
+
+
+def write_tokens(
+    directory: Path,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerFast,
+    progress: Progress,
+    max_documents: int | None = None,
+    workers: int = 1,
+) -> dict[str, Any]:
+    """Write every document and an end-of-text token to a shard of training tokens, or to the validation tokens.
+
+    The manifest in `directory` has every complete shard; those of an earlier start are not made again.
+
+    Returns:
+        The description of the files.
+
+    Raises:
+        LeanError: there is no document.
+    """
+    manifest, dtype = directory / MANIFEST, np.dtype(token_type(tokenizer))
+    ends = [Point(**end) for end in read_json(manifest)["shards"]] if manifest.exists() else []
+    at = replace(ends[-1], shard=len(ends), tokens=0) if ends else Point()
+    source = _Documents(corpus, at.part, at.first)
+    limit = None if max_documents is None else max_documents - at.first
+    rest = islice(source, at.documents - at.first, limit)
+    encoded = tokenized(rest, tokenizer, progress, workers, at.documents, at.validation_tokens)
+    with closing(encoded), (directory / VALIDATION).open("ab") as validation:
+        validation.truncate(at.validation_tokens * dtype.itemsize)
+        more = True
+        while more:
+            with (directory / _shard(at.shard)).open("wb") as train:
+                more = _write_shard(encoded, train, validation, at)
+            if at.tokens:
+                at.part, at.first = source.part_of(at.documents)
+                ends.append(replace(at))
+                write_json(manifest, {"shards": [asdict(end) for end in ends]})
+            at.shard, at.tokens = at.shard + 1, 0
+    if not ends:
+        raise LeanError("the data is empty: there is no document in it")
+    progress("hashing the tokens")
+    return _description(directory, ends, dtype)
+
+
+def _write_shard(
+    documents: Iterator[tuple[str, np.ndarray, bool]], train: IO[bytes], validation: IO[bytes], at: Point
+) -> bool:
+    """Write documents until the shard is full, and return whether there may be more."""
+    full = False
+    for document, tokens, held in documents:
+        (validation if held else train).write(tokens.tobytes())
+        at.tokens += len(tokens) * (not held)
+        at.validation_tokens += len(tokens) * held
+        at.documents += 1
+        at.bytes += len(document.encode())
+        # Before a document is held out there is one shard, whose tail it may have to give up.
+        if full := at.tokens >= SHARD_TOKENS and at.validation_tokens > 0:
+            break
+    for stream in (train, validation):
+        stream.flush()
+        os.fsync(stream.fileno())
+    return full
+
+
+def _shard(number: int) -> str:
+    return f"train-{number:05}.bin"
+
+
+def _description(directory: Path, ends: Sequence[Point], dtype: np.dtype) -> dict[str, Any]:
+    train: list[Shard] = [(_shard(end.shard), 0, end.tokens) for end in ends]
+    validation: list[Shard] = [(VALIDATION, 0, ends[-1].validation_tokens)]
+    if not ends[-1].validation_tokens:
+        train, validation = cut(train, ends[-1].tokens - held_out(ends[-1].tokens))
+    names = dict.fromkeys(name for name, _, _ in (*train, *validation))
+    tokens = sum(count for _, _, count in (*train, *validation))
+    return {
+        "dtype": dtype.name,
+        "train_shards": train,
+        "validation_shards": validation,
+        "sha256": hash_files(*(directory / name for name in names)),
+        "bytes_per_token": ends[-1].bytes / tokens,
+    }
+
+
+class _Documents:
+    """The documents of a corpus, from the first one of a part on; it knows where the parts begin."""
+
+    def __init__(self, corpus: Corpus, part: int, first: int):
+        self._corpus = corpus
+        self._begins = [(part, first)]
+
+    def __iter__(self) -> Iterator[str]:
+        part, number = self._begins[0]
+        for documents in self._corpus.parts[part:]:
+            self._begins.append((part, number))
+            for document in documents():
+                number += 1
+                yield document
+            part += 1
+
+    def part_of(self, number: int) -> tuple[int, int]:
+        """Return the last part that begins at document `number` or before, and the number of its first document."""
+        return next(begin for begin in reversed(self._begins) if begin[1] <= number)

@@ -1,0 +1,178 @@
+"""Runs of a comparison as jobs: killed ones go on, and the records are those of one undisturbed command."""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+
+import psutil
+import pytest
+from corpus import SHAPE
+from test_compare import COMPARISON, models
+
+from leanqkv import LeanError
+from leanqkv.compare.comparison import run_comparison
+from leanqkv.compare.launch import Cluster, InJob, Launcher
+from leanqkv.compare.records import load_comparison
+from leanqkv.data import open_corpus
+
+pytest.importorskip("submitit")
+
+SWEEP = replace(
+    COMPARISON,
+    groups=models(f"tiny{SHAPE}", f"tiny+skipv1{SHAPE}"),
+    seeds=(0,),
+    recipe={"steps": 60, "batch_size": 4},
+    learning_rates=None,
+)
+CHANGING = ("last_session_seconds", "seconds", "tokens_per_second", "hardware", "git_commit", "command")
+
+
+def outcomes(out):
+    """Records by name, without what no two runs have in common, and the weights."""
+    records = {}
+    for file in out.glob("runs/*/record.json"):
+        record = json.loads(file.read_text())
+        for name in CHANGING:
+            record.pop(name, None)
+        training = [{key: value for key, value in row.items() if "second" not in key} for row in record["training"]]
+        weights = (file.parent / "model.safetensors").read_bytes()
+        records[file.parent.name] = (record | {"training": training}, weights)
+    return records
+
+
+def workers():
+    """Processes of jobs of this one that train."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if "submitit.core._submit" in process.cmdline() and not process.children():
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def local(monkeypatch):
+    monkeypatch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)
+    monkeypatch.setattr("leanqkv.compare.launch.SECONDS", 0.05)
+    return Cluster("local", hours=1)
+
+
+@pytest.mark.slow
+def test_killed_jobs_go_on_and_the_records_are_the_same(data, tmp_path, local):
+    run_comparison(SWEEP, data, tmp_path / "undisturbed", precision="fp32", device="cpu", jobs=1)
+    killed, messages = [], []
+
+    def on_update(update):
+        if update.record is None and 6 <= update.step < 60 and len(killed) < 2 and update.job.out not in killed:
+            for process in workers():
+                process.kill()
+            killed.append(update.job.out)
+
+    options = {"precision": "fp32", "device": "cpu", "jobs": 2, "cluster": local}
+    run_comparison(SWEEP, data, tmp_path / "jobs", on_update=on_update, on_message=messages.append, **options)
+    assert len(killed) == 2
+    died = [message for message in messages if "died; another one goes on from step" in message]
+    assert len(died) >= 2 and not all(message.endswith(" 0") for message in died)
+    assert outcomes(tmp_path / "jobs") == outcomes(tmp_path / "undisturbed")
+    assert len(outcomes(tmp_path / "jobs")) == 2
+    # Finished runs are not submitted again.
+    before = sorted((tmp_path / "jobs/jobs").iterdir())
+    run_comparison(SWEEP, data, tmp_path / "jobs", **options)
+    assert sorted((tmp_path / "jobs/jobs").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_job_outlives_the_command_and_is_waited_for(data, tmp_path, local):
+    class Ended(BaseException):
+        pass
+
+    def end(update):
+        raise Ended if update.step else None
+
+    one = replace(SWEEP, groups=models(f"tiny{SHAPE}"), recipe={"steps": 200, "batch_size": 4})
+    options = {"precision": "fp32", "device": "cpu", "jobs": 1, "cluster": local}
+    with pytest.raises(BaseException) as caught:
+        run_comparison(one, data, tmp_path / "out", on_update=lambda u: end(u) if u.step else None, **options)
+    assert caught.type is Ended
+    submitted = len(list((tmp_path / "out/jobs").glob("*_submitted.pkl")))
+    assert not list((tmp_path / "out").glob("runs/*/record.json"))
+    assert "no finished run yet" in report(tmp_path / "out")
+    run_comparison(one, data, tmp_path / "out", **options)
+    assert len(list((tmp_path / "out").glob("runs/*/record.json"))) == 1
+    assert len(list((tmp_path / "out/jobs").glob("*_submitted.pkl"))) == submitted
+
+
+def report(out):
+    from leanqkv.report.comparison import remarks
+
+    return " ".join(remarks(load_comparison(out)))
+
+
+@pytest.mark.slow
+def test_a_job_that_dies_again_and_again_is_given_up(data, tmp_path, local, monkeypatch):
+    def on_update(update):
+        for process in workers():
+            process.kill()
+
+    with pytest.raises(LeanError, match=r"died 3 times at step 0; .* says why"):
+        run_comparison(
+            replace(SWEEP, groups=models(f"tiny{SHAPE}")),
+            data,
+            tmp_path / "out",
+            precision="fp32",
+            device="cpu",
+            jobs=1,
+            cluster=local,
+            on_update=on_update,
+        )
+
+
+@pytest.mark.slow
+def test_an_error_in_a_job_is_its_own_line(tmp_path, local):
+    with pytest.raises(LeanError, match=r"^the name of the data is empty; give a file, a folder or a dataset$"):
+        Launcher(local, tmp_path).wait_for(open_corpus, "")
+
+
+def test_a_job_that_has_to_make_room_is_submitted_again():
+    again = InJob(len, "abc").checkpoint()
+    assert again.function() == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--launcher", "slurm"], "--launcher is local or submitit, found 'slurm'"),
+        (["--partition", "gpu"], "--partition goes with --launcher submitit"),
+        (["--launcher", "submitit"], "there is no srun here"),
+        (["--launcher", "submitit", "--cluster", "pbs"], "--cluster is slurm or local, found 'pbs'"),
+        (["--launcher", "submitit", "--slurm", "account"], "--slurm takes NAME=VALUE"),
+        (["--launcher", "submitit", "--hours-per-run", "0"], "--hours-per-run must be a positive number"),
+    ],
+)
+def test_bad_options(unwrapped, tmp_path, options, message):
+    code, _, err = unwrapped("compare", "tiny", "tiny+skipv1", "--out", str(tmp_path / "out"), *options)
+    assert code == 2 and message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_submitit_its_package_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LeanError, match=r"pip install 'leanqkv\[cluster\]'"):
+        Cluster()
+
+
+def test_what_slurm_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    cluster = Cluster("slurm", 23.5, 1, 16, 64, {"partition": "gpu", "account": "lab"})
+    executor = Launcher(cluster, tmp_path / "sweep").executor._executor
+    lines = executor._make_submission_file_text("command", "1").splitlines()
+    for wanted in (
+        "--gpus-per-node=1",
+        "--cpus-per-task=16",
+        "--mem=64GB",
+        "--time=1410",
+        "--partition=gpu",
+        "--account=lab",
+        "--job-name=leanqkv-sweep",
+    ):
+        assert f"#SBATCH {wanted}" in lines

@@ -1,0 +1,379 @@
+"""Token files of large corpora: several processes, shards, going on after a stop, and the files of other programs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from leanqkv import LeanError
+from leanqkv.data import collate, evaluation_text, open_corpus, prepare_data, stored_tokens, tokenizing
+from leanqkv.data.token_files import TokenFiles
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "mix")
+
+
+def document(number):
+    random = np.random.default_rng(number)
+    return " ".join(random.choice(WORDS, 5 + number % 40)) + f" {number * number}\n"
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """Three files of 100 documents each, JSONL and Parquet."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    texts = [[document(100 * part + i) for i in range(100)] for part in range(3)]
+    for name, part in (("a", texts[0]), ("c", texts[2])):
+        Path(folder, f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts[1]}), folder / "b.parquet")
+    return folder
+
+
+def content(data):
+    """All that decides the numbers of a run."""
+    return data.sha256, data.bytes_per_token, np.asarray(data.train()).tolist(), np.asarray(data.validation()).tolist()
+
+
+@pytest.fixture
+def whole(corpus):
+    """One shard, as one process makes it, with the oracle: every document's tokens, one in twenty held out."""
+    data = prepare_data(str(corpus), vocab_size=400)
+    tokenizer, splits = data.tokenizer(), [[], []]
+    for number in range(300):
+        ids = tokenizer(document(number), add_special_tokens=False)["input_ids"]
+        splits[number % 20 == 19] += [*ids, tokenizer.eos_token_id]
+    assert (np.asarray(data.train()).tolist(), np.asarray(data.validation()).tolist()) == tuple(splits)
+    assert len(data.train_shards) == 1
+    return data
+
+
+def forget(data):
+    import shutil
+
+    shutil.rmtree(data.directory)
+
+
+@pytest.mark.slow
+def test_several_processes_write_the_same_files(corpus, whole):
+    expected = content(whole)
+    forget(whole)
+    found = prepare_data(str(corpus), vocab_size=400, workers=2)
+    assert content(found) == expected
+    assert found == whole
+
+
+def test_shards_are_the_same_tokens(corpus, whole, monkeypatch):
+    expected = content(whole)
+    forget(whole)
+    monkeypatch.setattr(tokenizing, "SHARD_TOKENS", 700)
+    data = prepare_data(str(corpus), vocab_size=400)
+    assert len(data.train_shards) > 5
+    assert content(data) == expected
+    assert (data.train_tokens, data.validation_tokens) == (len(expected[2]), len(expected[3]))
+    starts = np.arange(0, data.train_tokens - 64, 17)
+    batches = [collate(tokens, starts, 64) for tokens in (data.train(), np.array(expected[2]))]
+    assert all((batches[0][name] == batches[1][name]).all() for name in batches[0])
+    assert "train_shards" not in data.record()
+
+
+def test_slices_across_arrays():
+    parts = [np.arange(0, 5), np.arange(5, 5), np.arange(5, 6), np.arange(6, 20)]
+    tokens = TokenFiles(parts)
+    assert len(tokens) == 20
+    for begin in range(21):
+        for end in range(begin, 22):
+            assert tokens[begin:end].tolist() == list(range(20))[begin:end]
+
+
+class Stopped(BaseException):
+    """As Ctrl-C, or the end of a process."""
+
+
+@pytest.mark.parametrize("documents", [1, 60, 100, 101, 199, 260, 299])
+def test_stopped_anywhere_it_goes_on(corpus, whole, monkeypatch, documents):
+    """What is in complete shards is not tokenized again, nor are files read that lie before them."""
+    expected = content(whole)
+    forget(whole)
+    monkeypatch.setattr(tokenizing, "SHARD_TOKENS", 700)
+    write_shard, reached = tokenizing._write_shard, []
+
+    def stop(encoded, train, validation, at):
+        def stopping():
+            for number, one in enumerate(encoded, at.documents):
+                if number == documents:
+                    raise Stopped
+                yield one
+
+        return write_shard(stopping(), train, validation, at)
+
+    monkeypatch.setattr(tokenizing, "_write_shard", stop)
+    with pytest.raises(Stopped):
+        prepare_data(str(corpus), vocab_size=400)
+    monkeypatch.setattr(tokenizing, "_write_shard", write_shard)
+    encode = tokenizing.encode
+    monkeypatch.setattr(tokenizing, "encode", lambda *a: reached.extend(a[-1]) or encode(*a))
+    found = prepare_data(str(corpus), vocab_size=400)
+    assert content(found) == expected
+    assert reached[-1] == document(299)
+    again = 300 - len(reached)
+    assert again <= documents and (documents < 60 or again > documents - 50)
+    assert not list(found.directory.parent.glob(".*"))
+
+
+def test_nothing_is_left_of_data_that_cannot_be_read(corpus, monkeypatch, tmp_path):
+    monkeypatch.setattr(tokenizing, "SHARD_TOKENS", 700)
+    with (corpus / "c.jsonl").open("a") as stream:
+        stream.write("{}\n")
+    with pytest.raises(LeanError, match="line 101 has no text in field 'text'"):
+        prepare_data(str(corpus), vocab_size=400)
+    assert list((tmp_path / "cache" / "data").iterdir()) == []
+
+
+def test_no_more_than_so_many_tokens_are_held_out(corpus, whole, monkeypatch):
+    for module in ("tokenizing", "token_files"):
+        monkeypatch.setattr(f"leanqkv.data.{module}.VALIDATION_TOKENS", 120)
+    forget(whole)
+    data = prepare_data(str(corpus), vocab_size=400)
+    documents = data.tokenizer().decode(np.asarray(data.validation()).astype(int)).split(data.tokenizer().eos_token)
+    assert documents[:-1] == [document(19 + 20 * i) for i in range(len(documents) - 1)]
+    assert 120 <= data.validation_tokens < 120 + 80
+    assert data.train_tokens + data.validation_tokens == whole.train_tokens + whole.validation_tokens
+    # The same documents are the validation text of an evaluation.
+    text = evaluation_text(str(corpus), tokenizer=data.directory / "tokenizer", vocab_size=400, split="validation")
+    assert np.array_equal(text.tokens, np.asarray(data.validation())[:-1])
+
+
+def test_a_worker_that_is_killed_is_one_line(corpus, monkeypatch, tmp_path):
+    class Pool(tokenizing.ProcessPoolExecutor):
+        def submit(self, *args):
+            from concurrent.futures.process import BrokenProcessPool
+
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(tokenizing, "ProcessPoolExecutor", Pool)
+    with pytest.raises(LeanError, match="one of the 2 processes that tokenize was killed"):
+        prepare_data(str(corpus), vocab_size=400, workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_processes_leave_none_behind(tmp_path, how):
+    """A command with two workers, stopped after its first shard: they end, and the same command goes on."""
+    with (tmp_path / "long.jsonl").open("w") as stream:
+        for number in range(6000):
+            stream.write(json.dumps({"text": document(number) * 4}) + "\n")
+    script = (
+        "from leanqkv.data import tokenizing; tokenizing.SHARD_TOKENS = 100_000; from leanqkv.cli import main; main()"
+    )
+    guarded = tmp_path / "run.py"
+    guarded.write_text(f"if __name__ == '__main__':\n    {script}\n")
+    environment = {**os.environ, "LEANQKV_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        str(guarded),
+        "tokenize",
+        "tiny",
+        "--data",
+        str(tmp_path / "long.jsonl"),
+        "--workers",
+        "2",
+    ]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("cache/data/.*/manifest.json")) and time.monotonic() < deadline:
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.01)
+    workers = psutil.Process(run.pid).children(recursive=True)
+    assert len(workers) >= 2
+    run.send_signal(how)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == (-how if how == signal.SIGKILL else 130)
+    assert "Traceback" not in error
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    assert list(tmp_path.glob("cache/data/.*/manifest.json"))
+    if how == signal.SIGINT:
+        return
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    (place,) = (path for path in (tmp_path / "cache/data").iterdir())
+    assert f"files: {place}" in again.stdout.replace("\n", "")
+
+
+# --- large files ------------------------------------------------------------------------------------------------------
+
+
+def test_the_hash_of_a_large_file_is_kept_until_it_changes(corpus, monkeypatch):
+    monkeypatch.setattr("leanqkv.data.cache.REMEMBERED_BYTES", 10)
+    read = []
+    from leanqkv.data import corpus as module
+
+    hash_files = module.hash_files
+    monkeypatch.setattr(module, "hash_files", lambda *files: read.extend(files) or hash_files(*files))
+    first = open_corpus(str(corpus)).fingerprint
+    assert len(read) == 3
+    assert open_corpus(str(corpus)).fingerprint == first and len(read) == 3
+    text = (corpus / "a.jsonl").read_text()
+    (corpus / "a.jsonl").write_text(text.replace("quick", "quiet"))
+    assert open_corpus(str(corpus)).fingerprint != first and len(read) == 4
+    monkeypatch.setattr("leanqkv.data.cache.REMEMBERED_BYTES", 2**26)
+    (corpus / "a.jsonl").write_text(text)
+    assert open_corpus(str(corpus)).fingerprint == first and len(read) == 7
+
+
+# --- hub datasets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Local copies of the hub's layouts, loaded by the library itself."""
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    calls, load = [], datasets.load_dataset
+
+    def write(folder, pattern, files, **columns):
+        place = tmp_path / "hub" / folder / Path(pattern).parent
+        place.mkdir(parents=True, exist_ok=True)
+        for number in range(files):
+            texts = [document(100 * number + i) for i in range(100)]
+            table = pyarrow.table({"text": texts} | {name: [value] * 100 for name, value in columns.items()})
+            pyarrow.parquet.write_table(table, place / Path(pattern).name.format(number, files))
+
+    write("HuggingFaceFW/fineweb-edu", "sample/10BT/{:03}_00000.parquet", 3, id="<urn>", score=3.5)
+    (tmp_path / "hub/HuggingFaceFW/fineweb-edu/README.md").write_text(
+        "---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n"
+    )
+    write("Skylion007/openwebtext", "plain_text/train-{:05}-of-{:05}.parquet", 2)
+
+    def from_disk(name, *args, **options):
+        calls.append((name, *args))
+        return load(str(tmp_path / "hub" / name), *args, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_disk)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "files"),
+    [
+        ("fineweb-edu:sample-10BT", ("HuggingFaceFW/fineweb-edu", "sample-10BT"), 3),
+        ("openwebtext", ("Skylion007/openwebtext", None), 2),
+    ],
+)
+def test_named_corpora_are_streamed_file_by_file(hub, name, repository, files, monkeypatch):
+    corpus = open_corpus(name)
+    assert hub == [repository]
+    assert len(corpus.parts) == files
+    assert [list(part()) for part in corpus.parts] == [
+        [document(100 * n + i) for i in range(100)] for n in range(files)
+    ]
+    monkeypatch.setattr(tokenizing, "SHARD_TOKENS", 700)
+    data = prepare_data(name, vocab_size=400)
+    expected = sum(len(data.tokenizer()(text)["input_ids"]) + 1 for text in corpus.documents())
+    assert data.train_tokens + data.validation_tokens == expected
+
+
+# --- Megatron-LM ------------------------------------------------------------------------------------------------------
+
+
+def write_megatron(path, documents, dtype="uint16", code=8):
+    """As Megatron-LM's IndexedDatasetBuilder writes them, field by field."""
+    np.concatenate(documents).astype(dtype).tofile(path.with_suffix(".bin"))
+    lengths = np.array([len(each) for each in documents], dtype=np.int32)
+    with path.with_suffix(".idx").open("wb") as stream:
+        stream.write(b"MMIDIDX\x00\x00")
+        stream.write((1).to_bytes(8, "little"))
+        stream.write(bytes([code]))
+        stream.write(len(lengths).to_bytes(8, "little"))
+        stream.write((len(lengths) + 1).to_bytes(8, "little"))
+        stream.write(lengths.tobytes())
+        pointers = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * np.dtype(dtype).itemsize
+        stream.write(pointers.astype(np.int64).tobytes())
+        stream.write(np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
+
+
+def megatron_documents(count=60, end=0, seed=0):
+    random = np.random.default_rng(seed)
+    return [np.append(random.integers(1, 97, random.integers(5, 40)), end) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("uint16", 8), ("int32", 4)])
+@pytest.mark.parametrize("named", ["text.bin", "text.idx", "text"])
+def test_megatrons_files_are_used_as_they_are(tmp_path, dtype, code, named):
+    documents = megatron_documents()
+    write_megatron(tmp_path / "text", documents, dtype, code)
+    data = prepare_data(str(tmp_path / named), vocab_size=97)
+    total = np.concatenate(documents)
+    assert data.dtype == dtype
+    assert np.array_equal(np.concatenate([data.train(), data.validation()]), total)
+    # Whole documents are held out, as many as fit into a twentieth.
+    starts = np.cumsum([0, *map(len, documents)])
+    assert data.train_tokens == starts[starts >= len(total) - len(total) // 20][0]
+    assert data.description == f"{named} (Megatron tokens)"
+    assert data.tokenizer() is None
+
+
+def test_a_folder_of_megatrons_files_is_one_text(tmp_path):
+    parts = [megatron_documents(seed=seed, end=seed) for seed in range(3)]
+    for number, part in enumerate(parts):
+        write_megatron(tmp_path / f"text_{number}", part)
+    data = prepare_data(str(tmp_path), vocab_size=97)
+    total = np.concatenate([each for part in parts for each in part])
+    assert np.array_equal(np.concatenate([np.asarray(data.train()), np.asarray(data.validation())]), total)
+    assert data.description.endswith("(Megatron tokens, no end token between documents)")
+    assert [name for name, _, _ in data.train_shards] == ["text_0.bin", "text_1.bin", "text_2.bin"]
+
+
+def test_of_one_long_document_the_end_is_held_out(tmp_path):
+    write_megatron(tmp_path / "text", [np.arange(1000) % 97])
+    data = prepare_data(str(tmp_path / "text.bin"), vocab_size=97)
+    assert (data.train_tokens, data.validation_tokens) == (950, 50)
+
+
+def damaged_index(tmp_path, change):
+    write_megatron(tmp_path / "text", megatron_documents())
+    file = tmp_path / "text.idx"
+    file.write_bytes(change(file.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: b"x" + content[1:], "is no index of Megatron-LM's"),
+        (lambda content: content[:20], "is no index of Megatron-LM's"),
+        (lambda content: content[:9] + b"\2" + content[10:], "is no index of Megatron-LM's token files, version 1"),
+        (lambda content: content[:17] + b"\7" + content[18:], r"tokens of type 7; those read are 8 \(uint16\)"),
+        (lambda content: content[:-8], "text.idx is cut off"),
+        (lambda content: content[:34] + b"\1\1\0\0" + content[38:], "bytes, its index text.idx describes"),
+    ],
+)
+def test_a_bad_index_is_named(tmp_path, change, message):
+    damaged_index(tmp_path, change)
+    with pytest.raises(LeanError, match=message):
+        prepare_data(str(tmp_path / "text.bin"), vocab_size=97)
+
+
+def test_tokens_of_another_vocabulary_or_program_are_refused(tmp_path):
+    write_megatron(tmp_path / "text", megatron_documents())
+    with pytest.raises(LeanError, match=r"text\.bin has token 96, the model's vocabulary ends at 89"):
+        stored_tokens(tmp_path / "text.bin", 90)
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, 50
+    (tmp_path / "fineweb.bin").write_bytes(header.tobytes() + np.arange(50, dtype=np.uint16).tobytes())
+    with pytest.raises(LeanError, match=r"fineweb\.bin is a token file of llm\.c, with a header"):
+        stored_tokens(tmp_path / "fineweb.bin", 50257)
