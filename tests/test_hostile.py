@@ -141,7 +141,7 @@ def test_every_number_of_the_command_line_has_a_range():
 
 # Numbers in their ranges that do not fit this data, this model or this memory, and a word of the answer.
 UNFIT = [
-    ("--steps", "2000000000", "GB"),
+    ("--steps", "2000000000", "a plan has 4,294,967,296 at most"),
     ("--steps", "99999999999999", "2,147,483,647"),
     ("--batch-size", "1000000000", "1,048,576"),
     ("--evaluation-sequences", "100000000", "held-out"),
@@ -153,7 +153,7 @@ UNFIT = [
     ("--sequence-length", "65", "64 positions"),
     ("--tokens", "100000000", "calibration tokens"),
     ("--samples", "100000000", "held-out"),
-    ("--probe-steps", "2000000000", "GB"),
+    ("--probe-steps", "2000000000", "a plan has 4,294,967,296 at most"),
     ("--max-new-tokens", "1000000000", "64 positions"),
     ("--stride", "65", "windows"),
     ("--new-tokens", "1000000000", "positions"),

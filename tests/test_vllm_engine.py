@@ -49,7 +49,16 @@ def test_options_go_through(directory, plugin, started, unwrapped) -> None:
     assert code == 0 and not errors
     model = ["--model", str(directory), "--served-model-name", "model", "--host", "127.0.0.1", "--port", "81"]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    assert started == [[*server, *model, "--max-model-len", "32", "--seed", "1"]]
+    assert started == [[*server, *model, "--block-size", "128", "--max-model-len", "32", "--seed", "1"]]
+
+
+@pytest.mark.parametrize("asked", [["--block-size", "16"], ["--block-size=16"]])
+def test_the_page_on_a_cpu_can_be_chosen(directory, plugin, started, unwrapped, asked, monkeypatch) -> None:
+    assert unwrapped("serve", str(directory), "--engine", "vllm", "--", *asked)[0] == 0
+    assert started[0][-len(asked) :] == asked and "128" not in started[0]
+    monkeypatch.setattr(vllm_engine, "default_device", lambda: "cuda")
+    assert unwrapped("serve", str(directory), "--engine", "vllm")[0] == 0
+    assert "--block-size" not in started[1]
 
 
 def test_another_version_is_a_warning(directory, plugin, started, unwrapped) -> None:

@@ -212,6 +212,7 @@ def time_together(models: dict[str, str], tokens: int | None) -> None:
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, 5000, (64, 128), generator=draw).tolist()
     first, *_ = models.values()
+    given["block_size"] = 128 if tokens is None else 32  # of little memory a large page leaves much empty
     needed = 64 * 320 if tokens is None else tokens
     memory = needed * LeanConfig.from_pretrained(first).plan.kv_bytes_per_token(torch.bfloat16)
     with ExitStack() as stack:

@@ -141,6 +141,8 @@ def test_positions_whose_frequencies_change_are_refused() -> None:
     assert "others beyond 64 tokens" in (settings_refusal(config, settings) or "")
     given.max_model_len -= 1
     assert settings_refusal(config, settings) is None
+    settings.kv_transfer_config = SimpleNamespace()
+    assert "kv_transfer_config is not possible" in (settings_refusal(config, settings) or "")
 
 
 REFUSED = {

