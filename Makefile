@@ -1,7 +1,7 @@
 # make demo       set up, then every tool on one small model: a few minutes on 2 cores; ends with runs/demo/report.html
 # make real       set up, then a pretrained model: fetched, converted and compared, on 2 cores in minutes
-# make test       set up, lint, and the test suite with a fifth of the cases of tests that have many: about 10 minutes on 2 cores
-# make test-all   all of them
+# make test       set up, lint, and the tests, of many cases a fifth: about 10 minutes on 2 cores
+# make test-all   all of them: about 15
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
 # make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in an environment of their own
 # make test-vllm-fast  a sample of them, without those that start processes

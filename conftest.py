@@ -18,8 +18,8 @@ import torch
 torch.set_num_threads(1)
 # `make test-fast` runs every tenth case of a test, beginning with the first: of 89 architectures, 9.
 CASES_PER_FAST_ONE = 10
-# `make test` runs every case of a test that has up to MANY, and every fifth of the others. Of tools and mechanisms
-# combined every tool is tried with a fifth of the mechanisms, and every mechanism with a fifth of the tools.
+# `make test` runs every case of a test that has up to MANY, and every fifth of the others and of those marked as long:
+# every tool with a fifth of the mechanisms, and every mechanism with a fifth of the tools.
 MANY = 20
 CASES_PER_TESTED_ONE = 5
 
@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items):
     for item, test in zip(items, tests, strict=True):
         if numbers[test] % CASES_PER_FAST_ONE:
             item.add_marker(pytest.mark.slow)
-        if totals[test] > MANY and numbers[test] % CASES_PER_TESTED_ONE:
+        many = totals[test] > MANY or item.get_closest_marker("long_cases")
+        if many and numbers[test] % CASES_PER_TESTED_ONE:
             item.add_marker(pytest.mark.exhaustive)
         numbers[test] += 1
 

@@ -81,6 +81,7 @@ def test_ctrl_c_says_how_to_continue_and_the_run_does(place, cli, trained, monke
     assert (place / "stopped" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_are_one_with_accumulation(place, cli):
     model = f"tiny{SHAPE}"
@@ -119,6 +120,7 @@ def test_a_killed_comparison_leaves_no_process_behind(place):
     assert "leaked" not in (place / "orphans.err").read_text()
 
 
+@pytest.mark.long_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.4, 1.0, 1.6])
 def test_ctrl_c_while_the_libraries_load_is_quiet(seconds):

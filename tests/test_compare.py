@@ -97,6 +97,7 @@ def test_one_begun_by_an_earlier_version_goes_on(data, done, tmp_path):
     assert [result.name for result in load_comparison(out).results] == list(NAMES)
 
 
+@pytest.mark.long_cases
 def test_it_goes_on_where_it_was_stopped(data, done, tmp_path):
     def stop(update):
         if update.record is not None and update.job.spec.role == "final":
@@ -113,6 +114,7 @@ def losses(records):
     return {name: record["evaluations"] for name, record in records.items()}
 
 
+@pytest.mark.exhaustive
 def test_processes_side_by_side_give_the_same_losses(data, done, tmp_path):
     comparison = replace(COMPARISON, learning_rates=None, seeds=(0,), groups=models(*NAMES[:2]))
     alone = run(comparison, data, tmp_path / "alone")

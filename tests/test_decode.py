@@ -74,6 +74,7 @@ def test_a_step_copies_no_history_but_to_grow_the_cache(mechanisms, overrides, k
 ONE_GRAPH = [case for case in CASES if case[0] in ((), ("gqa", "skipv1"), ("yoco",), ("skipkv1",), ("mla", "skipv1"))]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("mechanisms, overrides", ONE_GRAPH)
 @pytest.mark.slow
 def test_a_step_with_a_static_cache_is_one_graph(mechanisms, overrides):

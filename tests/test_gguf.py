@@ -338,6 +338,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_command_takes_a_file(folder, tiny, cli):
     before = tiny.read_bytes()

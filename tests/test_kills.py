@@ -151,6 +151,7 @@ def fresh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "work"
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_killed_at_any_file_operation(folder, source, cli, command, monkeypatch):
     arguments, before = COMMANDS[command], state(source)

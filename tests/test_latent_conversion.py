@@ -27,6 +27,7 @@ def positive(normal: Any, size: int) -> Tensor:
     return root @ root.T
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("key_rank", [None, 6])
 @pytest.mark.parametrize("rank", [1, 3, 5])
 def test_no_other_values_from_keys_lose_less(rank: int, key_rank: int | None) -> None:

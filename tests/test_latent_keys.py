@@ -206,6 +206,7 @@ def test_the_decoder_gives_the_same(case, dtype: torch.dtype) -> None:
         assert torch.equal(decoder.generate(ids, max_new_tokens=8), model.generate(ids, **greedy))
 
 
+@pytest.mark.long_cases
 @every
 def test_compiled_and_autocast(case) -> None:
     torch._dynamo.reset()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 from corpus import SHAPE
 from test_compare import COMPARISON, models
 
@@ -54,7 +55,9 @@ def workers():
 def local(monkeypatch):
     monkeypatch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)
     monkeypatch.setattr("leanqkv.compare.launch.SECONDS", 0.05)
-    return Cluster("local", hours=1)
+    threads = torch.get_num_threads()
+    yield Cluster("local", hours=1)
+    torch.set_num_threads(threads)  # a job, which knows of no fixture, may have chosen more
 
 
 @pytest.mark.slow
@@ -81,6 +84,7 @@ def test_killed_jobs_go_on_and_the_records_are_the_same(data, tmp_path, local):
     assert sorted((tmp_path / "jobs/jobs").iterdir()) == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_outlives_the_command_and_is_waited_for(data, tmp_path, local):
     class Ended(BaseException):

@@ -171,6 +171,7 @@ def test_ctrl_c_in_train_and_uptrain(place, cli):
     assert curves("stopped-on") == curves("whole-on")
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_compare(place, cli):
     arguments = ("compare", f"tiny{SHAPE}", MODEL, *TRAIN, "--steps", "60", "--seeds", "1")
     assert cli(*arguments, "--jobs", "1", "--out", "all")[0] == 0

@@ -440,6 +440,7 @@ def say(port: int, *parts: bytes, seconds: float = 10) -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     "parts", [(b"POST /v1/comp",), (HEAD % 20, b'{"prompt"'), (HEAD % 90, *[b" "] * 12)], ids=["head", "body", "drops"]
 )

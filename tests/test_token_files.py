@@ -166,6 +166,7 @@ def test_a_worker_that_is_killed_is_one_line(corpus, monkeypatch, tmp_path):
         prepare_data(str(corpus), vocab_size=400, workers=2)
 
 
+@pytest.mark.long_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_processes_leave_none_behind(tmp_path, how):
@@ -377,3 +378,33 @@ def test_tokens_of_another_vocabulary_or_program_are_refused(tmp_path):
     (tmp_path / "fineweb.bin").write_bytes(header.tobytes() + np.arange(50, dtype=np.uint16).tobytes())
     with pytest.raises(LeanError, match=r"fineweb\.bin is a token file of llm\.c, with a header"):
         stored_tokens(tmp_path / "fineweb.bin", 50257)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_makes_what_training_finds(corpus, unwrapped, tmp_path, monkeypatch):
+    shape = "tiny+num_hidden_layers=1+hidden_size=32+intermediate_size=32+num_attention_heads=2+vocab_size=400"
+    shape += "+max_position_embeddings=16"
+    code, out, err = unwrapped("tokenize", shape, "--data", str(corpus))
+    assert code == 0, err
+    assert "data: corpus (3 files)" in out and f"files: {tmp_path}/cache/data/" in out
+    monkeypatch.setattr(tokenizing, "encode", lambda *_: pytest.fail("tokenized twice"))
+    steps = ("--steps", "2", "--device", "cpu", "--precision", "fp32", "--out", str(tmp_path / "run"))
+    code, _, err = unwrapped("train", shape, "--data", str(corpus), *steps)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["vit-digits"], "vit-digits is a model of images, and only text has tokens"),
+        (["tiny", "--workers", "0"], "--workers must be a whole number from 1 to 1,000, found 0"),
+        (["tiny", "--data", "nowhere.txt"], "no data at nowhere.txt"),
+    ],
+)
+def test_bad_commands(unwrapped, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
+    code, _, err = unwrapped("tokenize", *arguments)
+    assert code == 2 and message in err
+    assert not (tmp_path / "cache").exists()

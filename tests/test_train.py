@@ -384,6 +384,7 @@ print(predicted / (peak() - before))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the peak of a process's memory there")
 def test_predicted_memory_is_near_what_a_process_takes():
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

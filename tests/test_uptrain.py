@@ -73,6 +73,7 @@ def mixed_loss(model, teacher, batch, share: float, temperature: float = 1.0) ->
     return total / batch["shift_labels"].numel()
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("share, temperature", [(0.25, 1.0), (1.0, 1.0), (0.25, 2.0), (1.0, 0.5)])
 @pytest.mark.parametrize("micro", [None, 2])
 def test_the_teachers_divergence_is_mixed_into_the_loss(tmp_path, data, source, share, temperature, micro):

@@ -156,6 +156,7 @@ def test_dynamically_quantised(mechanisms) -> None:
     assert_decoded(model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_compiled_in_place_and_around() -> None:
     """In a process of its own: after many other models, Dynamo compiles inner functions alone, and not all of them."""

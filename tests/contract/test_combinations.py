@@ -209,6 +209,7 @@ def check(combination: Combination) -> None:
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("query", AXES["query"])
 def test_what_must_build_is_built(query: str) -> None:
     for combination in must_build():
@@ -216,6 +217,7 @@ def test_what_must_build_is_built(query: str) -> None:
             check(combination)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("sharing", AXES["sharing"])
 def test_samples_of_all_others_are_built(sharing: str) -> None:
     chosen = [combination for combination in sampled() if combination["sharing"] == sharing]

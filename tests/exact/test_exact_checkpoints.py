@@ -350,6 +350,7 @@ print(json.dumps(different))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_results_load_without_the_package(tmp_path: Path) -> None:
     """They compute and generate what the original does, with a cache and without, and can be trained on."""

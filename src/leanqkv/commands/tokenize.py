@@ -22,6 +22,12 @@ def tokenize(
     leanqkv tokenize gpt2-355m --data fineweb-edu:sample-10BT --tokenizer gpt2 --workers 32
     """
     from .. import presets
+    from ..errors import LeanError
+    from ..train.tasks import task_of
 
-    prepared = prepare(data, [presets.preset(name) for name in names])
+    configs = [presets.preset(name) for name in names]
+    for name, config in zip(names, configs, strict=True):
+        if task_of(config, name).reads != "text":
+            raise LeanError(f"{name} is a model of images, and only text has tokens")
+    prepared = prepare(data, configs)
     console.print(f"files: {prepared.directory}", highlight=False, soft_wrap=True)

@@ -170,15 +170,16 @@ class Launcher:
         on_message(f"the job of {job.out.name} died; another one goes on from step {step:,}")
 
     def _earlier(self, jobs: Sequence[Job]) -> dict[Path, Any]:
-        """Return the jobs that an earlier start of this command has submitted."""
+        """Return the jobs that an earlier start of this command has submitted.
+
+        Those of this machine are not known to another process: while one trains, its run is locked.
+        """
+        import submitit
+
         file = self.folder / STARTED
-        started = read_json(file) if file.exists() else {}
-        job_class = self.executor._executor.job_class
-        return {
-            job.out: job_class(self.folder, started[job.out.name])
-            for job in jobs
-            if job.out.name in started and self.elsewhere  # those of this machine are not known to another process
-        }
+        started = read_json(file) if self.elsewhere and file.exists() else {}
+        named = [job for job in jobs if job.out.name in started]
+        return {job.out: submitit.SlurmJob(self.folder, started[job.out.name]) for job in named}
 
     def _store(self, handles: Mapping[Path, Any]) -> None:
         write_json(self.folder / STARTED, {out.name: handle.job_id for out, handle in handles.items()})
