@@ -185,3 +185,17 @@ def test_small_models_share_the_cores_and_large_ones_do_not(monkeypatch):
 
 def test_slugs_are_file_names():
     assert slug("tiny+skipv1:ratio=0.25,layers=0,3") == "tiny+skipv1-ratio-0.25-layers-0-3"
+
+
+def test_the_search_may_be_shorter(data, tmp_path):
+    """Its schedule is as short, its runs are others' alone, and the report says how long they were."""
+    shorter = replace(COMPARISON, groups=models(*NAMES[:2]), seeds=(0,), grid_steps=6)
+    records = run(shorter, data, tmp_path / "out")
+    for record in records.values():
+        steps = 6 if record["role"] == "grid" else 12
+        assert record["recipe"]["steps"] == steps and record["tokens"] == steps * 4 * 32
+    plan = json.loads((tmp_path / "out/compare.json").read_text())
+    assert plan["grid"] == {"seed": 1, "learning_rates": [1e-3, 3e-3], "steps": 6}
+    page = write_report(tmp_path / "out").read_text()
+    assert "after 6 steps" in page
+    assert "is the least or the largest that was tried" in page

@@ -431,6 +431,26 @@ def test_a_number_that_is_none_is_named(tmp_path: Path, part: str, field: str) -
         load_comparison(save(directory, run).parents[2])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hardware": {"device": "cpu", "cpu": "Another CPU", "threads": 2}},
+        {"hardware": {"device": "cpu", "cpu": "Example CPU @ 2.60GHz", "threads": 1}},
+        {"precision": {"choice": "bf16"}},
+    ],
+)
+def test_a_pair_of_two_machines_or_precisions_is_refused(tmp_path, change):
+    directory = build(tmp_path / "report")
+    file = next(path for path in directory.glob("runs/final-tiny+skipv1-0-*/record.json"))
+    edit(file, **change)
+    with pytest.raises(LeanError, match=r"a pair is of one machine and precision\. Remove one of the two directories"):
+        load_comparison(directory)
+    # Of another seed there is another pair.
+    for other in directory.glob("runs/final-*-0-*/record.json"):
+        edit(other, **change)
+    load_comparison(directory)
+
+
 @pytest.mark.parametrize(("part", "field"), [("data", "sha256"), ("recipe", "batch_size"), ("batch_plan", "sha256")])
 def test_a_record_without_a_needed_field_is_named(tmp_path: Path, part: str, field: str) -> None:
     directory = build(tmp_path, grid=False)

@@ -289,6 +289,12 @@ def test_named_corpora_are_streamed_file_by_file(hub, name, repository, files, m
     assert data.train_tokens + data.validation_tokens == expected
 
 
+def test_a_corpus_that_is_a_script_is_refused(hub):
+    with pytest.raises(LeanError, match="Give slimpajama"):
+        open_corpus("redpajama")
+    assert not hub
+
+
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
 
 

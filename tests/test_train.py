@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +135,13 @@ def test_a_tracker_that_is_not_installed_is_refused(data, tmp_path):
     ):
         train(spec(data), data, tmp_path / "run", device="cpu", report_to=["nosuch"])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_rises_is_reported():
+    losses = [5.0, 4.0, 4.5, 3.0, 5.5, 2.0, 3.9]
+    history = [{"step": 10 * i, "loss": loss} for i, loss in enumerate(losses)]
+    assert summarize(SimpleNamespace(tokens=int, log_interval=10), history)["rise"] == {"step": 40, "nats": 2.5}
+    assert summarize(SimpleNamespace(tokens=int, log_interval=10), history[:2])["rise"] is None
 
 
 def test_the_first_loss_that_is_not_finite_is_named(data, tmp_path):

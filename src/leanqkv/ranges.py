@@ -65,7 +65,9 @@ SHARE = Range(0, 1)
 TEMPERATURE = Range(1e-4, 1e4, or_zero=True)
 
 RANGES: dict[str, Range] = {
-    **dict.fromkeys(("steps", "schedule_steps", "evaluate_every", "evaluation_sequences", "log_every"), COUNT),
+    **dict.fromkeys(
+        ("steps", "grid_steps", "schedule_steps", "evaluate_every", "evaluation_sequences", "log_every"), COUNT
+    ),
     **dict.fromkeys(
         ("max_documents", "documents", "tokens", "evaluate_tokens", "calibration_tokens", "limit", "sweeps"), COUNT
     ),

@@ -69,6 +69,10 @@ def compare(
     cluster: ClusterOptions,
     seeds: Annotated[int | None, typer.Option(help="Paired seeds. Default: the suite's, else 3.")] = None,
     lr_grid: LearningRateGrid = None,
+    grid_steps: Annotated[
+        int | None,
+        typer.Option(help="With --lr-grid: steps of the search, with as short a schedule.", show_default=False),
+    ] = None,
     micro_batch_size: MicroBatchSize = None,
     context_length: ContextLength = None,
     precision: PrecisionOption = "auto",
@@ -99,12 +103,15 @@ def compare(
     where = cluster.chosen()
     if lr_grid is not None and recipe.learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
+    if grid_steps is not None and lr_grid is None:
+        raise LeanError("--grid-steps goes with --lr-grid; leave it out")
     chosen = choose(names or [], suite, scale)
     comparison = replace(
         chosen,
         seeds=tuple(range(seeds)) if seeds else chosen.seeds,
         recipe=recipe_overrides(**vars(recipe)),
         learning_rates=None if lr_grid is None else learning_rates("--lr-grid", lr_grid),
+        grid_steps=grid_steps,
         context_length=context_length,
         micro_batch_size=micro_batch_size,
         evaluate_every=evaluate_every or chosen.evaluate_every,

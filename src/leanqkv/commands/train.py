@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 NO_TEACHER = TeacherOptions()
+# Nats that a run's training loss may rise without a word.
+ALARMING_RISE = 1.0
 
 
 @option_groups
@@ -233,6 +235,13 @@ def _train(
         raise LeanError(
             f"{spec.name} diverged at step {record['diverged']['step']:,}: {record['diverged']['reason']}; no model "
             f"is written. {run.out / RECORD} has its losses; choose another --out and a smaller --learning-rate"
+        )
+    rise = record.get("rise")
+    if rise is not None and rise["nats"] > ALARMING_RISE:
+        console.print(
+            f"warning: at step {rise['step']:,} the training loss was {rise['nats']:.2f} nats above the lowest one "
+            "before; a smaller --learning-rate or more --warmup-steps keep it down",
+            highlight=False,
         )
     files = [file for file in ("model.safetensors", "tokenizer.json", "record.json") if (run.out / file).exists()]
     console.print(f"{run.out}: {', '.join(files)}", highlight=False)

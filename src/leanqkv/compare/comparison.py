@@ -149,7 +149,7 @@ class _Directory:
     def _plan(self) -> dict[str, Any]:
         """compare.json as it is before anything has run."""
         comparison = self.comparison
-        entries, rates = comparison.entries, comparison.learning_rates
+        entries = comparison.entries
         return {name: getattr(comparison, name) for name in RECORDED} | {
             "baseline": next(iter(entries)),
             "architectures": list(entries),
@@ -159,11 +159,18 @@ class _Directory:
                 for label, entry in entries.items()
             },
             "seeds": list(comparison.seeds),
-            "grid": {"seed": comparison.grid_seed, "learning_rates": list(rates)} if rates else None,
+            "grid": self._grid(),
             "recipe": dict(comparison.recipe),
             "data_sha256": self.data_sha256,
             "notes": list(comparison.notes),
         }
+
+    def _grid(self) -> dict[str, Any] | None:
+        if (rates := self.comparison.learning_rates) is None:
+            return None
+        grid = {"seed": self.comparison.grid_seed, "learning_rates": list(rates)}
+        steps = self.comparison.grid_steps
+        return grid if steps is None else {**grid, "steps": steps}
 
     def write(self, **changes: Any) -> None:
         self.content |= changes
@@ -234,11 +241,13 @@ class _Directory:
 
     def job(self, label: str, seed: int, learning_rate: float, role: str, precision: Precision) -> Job:
         entry = self.comparison.entries[label]
+        fewer = self.comparison.grid_steps if role == "grid" else None
+        steps = {} if fewer is None else {"steps": fewer}
         spec = RunSpec(
             **{setting.name: getattr(self.comparison, setting.name) for setting in fields(RunSettings)},
             name=label,
             config=preset(entry.model).as_overrides(),
-            recipe=entry.full_recipe({**self.comparison.recipe, "learning_rate": learning_rate}),
+            recipe=entry.full_recipe({**self.comparison.recipe, **steps, "learning_rate": learning_rate}),
             seed=seed,
             precision=str(precision),
             precision_timings=precision.timings,

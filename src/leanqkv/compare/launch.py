@@ -15,6 +15,7 @@ from ..files import is_locked, read_json, write_json
 from ..train import train
 from ..train.directory import claim, last_checkpoint_step
 from ..train.tasks import Data
+from ..workers import children_ignore_interrupts
 from .jobs import Job, Update
 
 # Where submitit writes what jobs print, and which job trains which run, in the comparison's directory.
@@ -101,13 +102,17 @@ class Launcher:
         """Whether jobs run on other machines than this one."""
         return self.cluster.kind != "local"
 
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        with children_ignore_interrupts():  # jobs of this machine go on after Ctrl-C, as those of another one do
+            return self.executor.submit(InJob(function, *arguments))
+
     def wait_for(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function returns in a job.
 
         Raises:
             LeanError: as the function, or the job died.
         """
-        handle = self.executor.submit(InJob(function, *arguments))
+        handle = self._submit(function, *arguments)
         while not handle.done():
             time.sleep(SECONDS)
         return _result(handle)
@@ -149,7 +154,7 @@ class Launcher:
                     continue
                 if job.out in handles:
                     self._note_death(job, handles[job.out], deaths, on_message)
-                handles[job.out] = self.executor.submit(InJob(_train, job, data, settings, threads))
+                handles[job.out] = self._submit(_train, job, data, settings, threads)
                 self._store(handles)
             if running:
                 time.sleep(SECONDS)

@@ -1,7 +1,7 @@
 """The records of a comparison as they lie in its directory: its plan, and a run per architecture and seed."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -186,7 +186,8 @@ class ComparisonRecord:
         groups: architectures, in each group the baseline of the others first.
         rows: by architecture, the line of the papers' tables that it stands for.
         recipe: recipe fields that replaced every architecture's own.
-        grid: `seed` and `learning_rates` that each architecture was tried with before the final runs.
+        grid: `seed` and `learning_rates` that each architecture was tried with before the final runs; `steps`, if those
+            runs were shorter.
     """
 
     title: str
@@ -282,7 +283,27 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
         if key in runs:
             raise LeanError(f"{path}: the same run as {runs[key][0]}; remove one of the two directories")
         runs[key] = (path, run)
+    _check_places(comparison, runs.values())
     return replace(comparison, runs=[run for _, run in runs.values()])
+
+
+def _check_places(comparison: ComparisonRecord, runs: Iterable[tuple[Path, Run]]) -> None:
+    """Refuse pairs of runs of different machines or precisions, whose losses differ by that as well."""
+    places: dict[tuple[int, int], tuple[str, Path]] = {}
+    for path, run in runs:
+        if run.role != "final" or run.loss is None:
+            continue
+        group = next(number for number, names in enumerate(comparison.groups) if run.name in names)
+        hardware, where = run.hardware, run.hardware["device"]
+        if where == "cpu":
+            where = f"{hardware['cpu']} with {hardware['threads']} threads"
+        place = f"{where}, {run.precision['choice']}"
+        known, other = places.setdefault((group, run.seed), (place, path))
+        if known != place:
+            raise LeanError(
+                f"{path.parent.name} ran on {place}, {other.parent.name} on {known}: a pair is of one machine and "
+                "precision. Remove one of the two directories and run the comparison again on the machine of the other"
+            )
 
 
 @contextmanager

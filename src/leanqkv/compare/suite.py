@@ -58,6 +58,7 @@ class Comparison(RunSettings):
     Attributes:
         recipe: recipe fields for every entry, in place of its own.
         learning_rates: the grid to search for each entry by itself, on a seed of its own; None: the recipes' rates.
+        grid_steps: of each run of that search; None: as many as of the others.
         suite, scale: of a suite, its name and scale.
         notes: for the report, the choices that are ours.
         data, tokenizer: names of a data set and its tokenizer; None: the default corpus, a tokenizer trained on it.
@@ -73,6 +74,7 @@ class Comparison(RunSettings):
     seeds: tuple[int, ...] = (0, 1, 2)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     learning_rates: tuple[float, ...] | None = None
+    grid_steps: int | None = None
     suite: str | None = None
     scale: str | None = None
     notes: tuple[str, ...] = ()

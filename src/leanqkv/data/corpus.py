@@ -23,7 +23,7 @@ BUILT_IN = ("stdlib", "prose")
 HUB_NAMES = {
     "fineweb-edu": "HuggingFaceFW/fineweb-edu",
     "openwebtext": "Skylion007/openwebtext",
-    "redpajama": "togethercomputer/RedPajama-Data-1T",
+    "slimpajama": "cerebras/SlimPajama-627B",
 }
 # A file longer than this is read in pieces cut at line ends, so that no document has to fit into memory whole.
 PIECE_CHARACTERS = 2**20
@@ -55,7 +55,7 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
         source: None or "stdlib" for the Python source of this interpreter's standard library; "prose" for English text
             from the documentation of Python and of packages; a text, JSONL or Parquet file, or a folder of them; else
             the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or `NAME:CONFIG`; `fineweb-edu`, `openwebtext` and
-            `redpajama` are short for their repositories.
+            `slimpajama` are short for their repositories.
         text_field: the field of JSONL records, Parquet files and datasets that holds the text.
 
     Raises:
@@ -244,6 +244,11 @@ def _hub_dataset(source: str, text_field: str) -> Corpus:
     import datasets
 
     name, _, config = source.partition(":")
+    if name == "redpajama":
+        raise LeanError(
+            "redpajama is published with a script, which the datasets library no longer runs. Give slimpajama, the "
+            "same corpus without duplicates, or a folder with RedPajama's files"
+        )
     name = HUB_NAMES.get(name, name)
     try:
         stream = datasets.load_dataset(name, config or None, split="train", streaming=True)

@@ -67,6 +67,8 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
         lines.append(f"Learning rates differ ({rates}); {each}. Part of a difference may come from them.")
     elif rates and not comparison.grid:
         lines.append(f"The learning rate ({rates}) was not searched. Another may favor another model.")
+    if edge := _at_the_edge(comparison):
+        lines.append(f"The best learning rate is the least or the largest that was tried for {listed(edge)}.")
     pairs = [len(result.difference.by_seed) for result in comparison.results if result.difference]
     if pairs and min(pairs) == 1:
         lines.append("A difference known from one seed has no interval. It may be seed noise.")
@@ -174,6 +176,14 @@ def _difference_and_cache(result: Result, baseline: Result) -> str:
     same = size is None or result.kv_bytes in (None, size)
     cache = "" if same else f" with {percent(result.kv_bytes, size)} of the KV cache"
     return f"{result.name} ({signed(result.difference.mean)}{cache})"
+
+
+def _at_the_edge(comparison: ComparisonRecord) -> list[str]:
+    """The architectures whose best learning rate another beyond the searched ones may beat."""
+    if comparison.grid is None:
+        return []
+    tried = comparison.grid["learning_rates"]
+    return [name for name, rate in comparison.chosen_learning_rate.items() if rate in (min(tried), max(tried))]
 
 
 def remarks(comparison: ComparisonRecord) -> list[str]:

@@ -210,6 +210,7 @@ def _learning_rates(comparison: ComparisonRecord) -> str:
     return (
         f"for each architecture the one of {listed([f'{rate:g}' for rate in grid['learning_rates']])} with the "
         f"lowest validation loss on seed {grid['seed']}"
+        + (f" after {grid['steps']:,} steps" if "steps" in grid else "")
         + ("" if grid["seed"] in comparison.seeds else ", which no run in the table uses")
     )
 

@@ -295,4 +295,15 @@ def summarize(spec: RunSpec, history: list[dict[str, Any]], first_bad_step: int 
         "tokens_per_second": round(spec.tokens(spec.log_interval) / median(seconds), 1) if seconds else None,
         "seconds": round(sum(seconds), 2),
         "diverged": {"step": bad["step"], "reason": reason} if bad else None,
+        "rise": _largest_rise([entry for entry in training if math.isfinite(entry["loss"])]),
     }
+
+
+def _largest_rise(training: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return by how many nats the training loss has been above the lowest one before it, at most, and at which step."""
+    found, lowest = None, math.inf
+    for entry in training:
+        lowest = min(lowest, entry["loss"])
+        if entry["loss"] - lowest > (found["nats"] if found else 0):
+            found = {"step": entry["step"], "nats": entry["loss"] - lowest}
+    return found
