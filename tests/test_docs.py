@@ -52,6 +52,7 @@ BENCHMARKS = (
     ("fused_projection", "fused-projection.json", "reference-inference.md"),
     ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
     ("sharding", "sharding.json", "laptop-to-cluster.md"),
+    ("sweep", "sweep.json", "laptop-to-cluster.md"),
     ("quantized_cache", "quantized-cache.json", "tools.md"),
     ("tools", "tools.json", "tools.md"),
 )
