@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,16 @@ def test_where_a_model_comes_from(tmp_path):
         assert origin(plain) == {"base_model": "plain"}
     (plain / "README.md").write_text("---\nbase_model: someone/model\nlicense: mit\n---\n")
     assert origin(plain) == {"base_model": "someone/model", "license": "mit"}
+
+
+def test_where_a_file_comes_from(tmp_path, monkeypatch):
+    file = tmp_path / "model.Q8_0.gguf"
+    file.write_bytes(b"GGUF")
+    about = {"general.license": "apache-2.0", "general.base_model.0.repo_url": "https://huggingface.co/owner/base"}
+    monkeypatch.setattr("leanqkv.checkpoints.card.read_gguf", lambda path: SimpleNamespace(metadata=about))
+    assert origin(file) == {"base_model": "owner/base", "license": "apache-2.0"}
+    about.clear()
+    assert origin(file) == {"base_model": "model.Q8_0"}
 
 
 def test_a_stock_model_needs_no_trust():

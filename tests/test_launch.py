@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -163,6 +164,20 @@ def test_without_submitit_its_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LeanError, match=r"pip install 'leanqkv\[cluster\]'"):
         Cluster()
+
+
+def test_of_an_earlier_start_only_jobs_that_go_on_are_waited_for(monkeypatch, tmp_path):
+    """A job that has failed is not held against its run for ever."""
+    import submitit
+
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(submitit, "SlurmJob", lambda folder, job_id: SimpleNamespace(done=lambda: job_id == "1"))
+    launcher = Launcher(Cluster("slurm"), tmp_path)
+    names = ("ended", "under-way", "new")
+    jobs = [SimpleNamespace(out=tmp_path / "runs" / name) for name in names]
+    launcher.folder.mkdir(exist_ok=True)
+    (launcher.folder / "started.json").write_text(json.dumps({"ended": "1", "under-way": "2"}))
+    assert [out.name for out in launcher._earlier(jobs)] == ["under-way"]
 
 
 def test_what_slurm_is_asked_for(monkeypatch, tmp_path):

@@ -32,20 +32,20 @@ def origin(source: Path) -> dict[str, str]:
     """
     source = source.resolve()
     said: Mapping[str, Any] = {}
+    name = source.name
     if is_gguf(source):
-        about = read_gguf(source).metadata
-        said = {"base_model": about.get("general.name"), "license": about.get("general.license")}
+        about, name = read_gguf(source).metadata, source.stem
+        repository = str(about.get("general.base_model.0.repo_url", "")).partition("https://huggingface.co/")[2]
+        said = {"base_model": repository, "license": about.get("general.license")}
     elif (source / CARD).is_file():
         said = _front_matter(source / CARD)
-    cached = [folder.name.removeprefix("models--") for folder in source.parents if folder.name.startswith("models--")]
-    base = said.get("base_model")
-    found = {"base_model": cached[0].replace("--", "/")} if cached else {}
-    found = {
-        "base_model": base if isinstance(base, str) and base else source.stem if is_gguf(source) else source.name
-    } | found
-    if isinstance(said.get("license"), str):
-        found["license"] = said["license"]
-    return found
+    in_cache = [folder.name for folder in source.parents if folder.name.startswith("models--")]
+    if in_cache:
+        name = in_cache[0].removeprefix("models--").replace("--", "/")
+    elif isinstance(said.get("base_model"), str):
+        name = said["base_model"] or name
+    license = said.get("license")
+    return {"base_model": name} | ({"license": license} if isinstance(license, str) else {})
 
 
 def _front_matter(card: Path) -> Mapping[str, Any]:

@@ -175,7 +175,7 @@ class Launcher:
         on_message(f"the job of {job.out.name} died; another one goes on from step {step:,}")
 
     def _earlier(self, jobs: Sequence[Job]) -> dict[Path, Any]:
-        """Return the jobs that an earlier start of this command has submitted.
+        """Return the jobs of an earlier start of this command that still wait or run; why others ended is past.
 
         Those of this machine are not known to another process: while one trains, its run is locked.
         """
@@ -183,8 +183,9 @@ class Launcher:
 
         file = self.folder / STARTED
         started = read_json(file) if self.elsewhere and file.exists() else {}
-        named = [job for job in jobs if job.out.name in started]
-        return {job.out: submitit.SlurmJob(self.folder, started[job.out.name]) for job in named}
+        named = [job.out for job in jobs if job.out.name in started]
+        handles: dict[Path, Any] = {out: submitit.SlurmJob(self.folder, started[out.name]) for out in named}
+        return {out: handle for out, handle in handles.items() if not handle.done()}
 
     def _store(self, handles: Mapping[Path, Any]) -> None:
         write_json(self.folder / STARTED, {out.name: handle.job_id for out, handle in handles.items()})
