@@ -14,6 +14,7 @@ import pytest
 
 from leanqkv import LeanError
 from leanqkv.data import collate, evaluation_text, open_corpus, prepare_data, stored_tokens, tokenizing
+from leanqkv.data import corpus as corpus_module
 from leanqkv.data.token_files import TokenFiles
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "mix")
@@ -96,6 +97,9 @@ def test_slices_across_arrays():
             assert tokens[begin:end].tolist() == list(range(20))[begin:end]
 
 
+FILES = ["a.jsonl", "b.parquet", "c.jsonl"]
+
+
 class Stopped(BaseException):
     """As Ctrl-C, or the end of a process."""
 
@@ -121,11 +125,14 @@ def test_stopped_anywhere_it_goes_on(corpus, whole, monkeypatch, documents):
     with pytest.raises(Stopped):
         prepare_data(str(corpus), vocab_size=400)
     monkeypatch.setattr(tokenizing, "_write_shard", write_shard)
-    encode = tokenizing.encode
+    encode, read, opened = tokenizing.encode, corpus_module._documents, []
+    monkeypatch.setattr(corpus_module, "_documents", lambda file, field: opened.append(file.name) or read(file, field))
     monkeypatch.setattr(tokenizing, "encode", lambda *a: reached.extend(a[-1]) or encode(*a))
     found = prepare_data(str(corpus), vocab_size=400)
     assert content(found) == expected
     assert reached[-1] == document(299)
+    # A shard is less than 50 documents; before the first is complete the tokenizer is trained again.
+    assert opened == {1: 2 * FILES, 199: FILES[1:], 260: FILES[2:], 299: FILES[2:]}.get(documents, opened)
     again = 300 - len(reached)
     assert again <= documents and (documents < 60 or again > documents - 50)
     assert not list(found.directory.parent.glob(".*"))
