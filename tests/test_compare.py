@@ -44,7 +44,7 @@ def _one_core():
 
 
 def run(comparison, data, out, **options):
-    run_comparison(comparison, data, out, precision="fp32", device="cpu", **{"jobs": 1, **options})
+    run_comparison(comparison, data, out, device="cpu", **{"jobs": 1, "precision": "fp32", **options})
     return {path.parent.name: json.loads(path.read_text()) for path in out.glob("runs/*/record.json")}
 
 
@@ -199,3 +199,50 @@ def test_the_search_may_be_shorter(data, tmp_path):
     page = write_report(tmp_path / "out").read_text()
     assert "after 6 steps" in page
     assert "is the least or the largest that was tried" in page
+
+
+def elsewhere(patch):
+    """This machine is another one, as far as a comparison sees."""
+    there = {"device": "cpu", "cpu": "Another CPU", "instructions": "AVX2", "threads": 1}
+    patch.setattr("leanqkv.compare.comparison.hardware", lambda device: there)
+
+
+def test_a_seed_is_finished_on_the_machine_it_was_begun_on(data, done, tmp_path):
+    out = Path(shutil.copytree(done[0], tmp_path / "out"))
+    lost = next(out.glob("runs/*skipv1*-final-*-seed0"))
+    shutil.rmtree(lost)
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere(patch)
+        run(COMPARISON, data, out, on_message=said.append)
+        assert not lost.exists()
+        assert len(said) == 1 and "seed 0 was begun on" in said[0] and "1 of its runs wait for that machine" in said[0]
+        assert "remove runs/*-final-*-seed0" in said[0]
+        assert [result.state(0) for result in load_comparison(out).results] == ["finished", "finished", "missing"]
+        for other in out.glob("runs/*-final-*-seed0"):  # as it says
+            shutil.rmtree(other)
+        run(COMPARISON, data, out, on_message=said.append)
+    assert len(said) == 1 and lost.exists()
+    assert losses(run(COMPARISON, data, out)) == losses(done[1])
+
+
+def test_another_machine_has_a_precision_of_its_own(data, done, tmp_path):
+    """What was begun in one precision is finished in it; a seed that begins there has the other."""
+    out = Path(shutil.copytree(done[0], tmp_path / "out"))
+    for each in out.glob("runs/*-final-*-seed1"):
+        shutil.rmtree(each)
+    grid = next(out.glob("runs/*-grid-*"))  # begun and not finished
+    grid.joinpath("record.json").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere(patch)
+        records = run(COMPARISON, data, out, precision="bf16")
+    chosen = {name: record["precision"]["choice"] for name, record in records.items()}
+    assert {kind for name, kind in chosen.items() if "seed1" in name} == {"bf16+sdpa"}
+    assert {kind for name, kind in chosen.items() if "seed1" not in name} == {"fp32+sdpa"}
+    assert grid.name in chosen
+    places = json.loads((out / "compare.json").read_text())["places"]
+    assert [record["choice"] for record in places.values()] == ["fp32+sdpa", "bf16+sdpa"]
+    assert list(places)[1] == "Another CPU (AVX2) with 1 thread"
+    load_comparison(out)
+    with pytest.raises(LeanError, match="was begun in fp32"):
+        run(COMPARISON, data, out, precision="bf16")  # here

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -61,9 +62,20 @@ def hardware(device: str) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "cpu": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
     }
+
+
+def place_of(hardware: Mapping[str, Any]) -> str:
+    """Return where a record was made in words, of its entry on the machine: equal for what rounds alike."""
+    if hardware["device"] != "cpu":
+        return hardware["device"]
+    # A name such as "AMD EPYC" stands for several processors.
+    kind = hardware.get("instructions", "unknown instructions")
+    threads = hardware["threads"]
+    return f"{hardware['cpu']} ({kind}) with {threads} thread{'' if threads == 1 else 's'}"
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..environment import available_cores, check_device, default_device
+from ..environment import available_cores, check_device, default_device, hardware, place_of
 from ..errors import LeanError
 from ..files import check_place, make_directory, read_json, write_json
 from ..presets import preset
@@ -22,6 +22,7 @@ from ..train import (
     free_memory,
     parse_precision,
 )
+from ..train.directory import begun_run
 from ..train.micro_batch import split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
@@ -76,21 +77,21 @@ def run_comparison(
         check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
         split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses what does not divide
     directory = _Directory(out, replace(comparison, context_length=context), data.sha256)
-    launcher, here = None if cluster is None else Launcher(cluster, out), device
-    if launcher is not None and launcher.elsewhere:
-        here = "cpu"
-    if launcher is not None and "precision" not in directory.content:
+    launcher = None if cluster is None else Launcher(cluster, out)
+    elsewhere = launcher is not None and launcher.elsewhere
+    if launcher is not None and not directory.is_settled(None if elsewhere else device):
         # What fits and what is fast is asked on the device of a job.
         on_message("a job chooses micro-batch and precision")
-        directory = launcher.wait_for(_settled, directory, asked, device, 1 if launcher.elsewhere else jobs)
-    chosen, workers = directory.settle(asked, here, jobs, on_message)
+        directory = launcher.wait_for(_settled, directory, asked, device, 1 if elsewhere else jobs)
+    place = directory.content["place"] if elsewhere else None
+    chosen, workers = directory.settle(asked, "cpu" if elsewhere else device, jobs, on_message, place)
     threads, settings = directory.content["threads"], {"device": device, "batches": out / "batches"}
 
     def train_all(todo: list[Job]) -> dict[Path, dict[str, Any]]:
         on_jobs(todo)
         if launcher is None:
             return run_jobs(todo, data, settings, workers, threads, on_update)
-        at_once = jobs or len(todo) if launcher.elsewhere else workers
+        at_once = jobs or len(todo) if elsewhere else workers
         return launcher.run(todo, data, settings, threads, at_once, on_message, on_update)
 
     if comparison.learning_rates:
@@ -101,9 +102,8 @@ def run_comparison(
         ]
         rates = _best_rates(grid, train_all(grid))
     directory.write(chosen_learning_rate=rates)
-    train_all(
-        [directory.job(label, seed, rates[label], "final", chosen) for seed in comparison.seeds for label in rates]
-    )
+    finals = [directory.job(label, seed, rates[label], "final", chosen) for seed in comparison.seeds for label in rates]
+    train_all(finals if elsewhere else _to_train_here(finals, directory.content["place"], on_message))
 
 
 def default_jobs(device: str, parameters: int) -> int:
@@ -176,12 +176,32 @@ class _Directory:
         self.content |= changes
         write_json(self.out / COMPARISON, self.content)
 
+    def is_settled(self, device: str | None) -> bool:
+        """Whether `settle` has nothing to choose on this machine; of None: on the one that it last chose on."""
+        return "precision" in self.content and (device is None or self._chosen_at(self._place(device)) is not None)
+
+    def _place(self, device: str) -> str:
+        """This machine, with the threads that the comparison's runs have."""
+        return place_of({**hardware(device), "threads": self.content.get("threads")})
+
+    def _chosen_at(self, place: str) -> dict[str, Any] | None:
+        """The precision of runs at a place; what an earlier version chose holds everywhere."""
+        if "places" not in self.content:
+            return self.content.get("precision")
+        return self.content["places"].get(place)
+
     def settle(
-        self, asked: Precision | None, device: str | None, jobs: int | None, on_message: Callable[[str], None]
+        self,
+        asked: Precision | None,
+        device: str | None,
+        jobs: int | None,
+        on_message: Callable[[str], None],
+        place: str | None = None,
     ) -> tuple[Precision, int]:
         """Settle threads, micro-batch and precision of every run; return the precision, and how many runs at a time.
 
-        What was settled before stays: on another device or with other `jobs` the numbers would not be the same.
+        What was settled before stays: with other `jobs` the numbers would not be the same. The precision is that of a
+        place, by default of this machine: another processor may be fast in another one.
         """
         device = check_device(device or default_device())
         models = [preset(entry.model) for entry in self.comparison.entries.values()]
@@ -191,7 +211,7 @@ class _Directory:
         own_share = max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads()
         torch.set_num_threads(self.content.setdefault("threads", own_share))
         self._settle_micro_batch(asked, device, workers, on_message)
-        return self._settle_precision(asked, device, on_message), workers
+        return self._settle_precision(asked, device, place or self._place(device), on_message), workers
 
     def _settle_micro_batch(
         self, asked: Precision | None, device: str, workers: int, on_message: Callable[[str], None]
@@ -216,9 +236,12 @@ class _Directory:
         chosen_size = self.content.get("chosen_micro_batch_size")
         self.comparison = replace(comparison, micro_batch_size=chosen_size)
 
-    def _settle_precision(self, asked: Precision | None, device: str, on_message: Callable[[str], None]) -> Precision:
-        """Return the precision of every run: the one begun in, else the one asked for, else the baseline's fastest."""
-        if "precision" not in self.content:
+    def _settle_precision(
+        self, asked: Precision | None, device: str, place: str, on_message: Callable[[str], None]
+    ) -> Precision:
+        """Return the precision of runs at a place: the one begun in, else the one asked for, else the fastest."""
+        record = self._chosen_at(place)
+        if record is None:
             baseline = next(iter(self.comparison.entries.values()))
             recipe, context_length = baseline.full_recipe(self.comparison.recipe), self.comparison.context_length
             assert context_length is not None
@@ -230,13 +253,13 @@ class _Directory:
                 device=device,
                 progress=on_message,
             )
-            self.write(precision=chosen.record())
-        record = self.content["precision"]
+            record = chosen.record()
         begun = parse_precision(record["choice"])
         if begun is None:
             raise LeanError(f"{self.out / COMPARISON} names no precision that was chosen, found {record['choice']!r}")
         if asked is not None and asked != begun:
             raise LeanError(f"{self.out} was begun in {begun}, {asked} is asked; choose another --out or delete it")
+        self.write(precision=record, place=place, places=self.content.get("places", {}) | {place: record})
         return replace(begun, timings=record["milliseconds_per_step"])
 
     def job(self, label: str, seed: int, learning_rate: float, role: str, precision: Precision) -> Job:
@@ -254,7 +277,38 @@ class _Directory:
             data_sha256=self.data_sha256,
             role=role,
         )
-        return Job(spec, self.out / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}")
+        out = self.out / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}"
+        return Job(_as_begun(spec, out), out)
+
+
+def _as_begun(spec: RunSpec, out: Path) -> RunSpec:
+    """The run in the precision that it was begun in, on another machine perhaps."""
+    if (begun := begun_run(out)) is None:
+        return spec
+    precision = begun["precision"]
+    return replace(spec, precision=precision["choice"] if isinstance(precision, dict) else precision)
+
+
+def _to_train_here(jobs: Sequence[Job], here: str, on_message: Callable[[str], None]) -> list[Job]:
+    """Leave out what is missing of a seed whose runs were begun on another machine: a pair is of one.
+
+    Those runs wait until the comparison goes on there.
+    """
+    begun = {job.out: begun_run(job.out) for job in jobs}
+    finished = {out for out, run in begun.items() if run is not None and "final" in run}
+    places: dict[int, str] = {}
+    for job in jobs:
+        run = begun[job.out] or {}
+        if "instructions" in run.get("hardware", ()):  # an earlier version's does not tell processors apart
+            places.setdefault(job.spec.seed, place_of(run["hardware"]))
+    waiting = [job for job in jobs if job.out not in finished and places.get(job.spec.seed, here) != here]
+    for seed in dict.fromkeys(job.spec.seed for job in waiting):
+        count = sum(job.spec.seed == seed for job in waiting)
+        on_message(
+            f"seed {seed} was begun on {places[seed]}: {count} of its runs wait for that machine; to train the seed "
+            f"here, remove runs/*-final-*-seed{seed}"
+        )
+    return [job for job in jobs if job not in waiting]
 
 
 def _settled(directory: _Directory, asked: Precision | None, device: str | None, jobs: int | None) -> _Directory:

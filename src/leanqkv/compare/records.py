@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..environment import place_of
 from ..errors import LeanError
 from ..files import RECORD_FORMAT, read_json
 from .measure import LOSS, Measure, measure_of
@@ -294,10 +295,7 @@ def _check_places(comparison: ComparisonRecord, runs: Iterable[tuple[Path, Run]]
         if run.role != "final" or run.loss is None:
             continue
         group = next(number for number, names in enumerate(comparison.groups) if run.name in names)
-        hardware, where = run.hardware, run.hardware["device"]
-        if where == "cpu":
-            where = f"{hardware['cpu']} with {hardware['threads']} threads"
-        place = f"{where}, {run.precision['choice']}"
+        place = f"{place_of(run.hardware)}, {run.precision['choice']}"
         known, other = places.setdefault((group, run.seed), (place, path))
         if known != place:
             raise LeanError(

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..checkpoints.card import CARD
+from ..environment import hardware
 from ..errors import LeanError
 from ..files import LOCK, check_place, locked, make_directory, read_json, remove, write_json, write_text
 from .model_card import model_card
@@ -66,6 +67,17 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
     if differences:
         raise LeanError(f"{out} holds another run ({'; '.join(differences)}); choose another --out or delete it")
     return read_json(out / RECORD) if (out / RECORD).exists() else None
+
+
+def note_hardware(out: Path, device: str) -> None:
+    """Write into the specification's file where the run is trained now."""
+    write_json(out / SPEC, {**read_json(out / SPEC), "hardware": hardware(device)})
+
+
+def begun_run(out: Path) -> dict[str, Any] | None:
+    """Return the record of a finished run in `out`, else the specification of one that was begun, else None."""
+    files = (file for file in (out / RECORD, out / SPEC) if file.exists())
+    return next(map(read_json, files), None)
 
 
 def last_checkpoint(out: Path) -> str | None:
