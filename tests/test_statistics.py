@@ -5,6 +5,7 @@ import math
 import pytest
 
 from leanqkv.compare.statistics import Band, average, difference_curve, paired_difference, standard_deviation
+from leanqkv.compare.trend import trend
 
 
 def test_two_seeds() -> None:
@@ -86,3 +87,34 @@ def test_difference_curve_is_the_paired_interval_at_every_common_step() -> None:
 
 def test_a_difference_curve_of_one_seed_has_no_width() -> None:
     assert difference_curve({0: {50: 3.0}}, {0: {50: 4.0}, 1: {50: 9.0}}) == [Band(50, -1.0, -1.0, -1.0)]
+
+
+def test_the_trend_is_a_line_of_each_seed_by_hand() -> None:
+    """Slope and prediction by the sums of least squares, intervals by Student's t of two independent seeds."""
+    steps = (100, 200, 400, 800)
+    gaps = {0: (-0.10, -0.07, -0.06, -0.02), 1: (-0.08, -0.08, -0.03, -0.03)}
+    baseline = {seed: {step: 4.0 + seed / step for step in (*steps, 300)} for seed in (0, 1, 2)}
+    curves = {
+        seed: {step: baseline[seed][step] + gap for step, gap in zip(steps, of, strict=True)}
+        for seed, of in gaps.items()
+    }
+    found = trend(curves, baseline)
+    slopes, predictions = [], []
+    for of in gaps.values():
+        mean = sum(of) / 4
+        slope = sum((x - 1.5) * (y - mean) for x, y in enumerate(of)) / sum((x - 1.5) ** 2 for x in range(4))
+        slopes.append(slope)
+        predictions.append(mean + slope * (3 + math.log2(10) - 1.5))
+    t = 12.706204736432095  # of one degree of freedom
+    for result, values in ((found.per_doubling, slopes), (found.further, predictions)):
+        assert list(result.by_seed.values()) == pytest.approx(values, abs=1e-12)
+        assert result.mean == pytest.approx(sum(values) / 2, abs=1e-12)
+        assert result.half_width == pytest.approx(t * abs(values[0] - values[1]) / 2, rel=1e-9)
+    assert [at.mean for at in found.differences] == pytest.approx([-0.09, -0.075, -0.045, -0.025], abs=1e-12)
+
+
+def test_there_is_no_trend_without_the_fractions() -> None:
+    whole = {0: {100: 4.0, 200: 4.0, 400: 4.0, 800: 4.0}}
+    assert trend(whole, whole) is not None
+    assert trend({0: {100: 4.0, 200: 4.0, 800: 4.0}}, whole) is None
+    assert trend(whole, {1: whole[0]}) is None

@@ -61,8 +61,11 @@ def half_width(values: Sequence[float]) -> float | None:
 def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]) -> PairedDifference | None:
     """Return losses minus the baseline's, by seed, over the seeds that both have; None where there is no such seed."""
     by_seed = {seed: losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline.keys())}
-    if not by_seed:
-        return None
+    return over_seeds(by_seed) if by_seed else None
+
+
+def over_seeds(by_seed: Mapping[int, float]) -> PairedDifference:
+    """Return what differences of one seed or more say about their mean."""
     differences = list(by_seed.values())
     mean = float(np.mean(differences))
     width = half_width(differences)

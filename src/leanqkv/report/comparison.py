@@ -10,9 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
+from ..compare.measure import LOSS
 from ..compare.records import ComparisonRecord, Result
 from ..compare.statistics import standard_deviation
 from ..compare.suites import SUITES
+from ..compare.trend import FRACTIONS, FURTHER, trend
 from .published import published_tables
 from .stability import stability_table
 from .text import ABSENT, Table, compact, listed, percent, seeds, signed, with_interval
@@ -87,7 +89,7 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
 def terminal_report(comparison: ComparisonRecord) -> RenderableType:
     """Return the result in 100 columns; of a suite also the papers' numbers beside it and its outcomes."""
     parts: list[RenderableType] = [terminal_table(comparison)]
-    for table in sections(comparison):
+    for table in _below_the_result(comparison):
         rows = [[_folded(name), *cells] for name, *cells in table.rows]
         parts += ["", replace(table, rows=rows).terminal()]
     if claims := suite_claims(comparison):
@@ -116,12 +118,17 @@ def markdown(comparison: ComparisonRecord) -> str:
     """Return the same tables for GitHub."""
     result = result_table(comparison)
     parts = [result.markdown(), f"{result.note}\n"]
-    for table in sections(comparison):
+    for table in _below_the_result(comparison):
         parts += [f"{table.title}\n", table.markdown()]
         parts += [f"{table.note}\n"] if table.note else []
     if claims := suite_claims(comparison):
         parts.append("".join(f"- {claim}\n" for claim in claims))
     return "\n".join(parts)
+
+
+def _below_the_result(comparison: ComparisonRecord) -> list[Table]:
+    lengths = length_table(comparison)
+    return ([] if lengths is None else [lengths]) + sections(comparison)
 
 
 def sections(comparison: ComparisonRecord) -> list[Table]:
@@ -131,6 +138,29 @@ def sections(comparison: ComparisonRecord) -> list[Table]:
         return []
     outcomes = [stability_table(comparison)] if suite.stability else []
     return outcomes + published_tables(comparison, suite)
+
+
+def length_table(comparison: ComparisonRecord) -> Table | None:
+    """Return how each difference changes with the tokens trained on; None where too few lengths were evaluated."""
+    rows = []
+    for result in comparison.results:
+        if result.baseline is None or comparison.measure != LOSS:
+            continue
+        if (found := trend(result.curves(), result.baseline.curves())) is not None:
+            cells = [*found.differences, found.per_doubling, found.further]
+            rows.append([f"`{result.name}`", *(with_interval(cell) for cell in cells)])
+    tokens = {run.tokens for run in comparison.finals if run.loss is not None}
+    if not rows or len(tokens) != 1:
+        return None
+    whole = tokens.pop()
+    headers = ["model", *(f"{compact(fraction * whole)}\ntokens" for fraction in FRACTIONS)]
+    headers += ["per doubling", f"{compact(FURTHER * whole)} tokens,\npredicted"]
+    note = (
+        "Differences to the baseline during training, at the same step and seed. The last two columns are those of a "
+        "straight line through each seed's four differences over the logarithm of the tokens. The prediction holds if "
+        "the line does. Before the end the learning rate has not come down yet: a run that ends there has another loss."
+    )
+    return Table(headers, rows, "Differences by length of training", note)
 
 
 def suite_claims(comparison: ComparisonRecord) -> list[str]:

@@ -14,6 +14,7 @@ from . import figures, html
 from .comparison import (
     DIFFERENCE,
     interval_note,
+    length_table,
     markdown,
     reading,
     remarks,
@@ -54,6 +55,7 @@ def write_report(directory: str | Path) -> Path:
         facts=_facts(comparison),
         recipes=_recipes(comparison),
         runs=_runs(comparison),
+        lengths=length_table(comparison),
         sections=sections(comparison),
         claims=suite_claims(comparison),
         remarks=remarks(comparison),

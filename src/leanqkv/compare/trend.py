@@ -1,0 +1,49 @@
+"""How a difference to the baseline changes with the tokens trained on: a straight line in their logarithm."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .statistics import Curve, PairedDifference, over_seeds
+
+# Of a run: where its difference is looked at.
+FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 1.0)
+# How far beyond the end of training the line is drawn.
+FURTHER = 10
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The differences of several seeds at fractions of their training, and a line through each seed's.
+
+    Attributes:
+        differences: at each of FRACTIONS.
+        per_doubling: what twice the tokens add.
+        further: the line at FURTHER times the tokens of the whole training.
+    """
+
+    differences: Sequence[PairedDifference]
+    per_doubling: PairedDifference
+    further: PairedDifference
+
+
+def trend(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> Trend | None:
+    """Return the trend of curves less the baseline's, by seed; None where a fraction was not evaluated.
+
+    Each seed has its least-squares line, so that intervals are those of independent runs: points of one run are not.
+    """
+    seeds = sorted(curves.keys() & baseline.keys())
+    if not seeds:
+        return None
+    last = max(max(curves[seed]) for seed in seeds)
+    steps = [fraction * last for fraction in FRACTIONS]
+    if any(step not in of[seed] for seed in seeds for of in (curves, baseline) for step in steps):
+        return None
+    gaps = np.array([[curves[seed][int(step)] - baseline[seed][int(step)] for step in steps] for seed in seeds])
+    slopes, ends = np.polyfit(np.log2(FRACTIONS), gaps.T, 1)
+    return Trend(
+        [over_seeds(dict(zip(seeds, at, strict=True))) for at in gaps.T.tolist()],
+        over_seeds(dict(zip(seeds, slopes.tolist(), strict=True))),
+        over_seeds(dict(zip(seeds, (ends + slopes * np.log2(FURTHER)).tolist(), strict=True))),
+    )
