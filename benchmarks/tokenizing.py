@@ -142,18 +142,17 @@ def _memory(process: int) -> int:
 
 def tables(record: dict[str, Any]) -> str:
     """Return the tables of the documentation."""
-    workers = record["workers"]
+    alone = [row["library"] for row in record["rows"]]
+    small = [row["command"]["rate"] for row in record["rows"]]
+    large = record["memory"]["large"]["rate"]
     ratios = [row["command"]["rate"] / row["library"] for row in record["rows"]]
-    rates = {
-        "the tokenizers library alone": [row["library"] for row in record["rows"]],
-        f"`leanqkv tokenize --workers {workers}`, whole": [row["command"]["rate"] for row in record["rows"]],
-    }
+    command = f"`leanqkv tokenize --workers {record['workers']}`, from its start to its end"
+    names = [f"{command}, {size / 1e6:,.0f} MB" for size in record["bytes"]]
     speed = [
-        [name, f"{harness.spread(values)['median']:,.0f} ({min(values):,.0f}–{max(values):,.0f})"]
-        for name, values in rates.items()
+        ["the tokenizers library alone", _spread(alone), "1"],
+        [names[0], _spread(small), harness.spread_text(harness.spread(ratios))],
+        [names[1], f"{large:,.0f}", f"{large / harness.spread(alone)['median']:.2f}"],
     ]
-    speed[1].append(harness.spread_text(harness.spread(ratios)))
-    speed[0].append("1")
     memory = [
         [f"{size / 1e6:,.0f} MB", f"{entry['tokens'] / 1e6:,.0f} million", f"{entry['bytes_in_memory'] / 1e6:,.0f} MB"]
         for size, entry in zip(record["bytes"], record["memory"].values(), strict=True)
@@ -163,6 +162,10 @@ def tables(record: dict[str, Any]) -> str:
         + "\n\n"
         + harness.markdown_table(("text", "tokens", "most memory"), memory)
     )
+
+
+def _spread(rates: list[float]) -> str:
+    return f"{harness.spread(rates)['median']:,.0f} ({min(rates):,.0f}–{max(rates):,.0f})"
 
 
 if __name__ == "__main__":

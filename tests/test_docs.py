@@ -53,6 +53,7 @@ BENCHMARKS = (
     ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
     ("sharding", "sharding.json", "laptop-to-cluster.md"),
     ("sweep", "sweep.json", "laptop-to-cluster.md"),
+    ("tokenizing", "tokenizing.json", "laptop-to-cluster.md"),
     ("quantized_cache", "quantized-cache.json", "tools.md"),
     ("tools", "tools.json", "tools.md"),
 )
@@ -202,7 +203,7 @@ NUMBERS = {
     ),
     "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.90")),  # P2; the first run, tested above
     "tools.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "tools.md"), (), ("2.13",)),  # PyTorch
-    "laptop-to-cluster.md": Sources((("sharding", "sharding.json"),)),
+    "laptop-to-cluster.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "laptop-to-cluster.md")),
     "mechanisms.md": Sources(),
     "add-a-mechanism.md": Sources(),
     "evaluate.md": Sources(),
