@@ -41,6 +41,18 @@ def sequence_losses(
 
     Every sequence is `context_length` targets, so the mean over sequences is the mean over tokens.
     """
+    return token_losses(model, tokens, starts, context_length, batch_size, autocast).mean(1)
+
+
+def token_losses(
+    model: nn.Module,
+    tokens: Tokens,
+    starts: Sequence[int] | np.ndarray,
+    context_length: int,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> torch.Tensor:
+    """Return the cross-entropy in nats of each target, float64 [len(starts), context_length], with dropout off."""
     losses = []
     with scoring(model) as device:
         for first in range(0, len(starts), batch_size):
@@ -49,7 +61,7 @@ def sequence_losses(
             with autocast():
                 logits = uncompiled(model)(input_ids=batch["input_ids"].to(device), use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-            losses.append(loss.view_as(targets).cpu().double().mean(1))
+            losses.append(loss.view_as(targets).cpu().double())
     return torch.cat(losses)
 
 

@@ -1,0 +1,136 @@
+"""Where a difference between trained models lies: in tokens that could be copied from their context, or in others.
+
+    python benchmarks/copying.py runs/mine --out results/mine/copying.json
+    python benchmarks/copying.py --tables results/mine/copying.json
+
+A token can be copied where the pair of the token before it and itself stands earlier in its sequence: what an induction
+head completes (Olsson et al. 2022, https://arxiv.org/abs/2209.11895). The models are those of a finished comparison, or
+of as much of it as is there; every one scores the same held-out sequences, in as many forward passes. An --out that is
+there keeps the runs that it has, so that seeds can be measured one after another.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+
+from leanqkv import LeanForCausalLM
+from leanqkv.compare.records import ComparisonRecord, Run, load_comparison
+from leanqkv.compare.statistics import PairedDifference, over_seeds
+from leanqkv.data import collate, prepare_data
+from leanqkv.errors import LeanError
+from leanqkv.evaluate.loss import token_losses
+from leanqkv.evaluate.paired import spread_windows
+from leanqkv.files import read_json
+from leanqkv.progress import progress_bar
+from leanqkv.report.text import with_interval
+
+KINDS = ("copied", "other")
+
+
+def can_be_copied(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return where the pair (input, target) stands earlier in the same sequence; all [sequences, positions]."""
+    same = (inputs[:, :, None] == inputs[:, None]) & (targets[:, :, None] == targets[:, None])
+    return same.tril(-1).any(-1)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record's parts."""
+    if options.comparison is None:
+        raise LeanError("name the directory of a comparison")
+    comparison = load_comparison(options.comparison)
+    runs = dict(_trained(options.comparison, comparison))
+    if not runs:
+        raise LeanError(f"{options.comparison} holds no trained models, only records")
+    first = next(iter(runs.values()))
+    vocabulary = LeanForCausalLM.config_class.from_pretrained(next(iter(runs))).vocab_size
+    data = prepare_data(options.data, vocab_size=vocabulary)
+    if data.sha256 != first.data["sha256"]:
+        raise LeanError(f"the comparison was trained on other data than {data.description}")
+    length = first.context_length
+    starts = [first for first, _ in spread_windows(len(data.validation), length, options.sequences)]
+    batch = collate(data.validation, starts, length)
+    copied = can_be_copied(batch["input_ids"], batch["shift_labels"])
+    rows = {row["run"]: row for row in _earlier(options.out, data.sha256, len(starts))}
+    with progress_bar("models") as bar:
+        for done, (folder, run) in enumerate(runs.items()):
+            model = LeanForCausalLM.from_pretrained(folder)
+            losses = token_losses(model, data.validation, starts, length, 32)
+            means = {"copied": float(losses[copied].mean()), "other": float(losses[~copied].mean())}
+            rows[folder.name] = {"run": folder.name, "model": run.name, "seed": run.seed, "loss": means}
+            bar(done + 1, len(runs))
+    return {
+        "baseline": comparison.baselines[0],
+        "data": data.record(),
+        "sequences": len(starts),
+        "context_length": length,
+        "copied_share": float(copied.double().mean()),
+        "rows": list(rows.values()),
+    }
+
+
+def _trained(directory: Path, comparison: ComparisonRecord) -> list[tuple[Path, Run]]:
+    """The final runs whose weights are there."""
+    files = sorted(directory.glob("runs/*-final-*/model.safetensors"))
+    by_name = {(run.name, run.seed): run for run in comparison.finals}
+    named = [(file.parent, read_json(file.parent / "record.json")) for file in files]
+    return [(folder, by_name[record["name"], record["seed"]]) for folder, record in named]
+
+
+def _earlier(out: Path | None, data_sha256: str, sequences: int) -> list[dict[str, Any]]:
+    if out is None or not out.exists():
+        return []
+    record = read_json(out)
+    if (record["data"]["sha256"], record["sequences"]) != (data_sha256, sequences):
+        raise LeanError(f"{out} is of other text; choose another --out")
+    return record["rows"]
+
+
+def differences(record: dict[str, Any]) -> dict[str, dict[str, PairedDifference]]:
+    """By model and kind of token, the difference to the baseline over the seeds that both have."""
+    losses: dict[str, dict[int, dict[str, float]]] = {}
+    for row in record["rows"]:
+        losses.setdefault(row["model"], {})[row["seed"]] = row["loss"]
+    baseline = losses.pop(record["baseline"], {})
+    found = {}
+    for model, by_seed in losses.items():
+        seeds = sorted(by_seed.keys() & baseline.keys())
+        if seeds:
+            found[model] = {
+                kind: over_seeds({seed: by_seed[seed][kind] - baseline[seed][kind] for seed in seeds}) for kind in KINDS
+            }
+    return found
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return the record as Markdown."""
+    share = record["copied_share"]
+    rows = []
+    for model, found in differences(record).items():
+        parts = np.array([share * found["copied"].mean, (1 - share) * found["other"].mean])
+        rows.append(
+            [
+                f"`{model}`",
+                with_interval(found["copied"]),
+                with_interval(found["other"]),
+                f"{100 * parts[0] / parts.sum():.0f}%",
+            ]
+        )
+    headers = (
+        "model",
+        f"tokens that can be copied ({100 * share:.0f}%)",
+        f"others ({100 * (1 - share):.0f}%)",
+        "share of the whole difference in the first",
+    )
+    return harness.table(headers, rows)
+
+
+if __name__ == "__main__":
+    parser = harness.command_line(__doc__)
+    parser.add_argument("comparison", type=Path, nargs="?", help="directory of a comparison, with its models")
+    parser.add_argument("--data", default="stdlib", help="what it was trained on")
+    parser.add_argument("--sequences", type=int, default=1000, help="held-out sequences that are scored")
+    harness.run(parser, measure, tables)
