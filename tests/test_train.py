@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -547,3 +548,19 @@ def test_damaged_and_foreign_checkpoints_are_refused(finished, tmp_path):
     (other / "config.json").write_text(json.dumps(config | {"model_type": "leanqkv", "intermediate_size": 128}))
     with pytest.raises(LeanError, match=r"do not fit|cannot be read"):
         load_model(open_checkpoint(other))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])
+def test_a_process_on_the_cpu_keeps_the_memory_that_it_frees(device, kept):
+    code = f"""
+import psutil, torch
+from leanqkv.environment import keep_freed_memory
+keep_freed_memory({device!r})
+tensors = [torch.ones(2**23) for _ in range(4)]  # 32 MB each
+before = psutil.Process().memory_info().rss
+del tensors
+print(before - psutil.Process().memory_info().rss < 2**23)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(kept), found.stderr

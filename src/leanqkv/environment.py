@@ -1,5 +1,6 @@
 """Where a record was made: hardware, versions, the commit of the code."""
 
+import ctypes
 import os
 import platform
 import re
@@ -55,6 +56,21 @@ def free_memory(device: str) -> int:
 def available_cores() -> int:
     """Return the number of cores that this process may use; under taskset fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_freed_memory(device: str) -> None:
+    """Let a process that computes on the CPU keep the memory that it frees, instead of returning it to the system.
+
+    Each step frees its large tensors and asks for the same sizes again; glibc would return their pages and get others,
+    which the system fills with zeros first. With another C library nothing changes.
+    """
+    if device != "cpu":
+        return
+    trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
+    with suppress(OSError, AttributeError, TypeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 2**30)
+        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def hardware(device: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..environment import keep_freed_memory
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from .tasks import task_of
@@ -121,6 +122,7 @@ def time_steps(
 
     The fastest step is the one that other processes disturbed least. The random state is left as it was.
     """
+    keep_freed_memory(device)
     with torch.random.fork_rng(devices=[]):
         torch.compiler.reset()
         task = task_of(config)

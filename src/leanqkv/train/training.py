@@ -13,7 +13,7 @@ from transformers.integrations import get_available_reporting_integrations
 from ..checkpoints.open import load_weights, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..compat import quiet_transformers, use_one_device
-from ..environment import check_device, git_commit, hardware, versions
+from ..environment import check_device, git_commit, hardware, keep_freed_memory, versions
 from ..errors import LeanError, TimeIsUpError
 from ..files import RECORD_FORMAT, disk_full_is_an_error
 from ..model.config import LeanConfig
@@ -61,6 +61,7 @@ def train(
             teacher cannot teach this model.
     """
     device = check_device(device)
+    keep_freed_memory(device)
     check_trackers(report_to)
     if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
