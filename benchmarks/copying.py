@@ -4,9 +4,12 @@
     python benchmarks/copying.py --tables results/mine/copying.json
 
 A token can be copied where the pair of the token before it and itself stands earlier in its sequence: what an induction
-head completes (Olsson et al. 2022, https://arxiv.org/abs/2209.11895). The models are those of a finished comparison, or
-of as much of it as is there; every one scores the same held-out sequences, in as many forward passes. An --out that is
-there keeps the runs that it has, so that seeds can be measured one after another.
+head completes (Olsson et al. 2022, https://arxiv.org/abs/2209.11895). Such pairs are frequent ones, too. So the same
+pairs are also compared with themselves: where they stand earlier in the sequence, and where they do not.
+
+The models are those of a finished comparison, or of as much of it as is there; every one scores the same held-out
+sequences, in as many forward passes. An --out that is there keeps the runs that it has, so that seeds can be measured
+one after another.
 """
 
 import argparse
@@ -14,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import numpy as np
 import torch
 
 from leanqkv import LeanForCausalLM
@@ -28,13 +30,33 @@ from leanqkv.files import read_json
 from leanqkv.progress import progress_bar
 from leanqkv.report.text import with_interval
 
-KINDS = ("copied", "other")
+KINDS = ("copied", "other", "same pairs copied", "same pairs not copied")
 
 
 def can_be_copied(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return where the pair (input, target) stands earlier in the same sequence; all [sequences, positions]."""
     same = (inputs[:, :, None] == inputs[:, None]) & (targets[:, :, None] == targets[:, None])
     return same.tril(-1).any(-1)
+
+
+def weights_of_kinds(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the weight of every position in the mean of each of KINDS, float64 [sequences, positions], of sum one.
+
+    The last two are means over the pairs that both can and cannot be copied somewhere, each pair with the number of
+    times that it can.
+    """
+    copied = can_be_copied(inputs, targets)
+    pairs, index = torch.unique(torch.stack((inputs, targets), -1).flatten(0, 1), dim=0, return_inverse=True)
+    index = index.view_as(inputs)
+    times, other_times = (index[chosen].bincount(minlength=len(pairs)).double() for chosen in (copied, ~copied))
+    both = ((times > 0) & (other_times > 0))[index]
+    weights = (
+        copied.double(),
+        (~copied).double(),
+        (copied & both).double(),
+        (~copied & both) * (times / other_times.clamp(min=1))[index],
+    )
+    return {kind: each / each.sum() for kind, each in zip(KINDS, weights, strict=True)}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -51,15 +73,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if data.sha256 != first.data["sha256"]:
         raise LeanError(f"the comparison was trained on other data than {data.description}")
     length = first.context_length
-    starts = [first for first, _ in spread_windows(len(data.validation), length, options.sequences)]
-    batch = collate(data.validation, starts, length)
-    copied = can_be_copied(batch["input_ids"], batch["shift_labels"])
+    tokens = data.validation()
+    starts = [start for start, _ in spread_windows(len(tokens), length, options.sequences)]
+    batch = collate(tokens, starts, length)
+    weights = weights_of_kinds(batch["input_ids"], batch["shift_labels"])
     rows = {row["run"]: row for row in _earlier(options.out, data.sha256, len(starts))}
     with progress_bar("models") as bar:
         for done, (folder, run) in enumerate(runs.items()):
             model = LeanForCausalLM.from_pretrained(folder)
-            losses = token_losses(model, data.validation, starts, length, 32)
-            means = {"copied": float(losses[copied].mean()), "other": float(losses[~copied].mean())}
+            losses = token_losses(model, tokens, starts, length, 32)
+            means = {kind: float((weight * losses).sum()) for kind, weight in weights.items()}
             rows[folder.name] = {"run": folder.name, "model": run.name, "seed": run.seed, "loss": means}
             bar(done + 1, len(runs))
     return {
@@ -67,7 +90,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "data": data.record(),
         "sequences": len(starts),
         "context_length": length,
-        "copied_share": float(copied.double().mean()),
+        "copied_share": float((weights["copied"] > 0).double().mean()),
         "rows": list(rows.values()),
     }
 
@@ -110,27 +133,27 @@ def tables(record: dict[str, Any]) -> str:
     share = record["copied_share"]
     rows = []
     for model, found in differences(record).items():
-        parts = np.array([share * found["copied"].mean, (1 - share) * found["other"].mean])
-        rows.append(
-            [
-                f"`{model}`",
-                with_interval(found["copied"]),
-                with_interval(found["other"]),
-                f"{100 * parts[0] / parts.sum():.0f}%",
-            ]
-        )
+        part, rest = share * found["copied"].mean, (1 - share) * found["other"].mean
+        rows.append([f"`{model}`", *map(with_interval, found.values()), f"{part / (part + rest):.0%}"])
     headers = (
         "model",
-        f"tokens that can be copied ({100 * share:.0f}%)",
-        f"others ({100 * (1 - share):.0f}%)",
-        "share of the whole difference in the first",
+        f"can be copied ({share:.0%} of the tokens)",
+        f"others ({1 - share:.0%})",
+        "same pairs: can be copied",
+        "same pairs: cannot",
+        "share of the difference in what can be copied",
     )
     return harness.table(headers, rows)
 
 
-if __name__ == "__main__":
+def command_line() -> argparse.ArgumentParser:
+    """Return the options of this benchmark."""
     parser = harness.command_line(__doc__)
     parser.add_argument("comparison", type=Path, nargs="?", help="directory of a comparison, with its models")
     parser.add_argument("--data", default="stdlib", help="what it was trained on")
     parser.add_argument("--sequences", type=int, default=1000, help="held-out sequences that are scored")
-    harness.run(parser, measure, tables)
+    return parser
+
+
+if __name__ == "__main__":
+    harness.run(command_line(), measure, tables)
