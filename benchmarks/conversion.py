@@ -13,23 +13,21 @@ started again, it goes on.
 
 import argparse
 import itertools
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import Command, run_commands
 
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.compare.statistics import paired_difference
 from leanqkv.data import prepare_data
 from leanqkv.environment import git_commit, hardware, versions
+from leanqkv.errors import LeanError
 from leanqkv.evaluate import sequence_losses
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
 from leanqkv.train.precision import parse_precision
@@ -62,26 +60,6 @@ GROUPED = "num_key_value_heads=2"  # of 4 heads
 LEVELLED = 0.01
 
 
-@dataclass(frozen=True)
-class Job:
-    """A command line of `leanqkv` and the directory that it makes."""
-
-    out: Path
-    arguments: tuple[Any, ...] = field(repr=False)
-
-    @property
-    def done(self) -> bool:
-        return any((self.out / name).exists() for name in ("record.json", "conversion.json"))
-
-    @property
-    def record(self) -> dict[str, Any]:
-        return read_json(self.out / "record.json")
-
-    @property
-    def loss(self) -> float:
-        return self.record["final"]["validation_loss"]
-
-
 class Bench:
     def __init__(self, asked: argparse.Namespace):
         self.work, self.steps, self.jobs, self.seeds = asked.work, asked.steps, asked.jobs, range(asked.seeds)
@@ -93,39 +71,27 @@ class Bench:
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def run(self, jobs: Iterable[Job]) -> None:
-        """Runs what is not there yet, several at a time."""
-        waiting = [job for job in jobs if not job.done]
-        with ThreadPoolExecutor(self.jobs) as pool:
-            for job, code in zip(waiting, pool.map(self._run, waiting), strict=True):
-                if code:
-                    sys.exit(f"{job.out.name} failed; see {job.out}.log")
-
-    def _run(self, job: Job) -> int:
-        print(job.out.name, flush=True)
-        with Path(f"{job.out}.log").open("w") as log:
-            command = [sys.executable, "-m", "leanqkv.cli", *map(str, job.arguments), "--out", str(job.out)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            return subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+    def run(self, jobs: Iterable[Command]) -> None:
+        run_commands(jobs, self.jobs)
 
     def text(self, option: str) -> tuple[Any, ...]:
         return () if self.data is None else (option, self.data)
 
-    def pretraining(self, changes: str, seed: int) -> Job:
+    def pretraining(self, changes: str, seed: int) -> Command:
         length = ("--steps", self.steps, "--schedule-steps", round(SCHEDULE * self.steps))
         rest = ("--evaluate-every", self.steps // 10, "--precision", PRECISION, *EVALUATION, *self.text("--data"))
         out = self.work / f"{changes or 'baseline'}-{seed}"
         name = f"{MODEL}+{changes}" if changes else MODEL
-        return Job(out, ("train", name, "--seed", seed, *length, *PRETRAINING, *rest))
+        return Command(out, ("train", name, "--seed", seed, *length, *PRETRAINING, *rest))
 
-    def conversion(self, seed: int, method: str, *options: Any, name: str = "", source: str = "baseline") -> Job:
+    def conversion(self, seed: int, method: str, *options: Any, name: str = "", source: str = "baseline") -> Command:
         how: tuple[Any, ...] = ("--to", "skipv1", "--method", method, *options)
         if method == "calibrated":
             tokens = () if "--tokens" in options else ("--tokens", TOKENS)
             how = (*how, *tokens, "--calibration", self.data or "stdlib")
-        return Job(self.work / f"{name or method}-{seed}", ("convert", self.work / f"{source}-{seed}", *how))
+        return Command(self.work / f"{name or method}-{seed}", ("convert", self.work / f"{source}-{seed}", *how))
 
-    def uptraining(self, seed: int, arm: str, share: float, rate: float) -> Job:
+    def uptraining(self, seed: int, arm: str, share: float, rate: float) -> Command:
         """Calibration tokens count as uptraining tokens."""
         start = arm.removesuffix(", teacher")
         steps = round((share * self.tokens - (TOKENS if start == "calibrated" else 0)) / (BATCH * LENGTH))
@@ -134,11 +100,11 @@ class Bench:
         rest = ("--micro-batch-size", 8, "--evaluate-every", steps, "--precision", PRECISION)
         out = self.work / f"up-{arm.replace(', ', '-')}-{share:g}-{rate:g}-{seed}"
         source = self.work / f"{start}-{seed}"
-        return Job(out, ("uptrain", source, *recipe, *rest, *EVALUATION, *self.text("--data"), *teacher))
+        return Command(out, ("uptrain", source, *recipe, *rest, *EVALUATION, *self.text("--data"), *teacher))
 
     # --- what is measured ---------------------------------------------------------------------------------------------
 
-    def measured(self, job: Job, seed: int, of: str = "baseline") -> dict[str, Any]:
+    def measured(self, job: Command, seed: int, of: str = "baseline") -> dict[str, Any]:
         """A conversion's loss, on the sequences and in the arithmetic of its source's own validation, and its cache."""
         file = Path(f"{job.out}.measured.json")
         if not file.exists():
@@ -157,7 +123,7 @@ class Bench:
         kept = {key: conversion[key] for key in ("calibration_tokens", "seconds") if key in conversion}
         return {"seed": seed, "name": job.out.name.removesuffix(f"-{seed}"), **kept, **read_json(file)}
 
-    def measure(self, jobs: list[tuple[int, Job]]) -> list[dict[str, Any]]:
+    def measure(self, jobs: list[tuple[int, Command]]) -> list[dict[str, Any]]:
         self.run(job for _, job in jobs)
         # One after the other: transformers' `from_pretrained` is not made for several threads.
         return [self.measured(job, seed) for seed, job in jobs]
@@ -215,7 +181,7 @@ class Bench:
         jobs = [self.uptraining(0, *at) for at in grid]
         self.run(jobs)
         names = ("arm", "share", "learning_rate")
-        return [{**dict(zip(names, at, strict=True)), "loss": job.loss} for at, job in zip(grid, jobs, strict=True)]
+        return [{**dict(zip(names, at, strict=True)), "loss": _loss(job)} for at, job in zip(grid, jobs, strict=True)]
 
     def uptrain(self, searched: list[dict[str, Any]]) -> list[dict[str, Any]]:
         def rate(arm: str, share: float) -> float:
@@ -234,10 +200,14 @@ class Bench:
                 "learning_rate": chosen,
                 "steps": job.record["recipe"]["steps"],
                 "before": job.record["evaluations"][0]["loss"],
-                "loss": job.loss,
+                "loss": _loss(job),
             }
             for (arm, share, chosen, seed), job in jobs.items()
         ]
+
+
+def _loss(job: Command) -> float:
+    return job.record["final"]["validation_loss"]
 
 
 def _gained(evaluations: list[dict[str, float]]) -> float:
@@ -331,4 +301,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except LeanError as error:
+        sys.exit(f"error: {error}")

@@ -85,13 +85,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             means = {kind: float((weight * losses).sum()) for kind, weight in weights.items()}
             rows[folder.name] = {"run": folder.name, "model": run.name, "seed": run.seed, "loss": means}
             bar(done + 1, len(runs))
+    names = [result.name for result in comparison.results]
     return {
         "baseline": comparison.baselines[0],
         "data": data.record(),
         "sequences": len(starts),
         "context_length": length,
         "copied_share": float((weights["copied"] > 0).double().mean()),
-        "rows": list(rows.values()),
+        "rows": sorted(rows.values(), key=lambda row: (names.index(row["model"]), row["seed"])),
     }
 
 

@@ -5,8 +5,12 @@ the documentation; `run` puts them together.
 """
 
 import argparse
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,3 +69,42 @@ def spread_text(values: dict[str, float], digits: int = 2) -> str:
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str | None = None) -> str:
     """Return a Markdown table without the last line break; `align` as in `markdown_table`."""
     return markdown_table(headers, rows, align).rstrip("\n")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of `leanqkv` and the directory that it makes."""
+
+    out: Path
+    arguments: tuple[Any, ...] = field(repr=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether the directory is finished."""
+        return any((self.out / name).exists() for name in ("record.json", "conversion.json"))
+
+    @property
+    def record(self) -> Record:
+        """What a run of training wrote."""
+        return read_json(self.out / "record.json")
+
+
+def run_commands(commands: Iterable[Command], at_once: int) -> None:
+    """Run those that are not done yet, each in one thread, `at_once` at a time; a log lies beside each directory.
+
+    Raises:
+        LeanError: a command failed.
+    """
+
+    def run_one(command: Command) -> int:
+        print(command.out.name, file=sys.stderr, flush=True)
+        command.out.parent.mkdir(parents=True, exist_ok=True)
+        with Path(f"{command.out}.log").open("w") as log:
+            line = [sys.executable, "-m", "leanqkv.cli", *map(str, command.arguments), "--out", str(command.out)]
+            return subprocess.run(line, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+
+    waiting = [command for command in commands if not command.done]
+    with ThreadPoolExecutor(at_once) as pool:
+        for command, code in zip(waiting, pool.map(run_one, waiting), strict=True):
+            if code:
+                raise LeanError(f"{command.out.name} failed; see {command.out}.log")

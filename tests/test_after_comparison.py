@@ -1,0 +1,175 @@
+"""Benchmarks that go on from a comparison: what can be copied, and SkipV1 from scratch against the conversion."""
+
+import random
+import shutil
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+
+import copying
+import harness
+import pytest
+import scratch_or_converted
+import torch
+from corpus import SHAPE, prepare
+
+from leanqkv import LeanForCausalLM
+from leanqkv.compare.comparison import run_comparison
+from leanqkv.compare.records import load_comparison
+from leanqkv.compare.suite import Comparison, Entry
+from leanqkv.data import collate
+from leanqkv.files import read_json
+
+pytestmark = pytest.mark.slow
+NAMES = (f"tiny{SHAPE}", f"tiny{SHAPE}+skipv1")
+
+
+def by_loops(inputs, targets, losses):
+    """Means by kind, position by position."""
+    where = []
+    for row in range(len(inputs)):
+        seen = set()
+        for position in range(len(inputs[row])):
+            pair = (int(inputs[row][position]), int(targets[row][position]))
+            where.append((pair, pair in seen, float(losses[row][position])))
+            seen.add(pair)
+    times = Counter(pair for pair, copied, _ in where if copied)
+    other = Counter(pair for pair, copied, _ in where if not copied)
+    means = {"copied": 0.0, "other": 0.0, "same pairs copied": 0.0, "same pairs not copied": 0.0}
+    common = sum(times[pair] for pair in times if pair in other)
+    for pair, copied, loss in where:
+        means["copied" if copied else "other"] += loss / (times if copied else other).total()
+        if pair in times and pair in other:
+            kind, weight = ("same pairs copied", 1) if copied else ("same pairs not copied", times[pair] / other[pair])
+            means[kind] += loss * weight / common
+    return means
+
+
+def test_kinds_of_tokens_are_those_of_loops():
+    draw = random.Random(3)
+    tokens = torch.tensor([[draw.choice((0, 1, 2, 3, 9)) for _ in range(13)] for _ in range(6)])
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    losses = torch.rand(inputs.shape, dtype=torch.float64, generator=torch.manual_seed(0))
+    weights = copying.weights_of_kinds(inputs, targets)
+    assert tuple(weights) == copying.KINDS
+    found = {kind: float((weight * losses).sum()) for kind, weight in weights.items()}
+    assert found == pytest.approx(by_loops(inputs, targets, losses), abs=1e-14)
+    assert 0.1 < copying.can_be_copied(inputs, targets).double().mean() < 0.9
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """A finished comparison of two seeds, its directory in the one of its corpus; and its data."""
+    directory = tmp_path_factory.mktemp("comparison")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
+        patch.setattr("leanqkv.compare.comparison.available_cores", lambda: 1)
+        data = prepare(directory)
+        asked = Comparison(
+            title="Two models",
+            groups=(tuple(map(Entry, NAMES)),),
+            seeds=(0, 1),
+            recipe={"steps": 8, "batch_size": 4},
+            command="leanqkv compare ...",
+            evaluation_sequences=8,
+            evaluate_every=4,
+        )
+        run_comparison(asked, data, directory / "out", precision="fp32", device="cpu", jobs=1)
+        yield directory / "out", data
+
+
+@pytest.fixture
+def out(comparison, tmp_path):
+    return Path(shutil.copytree(comparison[0], tmp_path / "out"))
+
+
+@pytest.fixture
+def run(comparison, out, monkeypatch, capsys):
+    """Measures by a benchmark's command line; returns its record and what it printed."""
+    file, text = out.parent / "record.json", str(comparison[0].parent / "corpus.txt")
+
+    def measure(benchmark, *options):
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", str(out), "--out", str(file), "--data", text, *options])
+        harness.run(benchmark.command_line(), benchmark.measure, benchmark.tables)
+        return read_json(file), capsys.readouterr().out
+
+    return measure
+
+
+@pytest.fixture
+def refused(run, capsys):
+    """One line and exit code 2."""
+
+    def measure(benchmark, *options):
+        with pytest.raises(SystemExit) as end:
+            run(benchmark, *options)
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return measure
+
+
+def test_losses_of_finished_models_are_split(comparison, out, run, refused):
+    """Seeds measured one after another give the record of both; it is refused for other text or without models."""
+    options, data = ("--sequences", "5"), comparison[1]
+    record, _ = run(copying, *options)
+    assert [(row["model"], row["seed"]) for row in record["rows"]] == [(name, s) for name in NAMES for s in (0, 1)]
+    starts = [(data.validation_tokens - 33) * part // 4 for part in range(5)]
+    for row in record["rows"]:
+        model = LeanForCausalLM.from_pretrained(out / "runs" / row["run"]).eval()
+        batch = collate(data.validation(), starts, 32)
+        with torch.no_grad():
+            logits = model(batch["input_ids"]).logits.double()
+        losses = -logits.log_softmax(-1).gather(-1, batch["shift_labels"][..., None])[..., 0]
+        assert row["loss"] == pytest.approx(by_loops(batch["input_ids"], batch["shift_labels"], losses), abs=1e-5)
+    gap = {s: record["rows"][2 + s]["loss"]["other"] - record["rows"][s]["loss"]["other"] for s in (0, 1)}
+    found = copying.differences(record)
+    assert list(found) == [NAMES[1]] and found[NAMES[1]]["other"].by_seed == pytest.approx(gap)
+
+    for weights in out.glob("runs/*-seed0/model.safetensors"):  # measured before, not kept
+        weights.unlink()
+    again, printed = run(copying, *options)
+    assert again["rows"] == record["rows"]
+    assert f"| `{NAMES[1]}` |" in printed and "same pairs: cannot" in printed
+    assert "is of other text" in refused(copying, "--sequences", "4")
+    for weights in out.glob("runs/*/model.safetensors"):
+        weights.unlink()
+    assert "holds no trained models" in refused(copying, *options)
+
+
+def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, monkeypatch):
+    """Seeds measured one after another have one rate; every number is that of the commands that it names."""
+
+    def in_this_process(commands, at_once):
+        lines = [[*map(str, command.arguments), "--out", str(command.out)] for command in commands if not command.done]
+        assert [cli(*line)[0] for line in lines] == [0] * len(lines)
+
+    in_processes = scratch_or_converted.run_commands
+    monkeypatch.setattr(scratch_or_converted, "run_commands", in_this_process)
+    monkeypatch.setattr(scratch_or_converted, "TOKENS", 200)  # of 128 a step: two steps less
+    first, _ = run(scratch_or_converted, "--seeds", "0", "--share", "0.5", "--rates", "1e-3", "1e-2", "--jobs", "1")
+    assert [row["seed"] for row in first["rows"]] == [0] and len(first["search"]) == 2
+    record, printed = run(scratch_or_converted, "--share", "0.5", "--jobs", "1")
+    assert record["search"] == first["search"] and record["rows"][0] == first["rows"][0]
+    best = min(first["search"], key=lambda found: found["loss"])["learning_rate"]
+    for row in record["rows"]:
+        seed, finals = (
+            row["seed"],
+            {run.name: run.loss for run in load_comparison(out).finals if run.seed == row["seed"]},
+        )
+        assert row["baseline"] == finals[NAMES[0]] and row["skipv1"] == finals[NAMES[1]]
+        source = read_json(out / "converted" / f"baseline-{seed}" / "record.json")
+        uptrained = read_json(out / "converted" / f"uptrained-{seed}-{best:g}" / "record.json")
+        assert (source["recipe"]["steps"], uptrained["recipe"]["steps"]) == (4, 2)
+        assert row["tokens"] == 6 * 128 + 200 and row["source"] == source["evaluations"][-1]["loss"]
+        assert (row["converted"], row["uptrained"]) == tuple(found["loss"] for found in uptrained["evaluations"])
+        assert source["batch_plan"]["evaluation_sequences"] == uptrained["batch_plan"]["evaluation_sequences"] == 8
+    gap = statistics.mean(row["uptrained"] - row["skipv1"] for row in record["rows"])
+    line = next(line for line in printed.splitlines() if "uptrained for the last 50%" in line)
+    assert f"{gap:+.4f}".replace("-", "−") in line
+    assert "has no other seed" in refused(scratch_or_converted)
+    monkeypatch.setattr(scratch_or_converted, "run_commands", in_processes)
+    shutil.rmtree(out / "converted" / "baseline-0")
+    (out.parent / "record.json").unlink()
+    assert "baseline-0 failed; see" in refused(scratch_or_converted, "--data", "no-such-file.txt", "--seeds", "0")
