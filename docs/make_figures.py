@@ -26,6 +26,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 import leanqkv
 from leanqkv.compare.records import load_comparison
+from leanqkv.compare.statistics import paired_difference
+from leanqkv.compare.trend import FRACTIONS, trend
 from leanqkv.eliminate.block_diagonal import saved
 from leanqkv.report.frontier import read_points
 
@@ -181,7 +183,7 @@ def differences(directory: str, title: str, unit: str) -> str:
         axes.set_yticks(range(len(results)), [label(result) for result in results])
         axes.set_ylim(len(results) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "−") if x else "0"))
+        axes.xaxis.set_major_formatter(FuncFormatter(signed))
         axes.set_xlabel(unit)
         axes.set_title(title, loc="left")
 
@@ -196,6 +198,71 @@ def differences(directory: str, title: str, unit: str) -> str:
     rows = sum(1.5 if "\n" in label(result) else 1 for result in results)
     description = f"{title}: difference to the baseline with its 95% interval; blue where the interval leaves out zero."
     return plot(description, 130 + 34 * rows, draw)
+
+
+def gap_by_tokens(directory: str, title: str) -> str:
+    """The difference of every model to its baseline at four lengths of training, with the 95% interval over seeds."""
+    comparison = load_comparison(RESULTS / directory)
+    results = [result for result in comparison.results if result.baseline is not None]
+    whole = max(run.tokens for run in comparison.finals) / 1e6
+
+    def draw(axes: Axes) -> None:
+        looks = zip((BLUE, ORANGE, GREEN, INK, GREY), "os^vD", strict=True)
+        for number, (result, (color, marker)) in enumerate(zip(results, looks, strict=False)):
+            assert result.baseline is not None
+            found = trend(result.curves(), result.baseline.curves())
+            assert found is not None
+            tokens = [whole * fraction * 1.03 ** (number - 2) for fraction in FRACTIONS]  # beside each other
+            means, widths = zip(*((at.mean, at.half_width or 0) for at in found.differences), strict=True)
+            name = result.name.removeprefix(result.baseline.name).lstrip("+").replace("intermediate_size", "MLP")
+            axes.errorbar(tokens, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
+        axes.axhline(0, color=INK, linewidth=1.2)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([whole * fraction for fraction in FRACTIONS]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:.1f}M"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(signed))
+        axes.set_xlabel("training tokens")
+        axes.set_ylabel("difference to the baseline, nats")
+        axes.set_title(title, loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=2, columnspacing=1)
+
+    return plot(f"{title}: difference to the baseline against training tokens, with 95% intervals.", 470, draw)
+
+
+def copied(file: str, title: str) -> str:
+    """Differences to the baseline in tokens that can be copied from the context and in others, with 95% intervals."""
+    record = read(file)
+    names = list(dict.fromkeys(row["model"] for row in record["rows"]))
+    baseline, *names = names
+
+    def losses(model: str, kind: str) -> dict[int, float]:
+        return {row["seed"]: row["loss"][kind] for row in record["rows"] if row["model"] == model}
+
+    kinds = {"copied": (BLUE, "s", "can be copied"), "other": (GREY, "o", "others")}
+
+    def draw(axes: Axes) -> None:
+        for row, name in enumerate(names):
+            for shift, (kind, (color, marker, label)) in zip((-0.12, 0.12), kinds.items(), strict=True):
+                at = paired_difference(losses(name, kind), losses(baseline, kind))
+                assert at is not None
+                style = {"fmt": marker, "color": color, "capsize": 5, "label": None if row else label}
+                axes.errorbar(at.mean, row + shift, xerr=at.half_width or 0, **style)
+        shown = [name.removeprefix(baseline).lstrip("+").replace("intermediate_size", "MLP") for name in names]
+        axes.axvline(0, color=INK, linewidth=1.2)
+        axes.set_yticks(range(len(names)), [name.replace("+", "\n+") for name in shown])
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.xaxis.set_major_formatter(FuncFormatter(signed))
+        axes.set_xlabel("difference in validation loss, nats")
+        axes.set_title(title, loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.18), ncols=2)
+
+    return plot(f"{title}: difference to the baseline by kind of token.", 150 + 50 * len(names), draw)
+
+
+def signed(value: float, _: Any = None) -> str:
+    """A tick with its sign."""
+    return f"{value:+g}".replace("-", "−") if value else "0"
 
 
 # Conversion and uptraining
