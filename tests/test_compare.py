@@ -4,14 +4,18 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from corpus import SHAPE
 
 from leanqkv import LeanError
 from leanqkv.compare.comparison import default_jobs, run_comparison, slug
+from leanqkv.compare.jobs import Job
+from leanqkv.compare.places import to_train_here
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suite import Comparison, Entry
+from leanqkv.environment import same_place
 from leanqkv.report.comparison_page import write_report
 
 pytestmark = pytest.mark.slow
@@ -201,10 +205,21 @@ def test_the_search_may_be_shorter(data, tmp_path):
     assert "is the least or the largest that was tried" in page
 
 
+ANOTHER = {"device": "cpu", "cpu": "Another CPU", "instructions": "AVX2", "threads": 1}
+
+
+def read(file):
+    return json.loads(file.read_text())
+
+
 def elsewhere(patch):
-    """This machine is another one, as far as a comparison sees."""
-    there = {"device": "cpu", "cpu": "Another CPU", "instructions": "AVX2", "threads": 1}
-    patch.setattr("leanqkv.compare.comparison.hardware", lambda device: there)
+    """This machine is another one, as far as a comparison and its runs see."""
+    for module in ("compare.comparison", "train.directory", "train.training"):
+        patch.setattr(f"leanqkv.{module}.hardware", lambda device: ANOTHER)
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_a_seed_is_finished_on_the_machine_it_was_begun_on(data, done, tmp_path):
@@ -246,3 +261,72 @@ def test_another_machine_has_a_precision_of_its_own(data, done, tmp_path):
     load_comparison(out)
     with pytest.raises(LeanError, match="was begun in fp32"):
         run(COMPARISON, data, out, precision="bf16")  # here
+
+
+def test_what_an_earlier_version_began_is_finished_in_its_precision(data, done, tmp_path):
+    """Its records do not tell processors apart, and its compare.json has one precision for all."""
+    out = Path(shutil.copytree(done[0], tmp_path / "out"))
+    shutil.rmtree(next(out.glob("runs/*skipv1*-final-*-seed0")))
+    content = json.loads((out / "compare.json").read_text())
+    content.pop("places")
+    (out / "compare.json").write_text(json.dumps(content))
+    for file in [*out.glob("runs/*/record.json"), *out.glob("runs/*/run.json")]:
+        edit(file, hardware={key: value for key, value in read(file)["hardware"].items() if key != "instructions"})
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere(patch)
+        said = []
+        run(COMPARISON, data, out, precision="auto", on_message=said.append)
+        assert len(said) == 1 and "1 of its runs wait" in said[0]
+    assert losses(run(COMPARISON, data, out, precision="auto")) == losses(done[1])
+    assert "places" not in json.loads((out / "compare.json").read_text())
+    assert len(load_comparison(out).results) == 3
+
+
+def test_a_seed_has_the_precision_of_its_first_run(data, done, tmp_path):
+    """Of one that was trained on, before one that was only asked for, before what is chosen for the machine."""
+    out = Path(shutil.copytree(done[0], tmp_path / "out"))
+    content = json.loads((out / "compare.json").read_text())
+    place, chosen = next(iter(content["places"].items()))
+    edit(out / "compare.json", places={place: chosen | {"choice": "bf16+sdpa"}})
+    lost = [next(out.glob(f"runs/*{name}*-final-*-seed0")) for name in ("skipv1", "identity-query")]
+    for directory in lost:
+        shutil.rmtree(directory)
+    records = run(COMPARISON, data, out, precision="auto")
+    assert {records[directory.name]["precision"]["choice"] for directory in lost} == {"fp32+sdpa"}
+    for directory in out.glob("runs/*-final-*-seed0"):  # asked for and never begun
+        keep = read(directory / "run.json")
+        keep.pop("hardware")
+        shutil.rmtree(directory)
+        if "skipv1" in directory.name:
+            directory.mkdir()
+            (directory / "run.json").write_text(json.dumps(keep))
+    records = run(COMPARISON, data, out, precision="auto")
+    assert {record["precision"]["choice"] for record in records.values()} == {"fp32+sdpa"}
+    assert losses(records) == losses(done[1])
+
+
+GPU = ANOTHER | {"device": "NVIDIA A100"}
+
+
+@pytest.mark.parametrize("here", [GPU, GPU | {"device": "NVIDIA H100"}, None])
+def test_a_cluster_leaves_seeds_of_a_machine_without_accelerator_to_it(done, here):
+    """And goes on with those of its own, whichever of its machines they were begun on."""
+    directories = sorted(done[0].glob("runs/*-final-*"))
+    jobs = [Job(SimpleNamespace(seed=int(each.name[-1])), each) for each in directories]
+    jobs.append(Job(SimpleNamespace(seed=0), done[0] / "runs/missing"))
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leanqkv.compare.places.replace", lambda spec, precision: spec)
+        todo = to_train_here(jobs, here, True, said.append)
+        assert len(jobs) - len(todo) == len(said) == (here is not None)
+        patch.setattr("leanqkv.compare.places.begun_run", lambda out: {"hardware": GPU, "precision": "bf16+sdpa"})
+        assert len(to_train_here(jobs, here, True, said.append)) == len(jobs)
+
+
+def test_places_are_the_same_where_sums_round_alike():
+    assert same_place(ANOTHER, ANOTHER | {"cores": 64}) and same_place(GPU, GPU | {"threads": 3})
+    earlier = {key: value for key, value in ANOTHER.items() if key != "instructions"}
+    assert same_place(ANOTHER, earlier) and same_place(earlier, ANOTHER | {"instructions": "AVX512"})
+    for change in ({"cpu": "A third CPU"}, {"instructions": "AVX512"}, {"threads": 2}, {"device": "mps"}):
+        assert not same_place(ANOTHER, ANOTHER | change) and not same_place(ANOTHER | change, ANOTHER)
+    assert not same_place(GPU, GPU | {"device": "NVIDIA H100"})

@@ -69,8 +69,15 @@ def keep_freed_memory(device: str) -> None:
     trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
     with suppress(OSError, AttributeError, TypeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 2**30)
-        libc.mallopt(trim_threshold, 2**31 - 1)
+        # Before 2.35 glibc takes 32 MB at most. To set one threshold alone would fix the other one at its start.
+        if libc.mallopt(mmap_threshold, 2**30) or libc.mallopt(mmap_threshold, 2**25):
+            libc.mallopt(trim_threshold, -1)
+
+
+def return_freed_memory() -> None:
+    """Return the memory that `keep_freed_memory` has kept."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def hardware(device: str) -> dict[str, Any]:
@@ -85,13 +92,24 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def place_of(hardware: Mapping[str, Any]) -> str:
-    """Return where a record was made in words, of its entry on the machine: equal for what rounds alike."""
+    """Return where a record was made in words, of its entry on the machine."""
     if hardware["device"] != "cpu":
         return hardware["device"]
     # A name such as "AMD EPYC" stands for several processors.
     kind = hardware.get("instructions", "unknown instructions")
     threads = hardware["threads"]
     return f"{hardware['cpu']} ({kind}) with {threads} thread{'' if threads == 1 else 's'}"
+
+
+def same_place(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two records were made where sums round alike, of their entries on the machine.
+
+    Records of earlier versions do not name the instructions of a CPU; they are taken to be the same.
+    """
+    if one["device"] != "cpu" or other["device"] != "cpu":
+        return one["device"] == other["device"]
+    alike = all(one[name] == other[name] for name in ("cpu", "threads"))
+    return alike and len({each["instructions"] for each in (one, other) if "instructions" in each}) < 2
 
 
 def versions(*packages: str) -> dict[str, str]:

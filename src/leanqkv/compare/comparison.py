@@ -22,12 +22,12 @@ from ..train import (
     free_memory,
     parse_precision,
 )
-from ..train.directory import begun_run
 from ..train.micro_batch import split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
 from .jobs import Job, Update, run_jobs
 from .launch import Cluster, Launcher
+from .places import as_begun, to_train_here
 from .suite import Comparison
 
 COMPARISON = "compare.json"
@@ -66,7 +66,8 @@ def run_comparison(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
-    if cluster is None:
+    elsewhere = cluster is not None and cluster.elsewhere
+    if not elsewhere:
         device = check_device(device or default_device())
     asked = parse_precision(precision)
     configs = {label: preset(entry.model) for label, entry in comparison.entries.items()}
@@ -78,13 +79,12 @@ def run_comparison(
         split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses what does not divide
     directory = _Directory(out, replace(comparison, context_length=context), data.sha256)
     launcher = None if cluster is None else Launcher(cluster, out)
-    elsewhere = launcher is not None and launcher.elsewhere
     if launcher is not None and not directory.is_settled(None if elsewhere else device):
         # What fits and what is fast is asked on the device of a job.
         on_message("a job chooses micro-batch and precision")
-        directory = launcher.wait_for(_settled, directory, asked, device, 1 if elsewhere else jobs)
-    place = directory.content["place"] if elsewhere else None
-    chosen, workers = directory.settle(asked, "cpu" if elsewhere else device, jobs, on_message, place)
+        directory = launcher.wait_for(_settled, directory, asked, device, 1 if elsewhere else jobs, elsewhere)
+    of_cluster = directory.content.get("cluster_hardware") if elsewhere else None
+    chosen, workers = directory.settle(asked, "cpu" if elsewhere else device, jobs, on_message, of_cluster)
     threads, settings = directory.content["threads"], {"device": device, "batches": out / "batches"}
 
     def train_all(todo: list[Job]) -> dict[Path, dict[str, Any]]:
@@ -96,14 +96,15 @@ def run_comparison(
 
     if comparison.learning_rates:
         grid = [
-            directory.job(label, comparison.grid_seed, rate, "grid", chosen)
+            as_begun(directory.job(label, comparison.grid_seed, rate, "grid", chosen))
             for label in rates
             for rate in comparison.learning_rates
         ]
         rates = _best_rates(grid, train_all(grid))
     directory.write(chosen_learning_rate=rates)
     finals = [directory.job(label, seed, rates[label], "final", chosen) for seed in comparison.seeds for label in rates]
-    train_all(finals if elsewhere else _to_train_here(finals, directory.content["place"], on_message))
+    here = of_cluster if elsewhere else directory.hardware(device)
+    train_all(to_train_here(finals, here, elsewhere, on_message))
 
 
 def default_jobs(device: str, parameters: int) -> int:
@@ -177,18 +178,15 @@ class _Directory:
         write_json(self.out / COMPARISON, self.content)
 
     def is_settled(self, device: str | None) -> bool:
-        """Whether `settle` has nothing to choose on this machine; of None: on the one that it last chose on."""
-        return "precision" in self.content and (device is None or self._chosen_at(self._place(device)) is not None)
-
-    def _place(self, device: str) -> str:
-        """This machine, with the threads that the comparison's runs have."""
-        return place_of({**hardware(device), "threads": self.content.get("threads")})
-
-    def _chosen_at(self, place: str) -> dict[str, Any] | None:
-        """The precision of runs at a place; what an earlier version chose holds everywhere."""
+        """Whether `settle` has nothing to choose on this machine; of None: on those of a cluster."""
         if "places" not in self.content:
-            return self.content.get("precision")
-        return self.content["places"].get(place)
+            return "precision" in self.content  # an earlier version's holds everywhere
+        here = self.content.get("cluster_hardware") if device is None else self.hardware(device)
+        return here is not None and place_of(here) in self.content["places"]
+
+    def hardware(self, device: str | None) -> dict[str, Any]:
+        """Return this machine as records name it, with the threads that the comparison's runs have."""
+        return {**hardware(device or default_device()), "threads": self.content.get("threads")}
 
     def settle(
         self,
@@ -196,12 +194,12 @@ class _Directory:
         device: str | None,
         jobs: int | None,
         on_message: Callable[[str], None],
-        place: str | None = None,
+        of_cluster: dict[str, Any] | None = None,
     ) -> tuple[Precision, int]:
         """Settle threads, micro-batch and precision of every run; return the precision, and how many runs at a time.
 
-        What was settled before stays: with other `jobs` the numbers would not be the same. The precision is that of a
-        place, by default of this machine: another processor may be fast in another one.
+        What was settled before stays: with other `jobs` the numbers would not be the same. The precision is that of
+        this machine, or that of a cluster's: another processor may be fast in another one.
         """
         device = check_device(device or default_device())
         models = [preset(entry.model) for entry in self.comparison.entries.values()]
@@ -211,7 +209,8 @@ class _Directory:
         own_share = max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads()
         torch.set_num_threads(self.content.setdefault("threads", own_share))
         self._settle_micro_batch(asked, device, workers, on_message)
-        return self._settle_precision(asked, device, place or self._place(device), on_message), workers
+        place = place_of(of_cluster or self.hardware(device))
+        return self._settle_precision(asked, device, place, on_message), workers
 
     def _settle_micro_batch(
         self, asked: Precision | None, device: str, workers: int, on_message: Callable[[str], None]
@@ -240,7 +239,9 @@ class _Directory:
         self, asked: Precision | None, device: str, place: str, on_message: Callable[[str], None]
     ) -> Precision:
         """Return the precision of runs at a place: the one begun in, else the one asked for, else the fastest."""
-        record = self._chosen_at(place)
+        by_place = self.content.get("places", {})
+        earlier = "precision" in self.content and not by_place  # an earlier version's holds everywhere
+        record = self.content["precision"] if earlier else by_place.get(place)
         if record is None:
             baseline = next(iter(self.comparison.entries.values()))
             recipe, context_length = baseline.full_recipe(self.comparison.recipe), self.comparison.context_length
@@ -259,7 +260,8 @@ class _Directory:
             raise LeanError(f"{self.out / COMPARISON} names no precision that was chosen, found {record['choice']!r}")
         if asked is not None and asked != begun:
             raise LeanError(f"{self.out} was begun in {begun}, {asked} is asked; choose another --out or delete it")
-        self.write(precision=record, place=place, places=self.content.get("places", {}) | {place: record})
+        if not earlier:
+            self.write(precision=record, places=by_place | {place: record})
         return replace(begun, timings=record["milliseconds_per_step"])
 
     def job(self, label: str, seed: int, learning_rate: float, role: str, precision: Precision) -> Job:
@@ -278,42 +280,16 @@ class _Directory:
             role=role,
         )
         out = self.out / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}"
-        return Job(_as_begun(spec, out), out)
+        return Job(spec, out)
 
 
-def _as_begun(spec: RunSpec, out: Path) -> RunSpec:
-    """The run in the precision that it was begun in, on another machine perhaps."""
-    if (begun := begun_run(out)) is None:
-        return spec
-    precision = begun["precision"]
-    return replace(spec, precision=precision["choice"] if isinstance(precision, dict) else precision)
-
-
-def _to_train_here(jobs: Sequence[Job], here: str, on_message: Callable[[str], None]) -> list[Job]:
-    """Leave out what is missing of a seed whose runs were begun on another machine: a pair is of one.
-
-    Those runs wait until the comparison goes on there.
-    """
-    begun = {job.out: begun_run(job.out) for job in jobs}
-    finished = {out for out, run in begun.items() if run is not None and "final" in run}
-    places: dict[int, str] = {}
-    for job in jobs:
-        run = begun[job.out] or {}
-        if "instructions" in run.get("hardware", ()):  # an earlier version's does not tell processors apart
-            places.setdefault(job.spec.seed, place_of(run["hardware"]))
-    waiting = [job for job in jobs if job.out not in finished and places.get(job.spec.seed, here) != here]
-    for seed in dict.fromkeys(job.spec.seed for job in waiting):
-        count = sum(job.spec.seed == seed for job in waiting)
-        on_message(
-            f"seed {seed} was begun on {places[seed]}: {count} of its runs wait for that machine; to train the seed "
-            f"here, remove runs/*-final-*-seed{seed}"
-        )
-    return [job for job in jobs if job not in waiting]
-
-
-def _settled(directory: _Directory, asked: Precision | None, device: str | None, jobs: int | None) -> _Directory:
+def _settled(
+    directory: _Directory, asked: Precision | None, device: str | None, jobs: int | None, elsewhere: bool
+) -> _Directory:
     """Settle a comparison in a job; what it prints is in the job's log."""
     directory.settle(asked, device, jobs, print)
+    if elsewhere:
+        directory.write(cluster_hardware=directory.hardware(device))
     return directory
 
 

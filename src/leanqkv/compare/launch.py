@@ -54,6 +54,11 @@ class Cluster:
         if self.kind == "slurm" and shutil.which("srun") is None:
             raise LeanError("--cluster slurm: there is no srun here; start the command where jobs are submitted")
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether jobs run on other machines than this one."""
+        return self.kind != "local"
+
 
 class InJob:
     """A function that runs in a job, and again in another one where that is stopped by the cluster."""
@@ -96,11 +101,6 @@ class Launcher:
             settings |= {} if cluster.memory_gb is None else {"mem_gb": cluster.memory_gb}
             settings["slurm_additional_parameters"] = dict(cluster.options)
         self.executor.update_parameters(**settings)
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether jobs run on other machines than this one."""
-        return self.cluster.kind != "local"
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with children_ignore_interrupts():  # jobs of this machine go on after Ctrl-C, as those of another one do
@@ -182,7 +182,7 @@ class Launcher:
         import submitit
 
         file = self.folder / STARTED
-        started = read_json(file) if self.elsewhere and file.exists() else {}
+        started = read_json(file) if self.cluster.elsewhere and file.exists() else {}
         named = [job.out for job in jobs if job.out.name in started]
         handles: dict[Path, Any] = {out: submitit.SlurmJob(self.folder, started[out.name]) for out in named}
         return {out: handle for out, handle in handles.items() if not handle.done()}

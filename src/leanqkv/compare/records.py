@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..environment import place_of
+from ..environment import place_of, same_place
 from ..errors import LeanError
 from ..files import RECORD_FORMAT, read_json
 from .measure import LOSS, Measure, measure_of
@@ -290,16 +290,17 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
 
 def _check_places(comparison: ComparisonRecord, runs: Iterable[tuple[Path, Run]]) -> None:
     """Refuse pairs of runs of different machines or precisions, whose losses differ by that as well."""
-    places: dict[tuple[int, int], tuple[str, Path]] = {}
+    first: dict[tuple[int, int], tuple[Path, Run]] = {}
     for path, run in runs:
         if run.role != "final" or run.loss is None:
             continue
         group = next(number for number, names in enumerate(comparison.groups) if run.name in names)
-        place = f"{place_of(run.hardware)}, {run.precision['choice']}"
-        known, other = places.setdefault((group, run.seed), (place, path))
-        if known != place:
+        other_path, other = first.setdefault((group, run.seed), (path, run))
+        alike = same_place(run.hardware, other.hardware) and run.precision["choice"] == other.precision["choice"]
+        if not alike:
+            place, known = (f"{place_of(each.hardware)}, {each.precision['choice']}" for each in (run, other))
             raise LeanError(
-                f"{path.parent.name} ran on {place}, {other.parent.name} on {known}: a pair is of one machine and "
+                f"{path.parent.name} ran on {place}, {other_path.parent.name} on {known}: a pair is of one machine and "
                 "precision. Remove one of the two directories and run the comparison again on the machine of the other"
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..environment import keep_freed_memory
+from ..environment import keep_freed_memory, return_freed_memory
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from .tasks import task_of
@@ -104,6 +104,7 @@ def choose_precision(
     if True in kinds:
         for dtype in ("fp32", "bf16"):
             measure(Precision(dtype, compiled=True))
+    return_freed_memory()
     if not timed:
         raise LeanError(f"no precision could be timed: {' '.join(str(failures[0]).split())[:200]}")
     if device == "cpu":
