@@ -13,6 +13,7 @@ one after another.
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ KINDS = ("copied", "other", "same pairs copied", "same pairs not copied")
 
 def can_be_copied(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return where the pair (input, target) stands earlier in the same sequence; all [sequences, positions]."""
-    same = (inputs[:, :, None] == inputs[:, None]) & (targets[:, :, None] == targets[:, None])
-    return same.tril(-1).any(-1)
+    found = []
+    for sequence, following in zip(inputs, targets, strict=True):
+        same = (sequence[:, None] == sequence) & (following[:, None] == following)
+        found.append(same.tril(-1).any(-1))
+    return torch.stack(found)
 
 
 def weights_of_kinds(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -56,6 +60,9 @@ def weights_of_kinds(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, t
         (copied & both).double(),
         (~copied & both) * (times / other_times.clamp(min=1))[index],
     )
+    for kind, each in zip(KINDS, weights, strict=True):
+        if not each.any():
+            raise LeanError(f"there are no tokens of the kind {kind!r}; give more --sequences")
     return {kind: each / each.sum() for kind, each in zip(KINDS, weights, strict=True)}
 
 
@@ -64,6 +71,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.comparison is None:
         raise LeanError("name the directory of a comparison")
     comparison = load_comparison(options.comparison)
+    if len(comparison.baselines) > 1:
+        raise LeanError("the comparison has several baselines; this benchmark takes one group of models")
     runs = dict(_trained(options.comparison, comparison))
     if not runs:
         raise LeanError(f"{options.comparison} holds no trained models, only records")
@@ -77,7 +86,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     starts = [start for start, _ in spread_windows(len(tokens), length, options.sequences)]
     batch = collate(tokens, starts, length)
     weights = weights_of_kinds(batch["input_ids"], batch["shift_labels"])
-    rows = {row["run"]: row for row in _earlier(options.out, data.sha256, len(starts))}
+    names = [result.name for result in comparison.results]
+    common = {"baseline": comparison.baselines[0], "data": data.record(), "sequences": len(starts)}
+    common |= {"context_length": length, "copied_share": float((weights["copied"] > 0).double().mean())}
+    rows = {row["run"]: row for row in _earlier(options.out, common, names)}
     with progress_bar("models") as bar:
         for done, (folder, run) in enumerate(runs.items()):
             model = LeanForCausalLM.from_pretrained(folder)
@@ -85,31 +97,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             means = {kind: float((weight * losses).sum()) for kind, weight in weights.items()}
             rows[folder.name] = {"run": folder.name, "model": run.name, "seed": run.seed, "loss": means}
             bar(done + 1, len(runs))
-    names = [result.name for result in comparison.results]
-    return {
-        "baseline": comparison.baselines[0],
-        "data": data.record(),
-        "sequences": len(starts),
-        "context_length": length,
-        "copied_share": float((weights["copied"] > 0).double().mean()),
-        "rows": sorted(rows.values(), key=lambda row: (names.index(row["model"]), row["seed"])),
-    }
+    return common | {"rows": sorted(rows.values(), key=lambda row: (names.index(row["model"]), row["seed"]))}
 
 
-def _trained(directory: Path, comparison: ComparisonRecord) -> list[tuple[Path, Run]]:
-    """The final runs whose weights are there."""
-    files = sorted(directory.glob("runs/*-final-*/model.safetensors"))
+def _trained(directory: Path, comparison: ComparisonRecord) -> Iterator[tuple[Path, Run]]:
+    """Yield the final runs that are finished and whose weights are there."""
     by_name = {(run.name, run.seed): run for run in comparison.finals}
-    named = [(file.parent, read_json(file.parent / "record.json")) for file in files]
-    return [(folder, by_name[record["name"], record["seed"]]) for folder, record in named]
+    for file in sorted(directory.glob("runs/*-final-*/record.json")):
+        record = read_json(file)
+        run = by_name.get((record["name"], record["seed"]))
+        if run is not None and file.with_name("model.safetensors").exists():
+            yield file.parent, run
 
 
-def _earlier(out: Path | None, data_sha256: str, sequences: int) -> list[dict[str, Any]]:
+def _earlier(out: Path | None, common: dict[str, Any], models: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a record that is there, if it is of the same tokens and models."""
     if out is None or not out.exists():
         return []
     record = read_json(out)
-    if (record["data"]["sha256"], record["sequences"]) != (data_sha256, sequences):
-        raise LeanError(f"{out} is of other text; choose another --out")
+    same = all(record[key] == value for key, value in common.items())
+    if not same or any(row["model"] not in models for row in record["rows"]):
+        raise LeanError(f"{out} is of other text or models; choose another --out")
     return record["rows"]
 
 

@@ -92,6 +92,8 @@ class Command:
 def run_commands(commands: Iterable[Command], at_once: int) -> None:
     """Run those that are not done yet, each in one thread, `at_once` at a time; a log lies beside each directory.
 
+    A run of training that diverges is done, too.
+
     Raises:
         LeanError: a command failed.
     """
@@ -106,5 +108,5 @@ def run_commands(commands: Iterable[Command], at_once: int) -> None:
     waiting = [command for command in commands if not command.done]
     with ThreadPoolExecutor(at_once) as pool:
         for command, code in zip(waiting, pool.map(run_one, waiting), strict=True):
-            if code:
+            if code and not command.done:
                 raise LeanError(f"{command.out.name} failed; see {command.out}.log")

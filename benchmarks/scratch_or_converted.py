@@ -19,52 +19,87 @@ from harness import Command, run_commands
 
 from leanqkv.compare.records import ComparisonRecord, Result, load_comparison
 from leanqkv.compare.statistics import paired_difference
-from leanqkv.environment import place_of
+from leanqkv.environment import hardware, place_of, same_place
 from leanqkv.errors import LeanError
 from leanqkv.files import read_json
 from leanqkv.report.text import with_interval
 
 TOKENS = 49_152  # of calibration
+LIKE_THE_BASELINE = ("learning_rate", "min_learning_rate", "weight_decay")
+# What the three runs of a seed must agree in.
+SAME = {
+    "context length": lambda record: record["context_length"],
+    "precision": lambda record: record["precision"]["choice"],
+    "text": lambda record: record["data"]["sha256"],
+    "held-out sequences": lambda record: record["batch_plan"]["evaluation_sequences"],
+    "machine": lambda record: place_of(record["hardware"]),
+}
 
 
 class Bench:
     def __init__(self, options: argparse.Namespace):
         self.comparison, self.share, self.data = load_comparison(options.comparison), options.share, options.data
-        self.work, self.jobs = options.work or options.comparison / "converted", options.jobs
+        self.work, self.jobs = options.work or options.comparison / f"converted-{self.share:g}", options.jobs
         self.baseline = _result(self.comparison, self.comparison.baselines[0])
         self.skipv1 = _result(self.comparison, f"{self.baseline.name}+skipv1")
         self.earlier = read_json(options.out) if options.out is not None and options.out.exists() else {}
-        known = {row["seed"] for row in self.earlier.get("rows", ())}
-        finished = self.baseline.losses.keys() & self.skipv1.losses.keys()
-        self.seeds = sorted(finished & set(options.seeds or finished) - known)
-        if not self.seeds:
-            raise LeanError(f"{options.comparison} has no other seed with {self.baseline.name} and SkipV1 finished")
-        runs = options.comparison / "runs"
-        self.records = [read_json(file) for file in sorted(runs.glob("*-final-*/record.json"))]
+        runs = sorted((options.comparison / "runs").glob("*-final-*/record.json"))
+        records = [record for record in map(read_json, runs) if record["name"] == self.baseline.name]
+        self.records = {record["seed"]: record for record in records if record["seed"] in self.skipv1.losses}
+        self.seeds = self._seeds(options.seeds)
+        self._check(options)
         self.work.mkdir(parents=True, exist_ok=True)
 
-    def record_of(self, seed: int) -> dict[str, Any]:
-        """The comparison's own run of the baseline."""
-        return next(each for each in self.records if (each["name"], each["seed"]) == (self.baseline.name, seed))
+    def _seeds(self, asked: list[int] | None) -> list[int]:
+        """Those of this machine that are finished in the comparison and not in the record."""
+        known = {row["seed"] for row in self.earlier.get("rows", ())}
+        here = {**hardware("cpu"), "threads": 1}
+        fitting = {seed for seed, record in self.records.items() if same_place(record["hardware"], here)}
+        if not (seeds := sorted(fitting & set(asked or fitting) - known)):
+            names = f"{self.baseline.name} and SkipV1"
+            raise LeanError(f"the comparison has no other seed with {names} finished on one thread of this CPU")
+        return seeds
+
+    def _check(self, options: argparse.Namespace) -> None:
+        record = self.records[self.seeds[0]]
+        if not 0 < options.share < 1 or self.steps(record)[1] < 1:
+            raise LeanError(f"--share {options.share:g} leaves no uptraining behind {TOKENS:,} tokens of calibration")
+        if record["recipe"]["schedule_steps"] is not None:
+            raise LeanError("the comparison's schedule is not as long as its runs; that is not known how to shorten")
+        common = self.common(record)
+        if self.earlier and any(self.earlier[key] != value for key, value in common.items()):
+            raise LeanError(f"{options.out} is of another comparison or share; choose another --out")
+
+    def common(self, record: dict[str, Any]) -> dict[str, Any]:
+        """What all seeds share."""
+        names = {"model": self.baseline.name, "share": self.share, "tokens": record["tokens"]}
+        return names | {"calibration_tokens": TOKENS, "data_sha256": record["data"]["sha256"]}
 
     def pretraining(self, seed: int) -> Command:
         """The baseline's run, but for the share of its steps that uptraining takes."""
-        record = self.record_of(seed)
+        record = self.records[seed]
         recipe, steps = record["recipe"], self.steps(record)[0]
-        line = ("train", self.baseline.name, "--seed", seed, "--steps", steps, *self._common(record))
-        rates = ("--learning-rate", recipe["learning_rate"], "--min-learning-rate", recipe["min_learning_rate"])
-        return Command(self.work / f"baseline-{seed}", (*line, *rates, "--evaluate-every", max(steps // 8, 1)))
+        rest = {
+            "--seed": seed,
+            "--steps": steps,
+            "--warmup-steps": round(recipe["warmup_steps"] * steps / recipe["steps"]),
+            "--evaluate-every": max(steps // 8, 1),
+            **{f"--{name.replace('_', '-')}": recipe[name] for name in LIKE_THE_BASELINE},
+        }
+        return Command(
+            self.work / f"baseline-{seed}", ("train", self.baseline.name, *_line(rest | self._common(record)))
+        )
 
     def conversion(self, seed: int) -> Command:
         how = ("--to", "skipv1", "--calibration", self.data, "--tokens", TOKENS)
         return Command(self.work / f"skipv1-{seed}", ("convert", self.work / f"baseline-{seed}", *how))
 
     def uptraining(self, seed: int, rate: float) -> Command:
-        record = self.record_of(seed)
+        record = self.records[seed]
         steps = self.steps(record)[1]
-        line = ("uptrain", self.work / f"skipv1-{seed}", "--seed", 100 + seed, "--steps", steps)
-        rest = ("--learning-rate", rate, "--evaluate-every", steps)
-        return Command(self.work / f"uptrained-{seed}-{rate:g}", (*line, *self._common(record), *rest))
+        rest = {"--seed": 100 + seed, "--steps": steps, "--evaluate-every": steps, "--learning-rate": rate}
+        line = ("uptrain", self.work / f"skipv1-{seed}", *_line(rest | self._common(record)))
+        return Command(self.work / f"uptrained-{seed}-{rate:g}", line)
 
     def steps(self, record: dict[str, Any]) -> tuple[int, int]:
         """Before and after the conversion; calibration takes some of the latter's tokens."""
@@ -72,16 +107,22 @@ class Bench:
         after = round(self.share * steps)
         return steps - after, after - -(-TOKENS // tokens_per_step)
 
-    def _common(self, record: dict[str, Any]) -> tuple[Any, ...]:
-        batch = ("--batch-size", record["recipe"]["batch_size"], "--precision", record["precision"]["choice"])
-        sequences = record["batch_plan"]["evaluation_sequences"]
-        return (*batch, "--evaluation-sequences", sequences, "--data", self.data, "--device", "cpu")
+    def _common(self, record: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "--batch-size": record["recipe"]["batch_size"],
+            "--context-length": record["context_length"],
+            "--precision": record["precision"]["choice"],
+            "--evaluation-sequences": record["batch_plan"]["evaluation_sequences"],
+            "--data": self.data,
+            "--device": "cpu",
+        }
 
     def run(self, rates: list[float]) -> dict[str, Any]:
         """Return the search and the rows of every seed, those of an earlier record too."""
         for make in (self.pretraining, self.conversion):
             run_commands(map(make, self.seeds), self.jobs)
-        search = self.earlier.get("search") or self.search(rates)
+        if not (search := self.earlier.get("search") or self.search(rates)):
+            raise LeanError("uptraining diverged at every one of --rates; try smaller ones")
         best = min(search, key=lambda found: found["loss"])["learning_rate"]
         run_commands((self.uptraining(seed, best) for seed in self.seeds), self.jobs)
         rows = [*self.earlier.get("rows", ()), *(self.row(seed, best) for seed in self.seeds)]
@@ -90,14 +131,15 @@ class Bench:
     def search(self, rates: list[float]) -> list[dict[str, float]]:
         commands = {rate: self.uptraining(self.seeds[0], rate) for rate in rates}
         run_commands(commands.values(), self.jobs)
-        return [{"learning_rate": rate, "loss": _loss(command.record)} for rate, command in commands.items()]
+        found = [{"learning_rate": rate, "loss": _loss(command.record)} for rate, command in commands.items()]
+        return [row for row in found if row["loss"] is not None]
 
     def row(self, seed: int, rate: float) -> dict[str, Any]:
         """The losses of a seed, on the same held-out sequences."""
-        before, after, whole = self.pretraining(seed).record, self.uptraining(seed, rate).record, self.record_of(seed)
-        places = {place_of(record["hardware"]) for record in (before, after, whole)}
-        if len(places) > 1:
-            raise LeanError(f"seed {seed} was trained on several machines: {', '.join(sorted(places))}")
+        before, after, whole = self.pretraining(seed).record, self.uptraining(seed, rate).record, self.records[seed]
+        for key, of in SAME.items():
+            if len({of(record) for record in (before, after, whole)}) > 1:
+                raise LeanError(f"the runs of seed {seed} in {self.work} differ in {key}; remove them and start again")
         return {
             "seed": seed,
             "tokens": before["tokens"] + TOKENS + after["tokens"],
@@ -116,8 +158,13 @@ def _result(comparison: ComparisonRecord, name: str) -> Result:
     raise LeanError(f"the comparison has no {name}")
 
 
-def _loss(record: dict[str, Any]) -> float:
-    return record["final"]["validation_loss"]
+def _loss(record: dict[str, Any]) -> float | None:
+    """None of a run that diverged."""
+    return None if record["final"] is None else record["final"]["validation_loss"]
+
+
+def _line(options: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(part for option in options.items() for part in option)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -125,10 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.comparison is None:
         raise LeanError("name the directory of a comparison")
     bench = Bench(options)
-    record = bench.record_of(bench.seeds[0])
-    found = bench.run(options.rates)
-    common = {"model": bench.baseline.name, "share": options.share, "tokens": record["tokens"]}
-    return common | {"calibration_tokens": TOKENS, "precision": record["precision"]["choice"]} | found
+    return bench.common(bench.records[bench.seeds[0]]) | bench.run(options.rates)
 
 
 def losses(record: dict[str, Any], key: str) -> dict[int, float]:
@@ -165,9 +209,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--data", default="stdlib", help="what it was trained on")
     parser.add_argument("--share", type=float, default=0.1, help="of the tokens that come after the conversion")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3, 3e-3], help="of uptraining")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: all that are finished")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: all that were finished on this machine")
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time, one thread each")
-    parser.add_argument("--work", type=Path, help="directory of the runs; default: converted/ in the comparison's")
+    parser.add_argument("--work", type=Path, help="directory of the runs; default: one in the comparison's")
     return parser
 
 

@@ -233,8 +233,8 @@ def gap_by_tokens(directory: str, title: str) -> str:
 def copied(file: str, title: str) -> str:
     """Differences to the baseline in tokens that can be copied from the context and in others, with 95% intervals."""
     record = read(file)
-    names = list(dict.fromkeys(row["model"] for row in record["rows"]))
-    baseline, *names = names
+    baseline = record["baseline"]
+    names = [name for name in dict.fromkeys(row["model"] for row in record["rows"]) if name != baseline]
 
     def losses(model: str, kind: str) -> dict[int, float]:
         return {row["seed"]: row["loss"][kind] for row in record["rows"] if row["model"] == model}

@@ -1,5 +1,6 @@
 """Benchmarks that go on from a comparison: what can be copied, and SkipV1 from scratch against the conversion."""
 
+import json
 import random
 import shutil
 import statistics
@@ -132,7 +133,7 @@ def test_losses_of_finished_models_are_split(comparison, out, run, refused):
     again, printed = run(copying, *options)
     assert again["rows"] == record["rows"]
     assert f"| `{NAMES[1]}` |" in printed and "same pairs: cannot" in printed
-    assert "is of other text" in refused(copying, "--sequences", "4")
+    assert "is of other text or models" in refused(copying, "--sequences", "4")
     for weights in out.glob("runs/*/model.safetensors"):
         weights.unlink()
     assert "holds no trained models" in refused(copying, *options)
@@ -159,8 +160,8 @@ def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, mon
             {run.name: run.loss for run in load_comparison(out).finals if run.seed == row["seed"]},
         )
         assert row["baseline"] == finals[NAMES[0]] and row["skipv1"] == finals[NAMES[1]]
-        source = read_json(out / "converted" / f"baseline-{seed}" / "record.json")
-        uptrained = read_json(out / "converted" / f"uptrained-{seed}-{best:g}" / "record.json")
+        source = read_json(out / "converted-0.5" / f"baseline-{seed}" / "record.json")
+        uptrained = read_json(out / "converted-0.5" / f"uptrained-{seed}-{best:g}" / "record.json")
         assert (source["recipe"]["steps"], uptrained["recipe"]["steps"]) == (4, 2)
         assert row["tokens"] == 6 * 128 + 200 and row["source"] == source["evaluations"][-1]["loss"]
         assert (row["converted"], row["uptrained"]) == tuple(found["loss"] for found in uptrained["evaluations"])
@@ -169,7 +170,10 @@ def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, mon
     line = next(line for line in printed.splitlines() if "uptrained for the last 50%" in line)
     assert f"{gap:+.4f}".replace("-", "−") in line
     assert "has no other seed" in refused(scratch_or_converted)
+    (out.parent / "record.json").write_text(json.dumps(first))
+    assert "of another comparison or share" in refused(scratch_or_converted, "--share", "0.75")
+    assert "leaves no uptraining" in refused(scratch_or_converted, "--share", "0.2")
     monkeypatch.setattr(scratch_or_converted, "run_commands", in_processes)
-    shutil.rmtree(out / "converted" / "baseline-0")
+    shutil.rmtree(out / "converted-0.5" / "baseline-0")
     (out.parent / "record.json").unlink()
-    assert "baseline-0 failed; see" in refused(scratch_or_converted, "--data", "no-such-file.txt", "--seeds", "0")
+    assert "baseline-0 failed; see" in refused(scratch_or_converted, "--data", "nowhere.txt", "--share", "0.5")
