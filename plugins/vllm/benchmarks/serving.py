@@ -5,6 +5,7 @@ are.
 
     python plugins/vllm/benchmarks/serving.py --parts tokens memory --out results/vllm/serving.json
     python plugins/vllm/benchmarks/serving.py --parts throughput --out results/vllm/serving.json
+    python plugins/vllm/benchmarks/serving.py --parts throughput --dtype float32 --out results/vllm/float32.json
     python plugins/vllm/benchmarks/serving.py --tables results/vllm/serving.json
 """
 
@@ -44,7 +45,9 @@ NEW, REQUESTS, LONGEST = 70, 16, 250
 # So little that requests are preempted: pages for about 1,600 tokens of the baseline.
 SCARCE = 1600
 MEMORY = 64 * 2**20
-ROUNDS, LLAMA = 3, "llama-130m"
+# Rounds in each of two orders of the engines, and new tokens of a request in the round before them.
+ROUNDS, WARM_UP = 2, 8
+LLAMA = "llama-130m"
 # Tokens of the baseline that there is memory for in a measurement of throughput; None: as much as 64 requests need.
 MEMORIES: tuple[int | None, ...] = (None, 1600)
 OF_SCARCITY = ("leanqkv", "skipv1")
@@ -142,9 +145,10 @@ def measure_memory() -> list[dict[str, Any]]:
     return rows
 
 
-def measure_throughput(checkpoint: str | None) -> list[dict[str, Any]]:
+def measure_throughput(checkpoint: str | None, dtype: str) -> list[dict[str, Any]]:
     """New tokens per second, engines of one process taking steps in turn: what disturbs one disturbs all.
 
+    A second process has the engines in the reverse order, so that their place in it does not count for one of them.
     LLAMA's shape with random weights; and a checkpoint, if one is named.
     """
     rows = []
@@ -156,8 +160,10 @@ def measure_throughput(checkpoint: str | None) -> list[dict[str, Any]]:
         with progress_bar("throughput") as bar:
             for done, (shape, tokens) in enumerate(together):
                 models = shapes[shape] if tokens is None else {name: shapes[shape][name] for name in OF_SCARCITY}
-                for name, rounds in _in_a_process(models, tokens).items():
-                    rows.append({"shape": shape, "model": name, "memory": tokens, "rounds": rounds})
+                first, second = (_in_a_process(order, tokens, dtype) for order in (models, _reversed(models)))
+                for name in models:
+                    row = {"shape": shape, "model": name, "memory": tokens, "dtype": dtype}
+                    rows.append({**row, "rounds": [*first[name], *second[name]]})
                 bar(done + 1, len(together))
     return rows
 
@@ -192,10 +198,15 @@ def _leanqkv(*arguments: Any) -> None:
     _run([str(Path(sys.executable).with_name("leanqkv")), *map(str, arguments)])
 
 
-def _in_a_process(models: dict[str, Path], tokens: int | None) -> dict[str, list[dict[str, Any]]]:
-    """Time models with memory for that many tokens of the first; None: for all."""
+def _reversed(models: dict[str, Path]) -> dict[str, Path]:
+    return dict(reversed(models.items()))
+
+
+def _in_a_process(models: dict[str, Path], tokens: int | None, dtype: str) -> dict[str, list[dict[str, Any]]]:
+    """Time models with memory for that many tokens of the baseline; None: for all."""
     given = {name: str(directory) for name, directory in models.items()}
-    return json.loads(_run([sys.executable, __file__, "--together", json.dumps([given, tokens])]).splitlines()[-1])
+    done = _run([sys.executable, __file__, "--together", json.dumps([given, tokens, dtype])])
+    return json.loads(done.splitlines()[-1])
 
 
 def _run(command: list[str]) -> str:
@@ -205,21 +216,21 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def time_together(models: dict[str, str], tokens: int | None) -> None:
-    """Print what 64 requests of 128 tokens take for 128 new tokens each, after a round that is not measured."""
-    given = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+def time_together(models: dict[str, str], tokens: int | None, dtype: str) -> None:
+    """Print what 64 requests of 128 tokens take for 128 new tokens each, after a short round that is not measured."""
+    given = {"dtype": dtype, "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
     given |= {"enforce_eager": False, "enable_prefix_caching": False}
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, 5000, (64, 128), generator=draw).tolist()
-    first, *_ = models.values()
     given["block_size"] = 128 if tokens is None else 32  # of little memory a large page leaves much empty
     needed = 64 * 320 if tokens is None else tokens
-    memory = needed * LeanConfig.from_pretrained(first).plan.kv_bytes_per_token(torch.bfloat16)
+    baseline = LeanConfig.from_pretrained(models["leanqkv"])
+    memory = needed * baseline.plan.kv_bytes_per_token(getattr(torch, dtype))
     with ExitStack() as stack:
         engines = [
             stack.enter_context(engine(Path(one), **given, kv_cache_memory_bytes=memory)) for one in models.values()
         ]
-        run_in_turns(engines, prompts, 0, 128)
+        run_in_turns(engines, prompts, 0, WARM_UP)
         rounds = [run_in_turns(engines, prompts, number, 128) for number in range(1, ROUNDS + 1)]
     kept = ("seconds", "steps", "preempted", "most_at_once")
     found = {name: [{key: one[place][key] for key in kept} for one in rounds] for place, name in enumerate(models)}
@@ -307,7 +318,7 @@ def _metric(metrics: str, name: str) -> float:
 PARTS = {
     "tokens": lambda options: measure_tokens(),
     "memory": lambda options: measure_memory(),
-    "throughput": lambda options: measure_throughput(options.checkpoint),
+    "throughput": lambda options: measure_throughput(options.checkpoint, options.dtype),
     "clients": lambda options: measure_clients(),
 }
 
@@ -402,6 +413,7 @@ def main() -> None:
         return
     parser = harness.command_line(__doc__)
     parser.add_argument("--checkpoint", metavar="MODEL", help="also time this model: a GGUF file or a directory")
+    parser.add_argument("--dtype", default="bfloat16", help="of the throughput")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     harness.run(parser, measure, tables)
 
