@@ -114,6 +114,34 @@ def test_it_goes_on_where_it_was_stopped(data, done, tmp_path):
     assert losses(run(COMPARISON, data, tmp_path / "out")) == losses(done[1])
 
 
+def test_a_later_start_adds_models_and_seeds(data, tmp_path):
+    fewer = replace(COMPARISON, learning_rates=None, seeds=(0,), groups=models(*NAMES[:2]))
+    begun = run(fewer, data, tmp_path)
+    more = replace(fewer, title="More", seeds=(0, 1), groups=models(*NAMES))
+    trained = {}
+    grown = run(more, data, tmp_path, on_update=lambda update: trained.setdefault(update.job.out.name, update.record))
+    assert len(grown) == 6
+    assert begun.items() <= grown.items()
+    assert {name for name, first in trained.items() if first is None} == grown.keys() - begun.keys()
+    comparison = load_comparison(tmp_path)
+    assert (comparison.title, comparison.architectures, comparison.seeds) == ("More", list(NAMES), [0, 1])
+    for other in (
+        fewer,
+        replace(more, groups=models(NAMES[1], NAMES[0], NAMES[2])),
+        replace(more, seeds=(0, 1, 2), recipe={"steps": 13, "batch_size": 4}),
+        replace(more, seeds=(0, 1, 2), groups=(*models(*NAMES[:2]), *models(NAMES[2]))),
+    ):
+        with pytest.raises(LeanError, match="holds another comparison"):
+            run(other, data, tmp_path)
+    assert load_comparison(tmp_path) == comparison
+
+
+def test_seeds_are_not_added_to_a_search(data, done):
+    """One of them would be the seed of the search."""
+    with pytest.raises(LeanError, match=r"holds another comparison .*grid"):
+        run(replace(COMPARISON, seeds=(0, 1, 2)), data, done[0])
+
+
 def losses(records):
     return {name: record["evaluations"] for name, record in records.items()}
 

@@ -36,6 +36,8 @@ RECORDED = (
     *("title", "suite", "scale", "command"),
     *("context_length", "evaluation_sequences", "evaluate_every", "micro_batch_size"),
 )
+# What a later start may add to: models at the end of a group, and seeds.
+GROWING = ("architectures", "groups", "entries", "seeds")
 # Above this many parameters a CPU is used better by one run on all cores than by one run a core.
 SMALL_MODEL = 20_000_000
 
@@ -126,6 +128,8 @@ class _Directory:
     def __init__(self, out: Path, comparison: Comparison, data_sha256: str):
         """Make `out` this comparison's own, or go on with what an earlier start of it wrote.
 
+        That may have had fewer models or seeds.
+
         Raises:
             LeanError: `out` holds something else.
         """
@@ -137,7 +141,9 @@ class _Directory:
             # A key that an earlier version did not write yet says nothing against it.
             compared = wanted.keys() & self.content.keys() - {"command", "title", "notes"}
             different = [key for key in wanted if key in compared and self.content[key] != wanted[key]]
-            if different:
+            if different and _has_grown(different, self.content, wanted):
+                self.write(**{key: wanted[key] for key in (*different, "command", "title", "notes")})
+            elif different:
                 shown = "; ".join(f"{key}: {self.content[key]} there, {wanted[key]} asked" for key in different)
                 raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
             return
@@ -281,6 +287,19 @@ class _Directory:
         )
         out = self.out / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}"
         return Job(spec, out)
+
+
+def _has_grown(different: Sequence[str], there: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a plan that differs from the one there has all of it, and models or seeds besides."""
+    if not {*different} <= {*GROWING} or not {*GROWING} <= there.keys():
+        return False
+    groups = zip(there["groups"], wanted["groups"], strict=False)
+    return (
+        len(there["groups"]) == len(wanted["groups"])
+        and all(own == more[: len(own)] for own, more in groups)
+        and there["entries"].items() <= wanted["entries"].items()
+        and {*there["seeds"]} <= {*wanted["seeds"]}
+    )
 
 
 def _settled(
