@@ -1,4 +1,4 @@
-"""Benchmarks that go on from a comparison: what can be copied, and SkipV1 from scratch against the conversion."""
+"""Benchmarks that go on from comparisons: what can be copied, SkipV1 from scratch or converted, several sizes."""
 
 import json
 import random
@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import by_size
 import copying
 import harness
 import pytest
@@ -177,3 +178,52 @@ def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, mon
     shutil.rmtree(out / "converted-0.5" / "baseline-0")
     (out.parent / "record.json").unlink()
     assert "baseline-0 failed; see" in refused(scratch_or_converted, "--data", "nowhere.txt", "--share", "0.5")
+
+
+def resized(source, target, times, shift):
+    """A copy of a comparison whose models are so many times as large and as long trained, with other losses."""
+    shutil.copytree(source, target)
+    for file in target.glob("runs/*/record.json"):
+        record = read_json(file)
+        record["parameters"]["total"] *= times
+        record["tokens"] *= times
+        record["final"]["validation_loss"] += shift.get((record["name"], record["seed"]), 0.0)
+        file.write_text(json.dumps(record))
+    return target
+
+
+def test_differences_of_several_sizes(comparison, tmp_path, monkeypatch, capsys):
+    """The slope is that of a line for each seed; sizes that are no such series are refused in one line."""
+
+    def run(*folders):
+        out = tmp_path / "by-size.json"
+        monkeypatch.setattr(sys, "argv", ["by_size.py", *map(str, folders), "--out", str(out)])
+        harness.run(by_size.command_line(), by_size.measure, by_size.tables)
+        return read_json(out), capsys.readouterr().out
+
+    def refused(*folders):
+        with pytest.raises(SystemExit) as end:
+            run(*folders)
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    one = comparison[0]
+    double = resized(one, tmp_path / "double", 2, {(NAMES[1], 0): -0.03, (NAMES[1], 1): -0.05})
+    eight = resized(one, tmp_path / "eight", 8, {(NAMES[1], 0): 0.01, (NAMES[0], 1): 0.02})
+    record, printed = run(eight, one, double)
+    assert [size["parameters"] / record["sizes"][0]["parameters"] for size in record["sizes"]] == [1, 2, 8]
+    first = load_comparison(one).results[1].difference
+    assert by_size.differences(record, "skipv1")[0] == first
+    # Least squares through 0, 1 and 3 doublings: the weights of the three points are −4, −1 and 5, over 14.
+    found = by_size.per_doubling(record, "skipv1")
+    assert found.by_seed == pytest.approx({0: (0.03 + 5 * 0.01) / 14, 1: (0.05 - 5 * 0.02) / 14}, abs=1e-12)
+    assert f"± {found.half_width:.4f} |" in printed.splitlines()[-1]
+
+    assert "at least two" in refused(one)
+    assert "of one size" in refused(one, resized(one, tmp_path / "same", 1, {}))
+    records = list(eight.glob("runs/*/record.json"))
+    for file in records:
+        file.write_text(json.dumps(read_json(file) | {"tokens": 1000}))
+    assert "tokens per parameter differ: " in refused(one, eight)
+    next(file for file in records if file.parent.name.endswith("seed1")).unlink()
+    assert "seed 1, is missing" in refused(one, eight)
