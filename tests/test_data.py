@@ -3,6 +3,7 @@
 import hashlib
 import json
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -207,7 +208,17 @@ def test_bad_data_is_named(tmp_path, kind):
     assert not list((tmp_path / "cache").rglob("*.bin"))
 
 
-def test_datasets_are_streamed(monkeypatch):
+@pytest.fixture
+def revision(monkeypatch):
+    """What the hub says of a dataset; the first entry is the commit."""
+    import huggingface_hub
+
+    commits = ["4" * 40]
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: SimpleNamespace(sha=commits[0]))
+    return commits
+
+
+def test_datasets_are_streamed(monkeypatch, revision):
     import datasets
 
     stream = datasets.Dataset.from_dict({"text": TEXT}).to_iterable_dataset()
@@ -215,7 +226,7 @@ def test_datasets_are_streamed(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: calls.append((args, kwargs)) or stream)
     corpus = open_corpus("someone/corpus:english")
     assert list(corpus.documents()) == TEXT
-    assert calls == [(("someone/corpus", "english"), {"split": "train", "streaming": True})]
+    assert calls == [(("someone/corpus", "english"), {"split": "train", "streaming": True, "revision": "4" * 40})]
     data = prepare_data("someone/corpus:english", vocab_size=400, max_documents=40)
     assert (
         data.tokenizer().decode(data.validation().astype(int)).split(data.tokenizer().eos_token)[:-1] == TEXT[19:40:20]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -126,7 +127,9 @@ def test_stopped_anywhere_it_goes_on(corpus, whole, monkeypatch, documents):
         prepare_data(str(corpus), vocab_size=400)
     monkeypatch.setattr(tokenizing, "_write_shard", write_shard)
     encode, read, opened = tokenizing.encode, corpus_module._documents, []
-    monkeypatch.setattr(corpus_module, "_documents", lambda file, field: opened.append(file.name) or read(file, field))
+    monkeypatch.setattr(
+        corpus_module, "_documents", lambda file, *about: opened.append(file.name) or read(file, *about)
+    )
     monkeypatch.setattr(tokenizing, "encode", lambda *a: reached.extend(a[-1]) or encode(*a))
     found = prepare_data(str(corpus), vocab_size=400)
     assert content(found) == expected
@@ -136,6 +139,139 @@ def test_stopped_anywhere_it_goes_on(corpus, whole, monkeypatch, documents):
     again = 300 - len(reached)
     assert again <= documents and (documents < 60 or again > documents - 50)
     assert not list(found.directory.parent.glob(".*"))
+
+
+def test_the_work_of_a_process_that_died_long_ago_is_taken_over(corpus, whole, monkeypatch):
+    """Its folder is older than the process that goes on."""
+    expected, process = content(whole), subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    forget(whole)
+    monkeypatch.setattr(tokenizing, "SHARD_TOKENS", 700)
+    write_shard, encode, encoded = tokenizing._write_shard, tokenizing.encode, []
+
+    def stop(documents, train, validation, at):
+        if at.shard == 4:
+            raise Stopped
+        return write_shard(documents, train, validation, at)
+
+    monkeypatch.setattr(tokenizing, "_write_shard", stop)
+    with pytest.raises(Stopped):
+        prepare_data(str(corpus), vocab_size=400)
+    (left,) = whole.directory.parent.glob(".*.partial")
+    dead = left.with_name(left.name.replace(f"-{os.getpid()}.", f"-{process.pid}."))
+    left.rename(dead)
+    os.utime(dead, (0, 0))
+    monkeypatch.setattr(tokenizing, "_write_shard", write_shard)
+    monkeypatch.setattr(tokenizing, "encode", lambda *a: encoded.extend(a[-1]) or encode(*a))
+    found = prepare_data(str(corpus), vocab_size=400)
+    assert content(found) == expected and len(encoded) < 200
+    assert not list(found.directory.parent.glob(".*"))
+
+
+def test_a_shard_that_would_be_empty_is_none(corpus, whole, monkeypatch):
+    """The last document is held out, and all before it fill whole shards."""
+    expected = content(whole)
+    forget(whole)
+    total = len(expected[2])
+    monkeypatch.setattr(tokenizing, "SHARD_TOKENS", total)
+    data = prepare_data(str(corpus), vocab_size=400)
+    assert content(data) == expected
+    assert (data.train_tokens, data.validation_tokens) == (total, len(expected[3]))
+    assert [file.name for file in data.directory.glob("train-*")] == ["train-00000.bin"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(corpus, monkeypatch, tmp_path):
+    encode, file = tokenizing.encode, corpus / "c.jsonl"
+
+    def append(*arguments):
+        with file.open("a") as stream:
+            stream.write(json.dumps({"text": "more"}) + "\n")
+        return encode(*arguments)
+
+    monkeypatch.setattr(tokenizing, "encode", append)
+    with pytest.raises(LeanError, match=r"c\.jsonl was changed while it was read"):
+        prepare_data(str(corpus), vocab_size=400)
+    assert list((tmp_path / "cache" / "data").iterdir()) == []
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def variant(whole, tmp_path):
+    """Saves the corpus's tokenizer after a change, and returns where."""
+
+    def save(name, change):
+        tokenizer = whole.tokenizer()
+        change(tokenizer)
+        tokenizer.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return save
+
+
+def test_texts_are_neither_cut_nor_padded(corpus, whole, variant):
+    """Though the tokenizer's file asks for it."""
+
+    def change(tokenizer):
+        tokenizer.backend_tokenizer.enable_truncation(4)
+        tokenizer.backend_tokenizer.enable_padding(length=60)
+
+    named = variant("cutting", change)
+    settings = json.loads(Path(named, "tokenizer.json").read_text())
+    assert settings["truncation"]["max_length"] == 4 and settings["padding"]
+    for workers in (1, 2):
+        data = prepare_data(str(corpus), vocab_size=400, tokenizer=named, workers=workers)
+        assert content(data) == content(whole)
+        forget(data)
+
+
+def test_what_looks_like_an_end_in_a_document_is_text(tmp_path, whole):
+    (tmp_path / "ends.jsonl").write_text(
+        "".join(json.dumps({"text": f"a <|endoftext|> {n}"}) + "\n" for n in range(40))
+    )
+    named = str(whole.directory / "tokenizer")
+    data = prepare_data(str(tmp_path / "ends.jsonl"), vocab_size=400, tokenizer=named)
+    tokens = np.concatenate([data.train(), data.validation()])
+    assert (tokens == data.tokenizer().eos_token_id).sum() == 40
+    assert data.tokenizer().decode(data.train()[:20].astype(int)).startswith("a <|endoftext|> 0<|endoftext|>a ")
+
+
+def test_tokenizers_that_end_texts_differently_are_two(corpus, variant):
+    """As those of a base model and of the chat model made from it: their tokenizer.json is one."""
+
+    def add(tokenizer):
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+
+    base, chat = variant("base", add), variant("chat", add)
+    settings = json.loads(Path(chat, "tokenizer_config.json").read_text())
+    Path(chat, "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|end|>"}))
+    assert Path(base, "tokenizer.json").read_bytes() == Path(chat, "tokenizer.json").read_bytes()
+    ends = [prepare_data(str(corpus), vocab_size=500, tokenizer=place) for place in (base, chat)]
+    for data, end in zip(ends, ("<|endoftext|>", "<|end|>"), strict=True):
+        assert data.tokenizer().eos_token == end == data.tokenizer().decode(data.train()[-1])
+    assert ends[0].sha256 != ends[1].sha256
+
+
+def test_numbers_of_tokens_may_have_gaps(corpus, variant):
+    def renumber(name, number):
+        place = variant(name, lambda tokenizer: None)
+        settings = json.loads(Path(place, "tokenizer.json").read_text())
+        assert "Q" in settings["model"]["vocab"]
+        settings["model"]["vocab"]["Q"] = number
+        Path(place, "tokenizer.json").write_text(json.dumps(settings))
+        return place
+
+    place = renumber("gap", 500)
+    with pytest.raises(LeanError, match="has 501 tokens, the model only 400"):
+        prepare_data(str(corpus), vocab_size=400, tokenizer=place)
+    assert prepare_data(str(corpus), vocab_size=501, tokenizer=place).vocab_size == 501
+    assert prepare_data(str(corpus), vocab_size=10**6, tokenizer=renumber("wide", 70_000)).dtype == "uint32"
+
+
+def test_a_vocabulary_below_that_of_bytes_is_refused(corpus):
+    with pytest.raises(LeanError, match="has at least 257 tokens, the model only 100; set vocab_size"):
+        prepare_data(str(corpus), vocab_size=100)
 
 
 def test_nothing_is_left_of_data_that_cannot_be_read(corpus, monkeypatch, tmp_path):
@@ -247,6 +383,7 @@ def test_the_hash_of_a_large_file_is_kept_until_it_changes(corpus, monkeypatch):
 def hub(tmp_path, monkeypatch):
     """Local copies of the hub's layouts, loaded by the library itself."""
     import datasets
+    import huggingface_hub
     import pyarrow
     import pyarrow.parquet
 
@@ -268,11 +405,13 @@ def hub(tmp_path, monkeypatch):
     )
     write("Skylion007/openwebtext", "plain_text/train-{:05}-of-{:05}.parquet", 2)
 
-    def from_disk(name, *args, **options):
+    def from_disk(name, *args, revision, **options):
+        assert revision == "4" * 40
         calls.append((name, *args))
         return load(str(tmp_path / "hub" / name), *args, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", from_disk)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: SimpleNamespace(sha="4" * 40))
     return calls
 
 
@@ -294,6 +433,70 @@ def test_named_corpora_are_streamed_file_by_file(hub, name, repository, files, m
     data = prepare_data(name, vocab_size=400)
     expected = sum(len(data.tokenizer()(text)["input_ids"]) + 1 for text in corpus.documents())
     assert data.train_tokens + data.validation_tokens == expected
+
+
+def test_a_hub_dataset_is_its_commit(hub, monkeypatch):
+    import huggingface_hub
+
+    first = open_corpus("openwebtext")
+    assert first.fingerprint == open_corpus("openwebtext").fingerprint and "revision 444444444444" in first.description
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: SimpleNamespace(sha="5" * 40))
+    import datasets
+
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, revision, **o: load(*a, revision="4" * 40, **o))
+    assert open_corpus("openwebtext").fingerprint != first.fingerprint
+
+
+def test_a_connection_that_breaks_costs_no_work(hub, monkeypatch):
+    """It is one line, and the same command goes on behind the last complete shard."""
+    import datasets
+
+    monkeypatch.setattr(tokenizing, "SHARD_TOKENS", 700)
+    through, encode, encoded = datasets.IterableDataset.__iter__, tokenizing.encode, []
+    monkeypatch.setattr(tokenizing, "encode", lambda *a: encoded.extend(a[-1]) or encode(*a))
+
+    def breaking(stream):
+        for number, record in enumerate(through(stream)):
+            if number == 90 and breaks:
+                raise ConnectionError("Server Disconnected")
+            yield record
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", breaking)
+    breaks = False
+    expected = prepare_data("openwebtext", vocab_size=400)
+    tokens = content(expected)
+    named = str(expected.directory / "tokenizer")
+    again = prepare_data("openwebtext", vocab_size=400, tokenizer=named)
+    assert content(again) == tokens
+    forget(again)
+    breaks = True
+    # Each document is a batch of its own, so that complete shards lie behind the break.
+    monkeypatch.setattr(tokenizing, "_batches", lambda documents: ([document] for document in documents))
+    with pytest.raises(LeanError, match=r"openwebtext could not be read further: Server Disconnected\. The same"):
+        prepare_data("openwebtext", vocab_size=400, tokenizer=named)
+    breaks, encoded[:] = False, []
+    found = prepare_data("openwebtext", vocab_size=400, tokenizer=named)
+    assert content(found) == tokens and len(encoded) < 150
+
+
+def test_rows_without_text_are_none_wherever_they_lie(hub, tmp_path):
+    """Of Parquet files, of JSONL and of a hub dataset."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = ["one", None, "", "two"]
+    table = pyarrow.table({"text": texts})
+    for place in ("hub/Skylion007/openwebtext/plain_text/train-00000-of-00002.parquet", "here.parquet"):
+        pyarrow.parquet.write_table(table, tmp_path / place)
+    (tmp_path / "here.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "", "two")))
+    assert list(open_corpus("openwebtext").parts[0]()) == ["one", "two"]
+    for name in ("here.parquet", "here.jsonl"):
+        assert list(open_corpus(str(tmp_path / name)).documents()) == ["one", "two"]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "here.parquet")
+    with pytest.raises(LeanError, match="has several columns 'text'"):
+        list(open_corpus(str(tmp_path / "here.parquet")).documents())
 
 
 def test_a_corpus_that_is_a_script_is_refused(hub):
@@ -353,6 +556,29 @@ def test_a_folder_of_megatrons_files_is_one_text(tmp_path):
     assert [name for name, _, _ in data.train_shards] == ["text_0.bin", "text_1.bin", "text_2.bin"]
 
 
+@pytest.mark.parametrize(("dtype", "code"), [("uint16", 8), ("int32", 4)])
+def test_megatrons_files_may_be_the_two_splits(tmp_path, dtype, code):
+    """They are called as nanoGPT's."""
+    parts = [np.concatenate(megatron_documents(count, seed=count)) for count in (60, 7)]
+    for name, part in zip(("train", "val"), parts, strict=True):
+        write_megatron(tmp_path / name, [part], dtype, code)
+    data = prepare_data(str(tmp_path), vocab_size=97)
+    assert data.dtype == dtype and "Megatron" in data.description
+    for found, part in zip((data.train(), data.validation()), parts, strict=True):
+        assert np.array_equal(found, part)
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"val.{suffix}").unlink()
+    assert prepare_data(str(tmp_path), vocab_size=97).validation_tokens == len(parts[0]) // 20
+
+
+def test_a_file_too_short_to_hold_tokens_out_can_be_evaluated_on(tmp_path):
+    np.arange(19, dtype=np.uint16).tofile(tmp_path / "few.bin")
+    text = evaluation_text(str(tmp_path / "few.bin"), tokenizer="none", vocab_size=97)
+    assert text.tokens.tolist() == list(range(19))
+    with pytest.raises(LeanError, match="is too short: 0 tokens found"):
+        evaluation_text(str(tmp_path / "few.bin"), tokenizer="none", vocab_size=97, split="validation")
+
+
 def test_of_one_long_document_the_end_is_held_out(tmp_path):
     write_megatron(tmp_path / "text", [np.arange(1000) % 97])
     data = prepare_data(str(tmp_path / "text.bin"), vocab_size=97)
@@ -374,6 +600,10 @@ def damaged_index(tmp_path, change):
         (lambda content: content[:17] + b"\7" + content[18:], r"tokens of type 7; those read are 8 \(uint16\)"),
         (lambda content: content[:-8], "text.idx is cut off"),
         (lambda content: content[:34] + b"\1\1\0\0" + content[38:], "bytes, its index text.idx describes"),
+        (lambda content: content[:34] + b"\xff" * 4 + content[38:], "is damaged: its documents are not all sequences"),
+        (lambda content: content[:-8] + (999).to_bytes(8, "little"), "is damaged: its documents are not all"),
+        (lambda content: content[:-16] + b"\xff" * 8 + content[-8:], "is damaged: its documents are not all"),
+        (lambda content: content[:-8] + (30).to_bytes(8, "little"), "is damaged: its documents are not all"),
     ],
 )
 def test_a_bad_index_is_named(tmp_path, change, message):
@@ -386,11 +616,15 @@ def test_tokens_of_another_vocabulary_or_program_are_refused(tmp_path):
     write_megatron(tmp_path / "text", megatron_documents())
     with pytest.raises(LeanError, match=r"text\.bin has token 96, the model's vocabulary ends at 89"):
         stored_tokens(tmp_path / "text.bin", 90)
-    header = np.zeros(256, dtype=np.int32)
-    header[:3] = 20240520, 1, 50
-    (tmp_path / "fineweb.bin").write_bytes(header.tobytes() + np.arange(50, dtype=np.uint16).tobytes())
-    with pytest.raises(LeanError, match=r"fineweb\.bin is a token file of llm\.c, with a header"):
-        stored_tokens(tmp_path / "fineweb.bin", 50257)
+    write_megatron(tmp_path / "signed", [np.array([5, -100, 7])], "int32", 4)
+    with pytest.raises(LeanError, match=r"signed\.bin has token -100; a token is a number"):
+        stored_tokens(tmp_path / "signed.bin", 90)
+    for number, what in ((20240520, "a header: cut its first 1,024 bytes off"), (20240801, "tokens of 32 bits")):
+        header = np.zeros(256, dtype=np.int32)
+        header[:3] = number, 1, 50
+        (tmp_path / "fineweb.bin").write_bytes(header.tobytes() + np.arange(50, dtype=np.uint16).tobytes())
+        with pytest.raises(LeanError, match=rf"fineweb\.bin is a token file of llm\.c, with .*{what}"):
+            stored_tokens(tmp_path / "fineweb.bin", 50257)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

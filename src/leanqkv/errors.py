@@ -9,6 +9,10 @@ class LeanError(Exception):
     exit_code = 2
 
 
+class UnreachableError(LeanError):
+    """A source on the network broke off; the same command goes on with what has been read."""
+
+
 class TimeIsUpError(LeanError):
     """A run stopped before its time limit; the same command goes on."""
 

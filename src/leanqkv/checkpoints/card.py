@@ -42,23 +42,31 @@ def origin(source: Path) -> dict[str, str]:
     in_cache = [folder.name for folder in source.parents if folder.name.startswith("models--")]
     if in_cache:
         name = in_cache[0].removeprefix("models--").replace("--", "/")
-    elif isinstance(said.get("base_model"), str):
-        name = said["base_model"] or name
-    license = said.get("license")
-    return {"base_model": name} | ({"license": license} if isinstance(license, str) else {})
+    elif isinstance(said.get("base_model"), str) and (is_gguf(source) or "leanqkv" in (said.get("tags") or ())):
+        name = said["base_model"] or name  # of ours, which has no repository; another's is a model of its own
+    licenses = {field: said.get(field) for field in ("license", "license_name", "license_link")}
+    return {"base_model": name} | {field: value for field, value in licenses.items() if isinstance(value, str)}
 
 
 def _front_matter(card: Path) -> Mapping[str, Any]:
     """Return the metadata at the head of a card; a card is free text, which may have none."""
-    match = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    match = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8-sig", errors="replace"), re.DOTALL)
     try:
         found = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # an impossible date, brackets without end
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def card(name: str, task: str, tags: Sequence[str], made_from: Mapping[str, str], stock: bool, *parts: str) -> str:
+def card(
+    name: str,
+    task: str,
+    tags: Sequence[str],
+    made_from: Mapping[str, str],
+    stock: bool,
+    *parts: str,
+    tokenizer: bool = True,
+) -> str:
     """Return a model card in Markdown.
 
     Args:
@@ -67,19 +75,20 @@ def card(name: str, task: str, tags: Sequence[str], made_from: Mapping[str, str]
         made_from: what `origin` returns; nothing of a model with new weights.
         stock: it is of a class of transformers, and needs no code of ours.
         parts: paragraphs, of which the first stands before the section on loading.
+        tokenizer: there is one beside the model; none is looked for beside one of images.
     """
     front = {**made_from, "library_name": "transformers", "pipeline_tag": TASKS[task][0], "tags": ["leanqkv", *tags]}
     first, *rest = parts
     paragraphs = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name}", first]
-    paragraphs += [f"## Load\n\n{loading(name, task, stock)}", *rest]
+    paragraphs += [f"## Load\n\n{loading(name, task, stock, tokenizer)}", *rest]
     if "license" not in made_from:
         paragraphs.append(NO_LICENSE)
     return "\n\n".join(paragraph.strip() for paragraph in paragraphs) + "\n"
 
 
-def loading(name: str, task: str, stock: bool) -> str:
+def loading(name: str, task: str, stock: bool, tokenizer: bool = True) -> str:
     """Return how a model is loaded: code, and why it is trusted."""
-    loader, text = TASKS[task][1], task != "image_classification"
+    loader, text = TASKS[task][1], tokenizer and task != "image_classification"
     code = [f"from transformers import {loader}" + ", AutoTokenizer" * text, ""]
     code.append(f'model = {loader}.from_pretrained("{name}"{"" if stock else ", trust_remote_code=True"})')
     code += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")'] * text

@@ -44,6 +44,7 @@ def plan_run(
     from ..errors import LeanError
     from ..train.processes import check_shard
     from ..train.run_plan import plan_run as plan
+    from ..train.tasks import check_context
 
     check_shard(shard)
     device = _device(accelerator, flops, memory)
@@ -54,6 +55,7 @@ def plan_run(
             context = context_length or config.max_position_embeddings
             if context is None:
                 raise LeanError(f"{name} has any number of positions; give --context-length")
+            check_context(name, config, context)
             plans[name] = plan(
                 config,
                 presets.recipe(name, **recipe_overrides(**vars(recipe))),

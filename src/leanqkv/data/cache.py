@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import LeanError
+from ..errors import LeanError, UnreachableError
 from ..files import (
     disk_full_is_an_error,
     leftovers,
@@ -53,6 +53,8 @@ def made_once(kind: str, content: str, fill: Callable[[Path], dict[str, Any]]) -
                 partial.mkdir(exist_ok=True)
                 try:
                     about = fill(partial)
+                except UnreachableError:  # what was read of it stays
+                    raise
                 except LeanError:  # when the data is mended, it has another name
                     remove(partial)
                     raise
@@ -60,8 +62,9 @@ def made_once(kind: str, content: str, fill: Callable[[Path], dict[str, Any]]) -
             try:
                 partial.rename(directory)
             except OSError:
-                if not (directory / ABOUT).exists():  # else another process finished the same data first
+                if not (directory / ABOUT).exists():
                     raise
+                remove(partial)  # another process finished the same data first
         finally:
             if not (partial / MANIFEST).exists():
                 remove(partial)
@@ -73,6 +76,7 @@ def _take_over(directory: Path, partial: Path) -> None:
     for left in leftovers(directory.parent, directory.name):
         if not partial.exists() and (left / MANIFEST).exists():
             with suppress(OSError):  # another process was faster
+                os.utime(left)  # older than this process, it would be taken for what a dead one has left
                 left.rename(partial)
 
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from ..errors import LeanError, first_line
+from ..errors import LeanError, UnreachableError, first_line
 from ..files import hash_files
 from .cache import remembered
 
@@ -35,7 +35,7 @@ class Corpus:
 
     Attributes:
         description: the data, as a report names it.
-        fingerprint: hex digest; equal for equal content in equal order (of a hub dataset: for its name and version).
+        fingerprint: hex digest; equal for equal content in equal order (of a hub dataset: for its name and revision).
         parts: of each file of it what makes a fresh iterator over its documents, each a str.
     """
 
@@ -154,22 +154,37 @@ def _local_files(path: Path, text_field: str) -> Corpus:
 
 def _files_corpus(description: str, root: Path, files: Sequence[Path], text_field: str) -> Corpus:
     digest = hashlib.sha256(text_field.encode())
-    size = 0
+    size, parts = 0, []
     for file in files:
         with reading(file):
+            state = _state(file)
             content = remembered([file], "sha256", partial(hash_files, file))
             size += file.stat().st_size
         digest.update(b"\0" + os.fsencode(file.relative_to(root)) + b"\0" + content.encode())
+        parts.append(partial(_documents, file, text_field, state))
     if not size:
         raise LeanError(f"the data is empty: {description} in {root} has no bytes")
-    parts = [partial(_documents, file, text_field) for file in files]
-    return Corpus(f"{description}, {size / 1e6:.1f} MB", digest.hexdigest(), parts)
+    shown = os.fsencode(description).decode(errors="backslashreplace")  # a file's name may be no UTF-8
+    return Corpus(f"{shown}, {size / 1e6:.1f} MB", digest.hexdigest(), parts)
 
 
-def _documents(file: Path, text_field: str) -> Iterator[str]:
+def _state(file: Path) -> tuple[int, int]:
+    """Return a file's size and time."""
+    about = file.stat()
+    return about.st_size, about.st_mtime_ns
+
+
+def _documents(file: Path, text_field: str, state: tuple[int, int]) -> Iterator[str]:
+    """Yield the documents of a file, which is to stay in the state in which it was hashed."""
     if file.suffix.lower() in JSONL_SUFFIXES:
-        return _read_jsonl(file, text_field)
-    return _read_parquet(file, text_field) if file.suffix.lower() == ".parquet" else read_pieces(file)
+        yield from _read_jsonl(file, text_field)
+    elif file.suffix.lower() == ".parquet":
+        yield from _read_parquet(file, text_field)
+    else:
+        yield from read_pieces(file)
+    with reading(file):
+        if _state(file) != state:
+            raise LeanError(f"{file} was changed while it was read; start again when it is complete")
 
 
 def read_pieces(file: Path) -> Iterator[str]:
@@ -201,7 +216,8 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
                 raise LeanError(f"{file} line {number} is not JSON: {error}") from None
             except RecursionError:
                 raise LeanError(f"{file} line {number} cannot be read: its JSON is nested too deeply") from None
-            yield _field(record, text_field, f"{file} line {number}")
+            if text := _field(record, text_field, f"{file} line {number}"):
+                yield text
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
@@ -215,6 +231,8 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
     except damaged as error:
         raise LeanError(f"{file} is not a Parquet file: {first_line(error)}") from None
     schema = table.schema_arrow
+    if schema.names.count(text_field) > 1:
+        raise LeanError(f"{file} has several columns {text_field!r}; give one of them another name")
     if text_field not in schema.names:
         raise LeanError(f"{file} has no column {text_field!r} (found: {', '.join(schema.names)}); give --text-field")
     kind = schema.field(text_field).type
@@ -242,6 +260,7 @@ def _field(record: object, text_field: str, place: str) -> str:
 
 def _hub_dataset(source: str, text_field: str) -> Corpus:
     import datasets
+    import huggingface_hub
 
     name, _, config = source.partition(":")
     if name == "redpajama":
@@ -251,17 +270,29 @@ def _hub_dataset(source: str, text_field: str) -> Corpus:
         )
     name = HUB_NAMES.get(name, name)
     try:
-        stream = datasets.load_dataset(name, config or None, split="train", streaming=True)
+        revision = str(huggingface_hub.dataset_info(name).sha)  # names the content, as its version does not
+        stream = datasets.load_dataset(name, config or None, split="train", streaming=True, revision=revision)
     except Exception as error:  # the library raises a dozen kinds; each means that the dataset cannot be read
         raise LeanError(
             f"no data at {source}: no such file or folder, and the dataset of that name cannot be loaded "
             f"({first_line(error)}){_nearest(source)}"
         ) from None
-    digest = hashlib.sha256(f"{source}\0{text_field}\0{stream.info.version}\0{stream.info.download_checksums}".encode())
+    digest = hashlib.sha256(f"{source}\0{text_field}\0{revision}".encode())
 
     def part(number: int) -> Iterator[str]:
-        records = stream.shard(stream.num_shards, number) if stream.num_shards > 1 else stream
-        return (_field(record, text_field, source) for record in records)
+        records = iter(stream.shard(stream.num_shards, number) if stream.num_shards > 1 else stream)
+        while True:
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            except Exception as error:  # of a dozen libraries below
+                raise UnreachableError(
+                    f"the dataset {source} could not be read further: {first_line(error)}. The same command goes on"
+                ) from None
+            # As of Parquet files: a row without text is none.
+            if record.get(text_field, "") is not None and (text := _field(record, text_field, source)):
+                yield text
 
     parts = [partial(part, number) for number in range(stream.num_shards)]
-    return Corpus(f"{source} (Hugging Face dataset)", digest.hexdigest(), parts)
+    return Corpus(f"{source} (Hugging Face dataset, revision {revision[:12]})", digest.hexdigest(), parts)

@@ -17,7 +17,7 @@ from .corpus import open_corpus
 from .mixture import parse_mixture
 from .prepare import fitting_tokenizer
 from .token_files import held_out, stored_tokens
-from .tokenizing import tokenized
+from .tokenizing import plain, tokenized
 
 SPLITS = ("whole", "validation")
 
@@ -162,6 +162,6 @@ def _held_out(
     for text, ids in early:
         if skipped < len(ids):
             # Where the token before ends, since tokenizers may leave a token's leading space out of its offsets.
-            offsets = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
+            offsets = plain(tokenizer).encode(text, add_special_tokens=False).offsets
             yield text[offsets[skipped - 1][1] if skipped else 0 :], ids[skipped:]
         skipped = max(0, skipped - len(ids))

@@ -21,6 +21,9 @@ NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 # Of data without a test split, one image in this many is held out; the same ones for every seed.
 TEST_SHARE = 3
 
+# Pillow's modes of 8 bits a channel, and of fewer.
+GRAY, COLOR = ("1", "L"), ("LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+
 Progress = Callable[[str], None]
 
 
@@ -195,12 +198,26 @@ def _columns(source: str, features: Any) -> tuple[str, str]:
     return images[0], max(labels, key=lambda name: features[name].num_classes)
 
 
+def _whole(source: str, records: Any) -> Iterator[Any]:
+    """Yield the records; one that cannot be decoded is named."""
+    for number in range(len(records)):
+        try:
+            record = records[number]
+        except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises of a damaged file
+            raise LeanError(f"{source}: image {number} cannot be decoded: {first_line(error)}") from None
+        yield record
+
+
 def _decoded(source: str, records: Any, image: str, label: str, first: Any) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the pixels of every record, of the size and the mode of `first`, and its class."""
-    mode = "L" if first.mode in ("1", "L") else "RGB"
+    mode = "L" if first.mode in GRAY else "RGB"
     classes = records.features[label].num_classes
-    for record in records:
+    for record in _whole(source, records):
         picture, number = record[image], record[label]
+        if picture.mode not in GRAY + COLOR:
+            raise LeanError(f"{source} has images of mode {picture.mode}; make them of 8 bits a channel")
+        if mode == "L" and picture.mode not in GRAY:
+            raise LeanError(f"{source} has images in gray and in colour; make them all one")
         if picture.size != first.size:
             sizes = " and ".join(f"{width}x{height}" for width, height in (first.size, picture.size))
             raise LeanError(f"{source} has images of different sizes, {sizes}; make them one size")
@@ -214,7 +231,7 @@ def _write(
     directory: Path, source: str, train: Any, test: Any, image: str, label: str, progress: Progress
 ) -> dict[str, Any]:
     """Write the arrays of both splits; return their hash and the shape of an image."""
-    digest, done, first = hashlib.sha256(), 0, train[0][image]
+    digest, done, first = hashlib.sha256(), 0, next(_whole(source, train))[image]
     for split, records in (("train", train), ("test", test)):
         classes = np.empty(len(records), dtype="<i8")
         for i, (pixels, number) in enumerate(_decoded(source, records, image, label, first)):

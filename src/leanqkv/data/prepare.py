@@ -13,11 +13,11 @@ from .cache import MANIFEST, made_once
 from .corpus import open_corpus
 from .mixture import Part, parse_mixture, write_mixture
 from .token_files import TokenData, stored_tokens
-from .tokenizer import TRAINING_CHARACTERS, leading_text, load_tokenizer, train_tokenizer
+from .tokenizer import TRAINING_CHARACTERS, identity, leading_text, load_tokenizer, train_tokenizer, vocabulary
 from .tokenizing import write_tokens
 
 # Of the directories in the cache.
-FORMAT = 2
+FORMAT = 3
 
 
 def prepare_data(
@@ -55,7 +55,7 @@ def prepare_data(
     progress("reading the data")
     corpus = open_corpus(source, text_field)
     named = fitting_tokenizer(tokenizer, vocab_size) if tokenizer is not None else None
-    about_tokenizer = named.backend_tokenizer.to_str() if named is not None else f"bpe {vocab_size}"
+    about_tokenizer = identity(named) if named is not None else f"bpe {vocab_size}"
     content = f"{FORMAT}\0{corpus.fingerprint}\0{about_tokenizer}\0{max_documents}"
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -65,9 +65,14 @@ def prepare_data(
         elif chosen is None:
             progress("training the tokenizer")
             chosen = train_tokenizer(islice(corpus.documents(), max_documents), vocab_size, progress)
+        if vocabulary(chosen) > vocab_size:
+            raise LeanError(
+                f"a tokenizer of bytes has at least {vocabulary(chosen)} tokens, the model only {vocab_size}; set "
+                "vocab_size, or give --tokenizer"
+            )
         chosen.save_pretrained(directory / "tokenizer")
         facts = write_tokens(directory, corpus, chosen, progress, max_documents, workers)
-        return {"description": corpus.description, "vocab_size": len(chosen), **facts}
+        return {"description": corpus.description, "vocab_size": vocabulary(chosen), **facts}
 
     try:
         return TokenData(**made_once("data", content, fill))
@@ -122,8 +127,6 @@ def fitting_tokenizer(name: str | Path, vocab_size: int) -> PreTrainedTokenizerF
         LeanError: as `load_tokenizer`, and for a tokenizer with more tokens than the model.
     """
     tokenizer = load_tokenizer(name)
-    if len(tokenizer) > vocab_size:
-        raise LeanError(
-            f"the tokenizer {name} has {len(tokenizer)} tokens, the model only {vocab_size}; set vocab_size"
-        )
+    if (size := vocabulary(tokenizer)) > vocab_size:
+        raise LeanError(f"the tokenizer {name} has {size} tokens, the model only {vocab_size}; set vocab_size")
     return tokenizer

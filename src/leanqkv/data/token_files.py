@@ -22,8 +22,8 @@ VALIDATION_TOKENS = 2**24
 MEGATRON = b"MMIDIDX\0\0" + (1).to_bytes(8, "little")
 MEGATRON_HEADER = 34
 MEGATRON_TYPES = {4: "int32", 8: "uint16"}
-# The first number of llm.c's token files, whose header nanoGPT's do not have.
-LLM_C = 20240520
+# The first number of llm.c's token files, whose header nanoGPT's do not have, and the bits of a token in them.
+LLM_C = {20240520: 16, 20240801: 32}
 
 # Of a file of tokens: its name, the first token that counts, and how many do.
 Shard = tuple[str, int, int]
@@ -113,7 +113,7 @@ class TokenData:
                     f"folder {file.parent} and start again"
                 )
             arrays.append(np.memmap(file, dtype=self.dtype, mode="r")[first : first + tokens])
-        return arrays[0] if len(arrays) == 1 else TokenFiles(arrays)
+        return TokenFiles(arrays) if len(arrays) > 1 else arrays[0] if arrays else np.empty(0, self.dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
         """Return the tokenizer, or None for files of tokens without one."""
@@ -156,13 +156,13 @@ def stored_tokens(path: Path, vocab_size: int) -> TokenData | None:
     """Return token files that other programs wrote; None if `path` is something else.
 
     nanoGPT: a folder with train.bin and val.bin, or a `.bin` file, uint16 as its scripts write them. Megatron-LM: a
-    `.bin` file with its `.idx`, or a folder of such pairs, of which the name's order counts. Without a split of their
-    own, 1/20 of the tokens at the end are held out, and of Megatron's whole documents.
+    `.bin` file with its `.idx`, or a folder of such pairs, of which the name's order counts, or which are train and
+    val. Without a split of their own, 1/20 of the tokens at the end are held out, and of Megatron's whole documents.
 
     Raises:
         LeanError: damaged, in a format that is not read, or with a token that the model does not have.
     """
-    if path.is_dir() and (path / "train.bin").exists():
+    if path.is_dir() and (path / "train.bin").exists() and not (path / "train.idx").exists():
         if not (path / "val.bin").exists():
             raise LeanError(f"{path} has a train.bin but no val.bin beside it")
         train, validation = ([_nanogpt(path / f"{split}.bin", vocab_size)] for split in ("train", "val"))
@@ -207,9 +207,14 @@ def cut(shards: Sequence[Shard], position: int) -> tuple[list[Shard], list[Shard
 def _nanogpt(file: Path, vocab_size: int) -> Shard:
     with reading(file), file.open("rb") as stream:
         size, start = file.stat().st_size, stream.read(4)
-    if int.from_bytes(start, "little") == LLM_C:
+    if (bits := LLM_C.get(int.from_bytes(start, "little"))) is not None:
         raise LeanError(
-            f"{file} is a token file of llm.c, with a header: cut its first 1,024 bytes off (tail -c +1025)"
+            f"{file} is a token file of llm.c, with a header"
+            + (
+                ": cut its first 1,024 bytes off (tail -c +1025)"
+                if bits == 16
+                else " and tokens of 32 bits, which are read from Megatron's files alone"
+            )
         )
     if size % 2:
         raise LeanError(f"{file} is cut off: {size} bytes are not a whole number of 16-bit tokens")
@@ -222,11 +227,15 @@ def _check_tokens(file: Path, dtype: str, vocab_size: int) -> None:
     if not file.stat().st_size:
         raise LeanError(f"the data is empty: {file} has no bytes")
 
-    def largest() -> int:
+    def extremes() -> list[int]:
         tokens = np.memmap(file, dtype=dtype, mode="r")
-        return max(int(tokens[start : start + 2**24].max()) for start in range(0, len(tokens), 2**24))
+        pieces = [tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24)]
+        return [min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)]
 
-    if (found := remembered([file], f"largest {dtype}", largest)) >= vocab_size:
+    least, found = remembered([file], f"extremes {dtype}", extremes)
+    if least < 0:
+        raise LeanError(f"{file} has token {least}; a token is a number of the vocabulary, from 0 on")
+    if found >= vocab_size:
         raise LeanError(f"{file} has token {found}, the model's vocabulary ends at {vocab_size - 1}; set vocab_size")
 
 
@@ -245,10 +254,12 @@ def _megatron(path: Path, indices: Sequence[Path], vocab_size: int) -> TokenData
         total += int(documents[-1])
     if len(dtypes) > 1:
         raise LeanError(f"the token files of {path} are of different types: {', '.join(sorted(dtypes))}")
+    kind = "Megatron tokens" + (", no end token between documents" if len(ends) > 1 else "")
+    if [index.stem for index in indices] == ["train", "val"]:
+        return _stored(path, kind, dtypes.pop(), vocab_size, shards[:1], shards[1:])
     position = total - held_out(total)
     # The first document that begins there or later; where none does, the last one is cut.
     later = [int(some[some >= position][0]) for some in begins if some[-1] >= position]
-    kind = "Megatron tokens" + (", no end token between documents" if len(ends) > 1 else "")
     return _stored(path, kind, dtypes.pop(), vocab_size, *cut(shards, min(later, default=position)))
 
 
@@ -267,7 +278,11 @@ def _megatron_index(index: Path, file: Path) -> tuple[str, np.ndarray]:
     if len(content) != MEGATRON_HEADER + 12 * sequences + 8 * boundaries or boundaries < 2:
         raise LeanError(f"{index} is cut off: {len(content):,} bytes for {sequences:,} sequences")
     lengths = np.frombuffer(content, "<i4", sequences, MEGATRON_HEADER)
+    documents = np.frombuffer(content, "<i8", boundaries, MEGATRON_HEADER + 12 * sequences)
+    in_order = documents[0] == 0 and documents[-1] == sequences and (np.diff(documents) >= 0).all()
+    if (lengths < 0).any() or not in_order:
+        raise LeanError(f"{index} is damaged: its documents are not all sequences, one after another")
     begins = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if (size := int(begins[-1]) * np.dtype(dtype).itemsize) != file.stat().st_size:
         raise LeanError(f"{file} has {file.stat().st_size:,} bytes, its index {index.name} describes {size:,}")
-    return dtype, begins[np.frombuffer(content, "<i8", boundaries, MEGATRON_HEADER + 12 * sequences)]
+    return dtype, begins[documents]

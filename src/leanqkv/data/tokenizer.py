@@ -58,6 +58,16 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer  # type: ignore[return-value]
 
 
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return how many tokens a model needs for a tokenizer: its numbers may have gaps, and `len` counts tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def identity(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return what tells a tokenizer from others: models of one family often differ in the token that ends a text."""
+    return f"{tokenizer.backend_tokenizer.to_str()}\0{tokenizer.special_tokens_map}\0{tokenizer.chat_template}"
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None) -> Tensor:
     """Return the token ids of a prompt, [1, length]; an empty one is the token that texts begin with.
 

@@ -21,6 +21,7 @@ from ..workers import children_ignore_interrupts, end_with_parent
 from .cache import MANIFEST
 from .corpus import Corpus
 from .token_files import VALIDATION_SHARE, VALIDATION_TOKENS, Shard, cut, held_out
+from .tokenizer import vocabulary
 
 # Training tokens in a file. Work that is stopped loses less than that.
 SHARD_TOKENS = 2**26
@@ -73,12 +74,12 @@ def _encoded(
     batches: Iterator[list[str]], tokenizer: PreTrainedTokenizerFast, workers: int
 ) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     """Yield each batch with the tokens of its documents, in order; no more than two batches a worker are read ahead."""
-    backend, end, dtype = tokenizer.backend_tokenizer, tokenizer.eos_token_id, token_type(tokenizer)
+    backend, end, dtype = plain(tokenizer), tokenizer.eos_token_id, token_type(tokenizer)
     if workers == 1:
         yield from ((batch, encode(backend, end, dtype, batch)) for batch in batches)
         return
     # Not forked: the threads of torch and of the tokenizers library do not live on in a fork.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (backend.to_str(), end, dtype))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (tokenizer, end, dtype))
     waiting: deque[Any] = deque()
     try:
         for batch in batches:
@@ -93,7 +94,19 @@ def _encoded(
         pool.shutdown(cancel_futures=True)
 
 
-def encode(tokenizer: Any, end: int, dtype: str, batch: Sequence[str]) -> list[np.ndarray]:
+def plain(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """Return what turns documents into tokens: whole ones, to which nothing is added.
+
+    A tokenizer's file may ask to cut and to pad texts. What looks like a special token in a document is text.
+    """
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def encode(tokenizer: Tokenizer, end: int, dtype: str, batch: Sequence[str]) -> list[np.ndarray]:
     """Return the tokens of each document, with `end` after them."""
     encodings = tokenizer.encode_batch_fast(list(batch), add_special_tokens=False)
     return [np.array([*encoding.ids, end], dtype=dtype) for encoding in encodings]
@@ -103,11 +116,11 @@ def encode(tokenizer: Any, end: int, dtype: str, batch: Sequence[str]) -> list[n
 _setting: Any = None
 
 
-def _start(tokenizer: str, end: int, dtype: str) -> None:
+def _start(tokenizer: PreTrainedTokenizerFast, end: int, dtype: str) -> None:
     """Prepare a worker, which has one thread."""
     global _setting
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _setting = (Tokenizer.from_str(tokenizer), end, dtype)
+    _setting = (plain(tokenizer), end, dtype)
     end_with_parent()
 
 
@@ -118,7 +131,7 @@ def _encode(batch: Sequence[str]) -> list[np.ndarray]:
 
 def token_type(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the smallest type of the token files that holds every token."""
-    return "uint16" if len(tokenizer) <= 2**16 else "uint32"
+    return "uint16" if vocabulary(tokenizer) <= 2**16 else "uint32"
 
 
 @dataclass
@@ -175,10 +188,13 @@ def write_tokens(
         while more:
             with (directory / _shard(at.shard)).open("wb") as train:
                 more = _write_shard(encoded, train, validation, at)
+            at.part, at.first = source.part_of(at.documents)
             if at.tokens:
-                at.part, at.first = source.part_of(at.documents)
                 ends.append(replace(at))
-                write_json(manifest, {"shards": [asdict(end) for end in ends]})
+            else:  # what is left was all held out
+                (directory / _shard(at.shard)).unlink()
+                ends[-1:] = [replace(at, shard=end.shard, tokens=end.tokens) for end in ends[-1:]]
+            write_json(manifest, {"shards": [asdict(end) for end in ends]})
             at.shard, at.tokens = at.shard + 1, 0
     if not ends:
         raise LeanError("the data is empty: there is no document in it")

@@ -22,11 +22,13 @@ def make_masks(
     attention_mask: Tensor | None,
     prefix_mask: Tensor | None,
     past_key_values: Cache | None,
-    position_ids: Tensor,
+    position_ids: Tensor | None,
 ) -> dict[int | None, Any]:
     """A mask for every window that some layer of the plan attends within (None: no window).
 
     attention_mask, prefix_mask: [batch, past + positions], 1 for tokens that are there or belong to the prefix.
+    position_ids: None unless the caller gave some: only those can be of packed sequences, and where values cannot be
+    read, as in a compiled graph, transformers would make a mask of any.
     """
     given: dict[str, Any] = {
         "config": config,

@@ -147,11 +147,11 @@ class LeanModel(LeanPreTrainedModel):
             past_key_values = dynamic_cache(self.plan)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         check_history(self.config, past, inputs_embeds.shape[1])
-        if position_ids is None:
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
         masks = make_masks(
             self.config, self.plan, inputs_embeds, attention_mask, prefix_mask, past_key_values, position_ids
         )
+        if position_ids is None:
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:

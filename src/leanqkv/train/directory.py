@@ -115,9 +115,11 @@ def finish(
         model.save_pretrained(partial)
         task.save(partial)
         if not (out / CARD).exists():  # else its owner has written one
-            write_text(partial / CARD, model_card(out.resolve().name, record, initial))
+            tokenizer = (partial / "tokenizer.json").exists()
+            write_text(partial / CARD, model_card(out.resolve().name, record, initial, tokenizer))
         for file in sorted(partial.iterdir()):
-            shutil.copymode(out / SPEC, file)  # weights are written for their owner alone
+            if file.is_file():
+                shutil.copymode(out / SPEC, file)  # weights are written for their owner alone
             file.replace(out / file.name)
         partial.rmdir()
     record["checkpoints_kept"] = keep_checkpoints and record["diverged"] is None

@@ -7,13 +7,14 @@ from ..checkpoints.card import card, origin
 from ..model.config import LeanConfig
 
 
-def model_card(name: str, record: dict[str, Any], initial: Path | None) -> str:
+def model_card(name: str, record: dict[str, Any], initial: Path | None, tokenizer: bool) -> str:
     """Return the card of a finished run, in Markdown.
 
     Args:
         name: of its directory.
         record: the content of record.json.
         initial: the checkpoint that the run started from; None: new weights.
+        tokenizer: there is one beside the model.
     """
     made_from = {} if initial is None else origin(initial)
     recipe, task = record["recipe"], LeanConfig(**record["config"]).task
@@ -40,4 +41,5 @@ def model_card(name: str, record: dict[str, Any], initial: Path | None) -> str:
         False,
         trained,
         f"## Result\n\n{table}\nThe whole record is in record.json.",
+        tokenizer=tokenizer,
     )

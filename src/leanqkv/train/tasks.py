@@ -76,7 +76,7 @@ class TextTask:
     @staticmethod
     def check_data(name: str, config: LeanConfig, data: TokenData, context_length: int) -> None:
         """Check that data of the right kind fits the model."""
-        _check_positions(name, config, context_length)
+        check_context(name, config, context_length)
         if data.vocab_size > config.vocab_size:
             raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
         data.require(context_length)
@@ -151,11 +151,7 @@ class ImageTask:
 
     @staticmethod
     def check_data(name: str, config: LeanConfig, data: ImageData, context_length: int) -> None:
-        if context_length != config.max_position_embeddings:
-            raise LeanError(
-                f"{name} cuts an image into {config.max_position_embeddings} tokens, not {context_length}; "
-                "leave out --context-length, and compare models of one image_size and patch_size"
-            )
+        check_context(name, config, context_length)
         for noun, count, field in (
             ("channels", data.channels, "num_channels"),
             ("classes", len(data.labels), "num_labels"),
@@ -262,10 +258,20 @@ def check_teacher(
         raise LeanError(f"the teacher {teacher_name} is a model of {teaches.reads}, {name} of {task.reads}")
     if (size := teacher_config.vocab_size) != config.vocab_size:
         raise LeanError(f"the teacher has {size:,} tokens, the model {config.vocab_size:,}; they must agree")
-    _check_positions(f"the teacher {teacher_name}", teacher_config, context_length)
+    check_context(f"the teacher {teacher_name}", teacher_config, context_length)
 
 
-def _check_positions(name: str, config: LeanConfig, context_length: int) -> None:
+def check_context(name: str, config: LeanConfig, context_length: int) -> None:
+    """Check that a model takes sequences of `context_length` tokens.
+
+    Raises:
+        LeanError: it has fewer positions; of images, another number.
+    """
     positions = config.max_position_embeddings
+    if task_of(config) is ImageTask and context_length != positions:
+        raise LeanError(
+            f"{name} cuts an image into {positions} tokens, not {context_length}; "
+            "leave out --context-length, and compare models of one image_size and patch_size"
+        )
     if config.position_embedding_type == "learned" and context_length > positions:
         raise LeanError(f"a context of {context_length} is longer than the {positions} positions of {name}")
