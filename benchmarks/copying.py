@@ -29,7 +29,7 @@ from leanqkv.evaluate.loss import token_losses
 from leanqkv.evaluate.paired import spread_windows
 from leanqkv.files import read_json
 from leanqkv.progress import progress_bar
-from leanqkv.report.text import with_interval
+from leanqkv.report.text import ABSENT, with_interval
 
 KINDS = ("copied", "other", "same pairs copied", "same pairs not copied")
 
@@ -71,6 +71,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.comparison is None:
         raise LeanError("name the directory of a comparison")
     comparison = load_comparison(options.comparison)
+    if options.sequences < 1:
+        raise LeanError(f"--sequences must be at least 1, found {options.sequences}")
     if len(comparison.baselines) > 1:
         raise LeanError("the comparison has several baselines; this benchmark takes one group of models")
     runs = dict(_trained(options.comparison, comparison))
@@ -89,6 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     names = [result.name for result in comparison.results]
     common = {"baseline": comparison.baselines[0], "data": data.record(), "sequences": len(starts)}
     common |= {"context_length": length, "copied_share": float((weights["copied"] > 0).double().mean())}
+    common |= {"steps": first.recipe["steps"], "batch_size": first.recipe["batch_size"]}
     rows = {row["run"]: row for row in _earlier(options.out, common, names)}
     with progress_bar("models") as bar:
         for done, (folder, run) in enumerate(runs.items()):
@@ -114,10 +117,10 @@ def _earlier(out: Path | None, common: dict[str, Any], models: Sequence[str]) ->
     """The rows of a record that is there, if it is of the same tokens and models."""
     if out is None or not out.exists():
         return []
-    record = read_json(out)
-    same = all(record[key] == value for key, value in common.items())
+    record = harness.read_record(out)
+    same = all(record.get(key) == value for key, value in common.items())
     if not same or any(row["model"] not in models for row in record["rows"]):
-        raise LeanError(f"{out} is of other text or models; choose another --out")
+        raise LeanError(f"{out} is of other text, models or training; choose another --out")
     return record["rows"]
 
 
@@ -143,7 +146,8 @@ def tables(record: dict[str, Any]) -> str:
     rows = []
     for model, found in differences(record).items():
         part, rest = share * found["copied"].mean, (1 - share) * found["other"].mean
-        rows.append([f"`{model}`", *map(with_interval, found.values()), f"{part / (part + rest):.0%}"])
+        of_the_difference = f"{part / (part + rest):.0%}" if part * rest > 0 else ABSENT
+        rows.append([f"`{model}`", *map(with_interval, found.values()), of_the_difference])
     headers = (
         "model",
         f"can be copied ({share:.0%} of the tokens)",

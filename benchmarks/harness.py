@@ -43,7 +43,7 @@ def run(
     options = parser.parse_args()
     try:
         if options.tables is not None:
-            print(tables(read_json(options.tables)))
+            print(tables(read_record(options.tables)))
             return
         header = record_header("benchmark", Path(sys.argv[0]).stem, getattr(options, "device", "cpu"))
         record = header | measure(options)
@@ -53,6 +53,18 @@ def run(
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.out, record)
+
+
+def read_record(file: Path) -> Record:
+    """Return the record of an earlier start of this benchmark.
+
+    Raises:
+        LeanError: not readable, or of something else.
+    """
+    record, name = read_json(file), Path(sys.argv[0]).stem
+    if record.get("name", name) != name or "kind" not in record:
+        raise LeanError(f"{file} is no record of this benchmark; choose another file")
+    return record
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

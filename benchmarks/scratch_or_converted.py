@@ -42,10 +42,11 @@ class Bench:
         self.work, self.jobs = options.work or options.comparison / f"converted-{self.share:g}", options.jobs
         self.baseline = _result(self.comparison, self.comparison.baselines[0])
         self.skipv1 = _result(self.comparison, f"{self.baseline.name}+skipv1")
-        self.earlier = read_json(options.out) if options.out is not None and options.out.exists() else {}
+        self.earlier = harness.read_record(options.out) if options.out is not None and options.out.exists() else {}
         runs = sorted((options.comparison / "runs").glob("*-final-*/record.json"))
         records = [record for record in map(read_json, runs) if record["name"] == self.baseline.name]
-        self.records = {record["seed"]: record for record in records if record["seed"] in self.skipv1.losses}
+        both = self.skipv1.losses.keys() & self.baseline.losses.keys()
+        self.records = {record["seed"]: record for record in records if record["seed"] in both}
         self.seeds = self._seeds(options.seeds)
         self._check(options)
         self.work.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ class Bench:
         if record["recipe"]["schedule_steps"] is not None:
             raise LeanError("the comparison's schedule is not as long as its runs; that is not known how to shorten")
         common = self.common(record)
-        if self.earlier and any(self.earlier[key] != value for key, value in common.items()):
+        if self.earlier and any(self.earlier.get(key) != value for key, value in common.items()):
             raise LeanError(f"{options.out} is of another comparison or share; choose another --out")
 
     def common(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +177,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def losses(record: dict[str, Any], key: str) -> dict[int, float]:
-    """Return a column of the rows by seed."""
-    return {row["seed"]: row[key] for row in record["rows"]}
+    """Return a column of the rows by seed, without runs that diverged."""
+    return {row["seed"]: row[key] for row in record["rows"] if row[key] is not None}
 
 
 def tables(record: dict[str, Any]) -> str:
@@ -191,9 +192,7 @@ def tables(record: dict[str, Any]) -> str:
     }
 
     def difference(first: str, second: str) -> str:
-        found = paired_difference(losses(record, first), losses(record, second))
-        assert found is not None
-        return with_interval(found)
+        return with_interval(paired_difference(losses(record, first), losses(record, second)))
 
     rows = [[name, difference(key, "baseline"), difference(key, "skipv1")] for key, name in names.items()]
     rows[-1][-1] = "–"

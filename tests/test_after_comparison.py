@@ -134,7 +134,13 @@ def test_losses_of_finished_models_are_split(comparison, out, run, refused):
     again, printed = run(copying, *options)
     assert again["rows"] == record["rows"]
     assert f"| `{NAMES[1]}` |" in printed and "same pairs: cannot" in printed
-    assert "is of other text or models" in refused(copying, "--sequences", "4")
+    assert "is of other text, models or training" in refused(copying, "--sequences", "4")
+    assert "--sequences must be at least 1, found 0" in refused(copying, "--sequences", "0")
+    (out.parent / "record.json").write_text(json.dumps(again | {"steps": again["steps"] + 1}))
+    assert "is of other text, models or training" in refused(copying, *options)
+    (out.parent / "record.json").write_text(json.dumps(again | {"name": "decode"}))
+    assert "is no record of this benchmark" in refused(copying, *options)
+    (out.parent / "record.json").unlink()
     for weights in out.glob("runs/*/model.safetensors"):
         weights.unlink()
     assert "holds no trained models" in refused(copying, *options)
@@ -167,6 +173,10 @@ def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, mon
         assert row["tokens"] == 6 * 128 + 200 and row["source"] == source["evaluations"][-1]["loss"]
         assert (row["converted"], row["uptrained"]) == tuple(found["loss"] for found in uptrained["evaluations"])
         assert source["batch_plan"]["evaluation_sequences"] == uptrained["batch_plan"]["evaluation_sequences"] == 8
+    diverged = [record["rows"][0] | {"uptrained": None}, record["rows"][1]]
+    assert "| – |" in scratch_or_converted.tables(record | {"rows": [diverged[0]]})
+    alone = scratch_or_converted.tables(record | {"rows": diverged})
+    assert f"{record['rows'][1]['uptrained'] - record['rows'][1]['skipv1']:+.4f}".replace("-", "−") in alone
     gap = statistics.mean(row["uptrained"] - row["skipv1"] for row in record["rows"])
     line = next(line for line in printed.splitlines() if "uptrained for the last 50%" in line)
     assert f"{gap:+.4f}".replace("-", "−") in line

@@ -90,12 +90,22 @@ def test_a_card_that_its_owner_wrote_stays(place, cli):
     assert Path("run/README.md").read_text() == "mine"
 
 
+def test_tokens_of_others_have_no_tokenizer_in_their_code(place, cli):
+    torch.randint(97, (2000,)).numpy().astype("uint16").tofile("tokens.bin")
+    assert cli("train", f"tiny{SHAPE}", "--data", "tokens.bin", *TRAIN[2:], "--out", "numbers")[0] == 0
+    assert "tokenizer" not in parts("numbers")[1]
+    assert type(loaded("numbers")["model"]).__name__ == "LeanForCausalLM"
+
+
 def test_images_have_no_tokenizer_in_their_code(place, cli):
     assert cli("train", "vit-digits+num_hidden_layers=2", "--steps", "4", "--device", "cpu", "--out", "images")[0] == 0
     front, body = parts("images")
     assert front["pipeline_tag"] == "image-classification"
     assert "tokenizer" not in body and "| test accuracy |" in body
     assert type(loaded("images")["model"]).__name__ == "LeanForImageClassification"
+
+
+DATE, DEEP = "---\ndate: 2020-99-99\n---\n", "---\na: " + "[" * 5000 + "\n---\n"
 
 
 def test_where_a_model_comes_from(tmp_path):
@@ -106,11 +116,28 @@ def test_where_a_model_comes_from(tmp_path):
     plain = tmp_path / "plain"
     plain.mkdir()
     assert origin(plain) == {"base_model": "plain"}
-    for content in ("", "no metadata", "---\n: : [\n---\n", "---\n- a list\n---\n", "---\nlicense: [a, b]\n---\n"):
+    for content in (
+        "",
+        "no metadata",
+        "---\n: : [\n---\n",
+        "---\n- a list\n---\n",
+        "---\nlicense: [a, b]\n---\n",
+        DATE,
+        DEEP,
+    ):
         (plain / "README.md").write_text(content)
         assert origin(plain) == {"base_model": "plain"}
     (plain / "README.md").write_text("---\nbase_model: someone/model\nlicense: mit\n---\n")
-    assert origin(plain) == {"base_model": "someone/model", "license": "mit"}
+    assert origin(plain) == {"base_model": "plain", "license": "mit"}, "what someone trained from that is another model"
+    (plain / "README.md").write_text("---\nbase_model: someone/model\ntags: [leanqkv]\n---\n")
+    assert origin(plain) == {"base_model": "someone/model"}
+    (plain / "README.md").write_text("\ufeff---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\n---\n")
+    assert origin(plain) == {
+        "base_model": "plain",
+        "license": "other",
+        "license_name": "own",
+        "license_link": "LICENSE",
+    }
 
 
 def test_where_a_file_comes_from(tmp_path, monkeypatch):

@@ -136,6 +136,28 @@ def test_a_later_start_adds_models_and_seeds(data, tmp_path):
     assert load_comparison(tmp_path) == comparison
 
 
+def test_a_start_that_is_refused_changes_nothing(data, tmp_path):
+    """Neither the plan of a comparison that was to grow, nor what is there."""
+    common = {"learning_rates": None, "seeds": (0,), "recipe": {"steps": 4}, "evaluate_every": 4}
+    first, six = Entry(NAMES[0], recipe={"batch_size": 4}), Entry(NAMES[1], recipe={"batch_size": 6})
+    fewer = replace(COMPARISON, **common, groups=((first,),))
+    run(fewer, data, tmp_path)
+    plan = (tmp_path / "compare.json").read_bytes()
+    more = replace(fewer, seeds=(0, 1), groups=((first, Entry(NAMES[2], recipe={"batch_size": 4})),))
+    for grown, precision, message in (
+        (more, "bf16", "was begun in fp32"),
+        (
+            replace(more, groups=((first, six),)),
+            "fp32",
+            "begun with micro-batches of 4, which the batch of .*, 6, is not",
+        ),
+    ):
+        with pytest.raises(LeanError, match=message):
+            run(grown, data, tmp_path, precision=precision)
+        assert (tmp_path / "compare.json").read_bytes() == plan
+    assert len(run(fewer, data, tmp_path)) == 1
+
+
 def test_seeds_are_not_added_to_a_search(data, done):
     """One of them would be the seed of the search."""
     with pytest.raises(LeanError, match=r"holds another comparison .*grid"):
@@ -177,6 +199,12 @@ def test_another_comparison_in_out_is_refused(data, done, tmp_path):
         ({"context_length": 64}, "longer than the 32 positions"),
         ({"groups": models("tiny", "tiny+skipv9")}, "unknown mechanism"),
         ({"groups": models(f"tiny{SHAPE}", f"tiny{SHAPE}+vocab_size=100")}, "the data has"),
+        (
+            {"learning_rates": (1e-4, 3e-3), "recipe": {"steps": 4, "batch_size": 4, "min_learning_rate": 5e-4}},
+            "is above the peak",
+        ),
+        ({"learning_rates": (1e-3, 1.0000001e-3)}, "two runs would have one directory"),
+        ({"groups": ((Entry(NAMES[0], "x" * 240),),)}, "a directory of 2.. characters cannot be made"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(data, tmp_path, changes, message):
@@ -217,6 +245,15 @@ def test_small_models_share_the_cores_and_large_ones_do_not(monkeypatch):
 
 def test_slugs_are_file_names():
     assert slug("tiny+skipv1:ratio=0.25,layers=0,3") == "tiny+skipv1-ratio-0.25-layers-0-3"
+
+
+def test_a_search_shortens_what_was_asked_for(data, tmp_path):
+    """Its warm-up and its cosine are as much shorter as its runs."""
+    recipe = {"steps": 8, "batch_size": 4, "schedule_steps": 8, "warmup_steps": 4}
+    search = {"learning_rates": (1e-3,), "grid_steps": 2, "seeds": (0,), "evaluate_every": 8}
+    records = run(replace(COMPARISON, **search, recipe=recipe, groups=models(NAMES[0])), data, tmp_path).values()
+    found = {record["role"]: [record["recipe"][name] for name in ("steps", *recipe)[1:]] for record in records}
+    assert found == {"final": [8, 4, 8, 4], "grid": [2, 4, 2, 1]}
 
 
 def test_the_search_may_be_shorter(data, tmp_path):

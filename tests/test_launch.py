@@ -180,6 +180,16 @@ def test_of_an_earlier_start_only_jobs_that_go_on_are_waited_for(monkeypatch, tm
     assert [out.name for out in launcher._earlier(jobs)] == ["under-way"]
 
 
+def test_jobs_of_other_runs_that_wait_are_not_forgotten(monkeypatch, tmp_path):
+    """Those of the final runs, while a search for a model that was added is on."""
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    launcher = Launcher(Cluster("slurm"), tmp_path)
+    launcher.folder.mkdir(exist_ok=True)
+    for number, name in enumerate(("final", "grid")):
+        launcher._store({tmp_path / "runs" / name: SimpleNamespace(job_id=str(number))})
+    assert json.loads((launcher.folder / "started.json").read_text()) == {"final": "0", "grid": "1"}
+
+
 def test_what_slurm_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     cluster = Cluster("slurm", 23.5, 1, 16, 64, {"partition": "gpu", "account": "lab"})

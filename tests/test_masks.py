@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 from shapes import assert_near, randomize, tiny, tokens
+from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForMaskedLM, DynamicCache
 
 from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanForMaskedLM, cache_bytes, plan
+from leanqkv.model import transformer
+from leanqkv.model.masks import make_masks
 
 SHAPES = ["gpt", "llama"]
 VARIANTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
@@ -157,6 +160,18 @@ def test_rotated_values_enter_by_distance_alone(names: tuple[str, ...]) -> None:
     with torch.no_grad():
         here, there = (model(input_ids=ids, position_ids=positions + shift).logits for shift in (0, 17))
     assert_near(there, here, 1e-5)  # rotary angles are float32
+
+
+def test_where_no_values_can_be_read_there_is_no_mask(monkeypatch) -> None:
+    """As in a compiled graph: positions that the model counts itself are those of one sequence."""
+    made = []
+    monkeypatch.setattr(transformer, "make_masks", lambda *args: made.append(make_masks(*args)) or made[-1])
+    with torch.device("meta"):
+        model = LeanForCausalLM(tiny("llama"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu").set_attn_implementation("sdpa")
+        model(torch.zeros(2, 8, dtype=torch.long), use_cache=False)
+    assert made == [{None: None}]
 
 
 def test_a_windowed_cache_lets_go_of_a_long_prompt() -> None:

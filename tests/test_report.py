@@ -382,10 +382,23 @@ def test_runs_that_cannot_be_paired_are_named(finished: Path, tmp_path: Path) ->
     directory = Path(shutil.copytree(finished, tmp_path / "copy"))
     [folder] = folders(directory, "tiny+mqa", 1)
     edit(folder / "record.json", batch_plan={"sha256": "f" * 64, "evaluation_sequences": 256}, tokens=1)
-    listed = remarks(load_comparison(directory))
-    assert "Seed 1: the runs did not all see the same batches; their differences are not paired." in listed
+    listed = warnings(load_comparison(directory))
+    assert listed[0] == "Seed 1: the runs did not all see the same batches; their differences are not paired."
+    assert listed[0] in markdown(load_comparison(directory))
+    assert listed[0] in " ".join(" ".join(terminal(directory)).split())
     assert "The runs were not all trained on the same number of tokens." in listed
     assert not any("Seed 0" in line or "same data" in line for line in listed)
+
+
+def test_runs_of_one_model_with_several_recipes_are_refused(finished: Path, tmp_path: Path) -> None:
+    """As two searches on two machines would leave them."""
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    [folder] = folders(directory, "tiny+mqa", 1)
+    edit(
+        folder / "record.json", recipe=json.loads((folder / "record.json").read_text())["recipe"] | {"learning_rate": 1}
+    )
+    with pytest.raises(LeanError, match=r"final-tiny\+mqa-1.* and final-tiny\+mqa-0.* differ in learning rate"):
+        load_comparison(directory)
 
 
 def test_runs_of_another_plan_are_left_alone(finished: Path, tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def test_the_command(cli):
         (("tiny", "--accelerator", "b200"), "--accelerator is 'b200'; give a100 or h100, or --flops and --memory"),
         (("tiny", "--utilization", "0"), "--utilization must be"),
         (("tiny", "--shard", "zero"), "--shard is 'zero'"),
+        (("tiny", "--memory", "1e308"), "--memory must be"),
+        (("tiny", "--context-length", "100000"), "a context of 100000 is longer than the 128 positions of tiny"),
+        (("vit-digits", "--context-length", "5"), "vit-digits cuts an image into 17 tokens, not 5"),
     ],
 )
 def test_bad_options(cli, options, message):

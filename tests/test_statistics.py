@@ -118,3 +118,6 @@ def test_there_is_no_trend_without_the_fractions() -> None:
     assert trend(whole, whole) is not None
     assert trend({0: {100: 4.0, 200: 4.0, 800: 4.0}}, whole) is None
     assert trend(whole, {1: whole[0]}) is None
+    assert trend({0: {}}, {0: {}}) is None
+    # Half as many steps of twice the batch: a step is another fraction of the training.
+    assert trend({0: {50: 4.0, 100: 4.0, 200: 4.0, 400: 4.0}}, whole) is None

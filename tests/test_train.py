@@ -27,9 +27,10 @@ from leanqkv.evaluate.observe import logit_spreads
 from leanqkv.files import write_json
 from leanqkv.memory import PeakMemory
 from leanqkv.train import Step, choose_micro_batch, choose_precision, free_memory, parse_precision, train
-from leanqkv.train.micro_batch import split_batch
+from leanqkv.train import trainer as trainer_module
+from leanqkv.train.micro_batch import USABLE_SHARE, split_batch
 from leanqkv.train.tasks import task_of
-from leanqkv.train.trainer import checkpoint_activations, divergence, make_optimizer, make_schedule, summarize
+from leanqkv.train.trainer import Watch, checkpoint_activations, divergence, make_optimizer, make_schedule, summarize
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +103,24 @@ def test_a_run_whose_time_is_up_goes_on_bit_identically(data, finished, tmp_path
     assert not (tmp_path / "run" / "record.json").exists()
     again = train(spec(data), data, tmp_path / "run", device="cpu", max_hours=1000)
     assert losses(again) == losses(record)
+
+
+def test_a_run_that_diverges_as_its_time_is_up_has_diverged(data, tmp_path):
+    """Another start would diverge again, and again: it is not told to go on."""
+    hopeless = spec(data, recipe=replace(spec(data).recipe, learning_rate=1e18, max_grad_norm=None, warmup_steps=0))
+    record = train(hopeless, data, tmp_path / "run", device="cpu", max_hours=1e-6)
+    assert record["diverged"]["step"] == 5 and (tmp_path / "run" / "record.json").exists()
+
+
+def test_a_limit_shorter_than_two_intervals_is_kept(data, monkeypatch):
+    """The first interval is measured, too."""
+    clock = iter([0.1, 0.5, 0.9])
+    monkeypatch.setattr(trainer_module, "_hours_of_this_process", lambda: next(clock))
+    watch, state = Watch(spec(data), lambda *_: None, max_hours=1.2), SimpleNamespace(global_step=5, max_steps=30)
+    control = SimpleNamespace()
+    watch.on_train_begin(None, state, control)
+    watch.on_step_end(None, state, control)
+    assert watch.time_is_up and control.should_save  # another 0.4 hours, and the checkpoint, may end after 1.2
 
 
 def test_a_tracker_gets_the_curves_and_changes_no_number(data, finished, tmp_path):
@@ -225,6 +244,12 @@ def test_kept_checkpoints_are_the_model_at_every_evaluation(data, finished, tmp_
     assert any(not torch.equal(first[name], end[name]) for name in end)
     model = load_model(open_checkpoint(checkpoints["checkpoint-10"]))
     assert all(torch.equal(first[name], weight) for name, weight in model.state_dict().items() if name in first)
+    # Where the time was up there was no evaluation.
+    for _ in range(3):
+        with pytest.raises(TimeIsUpError):
+            train(spec(data), data, tmp_path / "often", device="cpu", keep_checkpoints=True, max_hours=1e-6)
+    train(spec(data), data, tmp_path / "often", device="cpu", keep_checkpoints=True)
+    assert {path.name for path in (tmp_path / "often").glob("checkpoint-*")} == checkpoints.keys()
 
 
 def test_a_run_learns_and_its_directory_holds_what_the_record_says(data, finished):
@@ -399,27 +424,28 @@ def test_predicted_memory_is_near_what_a_process_takes():
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", MEASURE], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    # Measured on 11 models and settings: 0.87 to 1.16. The choice leaves a fifth of free memory.
-    assert 0.8 < float(run.stdout) < 1.25
+    # Memory that is kept for the next step has holes, a fifth of it on one machine: without them 0.93 to 1.02 there.
+    # Measured on 11 models and settings on another: 0.87 to 1.16.
+    assert USABLE_SHARE < float(run.stdout) < 1.25
 
 
 def test_the_largest_micro_batch_that_fits_is_chosen():
     step = Step(preset("tiny"), 12, 128, "cpu", parse_precision("fp32"))
     sizes = {size: step.bytes(size) for size in (2, 3, 6, 12)}
     for size, needed in sizes.items():
-        chosen = choose_micro_batch([step], math.ceil(needed / 0.8) + 1)
+        chosen = choose_micro_batch([step], math.ceil(needed / USABLE_SHARE) + 1)
         assert (chosen.size, chosen.needed) == (size, needed)
     assert choose_micro_batch([step], 10**12).size == 12
-    assert "(6 accumulation steps): " in str(choose_micro_batch([step], math.ceil(sizes[2] / 0.8) + 1))
+    assert "(6 accumulation steps): " in str(choose_micro_batch([step], math.ceil(sizes[2] / USABLE_SHARE) + 1))
     hopeless = choose_micro_batch([step], 1000)
     assert hopeless.size == 1
     assert "may run out of memory" in str(hopeless)
     # One choice for models of several batch sizes: whole batches, or a divisor of all of them.
     other = replace(step, batch_size=8)
     assert choose_micro_batch([step, other], 10**12).size is None
-    assert choose_micro_batch([step, other], math.ceil(sizes[6] / 0.8)).size == 4
+    assert choose_micro_batch([step, other], math.ceil(sizes[6] / USABLE_SHARE)).size == 4
     wide = replace(step, config=preset("tiny+intermediate_size=4096"))
-    assert choose_micro_batch([step, wide], math.ceil(sizes[6] / 0.8)).size < 6
+    assert choose_micro_batch([step, wide], math.ceil(sizes[6] / USABLE_SHARE)).size < 6
 
 
 def test_the_published_batch_of_gpt2_is_split():
@@ -427,7 +453,7 @@ def test_the_published_batch_of_gpt2_is_split():
     assert step.bytes(480) > 500e9, "480 sequences of 1,024 tokens fit no machine"
     chosen = choose_micro_batch([step], 20_100_000_000)
     assert 480 % chosen.size == 0
-    assert chosen.needed <= 0.8 * 20.1e9 < step.bytes(chosen.size + 5)
+    assert chosen.needed <= USABLE_SHARE * 20.1e9 < step.bytes(chosen.size + 5)
 
 
 def test_each_of_several_processes_takes_its_part(monkeypatch):

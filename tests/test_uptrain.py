@@ -13,6 +13,7 @@ from leanqkv import LeanConfig, LeanError, LeanForCausalLM, LeanForImageClassifi
 from leanqkv.checkpoints.tensors import weights_hash
 from leanqkv.convert.methods import mean_v, with_first_layer_values
 from leanqkv.data import batch_plan, collate, make_batch_plan, prepare_data
+from leanqkv.errors import TimeIsUpError
 from leanqkv.evaluate import sequence_losses
 from leanqkv.train import train
 
@@ -51,6 +52,18 @@ def test_it_starts_at_the_checkpoint(tmp_path, data, source):
     assert [at["step"] for at in record["evaluations"]] == [0, 1, 2]
     assert record["evaluations"][2]["loss"] < first["loss"]
     assert json.loads((tmp_path / "out" / "record.json").read_text())["initial_sha256"] == made.initial_sha256
+
+
+def test_going_on_evaluates_what_an_undisturbed_run_does(tmp_path, data, source):
+    """The checkpoint it started from alone, not those that it goes on from."""
+    directory, _, made = source
+    made = replace(made, recipe=replace(made.recipe, steps=4), evaluate_every=4)
+    whole = train(made, data, tmp_path / "whole", initial=directory)
+    for _ in range(2):
+        with pytest.raises(TimeIsUpError):
+            train(made, data, tmp_path / "out", initial=directory, max_hours=1e-6)
+    record = train(made, data, tmp_path / "out", initial=directory)
+    assert record["evaluations"] == whole["evaluations"] and len(whole["evaluations"]) == 2
 
 
 def expected_loss(model, teacher, data, batches: Path, share: float, temperature: float) -> float:

@@ -514,6 +514,31 @@ def test_what_is_no_data_set_of_images_is_refused(cache):
     assert not list((cache / "cache").rglob("data.json")), "nothing half-made is kept"
 
 
+@pytest.mark.parametrize(
+    ("pictures", "message"),
+    [
+        (
+            (Image.fromarray(np.arange(36, dtype="uint16").reshape(6, 6) * 999),),
+            "images of mode I;16; make them of 8 bits",
+        ),
+        ((Image.new("L", (6, 6)), Image.new("RGB", (6, 6))), "images in gray and in colour"),
+        ((Image.new("RGB", (6, 6)), b"\x89PNG cut off"), "image 1 cannot be decoded"),
+        ((b"no image", Image.new("RGB", (6, 6))), "image 0 cannot be decoded"),
+    ],
+)
+def test_pixels_that_would_become_others_are_refused(cache, pictures, message):
+    folder = cache / "pictures" / "train" / "cat"
+    folder.mkdir(parents=True)
+    (folder.parent / "dog").mkdir()
+    for number in range(6):
+        picture = pictures[number % len(pictures)]
+        file = (folder if number < 3 else folder.parent / "dog") / f"{number}.png"
+        file.write_bytes(picture) if isinstance(picture, bytes) else picture.save(file)
+    with pytest.raises(LeanError, match=message):
+        prepare_images(str(cache / "pictures"))
+    assert not list((cache / "cache").rglob("data.json"))
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 SMALL = "vit-digits+hidden_size=32+intermediate_size=64+num_hidden_layers=2"

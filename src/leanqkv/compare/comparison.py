@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from ..environment import available_cores, check_device, default_device, hardware, place_of
 from ..errors import LeanError
-from ..files import check_place, make_directory, read_json, write_json
-from ..presets import preset
+from ..files import check_place, make_directory, partial_name, read_json, write_json
+from ..presets import Recipe, preset
 from ..train import (
     Precision,
     RunSpec,
@@ -28,7 +29,7 @@ from ..train.tasks import Data, check_fit
 from .jobs import Job, Update, run_jobs
 from .launch import Cluster, Launcher
 from .places import as_begun, to_train_here
-from .suite import Comparison
+from .suite import Comparison, Entry, shortened
 
 COMPARISON = "compare.json"
 # The fields of a comparison that compare.json has as they are.
@@ -38,6 +39,7 @@ RECORDED = (
 )
 # What a later start may add to: models at the end of a group, and seeds.
 GROWING = ("architectures", "groups", "entries", "seeds")
+NAME_MAX = 255  # of a directory on the file systems of Linux, macOS and Windows
 # Above this many parameters a CPU is used better by one run on all cores than by one run a core.
 SMALL_MODEL = 20_000_000
 
@@ -80,6 +82,7 @@ def run_comparison(
         check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
         split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses what does not divide
     directory = _Directory(out, replace(comparison, context_length=context), data.sha256)
+    directory.begin(asked, None if elsewhere else device)
     launcher = None if cluster is None else Launcher(cluster, out)
     if launcher is not None and not directory.is_settled(None if elsewhere else device):
         # What fits and what is fast is asked on the device of a job.
@@ -142,16 +145,66 @@ class _Directory:
             compared = wanted.keys() & self.content.keys() - {"command", "title", "notes"}
             different = [key for key in wanted if key in compared and self.content[key] != wanted[key]]
             if different and _has_grown(different, self.content, wanted):
-                self.write(**{key: wanted[key] for key in (*different, "command", "title", "notes")})
+                self.content |= {key: wanted[key] for key in (*different, "command", "title", "notes")}
             elif different:
                 shown = "; ".join(f"{key}: {self.content[key]} there, {wanted[key]} asked" for key in different)
                 raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
             return
         if out.exists() and any(out.iterdir()):
             raise LeanError(f"{out} is not empty and not a comparison; choose another --out")
-        make_directory(out)
         self.content = wanted
+
+    def begin(self, asked: Precision | None, device: str | None) -> None:
+        """Write the plan, unless a run of it could not be made.
+
+        Raises:
+            LeanError: a recipe or a directory's name that cannot be, or what was settled by an earlier start does not
+                fit what is asked now.
+        """
+        self._check_runs(asked or Precision())
+        self._check_micro_batch()
+        if (begun := self._begun(device)) is not None:
+            self._refuse_another(asked, begun)
+        make_directory(self.out)
         self.write()
+
+    def _check_runs(self, precision: Precision) -> None:
+        """Make every run's job, at every rate, and check that each has a directory of its own."""
+        comparison, names = self.comparison, []
+        for label, entry in comparison.entries.items():
+            rates, grid = comparison.learning_rates or (), (comparison.grid_seed,)
+            finals = rates or (self._recipe(entry).learning_rate,)
+            for role, seeds, tried in (("grid", grid, rates), ("final", comparison.seeds, finals)):
+                jobs = (self.job(label, seed, rate, role, precision) for seed, rate in product(seeds, tried))
+                names += [partial_name(job.out).name for job in jobs]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise LeanError(f"two runs would have one directory, {repeated[0]}; learning rates count to six digits")
+        if len(longest := max(names, key=len)) > NAME_MAX:
+            raise LeanError(f"a directory of {len(longest)} characters cannot be made: {longest}; give a shorter label")
+
+    def _check_micro_batch(self) -> None:
+        """Check that the micro-batch that an earlier start chose divides every batch, those of added models too."""
+        kept = self.content.get("chosen_micro_batch_size")
+        for label, entry in self.comparison.entries.items():
+            if kept and (batch := self._recipe(entry).batch_size) % kept:
+                raise LeanError(
+                    f"{self.out} was begun with micro-batches of {kept}, which the batch of {label}, {batch}, is not "
+                    "made of; choose another --out for it"
+                )
+
+    def _recipe(self, entry: Entry) -> Recipe:
+        return entry.full_recipe(self.comparison.recipe)
+
+    def _begun(self, device: str | None) -> Precision | None:
+        """Return the precision that an earlier start settled for this machine; of None: for those of a cluster."""
+        here = self.content.get("cluster_hardware") if device is None else self.hardware(device)
+        by_place = self.content.get("places")
+        record = self.content.get("precision") if by_place is None else here and by_place.get(place_of(here))
+        return None if record is None else parse_precision(record["choice"])
+
+    def _refuse_another(self, asked: Precision | None, begun: Precision) -> None:
+        if asked is not None and asked != begun:
+            raise LeanError(f"{self.out} was begun in {begun}, {asked} is asked; choose another --out or delete it")
 
     def _plan(self) -> dict[str, Any]:
         """compare.json as it is before anything has run."""
@@ -264,21 +317,21 @@ class _Directory:
         begun = parse_precision(record["choice"])
         if begun is None:
             raise LeanError(f"{self.out / COMPARISON} names no precision that was chosen, found {record['choice']!r}")
-        if asked is not None and asked != begun:
-            raise LeanError(f"{self.out} was begun in {begun}, {asked} is asked; choose another --out or delete it")
+        self._refuse_another(asked, begun)
         if not earlier:
             self.write(precision=record, places=by_place | {place: record})
         return replace(begun, timings=record["milliseconds_per_step"])
 
     def job(self, label: str, seed: int, learning_rate: float, role: str, precision: Precision) -> Job:
         entry = self.comparison.entries[label]
-        fewer = self.comparison.grid_steps if role == "grid" else None
-        steps = {} if fewer is None else {"steps": fewer}
+        overrides = {**self.comparison.recipe, "learning_rate": learning_rate}
+        if role == "grid" and self.comparison.grid_steps is not None:
+            overrides = shortened(overrides, self._recipe(entry).steps, self.comparison.grid_steps)
         spec = RunSpec(
             **{setting.name: getattr(self.comparison, setting.name) for setting in fields(RunSettings)},
             name=label,
             config=preset(entry.model).as_overrides(),
-            recipe=entry.full_recipe({**self.comparison.recipe, **steps, "learning_rate": learning_rate}),
+            recipe=entry.full_recipe(overrides),
             seed=seed,
             precision=str(precision),
             precision_timings=precision.timings,

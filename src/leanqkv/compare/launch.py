@@ -188,7 +188,9 @@ class Launcher:
         return {out: handle for out, handle in handles.items() if not handle.done()}
 
     def _store(self, handles: Mapping[Path, Any]) -> None:
-        write_json(self.folder / STARTED, {out.name: handle.job_id for out, handle in handles.items()})
+        file = self.folder / STARTED  # those of other runs, which may wait, stay in it
+        started = read_json(file) if file.exists() else {}
+        write_json(file, started | {out.name: handle.job_id for out, handle in handles.items()})
 
 
 def _alive(handle: Any, out: Path) -> bool:

@@ -24,6 +24,7 @@ NEEDED = {
     "kv_bytes_per_token": ("bfloat16",),
     "batch_plan": ("sha256", "evaluation_sequences"),
     "precision": ("choice",),
+    "hardware": ("device", "cpu", "threads"),
 }
 
 
@@ -268,12 +269,14 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
             groups=plan.get("groups", [group]),
             rows={name: entry["row"] for name, entry in plan.get("entries", {}).items()},
             recipe=plan.get("recipe") or {},
-            seeds=plan["seeds"],
+            seeds=[int(seed) for seed in plan["seeds"]],
             grid=plan["grid"],
             chosen_learning_rate=plan.get("chosen_learning_rate", {}),
             notes=plan["notes"],
             runs=[],
         )
+        if comparison.grid is not None:
+            itemgetter("seed", "learning_rates")(comparison.grid)
     runs: dict[tuple[str, str, int, float | None], tuple[Path, Run]] = {}
     for path in sorted(directory.glob("runs/*/record.json")):
         with _reading(path) as record:
@@ -284,8 +287,22 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
         if key in runs:
             raise LeanError(f"{path}: the same run as {runs[key][0]}; remove one of the two directories")
         runs[key] = (path, run)
+    _check_rates(runs.values())
     _check_places(comparison, runs.values())
     return replace(comparison, runs=[run for _, run in runs.values()])
+
+
+def _check_rates(runs: Iterable[tuple[Path, Run]]) -> None:
+    """Refuse final runs of one model that differ in their recipe, such as those of two searches of the rate."""
+    first: dict[str, tuple[Path, Run]] = {}
+    for path, run in runs:
+        if run.role == "final":
+            other_path, other = first.setdefault(run.name, (path, run))
+            if different := [name for name, value in run.recipe.items() if other.recipe.get(name) != value]:
+                raise LeanError(
+                    f"{path.parent.name} and {other_path.parent.name} differ in {different[0].replace('_', ' ')}: a "
+                    "model has one recipe for all seeds. Remove those of one of the two, and run the comparison again"
+                )
 
 
 def _check_places(comparison: ComparisonRecord, runs: Iterable[tuple[Path, Run]]) -> None:

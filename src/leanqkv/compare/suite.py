@@ -40,11 +40,14 @@ class Entry:
         """
         own = dict(self.recipe)
         if "steps" in overrides:
-            planned = own.get("steps", recipe(self.model).steps)
-            for name in ("warmup_steps", "schedule_steps"):
-                if name in own:
-                    own[name] = round(own[name] * overrides["steps"] / planned)
+            own = shortened(own, own.get("steps", recipe(self.model).steps), overrides["steps"])
         return recipe(self.model, **{**own, **overrides})
+
+
+def shortened(fields: Mapping[str, Any], planned: int, steps: int) -> dict[str, Any]:
+    """Return fields of a recipe of `planned` steps with other `steps`: warm-up and cosine scale along."""
+    scaled = {name: round(fields[name] * steps / planned) for name in LENGTHS[1:] if fields.get(name) is not None}
+    return {**fields, **scaled, "steps": steps}
 
 
 # The first entry of a group is the baseline of the others.

@@ -31,12 +31,16 @@ class Trend:
 def trend(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> Trend | None:
     """Return the trend of curves less the baseline's, by seed; None where a fraction was not evaluated.
 
+    None, too, for runs of different lengths: a step is not the same fraction of each.
+
     Each seed has its least-squares line, so that intervals are those of independent runs: points of one run are not.
     """
     seeds = sorted(curves.keys() & baseline.keys())
     if not seeds:
         return None
-    last = max(max(curves[seed]) for seed in seeds)
+    last, *others = {max(of[seed], default=0) for seed in seeds for of in (curves, baseline)}
+    if others:
+        return None
     steps = [fraction * last for fraction in FRACTIONS]
     if any(step not in of[seed] for seed in seeds for of in (curves, baseline) for step in steps):
         return None

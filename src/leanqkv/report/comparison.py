@@ -57,8 +57,8 @@ def interval_note(comparison: ComparisonRecord) -> str:
 
 
 def warnings(comparison: ComparisonRecord) -> list[str]:
-    """Return what makes the differences weak evidence: learning rates, few seeds, few evaluation sequences."""
-    lines = []
+    """Return what makes the differences weak evidence: unlike runs, learning rates, few seeds, few sequences."""
+    lines = _unlike_runs(comparison)
     groups = [
         {result.learning_rate for result in comparison.results if result.name in names and result.learning_rate}
         for names in comparison.groups
@@ -217,7 +217,7 @@ def _at_the_edge(comparison: ComparisonRecord) -> list[str]:
 
 
 def remarks(comparison: ComparisonRecord) -> list[str]:
-    """Return the plan's notes, then every run that is missing or diverged and whatever makes runs hard to compare."""
+    """Return the plan's notes, then every run that is missing or diverged."""
     lines = list(comparison.notes)
     for result in comparison.results:
         if absent := [str(seed) for seed in comparison.seeds if result.state(seed) == "missing"]:
@@ -233,7 +233,7 @@ def remarks(comparison: ComparisonRecord) -> list[str]:
             lines.append(f"{name}, learning rate {rate:g} of the search: no finished run yet.")
         elif tried.diverged:
             lines.append(f"{name}, learning rate {rate:g} of the search: diverged at step {tried.diverged[0]:,}.")
-    return lines + _unlike_runs(comparison)
+    return lines
 
 
 def _unlike_runs(comparison: ComparisonRecord) -> list[str]:

@@ -83,7 +83,7 @@ def compact(count: float) -> str:
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{float(f'{count / size:.3g}'):g}{unit}"
-    return str(count)
+    return f"{count:g}"
 
 
 def listed(words: Sequence[str]) -> str:

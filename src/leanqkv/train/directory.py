@@ -141,7 +141,8 @@ def _remains(out: Path, record: dict[str, Any]) -> list[Path]:
     remains = [path for path in (out / ".partial", out / LOCK) if path.exists()]
     kept = record.get("checkpoints_kept")  # None: by an earlier version, which left what was to be kept
     for checkpoint in out.glob("checkpoint-*") if kept is not None else ():
-        if not kept:
+        step = int(checkpoint.name.rpartition("-")[2])
+        if not kept or (step % record["evaluate_every"] and step != record["recipe"]["steps"]):  # where time was up
             remains.append(checkpoint)
             continue
         for file in checkpoint.iterdir():

@@ -23,8 +23,9 @@ from .processes import process_count
 from .tasks import task_of
 from .trainer import checkpoint_activations, divergence
 
-# Of free memory; the rest is for what kernels take while they run, for allocators, and for other programs.
-USABLE_SHARE = 0.8
+# Of free memory; the rest is for what kernels take while they run, for holes between tensors (a fifth was measured on
+# a CPU), and for other programs.
+USABLE_SHARE = 0.75
 # Weights, their gradients, and AdamW's two moments, all of them float32.
 TENSORS_PER_PARAMETER, FLOAT32 = 4, 4
 

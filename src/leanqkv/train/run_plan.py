@@ -36,7 +36,7 @@ class RunPlan:
     """Needs of a run. Bytes are of one device; operations, tokens and seconds of the whole run.
 
     Attributes:
-        fits: whether a step takes at most four fifths of the device's memory.
+        fits: whether a step takes at most three quarters of the device's memory.
         flops_per_token: of forward and backward pass, those of gradient checkpointing included.
         weights_bytes, checkpoint_bytes: of files, in float32: the model, and what a run goes on from.
         kv_bytes: of a sequence of `context_length` tokens in bfloat16.

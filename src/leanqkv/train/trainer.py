@@ -173,23 +173,25 @@ class Watch(TrainerCallback):
         self.loss: float | None = None
         self.rate: float | None = None
         self.time_is_up = False
-        self.last_hours: float | None = None
+        self.last_hours = 0.0
         self.longest_interval = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.last_hours = _hours_of_this_process()
 
     def on_step_end(self, args, state, control, **kwargs):
         self.progress(state.global_step, state.max_steps, self.loss, self.rate)
         # Where the log has an entry: the trainer forgets the losses since the last one when it goes on.
         logged = state.global_step % self.spec.log_interval == 0 and state.global_step < state.max_steps
-        if self.max_hours is not None and logged and first_decides(self._next_interval_is_too_long):
+        if logged and self.max_hours is not None and first_decides(self._next_interval_is_too_long):
             self.time_is_up = control.should_training_stop = control.should_save = True
 
     def _next_interval_is_too_long(self) -> bool:
         """Whether another interval, and as much again for the checkpoint, would pass the limit."""
-        hours = (time.time() - psutil.Process().create_time()) / 3600
-        if self.last_hours is not None:
-            self.longest_interval = max(self.longest_interval, hours - self.last_hours)
+        hours = _hours_of_this_process()
+        self.longest_interval = max(self.longest_interval, hours - self.last_hours)
         self.last_hours = hours
-        return hours + 2 * self.longest_interval >= self.max_hours
+        return hours + 2 * self.longest_interval >= (self.max_hours or math.inf)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
@@ -197,8 +199,8 @@ class Watch(TrainerCallback):
         if "seconds" in logs:
             self.rate = self.spec.tokens(self.spec.log_interval) / logs["seconds"]
         if not math.isfinite(logs.get("loss", logs.get("eval_loss", 0.0))):
-            control.should_training_stop = True
-            control.should_save = False
+            control.should_training_stop, control.should_save = True, False
+            self.time_is_up = False  # more time would not help
 
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()  # each process has written its random state
@@ -207,6 +209,10 @@ class Watch(TrainerCallback):
             for weights in checkpoint.glob("*.safetensors"):  # written for their owner alone
                 shutil.copymode(checkpoint / "config.json", weights)
             (checkpoint / COMPLETE).touch()
+
+
+def _hours_of_this_process() -> float:
+    return (time.time() - psutil.Process().create_time()) / 3600
 
 
 def divergence(expected: torch.Tensor, predicted: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

@@ -95,12 +95,14 @@ def train(
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours)
         started = time.perf_counter()
         with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL):
-            trainer.train(resume_from_checkpoint=first_decides(lambda: last_checkpoint(out)))
+            checkpoint = first_decides(lambda: last_checkpoint(out))
+            trainer.args.eval_on_start = initial is not None and checkpoint is None
+            trainer.train(resume_from_checkpoint=checkpoint)
             if trainer.watch.time_is_up:
                 step = trainer.state.global_step
                 raise TimeIsUpError(
-                    f"stopped at step {step:,} of {spec.recipe.steps:,}, before {max_hours:g} hours have "
-                    "passed; run the same command again to go on"
+                    f"stopped at step {step:,} of {spec.recipe.steps:,}: what is left of {max_hours:g} hours may not "
+                    "last for more; run the same command again to go on"
                 )
             record = _record(trainer, config, data, time.perf_counter() - started)
             whole = model if spec.shard is None else whole_model(model)
@@ -168,7 +170,6 @@ def _arguments(
         logging_steps=spec.log_interval,
         logging_nan_inf_filter=False,
         eval_strategy="steps",
-        eval_on_start=spec.initial_sha256 is not None,
         eval_steps=spec.evaluate_every,
         save_steps=spec.evaluate_every,
         save_total_limit=None if keep_checkpoints else 2,
