@@ -188,7 +188,8 @@ def _group_reading(comparison: ComparisonRecord, group: Sequence[Result]) -> str
     sentences = []
     if clauses:
         open_ends = f"; {listed(waiting)} cannot be compared yet" if waiting else ""
-        over = "" if len(comparison.seeds) == 1 else f", over {seeds(len(comparison.seeds))}"
+        pairs = sorted({len(result.difference.by_seed) for result in others if result.difference})
+        over = "" if pairs == [1] else f", over {' or '.join(map(str, pairs))} seeds"
         sentences.append(
             f"Against {baseline.name}{over}, {comparison.measure.name} is {'; '.join(clauses)}{open_ends}."
         )
