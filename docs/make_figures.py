@@ -200,34 +200,41 @@ def differences(directory: str, title: str, unit: str) -> str:
     return plot(description, 130 + 34 * rows, draw)
 
 
-def gap_by_tokens(directory: str, title: str) -> str:
+# A comparison -> how its lines are called, behind the mechanism.
+TO_THE_END = {"tiny": "1.07M, Python", "half-tiny": "0.56M, Python", "half-tiny-prose": "0.56M, prose"}
+
+
+def gap_by_length(directories: Mapping[str, str]) -> str:
     """The difference of every model to its baseline at four lengths of training, with the 95% interval over seeds."""
-    comparison = load_comparison(RESULTS / directory)
-    results = [result for result in comparison.results if result.baseline is not None]
-    whole = max(run.tokens for run in comparison.finals) / 1e6
+    lines = []
+    for directory, setting in directories.items():
+        for result in load_comparison(RESULTS / directory).results:
+            if result.baseline is not None:
+                found = trend(result.curves(), result.baseline.curves())
+                assert found is not None
+                run = next(iter(result.baseline.finals.values()))
+                name = result.name.removeprefix(result.baseline.name).lstrip("+").replace("intermediate_size", "MLP")
+                lines.append((f"{name}, {setting}", run.tokens / run.parameters["total"], found.differences))
 
     def draw(axes: Axes) -> None:
         looks = zip((BLUE, ORANGE, GREEN, INK, GREY), "os^vD", strict=True)
-        for number, (result, (color, marker)) in enumerate(zip(results, looks, strict=False)):
-            assert result.baseline is not None
-            found = trend(result.curves(), result.baseline.curves())
-            assert found is not None
-            tokens = [whole * fraction * 1.03 ** (number - 2) for fraction in FRACTIONS]  # beside each other
-            means, widths = zip(*((at.mean, at.half_width or 0) for at in found.differences), strict=True)
-            name = result.name.removeprefix(result.baseline.name).lstrip("+").replace("intermediate_size", "MLP")
-            axes.errorbar(tokens, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
+        for number, ((name, whole, differences), (color, marker)) in enumerate(zip(lines, looks, strict=False)):
+            lengths = [whole * fraction * 1.04 ** (number - 1.5) for fraction in FRACTIONS]  # beside each other
+            means, widths = zip(*((at.mean, at.half_width or 0) for at in differences), strict=True)
+            axes.errorbar(lengths, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
         axes.axhline(0, color=INK, linewidth=1.2)
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([whole * fraction for fraction in FRACTIONS]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:.1f}M"))
+        axes.xaxis.set_major_locator(FixedLocator([20 * fraction for fraction in FRACTIONS]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(signed))
-        axes.set_xlabel("training tokens")
+        axes.set_xlabel("training tokens per parameter")
         axes.set_ylabel("difference to the baseline, nats")
-        axes.set_title(title, loc="left")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=2, columnspacing=1)
+        axes.set_title("What is left of a gain as training goes on", loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=1)
 
-    return plot(f"{title}: difference to the baseline against training tokens, with 95% intervals.", 470, draw)
+    description = "Difference to the baseline against training tokens per parameter, with 95% intervals over seeds."
+    return plot(description, 430 + 24 * len(lines), draw)
 
 
 def copied(file: str, title: str) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from shapes import randomize, tiny
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leanqkv import LeanError, LeanForCausalLM, LeanForMaskedLM
+from leanqkv import LeanError, LeanForCausalLM, LeanForMaskedLM, progress
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.data import evaluation_text, prepare_data
 from leanqkv.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
@@ -302,6 +303,13 @@ def test_a_local_task_by_hand(checkpoints, cli, local_tasks, tmp_path, name):
 def test_scoring_tasks_is_visible_in_a_log(checkpoints, cli, local_tasks, monkeypatch):
     """lm-eval's own remarks are silenced by replacing the standard error; the lines go to the real one."""
     monkeypatch.setattr("leanqkv.progress.LOG_SECONDS", 0.001)
+    describe = progress.Bar.describe
+
+    def slowly(bar, description):
+        describe(bar, description)
+        time.sleep(0.05)  # the thread that writes the lines may have to wait for a core
+
+    monkeypatch.setattr(progress.Bar, "describe", slowly)
     code, _, err = cli("eval", str(checkpoints / "gpt"), "--tasks", "animals", "--include-path", str(local_tasks))
     assert code == 0 and re.search("scoring the tasks, [0-9]+ sequences done", err)
 
