@@ -51,6 +51,9 @@ BENCHMARKS = (
     ("exact", "exact/gpt2-small.json", "reference-exact.md"),
     ("fused_projection", "fused-projection.json", "reference-inference.md"),
     ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
+    ("copying", "tiny/copying.json", "results.md"),
+    ("copying", "half-tiny/copying.json", "results.md"),
+    ("by_size", "by-size.json", "results.md"),
     ("sharding", "sharding.json", "laptop-to-cluster.md"),
     ("sweep", "sweep.json", "laptop-to-cluster.md"),
     ("tokenizing", "tokenizing.json", "laptop-to-cluster.md"),
@@ -196,8 +199,8 @@ NUMBERS = {
     ),
     "reference-exact.md": Sources(EXACT, (), ("1.9", "13.6", "3.5")),  # tested below; 3.54 GB
     "results.md": Sources(
-        (),
-        ("kv-sharing", "query", "quickstart", "small", "vision"),
+        tuple(row[:2] for row in BENCHMARKS if row[2] == "results.md"),
+        ("tiny", "half-tiny", "half-tiny-prose", "kv-sharing", "query", "quickstart", "small", "vision"),
         # P1 to P3, Student's t, weight decay; half-widths and a percentage with fewer digits.
         ("0.01", "0.05", "1.25", "1.39", "2.6", "12.7", "0.1", "0.02", "0.06", "1.7", "2.9"),
     ),

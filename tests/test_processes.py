@@ -19,6 +19,7 @@ from two_processes import two_process_step
 from leanqkv import preset
 from leanqkv.presets import MECHANISMS
 from leanqkv.train import Step, parse_precision
+from leanqkv.train.micro_batch import USABLE_SHARE
 
 pytestmark = pytest.mark.slow
 
@@ -214,7 +215,7 @@ def test_a_run_keeps_the_micro_batch_it_began_with(place, cli, monkeypatch):
     """Whatever memory is free when it goes on."""
     step = Step(preset(f"tiny{SHAPE}"), 8, 32, "cpu", parse_precision("fp32"))
     arguments = ("train", f"tiny{SHAPE}", *TRAIN, "--steps", "20")
-    monkeypatch.setattr("leanqkv.train.free_memory", lambda device: int(step.bytes(2) / 0.8) + 1)
+    monkeypatch.setattr("leanqkv.train.free_memory", lambda device: int(step.bytes(2) / USABLE_SHARE) + 1)
     with monkeypatch.context() as patch:
         patch.setattr("leanqkv.train.trainer.Watch.on_save", interrupt_after_saving)
         code, out, _ = cli(*arguments, "--out", "small")
@@ -246,7 +247,7 @@ def test_a_comparison_takes_one_micro_batch_for_all_models(place, cli, monkeypat
     wide = f"tiny{SHAPE}+intermediate_size=512"
     step = Step(preset(wide), 8, 32, "cpu", parse_precision("fp32"))
     arguments = ("compare", f"tiny{SHAPE}", wide, *TRAIN, "--steps", "10", "--seeds", "1", "--jobs", "1")
-    monkeypatch.setattr("leanqkv.compare.comparison.free_memory", lambda device: int(step.bytes(4) / 0.8) + 1)
+    monkeypatch.setattr("leanqkv.compare.comparison.free_memory", lambda device: int(step.bytes(4) / USABLE_SHARE) + 1)
     code, out, err = cli(*arguments, "--out", "alike")
     assert code == 0, err
     assert "micro-batch 4 of 8 (2 accumulation steps): " in out

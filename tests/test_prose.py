@@ -117,9 +117,9 @@ def test_a_name_like_it_is_suggested(tmp_path, name, near):
 
 
 def test_a_built_in_name_is_suggested(monkeypatch):
-    import datasets
+    import huggingface_hub
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(OSError("unreachable")))
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *_: (_ for _ in ()).throw(OSError("unreachable")))
     with pytest.raises(LeanError, match=r"unreachable.*Did you mean 'prose'\?"):
         open_corpus("prse")
 
