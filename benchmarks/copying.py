@@ -5,7 +5,7 @@
 
 A token can be copied where the pair of the token before it and itself stands earlier in its sequence: what an induction
 head completes (Olsson et al. 2022, https://arxiv.org/abs/2209.11895). Such pairs are frequent ones, too. So the same
-pairs are also compared with themselves: where they stand earlier in the sequence, and where they do not.
+pairs are also scored where they stand in a sequence for the first time.
 
 The models are those of a finished comparison, or of as much of it as is there; every one scores the same held-out
 sequences, in as many forward passes. An --out that is there keeps the runs that it has, so that seeds can be measured
@@ -31,7 +31,7 @@ from leanqkv.files import read_json
 from leanqkv.progress import progress_bar
 from leanqkv.report.text import ABSENT, with_interval
 
-KINDS = ("copied", "other", "same pairs copied", "same pairs not copied")
+KINDS = ("copied", "other", "same pairs at first")
 
 
 def can_be_copied(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -46,19 +46,17 @@ def can_be_copied(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def weights_of_kinds(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the weight of every position in the mean of each of KINDS, float64 [sequences, positions], of sum one.
 
-    The last two are means over the pairs that both can and cannot be copied somewhere, each pair with the number of
+    The last is the mean over the pairs that can be copied somewhere, where they cannot, each pair with the number of
     times that it can.
     """
     copied = can_be_copied(inputs, targets)
     pairs, index = torch.unique(torch.stack((inputs, targets), -1).flatten(0, 1), dim=0, return_inverse=True)
     index = index.view_as(inputs)
     times, other_times = (index[chosen].bincount(minlength=len(pairs)).double() for chosen in (copied, ~copied))
-    both = ((times > 0) & (other_times > 0))[index]
     weights = (
         copied.double(),
         (~copied).double(),
-        (copied & both).double(),
-        (~copied & both) * (times / other_times.clamp(min=1))[index],
+        ~copied * (times / other_times)[index],  # a pair that can be copied stood somewhere for the first time
     )
     for kind, each in zip(KINDS, weights, strict=True):
         if not each.any():
@@ -152,8 +150,7 @@ def tables(record: dict[str, Any]) -> str:
         "model",
         f"can be copied ({share:.0%} of the tokens)",
         f"others ({1 - share:.0%})",
-        "same pairs: can be copied",
-        "same pairs: cannot",
+        "the first kind's pairs, where they cannot",
         "share of the difference in what can be copied",
     )
     return harness.table(headers, rows)

@@ -38,13 +38,11 @@ def by_loops(inputs, targets, losses):
             seen.add(pair)
     times = Counter(pair for pair, copied, _ in where if copied)
     other = Counter(pair for pair, copied, _ in where if not copied)
-    means = {"copied": 0.0, "other": 0.0, "same pairs copied": 0.0, "same pairs not copied": 0.0}
-    common = sum(times[pair] for pair in times if pair in other)
+    means = {"copied": 0.0, "other": 0.0, "same pairs at first": 0.0}
     for pair, copied, loss in where:
         means["copied" if copied else "other"] += loss / (times if copied else other).total()
-        if pair in times and pair in other:
-            kind, weight = ("same pairs copied", 1) if copied else ("same pairs not copied", times[pair] / other[pair])
-            means[kind] += loss * weight / common
+        if not copied:
+            means["same pairs at first"] += loss * times[pair] / other[pair] / times.total()
     return means
 
 
@@ -133,7 +131,7 @@ def test_losses_of_finished_models_are_split(comparison, out, run, refused):
         weights.unlink()
     again, printed = run(copying, *options)
     assert again["rows"] == record["rows"]
-    assert f"| `{NAMES[1]}` |" in printed and "same pairs: cannot" in printed
+    assert f"| `{NAMES[1]}` |" in printed and "where they cannot" in printed
     assert "is of other text, models or training" in refused(copying, "--sequences", "4")
     assert "--sequences must be at least 1, found 0" in refused(copying, "--sequences", "0")
     (out.parent / "record.json").write_text(json.dumps(again | {"steps": again["steps"] + 1}))
