@@ -26,7 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 import leanqkv
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.statistics import paired_difference
+from leanqkv.compare.statistics import PairedDifference, paired_difference
 from leanqkv.compare.trend import FRACTIONS, trend
 from leanqkv.eliminate.block_diagonal import saved
 from leanqkv.report.frontier import read_points
@@ -201,7 +201,10 @@ def differences(directory: str, title: str, unit: str) -> str:
 
 
 # A comparison -> how its lines are called, behind the mechanism.
-TO_THE_END = {"tiny": "1.07M, Python", "half-tiny": "0.56M, Python", "half-tiny-prose": "0.56M, prose"}
+TO_THE_END = {"tiny": "1.07M, Python", "half-tiny-4e-3": "0.56M, Python"}
+
+
+COPIED = ("tiny", "half-tiny-4e-3")
 
 
 def gap_by_length(directories: Mapping[str, str]) -> str:
@@ -237,34 +240,40 @@ def gap_by_length(directories: Mapping[str, str]) -> str:
     return plot(description, 430 + 24 * len(lines), draw)
 
 
-def copied(file: str, title: str) -> str:
-    """Differences to the baseline in tokens that can be copied from the context and in others, with 95% intervals."""
-    record = read(file)
-    baseline = record["baseline"]
-    names = [name for name in dict.fromkeys(row["model"] for row in record["rows"]) if name != baseline]
+def copied(files: Mapping[str, str], title: str) -> str:
+    """Differences to the baseline in tokens that can be copied from the context and in others, with 95% intervals.
 
-    def losses(model: str, kind: str) -> dict[int, float]:
-        return {row["seed"]: row["loss"][kind] for row in record["rows"] if row["model"] == model}
-
+    files: of records of benchmarks/copying.py, each with the name of its setting.
+    """
     kinds = {"copied": (BLUE, "s", "can be copied"), "other": (GREY, "o", "others")}
+    rows: list[tuple[str, dict[str, PairedDifference | None]]] = []
+    for file, setting in files.items():
+        record = read(file)
+
+        def losses(model: str, kind: str, record: Record = record) -> dict[int, float]:
+            return {row["seed"]: row["loss"][kind] for row in record["rows"] if row["model"] == model}
+
+        baseline = record["baseline"]
+        for name in dict.fromkeys(row["model"] for row in record["rows"] if row["model"] != baseline):
+            found = {kind: paired_difference(losses(name, kind), losses(baseline, kind)) for kind in kinds}
+            rows.append((f"{name.removeprefix(baseline).lstrip('+')}\n{setting}", found))
 
     def draw(axes: Axes) -> None:
-        for row, name in enumerate(names):
+        for row, (_, found) in enumerate(rows):
             for shift, (kind, (color, marker, label)) in zip((-0.12, 0.12), kinds.items(), strict=True):
-                at = paired_difference(losses(name, kind), losses(baseline, kind))
+                at = found[kind]
                 assert at is not None
                 style = {"fmt": marker, "color": color, "capsize": 5, "label": None if row else label}
                 axes.errorbar(at.mean, row + shift, xerr=at.half_width or 0, **style)
-        shown = [name.removeprefix(baseline).lstrip("+").replace("intermediate_size", "MLP") for name in names]
         axes.axvline(0, color=INK, linewidth=1.2)
-        axes.set_yticks(range(len(names)), [name.replace("+", "\n+") for name in shown])
-        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.xaxis.set_major_formatter(FuncFormatter(signed))
         axes.set_xlabel("difference in validation loss, nats")
         axes.set_title(title, loc="left")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.18), ncols=2)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.64 / len(rows)), ncols=2)
 
-    return plot(f"{title}: difference to the baseline by kind of token.", 150 + 50 * len(names), draw)
+    return plot(f"{title}: difference to the baseline by kind of token.", 150 + 65 * len(rows), draw)
 
 
 def signed(value: float, _: Any = None) -> str:
@@ -640,12 +649,14 @@ COMPARISONS = {
 }
 
 
+def _files(directory: str) -> tuple[str, ...]:
+    """The records of a comparison."""
+    runs = sorted(path.parent.name for path in (RESULTS / directory).glob("runs/*/record.json"))
+    return (f"{directory}/compare.json", *(f"{directory}/runs/{run}/record.json" for run in runs))
+
+
 def _comparison(directory: str, words: Sequence[str]) -> Figure:
-    files = (
-        "compare.json",
-        *sorted(f"runs/{path.parent.name}/record.json" for path in (RESULTS / directory).glob("runs/*/*")),
-    )
-    return Figure(tuple(f"{directory}/{file}" for file in files), lambda: differences(directory, *words))
+    return Figure(_files(directory), lambda: differences(directory, *words))
 
 
 _CONVERSION, _EXACT = ("conversion/stdlib.json", "conversion/torch-headers.json"), ("exact/gpt2-small.json",)
@@ -664,6 +675,13 @@ ALL: dict[str, Figure] = {
     "quantized-cache": Figure(("quantized-cache.json",), quantized_cache),
     "probes": Figure(("analysis/probes/analysis.json",), probes),
     "head-scores": Figure(("analysis/analysis.json",), head_scores),
+    "gap-by-length": Figure(
+        tuple(file for name in TO_THE_END for file in _files(name)), lambda: gap_by_length(TO_THE_END)
+    ),
+    "copied": Figure(
+        tuple(f"{name}/copying.json" for name in COPIED),
+        lambda: copied({f"{name}/copying.json": TO_THE_END[name] for name in COPIED}, "SkipV1's gain by kind of token"),
+    ),
     **{name: _comparison(name, words) for name, words in COMPARISONS.items()},
 }
 
