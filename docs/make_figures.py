@@ -201,7 +201,7 @@ def differences(directory: str, title: str, unit: str) -> str:
 
 
 # A comparison -> how its lines are called, behind the mechanism.
-TO_THE_END = {"tiny": "1.07M, Python", "half-tiny-4e-3": "0.56M, Python"}
+TO_THE_END = {"tiny": "1.07M, Python", "half-tiny-4e-3": "0.56M, Python", "half-tiny-prose": "0.56M, prose"}
 
 
 COPIED = ("tiny", "half-tiny-4e-3")

@@ -185,7 +185,7 @@ class Sources(NamedTuple):
 
 NUMBERS = {
     "README.md": Sources(
-        CONVERSION, ("tiny", "kv-sharing", "frontier"), ("0.06", "0.95")
+        CONVERSION, ("tiny", "half-tiny-prose", "kv-sharing", "frontier"), ("0.06", "0.95")
     ),  # the shares have a test of their own
     "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",), ("0.3700",)),  # the sign is in words
     "remove-weights.md": Sources(EXACT, (), ("0.06", "0.25", "0.95", "3.5")),  # the shares; 3.54 GB
@@ -200,7 +200,17 @@ NUMBERS = {
     "reference-exact.md": Sources(EXACT, (), ("1.9", "13.6", "3.5")),  # tested below; 3.54 GB
     "results.md": Sources(
         tuple(row[:2] for row in BENCHMARKS if row[2] == "results.md"),
-        ("tiny", "half-tiny", "half-tiny-4e-3", "kv-sharing", "query", "quickstart", "small", "vision"),
+        (
+            "tiny",
+            "half-tiny",
+            "half-tiny-4e-3",
+            "half-tiny-prose",
+            "kv-sharing",
+            "query",
+            "quickstart",
+            "small",
+            "vision",
+        ),
         # P1 to P3, Student's t, weight decay; half-widths and a percentage with fewer digits.
         ("0.01", "0.05", "1.25", "2.6", "12.7", "0.1", "0.02", "0.06", "1.7", "2.9"),
     ),
