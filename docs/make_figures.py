@@ -226,6 +226,8 @@ def gap_by_length(directories: Mapping[str, str]) -> str:
             means, widths = zip(*((at.mean, at.half_width or 0) for at in differences), strict=True)
             axes.errorbar(lengths, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
         axes.axhline(0, color=INK, linewidth=1.2)
+        middle = [at.mean for _, _, differences in lines for at in differences]
+        axes.set_ylim(min(0, *middle) - 0.1, max(0, *middle) + 0.1)  # wide intervals of early steps are cut off
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator([20 * fraction for fraction in FRACTIONS]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))

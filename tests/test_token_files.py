@@ -566,8 +566,10 @@ def test_megatrons_files_may_be_the_two_splits(tmp_path, dtype, code):
     assert data.dtype == dtype and "Megatron" in data.description
     for found, part in zip((data.train(), data.validation()), parts, strict=True):
         assert np.array_equal(found, part)
-    for suffix in ("bin", "idx"):
-        (tmp_path / f"val.{suffix}").unlink()
+    (tmp_path / "val.idx").unlink()
+    with pytest.raises(LeanError, match=r"val\.bin has no index beside it"):
+        prepare_data(str(tmp_path), vocab_size=97)
+    (tmp_path / "val.bin").unlink()
     assert prepare_data(str(tmp_path), vocab_size=97).validation_tokens == len(parts[0]) // 20
 
 

@@ -76,7 +76,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "probe_batch_size"), BATCH),
     **dict.fromkeys(("seed",), SEED),
     **dict.fromkeys(("learning_rate", "min_learning_rate", "max_grad_norm", "distillation_temperature"), POSITIVE),
-    **dict.fromkeys(("flops", "memory"), Range(1e-3, 1e24)),
+    **dict.fromkeys(("flops", "memory"), Range(1e-3, 1e24, words="a number from 0.001 to 1e24")),
     "max_hours": POSITIVE,
     **dict.fromkeys(("weight_decay", "tolerance", "ridge"), NOT_NEGATIVE),
     **dict.fromkeys(("ratio", "distillation"), SHARE),

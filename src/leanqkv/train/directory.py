@@ -136,13 +136,18 @@ def clean(out: Path, record: dict[str, Any]) -> None:
                 remove(path)
 
 
+def _is_evaluated(checkpoint: Path, record: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of a step with a validation, and not of one where the time was up."""
+    step = checkpoint.name.rpartition("-")[2]
+    return not step.isdecimal() or int(step) in {entry["step"] for entry in record["evaluations"]}
+
+
 def _remains(out: Path, record: dict[str, Any]) -> list[Path]:
     """Return what a finished run has no use for: checkpoints, or their state of training if they are kept; its lock."""
     remains = [path for path in (out / ".partial", out / LOCK) if path.exists()]
     kept = record.get("checkpoints_kept")  # None: by an earlier version, which left what was to be kept
     for checkpoint in out.glob("checkpoint-*") if kept is not None else ():
-        step = int(checkpoint.name.rpartition("-")[2])
-        if not kept or (step % record["evaluate_every"] and step != record["recipe"]["steps"]):  # where time was up
+        if not kept or not _is_evaluated(checkpoint, record):
             remains.append(checkpoint)
             continue
         for file in checkpoint.iterdir():
