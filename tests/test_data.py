@@ -1,5 +1,6 @@
 """Corpora, token files and the batch plan."""
 
+import gzip
 import hashlib
 import json
 import tracemalloc
@@ -47,8 +48,32 @@ def write_parquet(path):
     return path
 
 
+def zipped(write):
+    def write_zipped(path):
+        plain = write(path.with_suffix(".plain"))
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+        plain.unlink()
+        return path
+
+    return write_zipped
+
+
+def write_marked(path):
+    path.write_text("".join(TEXT), encoding="utf-8-sig")  # with a mark of the byte order, as editors of Windows do
+    return path
+
+
 @pytest.mark.parametrize(
-    ("write", "name"), [(write_text, "a.txt"), (write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")]
+    ("write", "name"),
+    [
+        (write_text, "a.txt"),
+        (write_marked, "marked.txt"),
+        (zipped(write_text), "a.txt.gz"),
+        (write_jsonl, "a.jsonl"),
+        (write_jsonl, "a.json"),
+        (zipped(write_jsonl), "c4.json.gz"),
+        (write_parquet, "a.parquet"),
+    ],
 )
 def test_every_format_yields_the_text(tmp_path, write, name):
     corpus = open_corpus(str(write(tmp_path / name)))
@@ -62,6 +87,16 @@ def test_folder_reads_all_text_files_in_order(tmp_path):
     (tmp_path / "d" / "sub" / "c.py").write_text("third")
     (tmp_path / "d" / "image.png").write_bytes(b"\x89PNG\x00")
     assert list(open_corpus(str(tmp_path / "d")).documents()) == ["first", "second", "third"]
+
+
+def test_folder_reads_what_is_zipped_and_names_what_it_leaves_out(tmp_path):
+    zipped(write_jsonl)(tmp_path / "a.jsonl.gz")
+    zipped(write_text)(tmp_path / "b.txt.gz")
+    for name in ("c.jsonl.zst", "d.jsonl.zst", "config.json", "table.csv.gz"):
+        (tmp_path / name).write_bytes(b"{}")
+    corpus = open_corpus(str(tmp_path))
+    assert "".join(corpus.documents()) == "".join(TEXT) * 2
+    assert "(2 files; not read: 1 .gz, 1 .json, 2 .zst)" in corpus.description
 
 
 def test_long_files_come_in_pieces_that_add_up(tmp_path, monkeypatch):
@@ -182,6 +217,11 @@ BAD = {
     "NUL bytes": ("garbage.txt", b"abc\0\0def", "NUL"),
     "no text files": ("folder", {"x.png": b"\x89PNG"}, "no text in"),
     "broken JSON": ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+    "JSON on several lines": ("whole.json", b'[\n{"text": "a"}\n]', "every line is to be a record"),
+    "a table": ("a.csv", b"text\na\n", "is a table; write its text as JSONL"),
+    "cut off gzip": ("cut.txt.gz", gzip.compress(b"text " * 100)[:-12], "cut.txt.gz is cut off or damaged"),
+    "no gzip": ("no.txt.gz", b"text", "no.txt.gz cannot be read"),
+    "only archives": ("folder", {"x.jsonl.zst": b"x"}, "no text in .*; found 1 .zst"),
     "wrong field": ("field.jsonl", b'{"body": "a"}\n', "found: body"),
     "broken Parquet": ("a.parquet", b"not a parquet file", "not a Parquet file"),
     "numbers for text": ("numbers.parquet", NUMBERS, "holds int64, not text"),

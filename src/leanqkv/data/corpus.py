@@ -1,10 +1,14 @@
 """Corpora: where documents come from, and a hash that identifies their content."""
 
+import gzip
 import hashlib
+import io
 import json
 import os
 import re
 import sysconfig
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +21,11 @@ from ..files import hash_files
 from .cache import remembered
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
+# A record a line, as C4 and Dolma have it under `.json.gz`.
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+# Of data that is not read: a folder's description counts them.
+UNREAD_SUFFIXES = (*TABLES, ".json", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow", ".pdf", ".html")
 BUILT_IN = ("stdlib", "prose")
 # Corpora that the papers and others train on, and where the hub has them.
 HUB_NAMES = {
@@ -53,9 +61,10 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
 
     Args:
         source: None or "stdlib" for the Python source of this interpreter's standard library; "prose" for English text
-            from the documentation of Python and of packages; a text, JSONL or Parquet file, or a folder of them; else
-            the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or `NAME:CONFIG`; `fineweb-edu`, `openwebtext` and
-            `slimpajama` are short for their repositories.
+            from the documentation of Python and of packages; a text, JSONL or Parquet file, or a folder of them, the
+            first two also as `.gz`; else the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or `NAME:CONFIG`;
+            `fineweb-edu`, `openwebtext` and `slimpajama` are short for their repositories. A `.json` file is read as
+            JSONL where it is named itself, and left out of a folder, where it may be a configuration.
         text_field: the field of JSONL records, Parquet files and datasets that holds the text.
 
     Raises:
@@ -87,6 +96,8 @@ def reading(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LeanError(f"{file} cannot be read: {error.strerror or first_line(error)}") from None
+    except (EOFError, zlib.error) as error:  # of gzip
+        raise LeanError(f"{file} is cut off or damaged: {first_line(error)}") from None
 
 
 def encodable(text: str, place: str) -> str:
@@ -144,12 +155,27 @@ def _is_utf8(path: Path) -> bool:
 
 def _local_files(path: Path, text_field: str) -> Corpus:
     if path.is_file():
+        if _ends_in(path, TABLES):
+            raise LeanError(f"{path} is a table; write its text as JSONL or Parquet")
         return _files_corpus(path.name, path.parent, [path], text_field)
-    readable = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, ".parquet")
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix.lower() in readable]
+    texts = (*TEXT_SUFFIXES, *(suffix + ".gz" for suffix in TEXT_SUFFIXES))
+    readable = (*texts, *JSONL_SUFFIXES, ".parquet")
+    there = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    files = [file for file in there if _ends_in(file, readable)]
+    others = Counter(
+        file.suffix.lower() for file in there if _ends_in(file, UNREAD_SUFFIXES) and not _ends_in(file, readable)
+    )
+    unread = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
     if not files:
-        raise LeanError(f"no text in {path}: looked for files ending in {' '.join(readable)}")
-    return _files_corpus(f"{path.name or path} ({len(files)} files)", path, files, text_field)
+        found = f"; found {unread}" if unread else ""
+        shown = " ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES[:2], ".parquet"))
+        raise LeanError(f"no text in {path}: looked for files ending in {shown}, or .gz behind it{found}")
+    unread = f"; not read: {unread}" if unread else ""
+    return _files_corpus(f"{path.name or path} ({len(files)} files{unread})", path, files, text_field)
+
+
+def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:
+    return file.name.lower().endswith(suffixes)
 
 
 def _files_corpus(description: str, root: Path, files: Sequence[Path], text_field: str) -> Corpus:
@@ -176,7 +202,7 @@ def _state(file: Path) -> tuple[int, int]:
 
 def _documents(file: Path, text_field: str, state: tuple[int, int]) -> Iterator[str]:
     """Yield the documents of a file, which is to stay in the state in which it was hashed."""
-    if file.suffix.lower() in JSONL_SUFFIXES:
+    if _ends_in(file, (*JSONL_SUFFIXES, ".json")):
         yield from _read_jsonl(file, text_field)
     elif file.suffix.lower() == ".parquet":
         yield from _read_parquet(file, text_field)
@@ -194,7 +220,7 @@ def read_pieces(file: Path) -> Iterator[str]:
         LeanError: unreadable, or no text in UTF-8.
     """
     try:
-        with reading(file), file.open(encoding="utf-8") as stream:
+        with reading(file), _open(file) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig") as stream:
             while piece := stream.read(PIECE_CHARACTERS):
                 if len(piece) == PIECE_CHARACTERS:
                     piece += stream.readline(PIECE_CHARACTERS)
@@ -205,15 +231,19 @@ def read_pieces(file: Path) -> Iterator[str]:
         raise LeanError(f"{file} is not UTF-8 text: byte 0x{error.object[error.start]:02x} cannot be read") from None
 
 
+def _open(file: Path) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.open(file) if _ends_in(file, (".gz",)) else file.open("rb")
+
+
 def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
-    with reading(file), file.open("rb") as stream:
+    with reading(file), _open(file) as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise LeanError(f"{file} line {number} is not JSON: {error}") from None
+                raise LeanError(f"{file} line {number} is not JSON: {error}; every line is to be a record") from None
             except RecursionError:
                 raise LeanError(f"{file} line {number} cannot be read: its JSON is nested too deeply") from None
             if text := _field(record, text_field, f"{file} line {number}"):
