@@ -646,7 +646,6 @@ COMPARISONS = {
     "kv-sharing": ("Sharing values, 3 seeds", "difference in validation loss, nats"),
     "query": ("Queries, 3 seeds", "difference in validation loss, nats"),
     "quickstart": ("Quickstart, 2 seeds", "difference in validation loss, nats"),
-    "small": ("The same at small, 2 seeds", "difference in validation loss, nats"),
     "vision": ("Images, 3 seeds", "difference in test accuracy"),
 }
 

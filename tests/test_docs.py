@@ -208,7 +208,6 @@ NUMBERS = {
             "kv-sharing",
             "query",
             "quickstart",
-            "small",
             "vision",
         ),
         # P1 to P3, Student's t, weight decay; half-widths and a percentage with fewer digits.
