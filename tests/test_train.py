@@ -590,3 +590,15 @@ print(before - psutil.Process().memory_info().rss < 2**23)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(kept), found.stderr
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot do without denormals")
+def test_training_on_the_cpu_computes_without_denormals_and_leaves_the_process_as_it_was(data, tmp_path):
+    seen = []
+    train(spec(data), data, tmp_path / "run", device="cpu", progress=lambda *_: seen.append(float(_denormal() * 1)))
+    assert set(seen) == {0.0}
+    assert float(_denormal() * 1) > 0
+
+
+def _denormal():
+    return torch.tensor(1e-40)

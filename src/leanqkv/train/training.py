@@ -13,7 +13,7 @@ from transformers.integrations import get_available_reporting_integrations
 from ..checkpoints.open import load_weights, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..compat import quiet_transformers, use_one_device
-from ..environment import check_device, git_commit, hardware, keep_freed_memory, versions
+from ..environment import check_device, denormals_as_zero, git_commit, hardware, keep_freed_memory, versions
 from ..errors import LeanError, TimeIsUpError
 from ..files import RECORD_FORMAT, disk_full_is_an_error
 from ..model.config import LeanConfig
@@ -94,7 +94,7 @@ def train(
         task.configure(model)
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours)
         started = time.perf_counter()
-        with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL):
+        with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL), denormals_as_zero(device):
             checkpoint = first_decides(lambda: last_checkpoint(out))
             trainer.args.eval_on_start = initial is not None and checkpoint is None
             trainer.train(resume_from_checkpoint=checkpoint)
