@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from corpus import SHAPE
 
 from leanqkv import LeanError
@@ -241,6 +242,15 @@ def test_small_models_share_the_cores_and_large_ones_do_not(monkeypatch):
     assert default_jobs("cpu", 1_000_000) == 8
     assert default_jobs("cpu", 124_000_000) == 1
     assert default_jobs("cuda", 1_000_000) == 1
+
+
+def test_a_run_has_no_more_threads_than_torch_was_given(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("leanqkv.compare.comparison.available_cores", lambda: 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as OMP_NUM_THREADS=1 does
+    run(replace(COMPARISON, learning_rates=None, groups=models(*NAMES[:2]), seeds=(0,)), data, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["threads"] == 1 == torch.get_num_threads()
+    torch.set_num_threads(before)
 
 
 def test_slugs_are_file_names():
