@@ -278,6 +278,7 @@ def test_the_search_may_be_shorter(data, tmp_path):
     page = write_report(tmp_path / "out").read_text()
     assert "after 6 steps" in page
     assert "is the least or the largest that was tried" in page
+    assert "Rates were searched in runs of 6 steps" in page
 
 
 ANOTHER = {"device": "cpu", "cpu": "Another CPU", "instructions": "AVX2", "threads": 1}

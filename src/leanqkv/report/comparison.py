@@ -69,6 +69,8 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
         lines.append(f"Learning rates differ ({rates}); {each}. Part of a difference may come from them.")
     elif rates and not comparison.grid:
         lines.append(f"The learning rate ({rates}) was not searched. Another may favor another model.")
+    if comparison.grid and (steps := comparison.grid.get("steps")):
+        lines.append(f"Rates were searched in runs of {steps:,} steps. Longer runs often want lower ones.")
     if edge := _at_the_edge(comparison):
         lines.append(f"The best learning rate is the least or the largest that was tried for {listed(edge)}.")
     pairs = [len(result.difference.by_seed) for result in comparison.results if result.difference]
