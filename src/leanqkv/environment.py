@@ -78,8 +78,8 @@ def keep_freed_memory(device: str) -> None:
 def denormals_as_zero(device: str) -> Iterator[None]:
     """Let this thread take float32 below 1.2e-38 for zero while the body computes on a CPU.
 
-    A softmax over far-apart scores is full of such numbers, and a CPU may need ten times as long for each. Where the
-    processor cannot do that, nothing changes.
+    A softmax over scores that lie far apart is full of such numbers, and many CPUs are slow with them. Where the
+    processor cannot do without, nothing changes.
     """
     already = bool(torch.tensor(1e-40) * 1 == 0)
     if device != "cpu" or already:
