@@ -51,7 +51,7 @@ BENCHMARKS = (
     ("exact", "exact/gpt2-small.json", "reference-exact.md"),
     ("fused_projection", "fused-projection.json", "reference-inference.md"),
     ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
-    ("copying", "tiny/copying.json", "results.md"),
+    ("copying", "tiny-4e-3/copying.json", "results.md"),
     ("copying", "half-tiny-4e-3/copying.json", "results.md"),
     ("by_size", "by-size.json", "results.md"),
     ("sharding", "sharding.json", "laptop-to-cluster.md"),
@@ -78,7 +78,7 @@ def test_committed_tables_are_those_of_the_committed_records(directory):
 
 
 def test_the_readme_leads_with_three_seeds():
-    comparison = load_comparison(RESULTS / "tiny")
+    comparison = load_comparison(RESULTS / "tiny-4e-3")
     assert len(comparison.seeds) == 3
     assert markdown(comparison).split("\n\n")[0] in (ROOT / "README.md").read_text()
 
@@ -185,7 +185,7 @@ class Sources(NamedTuple):
 
 NUMBERS = {
     "README.md": Sources(
-        CONVERSION, ("tiny", "half-tiny-prose", "kv-sharing", "frontier"), ("0.06", "0.95")
+        CONVERSION, ("tiny-4e-3", "tiny-prose", "half-tiny-prose", "kv-sharing", "frontier"), ("0.06", "0.95")
     ),  # the shares have a test of their own
     "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",), ("0.3700",)),  # the sign is in words
     "remove-weights.md": Sources(EXACT, (), ("0.06", "0.25", "0.95", "3.5")),  # the shares; 3.54 GB
@@ -202,6 +202,8 @@ NUMBERS = {
         tuple(row[:2] for row in BENCHMARKS if row[2] == "results.md"),
         (
             "tiny",
+            "tiny-4e-3",
+            "tiny-prose",
             "half-tiny",
             "half-tiny-4e-3",
             "half-tiny-prose",
@@ -210,8 +212,8 @@ NUMBERS = {
             "quickstart",
             "vision",
         ),
-        # P1 to P3, Student's t, weight decay; half-widths and a percentage with fewer digits.
-        ("0.01", "0.05", "1.25", "2.6", "12.7", "0.1", "0.02", "0.06", "1.7", "2.9"),
+        # P1 to P3, Student's t, weight decay; half-widths with fewer digits and percentages.
+        ("0.01", "0.05", "1.25", "2.6", "12.7", "0.1", "0.02", "0.06", "1.7", "0.9", "2.9"),
     ),
     "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.90")),  # P2; the first run, tested above
     "tools.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "tools.md"), (), ("2.13",)),  # PyTorch
