@@ -2,9 +2,10 @@
 
 Trains the baseline of a comparison for all but --share of its tokens with its own rate, converts it, and goes on
 training for the rest, at each of --rates on the first seed and at the best of them on the others. Tokens that the
-conversion is calibrated on count. The result stands beside the comparison's own baseline and SkipV1, of the same seeds.
-Everything is a `leanqkv` command whose output stays in --work; started again, it goes on. An --out that is there keeps
-its rate and its seeds, so that seeds can be measured one after another, each on the machine of its runs.
+conversion is calibrated on count. As the control the baseline itself goes on for as many steps at that rate, since it
+comes down further there than in the comparison. The result stands beside the comparison's own baseline and SkipV1, of
+the same seeds. Everything is a `leanqkv` command whose output stays in --work; started again, it goes on. An --out that
+is there keeps its rate and its seeds, so that seeds can be measured one after another, each on the machine of its runs.
 
     python benchmarks/scratch_or_converted.py runs/mine --out results/mine/scratch-or-converted.json
     python benchmarks/scratch_or_converted.py --tables results/mine/scratch-or-converted.json
@@ -95,12 +96,16 @@ class Bench:
         how = ("--to", "skipv1", "--calibration", self.data, "--tokens", TOKENS)
         return Command(self.work / f"skipv1-{seed}", ("convert", self.work / f"baseline-{seed}", *how))
 
-    def uptraining(self, seed: int, rate: float) -> Command:
+    def uptraining(self, seed: int, rate: float, source: Path | None = None, out: Path | None = None) -> Command:
         record = self.records[seed]
         steps = self.steps(record)[1]
         rest = {"--seed": 100 + seed, "--steps": steps, "--evaluate-every": steps, "--learning-rate": rate}
-        line = ("uptrain", self.work / f"skipv1-{seed}", *_line(rest | self._common(record)))
-        return Command(self.work / f"uptrained-{seed}-{rate:g}", line)
+        line = ("uptrain", source or self.conversion(seed).out, *_line(rest | self._common(record)))
+        return Command(out or self.work / f"uptrained-{seed}-{rate:g}", line)
+
+    def control(self, seed: int, rate: float) -> Command:
+        """The same for the baseline."""
+        return self.uptraining(seed, rate, self.pretraining(seed).out, self.work / f"control-{seed}-{rate:g}")
 
     def steps(self, record: dict[str, Any]) -> tuple[int, int]:
         """Before and after the conversion; calibration takes some of the latter's tokens."""
@@ -125,7 +130,7 @@ class Bench:
         if not (search := self.earlier.get("search") or self.search(rates)):
             raise LeanError("uptraining diverged at every one of --rates; try smaller ones")
         best = min(search, key=lambda found: found["loss"])["learning_rate"]
-        run_commands((self.uptraining(seed, best) for seed in self.seeds), self.jobs)
+        run_commands((make(seed, best) for seed in self.seeds for make in (self.uptraining, self.control)), self.jobs)
         rows = [*self.earlier.get("rows", ()), *(self.row(seed, best) for seed in self.seeds)]
         return {"search": search, "rows": sorted(rows, key=lambda row: row["seed"])}
 
@@ -147,6 +152,7 @@ class Bench:
             "source": _loss(before),
             "converted": after["evaluations"][0]["loss"],
             "uptrained": _loss(after),
+            "control": _loss(self.control(seed, rate).record),
             "baseline": self.baseline.losses[seed],
             "skipv1": self.skipv1.losses[seed],
         }
@@ -188,6 +194,7 @@ def tables(record: dict[str, Any]) -> str:
         "source": f"the baseline after all but {share} of the tokens",
         "converted": "converted, before uptraining",
         "uptrained": f"converted and uptrained for the last {share}",
+        "control": f"the baseline, trained for the last {share} in the same way",
         "skipv1": "SkipV1 from scratch",
     }
 

@@ -169,6 +169,9 @@ def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, mon
         uptrained = read_json(out / "converted-0.5" / f"uptrained-{seed}-{best:g}" / "record.json")
         assert (source["recipe"]["steps"], uptrained["recipe"]["steps"]) == (4, 2)
         assert row["tokens"] == 6 * 128 + 200 and row["source"] == source["evaluations"][-1]["loss"]
+        control = read_json(out / "converted-0.5" / f"control-{seed}-{best:g}" / "record.json")
+        assert [found["loss"] for found in control["evaluations"]] == [row["source"], row["control"]]
+        assert control["recipe"] == uptrained["recipe"] and control["name"] != uptrained["name"]
         assert (row["converted"], row["uptrained"]) == tuple(found["loss"] for found in uptrained["evaluations"])
         assert source["batch_plan"]["evaluation_sequences"] == uptrained["batch_plan"]["evaluation_sequences"] == 8
     diverged = [record["rows"][0] | {"uptrained": None}, record["rows"][1]]
