@@ -58,16 +58,10 @@ def zipped(write):
     return write_zipped
 
 
-def write_marked(path):
-    path.write_text("".join(TEXT), encoding="utf-8-sig")  # with a mark of the byte order, as editors of Windows do
-    return path
-
-
 @pytest.mark.parametrize(
     ("write", "name"),
     [
         (write_text, "a.txt"),
-        (write_marked, "marked.txt"),
         (zipped(write_text), "a.txt.gz"),
         (write_jsonl, "a.jsonl"),
         (write_jsonl, "a.json"),

@@ -220,7 +220,7 @@ def read_pieces(file: Path) -> Iterator[str]:
         LeanError: unreadable, or no text in UTF-8.
     """
     try:
-        with reading(file), _open(file) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig") as stream:
+        with reading(file), _open(file) as binary, io.TextIOWrapper(binary, encoding="utf-8") as stream:
             while piece := stream.read(PIECE_CHARACTERS):
                 if len(piece) == PIECE_CHARACTERS:
                     piece += stream.readline(PIECE_CHARACTERS)
