@@ -53,6 +53,7 @@ BENCHMARKS = (
     ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
     ("copying", "tiny-4e-3/copying.json", "results.md"),
     ("copying", "half-tiny-4e-3/copying.json", "results.md"),
+    ("scratch_or_converted", "tiny-4e-3/scratch-or-converted.json", "results.md"),
     ("by_size", "by-size.json", "results.md"),
     ("sharding", "sharding.json", "laptop-to-cluster.md"),
     ("sweep", "sweep.json", "laptop-to-cluster.md"),
