@@ -27,7 +27,7 @@ from leanqkv.report.text import with_interval
 
 TOKENS = 49_152  # of calibration
 LIKE_THE_BASELINE = ("learning_rate", "min_learning_rate", "weight_decay")
-# What the three runs of a seed must agree in.
+# What the runs of a seed must agree in.
 SAME = {
     "context length": lambda record: record["context_length"],
     "precision": lambda record: record["precision"]["choice"],
@@ -96,16 +96,19 @@ class Bench:
         how = ("--to", "skipv1", "--calibration", self.data, "--tokens", TOKENS)
         return Command(self.work / f"skipv1-{seed}", ("convert", self.work / f"baseline-{seed}", *how))
 
-    def uptraining(self, seed: int, rate: float, source: Path | None = None, out: Path | None = None) -> Command:
-        record = self.records[seed]
-        steps = self.steps(record)[1]
-        rest = {"--seed": 100 + seed, "--steps": steps, "--evaluate-every": steps, "--learning-rate": rate}
-        line = ("uptrain", source or self.conversion(seed).out, *_line(rest | self._common(record)))
-        return Command(out or self.work / f"uptrained-{seed}-{rate:g}", line)
+    def uptraining(self, seed: int, rate: float) -> Command:
+        return self._rest(self.conversion(seed), "uptrained", seed, rate)
 
     def control(self, seed: int, rate: float) -> Command:
         """The same for the baseline."""
-        return self.uptraining(seed, rate, self.pretraining(seed).out, self.work / f"control-{seed}-{rate:g}")
+        return self._rest(self.pretraining(seed), "control", seed, rate)
+
+    def _rest(self, source: Command, name: str, seed: int, rate: float) -> Command:
+        record = self.records[seed]
+        steps = self.steps(record)[1]
+        rest = {"--seed": 100 + seed, "--steps": steps, "--evaluate-every": steps, "--learning-rate": rate}
+        line = ("uptrain", source.out, *_line(rest | self._common(record)))
+        return Command(self.work / f"{name}-{seed}-{rate:g}", line)
 
     def steps(self, record: dict[str, Any]) -> tuple[int, int]:
         """Before and after the conversion; calibration takes some of the latter's tokens."""
@@ -142,9 +145,10 @@ class Bench:
 
     def row(self, seed: int, rate: float) -> dict[str, Any]:
         """The losses of a seed, on the same held-out sequences."""
-        before, after, whole = self.pretraining(seed).record, self.uptraining(seed, rate).record, self.records[seed]
+        commands = (self.pretraining(seed), self.uptraining(seed, rate), self.control(seed, rate))
+        before, after, control = (command.record for command in commands)
         for key, of in SAME.items():
-            if len({of(record) for record in (before, after, whole)}) > 1:
+            if len({of(record) for record in (before, after, control, self.records[seed])}) > 1:
                 raise LeanError(f"the runs of seed {seed} in {self.work} differ in {key}; remove them and start again")
         return {
             "seed": seed,
@@ -152,7 +156,7 @@ class Bench:
             "source": _loss(before),
             "converted": after["evaluations"][0]["loss"],
             "uptrained": _loss(after),
-            "control": _loss(self.control(seed, rate).record),
+            "control": _loss(control),
             "baseline": self.baseline.losses[seed],
             "skipv1": self.skipv1.losses[seed],
         }

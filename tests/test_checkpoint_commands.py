@@ -1,6 +1,5 @@
 """`leanqkv eliminate`, `verify`, `import`, `export` and the audit of `inspect`, as a person uses them."""
 
-import errno
 import hashlib
 import json
 import os
@@ -23,9 +22,7 @@ from transformers import (
     LlamaModel,
 )
 
-from leanqkv import LeanError, LeanForCausalLM, progress
-from leanqkv.checkpoints import write
-from leanqkv.checkpoints.tensors import LazyTensors
+from leanqkv import LeanForCausalLM, progress
 
 FREE = {"norm_type": "none", "norm_eps": 1e-5}
 SKIPLESS = FREE | {"attention_skip": False, "mlp_skip": False}
@@ -504,89 +501,3 @@ def test_max_condition_overrides(folder, unwrapped):
     assert code == 2
     assert "the limit is 1e+08 (--max-condition)" in err
     assert unwrapped(*command, "--max-condition", "1e12", "--out", "result")[0] == 0
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-SHAPES = {f"tensor{i}": (8, 8) for i in range(6)}
-BYTES = 8 * 8 * 4
-
-
-def written(out: Path, compute, **options) -> None:
-    options = {"job": {"of": "test"}, "finish": lambda directory: None, "shard_bytes": 2 * BYTES} | options
-    write.write_checkpoint(out, SHAPES, LazyTensors(SHAPES, compute), torch.float32, **options)
-
-
-def value(name: str) -> torch.Tensor:
-    return torch.full((8, 8), float(name[-1]))
-
-
-def interrupted_at(last: str, calls: list[str]):
-    def compute(name: str) -> torch.Tensor:
-        calls.append(name)
-        if name == last:
-            raise KeyboardInterrupt
-        return value(name)
-
-    return compute
-
-
-def test_an_interrupted_write_goes_on_after_the_last_whole_shard(folder):
-    out, calls = folder / "out", []
-    with pytest.raises(KeyboardInterrupt):
-        written(out, interrupted_at("tensor3", calls))
-    assert not out.exists()
-    calls.clear()
-    written(out, interrupted_at("none", calls))
-    assert calls == ["tensor2", "tensor3", "tensor4", "tensor5"]
-    assert sorted(p.name for p in folder.iterdir()) == ["out"]
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert list(index["weight_map"]) == list(SHAPES)
-    for name, shard in index["weight_map"].items():
-        assert torch.equal(load_file(out / shard)[name], value(name))
-
-
-def test_progress_counts_the_bytes_of_all_shards(folder):
-    calls = []
-    written(folder / "out", value, progress=lambda done, total: calls.append((done, total)))
-    assert {total for _, total in calls} == {6 * BYTES}
-    assert list(dict.fromkeys(done for done, _ in calls)) == [number * BYTES for number in range(1, 7)]
-
-
-def test_what_was_begun_for_something_else_is_not_gone_on_with(folder):
-    out, calls = folder / "out", []
-    with pytest.raises(KeyboardInterrupt):
-        written(out, interrupted_at("tensor3", calls))
-    calls.clear()
-    written(out, interrupted_at("none", calls), job={"of": "another test"})
-    assert calls == list(SHAPES)
-
-
-def test_a_full_disk_is_told_before_and_survived_while_writing(folder, monkeypatch):
-    out, calls = folder / "out", []
-    with monkeypatch.context() as patch:
-        patch.setattr(write.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1000))
-        with pytest.raises(LeanError, match="the disk has"):
-            written(out, value)
-    assert not list(folder.iterdir())
-
-    def full(*arguments, **options):
-        raise write.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    with pytest.raises(KeyboardInterrupt):
-        written(out, interrupted_at("tensor3", calls))
-    with monkeypatch.context() as patch:
-        patch.setattr(write, "save_file", full)
-        with pytest.raises(OSError) as error:
-            written(out, value)
-        assert error.value.errno == errno.ENOSPC
-    assert not out.exists()
-    calls.clear()
-    written(out, interrupted_at("none", calls))
-    assert calls == ["tensor2", "tensor3", "tensor4", "tensor5"]
-
-
-def test_values_that_do_not_fit_the_dtype_are_refused(folder):
-    with pytest.raises(LeanError, match="tensor0 has values that float32 cannot hold"):
-        written(folder / "out", lambda name: torch.full((8, 8), 1e300, dtype=torch.float64))
-    assert not list(folder.iterdir())

@@ -215,7 +215,7 @@ BAD = {
     "a table": ("a.csv", b"text\na\n", "is a table; write its text as JSONL"),
     "cut off gzip": ("cut.txt.gz", gzip.compress(b"text " * 100)[:-12], "cut.txt.gz is cut off or damaged"),
     "no gzip": ("no.txt.gz", b"text", "no.txt.gz cannot be read"),
-    "only archives": ("folder", {"x.jsonl.zst": b"x"}, "no text in .*; found 1 .zst"),
+    "only archives": ("folder", {"x.jsonl.zst": b"x"}, "no text in .*; not read: 1 .zst"),
     "wrong field": ("field.jsonl", b'{"body": "a"}\n', "found: body"),
     "broken Parquet": ("a.parquet", b"not a parquet file", "not a Parquet file"),
     "numbers for text": ("numbers.parquet", NUMBERS, "holds int64, not text"),

@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import make_figures
 import numpy as np
 import pytest
 import torch
+from drawing.elimination import redundant_shares
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from typer.main import get_command
@@ -29,7 +31,6 @@ DOCS, RESULTS = ROOT / "docs", ROOT / "results"
 PAGES = sorted((*ROOT.glob("*.md"), *DOCS.glob("*.md")))
 PAPERS = (DOCS / "papers.md").read_text()
 COMPARISONS = sorted(file.parent for file in RESULTS.glob("*/compare.json"))
-FIGURES = runpy.run_path(str(DOCS / "make_figures.py"))
 # Benchmark, its record, the page that has its tables.
 BENCHMARKS = (
     ("conversion", "conversion/stdlib.json", "reference-conversion.md"),
@@ -186,7 +187,9 @@ class Sources(NamedTuple):
 
 NUMBERS = {
     "README.md": Sources(
-        CONVERSION, ("tiny-4e-3", "tiny-prose", "half-tiny-prose", "kv-sharing", "frontier"), ("0.06", "0.95")
+        (*CONVERSION, ("scratch_or_converted", "tiny-4e-3/scratch-or-converted.json")),
+        ("tiny-4e-3", "tiny-prose", "half-tiny-prose", "kv-sharing", "frontier"),
+        ("0.06", "0.95"),
     ),  # the shares have a test of their own
     "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",), ("0.3700",)),  # the sign is in words
     "remove-weights.md": Sources(EXACT, (), ("0.06", "0.25", "0.95", "3.5")),  # the shares; 3.54 GB
@@ -262,7 +265,7 @@ def test_the_savings_of_cache_are_those_of_the_plan():
 
 
 def test_the_shares_that_exact_elimination_removes_are_those_of_the_shapes():
-    shares = FIGURES["redundant_shares"]()
+    shares = redundant_shares()
     readme, page = (ROOT / "README.md").read_text(), (DOCS / "remove-weights.md").read_text()
     for model, share in shares.items():
         assert f"{model} {share:.2%}" in readme, model
@@ -313,19 +316,19 @@ def test_the_quickstarts_rates_are_those_the_sweep_found():
 
 
 def test_every_figure_is_drawn_by_the_script_and_shown_on_a_page():
-    files = {file.name for file in FIGURES["FIGURES"].iterdir()}
-    assert files == {f"{name}.svg" for name in FIGURES["ALL"]}
+    files = {file.name for file in make_figures.FIGURES.iterdir()}
+    assert files == {f"{name}.svg" for name in make_figures.ALL}
     shown = {Path(image).name for page in PAGES for image in targets(page, images=True)}
     assert files <= shown
 
 
-@pytest.mark.parametrize("name", FIGURES["ALL"])
+@pytest.mark.parametrize("name", make_figures.ALL)
 def test_a_figure_is_the_one_that_its_records_make(name):
     """The same words and marks, at the same places up to half a pixel; the description names the records' hash."""
-    file = FIGURES["FIGURES"] / f"{name}.svg"
-    committed, drawn = file.read_text(), FIGURES["make"](name)
+    file = make_figures.FIGURES / f"{name}.svg"
+    committed, drawn = file.read_text(), make_figures.make(name)
     assert file.stat().st_size < 100_000
-    assert FIGURES["signature"](FIGURES["ALL"][name]) in committed, "run python docs/make_figures.py"
+    assert make_figures.signature(make_figures.ALL[name]) in committed, "run python docs/make_figures.py"
     number = r"-?\d+\.?\d*(?:e-?\d+)?"
 
     def marks(svg: str) -> tuple[str, list[float]]:

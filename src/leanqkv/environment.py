@@ -78,11 +78,10 @@ def keep_freed_memory(device: str) -> None:
 def denormals_as_zero(device: str) -> Iterator[None]:
     """Let this thread take float32 below 1.2e-38 for zero while the body computes on a CPU.
 
-    A softmax over scores that lie far apart is full of such numbers, and many CPUs are slow with them. Where the
-    processor cannot do without, nothing changes.
+    A softmax over scores that lie far apart is full of such numbers, and many CPUs are slow with them. On a processor
+    that cannot do without them nothing changes.
     """
-    already = bool(torch.tensor(1e-40) * 1 == 0)
-    if device != "cpu" or already:
+    if device != "cpu" or torch.tensor(1e-40) * 1 == 0:  # another caller's choice, which stays
         yield
         return
     torch.set_flush_denormal(True)

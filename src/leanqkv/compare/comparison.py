@@ -265,9 +265,10 @@ class _Directory:
         largest = max(config.plan.count_parameters().total for config in models)
         workers = min(self.comparison.runs, jobs or default_jobs(device, largest))
         # Kept, because sums in another number of threads round differently: a run goes on as it began.
-        share = max(1, available_cores() // workers) if device == "cpu" else torch.get_num_threads()
-        own_share = min(share, torch.get_num_threads())  # which OMP_NUM_THREADS may have set
-        torch.set_num_threads(self.content.setdefault("threads", own_share))
+        threads = torch.get_num_threads()  # of all cores, or what OMP_NUM_THREADS says
+        if device == "cpu":
+            threads = min(threads, max(1, available_cores() // workers))
+        torch.set_num_threads(self.content.setdefault("threads", threads))
         self._settle_micro_batch(asked, device, workers, on_message)
         place = place_of(of_cluster or self.hardware(device))
         return self._settle_precision(asked, device, place, on_message), workers

@@ -23,9 +23,10 @@ from .cache import remembered
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
 # A record a line, as C4 and Dolma have it under `.json.gz`.
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+# What is read of a folder, and what may be data that is not: a folder's description counts it.
+READ = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), *JSONL_SUFFIXES, ".parquet")
 TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-# Of data that is not read: a folder's description counts them.
-UNREAD_SUFFIXES = (*TABLES, ".json", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow", ".pdf", ".html")
+UNREAD = (*TABLES, ".json", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow", ".pdf", ".html")
 BUILT_IN = ("stdlib", "prose")
 # Corpora that the papers and others train on, and where the hub has them.
 HUB_NAMES = {
@@ -158,19 +159,14 @@ def _local_files(path: Path, text_field: str) -> Corpus:
         if _ends_in(path, TABLES):
             raise LeanError(f"{path} is a table; write its text as JSONL or Parquet")
         return _files_corpus(path.name, path.parent, [path], text_field)
-    texts = (*TEXT_SUFFIXES, *(suffix + ".gz" for suffix in TEXT_SUFFIXES))
-    readable = (*texts, *JSONL_SUFFIXES, ".parquet")
     there = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    files = [file for file in there if _ends_in(file, readable)]
-    others = Counter(
-        file.suffix.lower() for file in there if _ends_in(file, UNREAD_SUFFIXES) and not _ends_in(file, readable)
-    )
-    unread = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
+    files = [file for file in there if _ends_in(file, READ)]
+    others = Counter(file.suffix.lower() for file in there if _ends_in(file, UNREAD) and not _ends_in(file, READ))
+    counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
+    unread = f"; not read: {counts}" if counts else ""
     if not files:
-        found = f"; found {unread}" if unread else ""
         shown = " ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES[:2], ".parquet"))
-        raise LeanError(f"no text in {path}: looked for files ending in {shown}, or .gz behind it{found}")
-    unread = f"; not read: {unread}" if unread else ""
+        raise LeanError(f"no text in {path}: looked for files ending in {shown}, or .gz behind it{unread}")
     return _files_corpus(f"{path.name or path} ({len(files)} files{unread})", path, files, text_field)
 
 

@@ -168,14 +168,12 @@ def stored_tokens(path: Path, vocab_size: int) -> TokenData | None:
         train, validation = ([_nanogpt(path / f"{split}.bin", vocab_size)] for split in ("train", "val"))
         return _stored(path, "nanoGPT tokens", "uint16", vocab_size, train, validation)
     indices = sorted(path.glob("*.idx")) if path.is_dir() else [path.with_suffix(".idx")]
-    if (
-        path.is_dir()
-        and indices
-        and (alone := sorted({*path.glob("*.bin")} - {i.with_suffix(".bin") for i in indices}))
-    ):
-        raise LeanError(
-            f"{alone[0]} has no index beside it, as the others in {path} have; put it there, or take it away"
-        )
+    if path.is_dir() and indices:
+        for file in sorted(path.glob("*.bin")):
+            if file.with_suffix(".idx") not in indices:
+                raise LeanError(
+                    f"{file} has no index beside it, as others in {path} have; add it, or move the file"
+                )
     if path.suffix in (".bin", ".idx", "") and indices and all(index.is_file() for index in indices):
         return _megatron(path, indices, vocab_size)
     if path.suffix == ".bin" and path.is_file():

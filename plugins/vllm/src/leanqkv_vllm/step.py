@@ -35,7 +35,7 @@ class PlainBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("leanqkv's own code attends; vLLM has no layer of attention to build for it")
 
     @staticmethod
     def get_builder_cls() -> type[StepBuilder]:

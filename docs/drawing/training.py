@@ -1,0 +1,120 @@
+"""Comparisons of trained models."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
+
+from leanqkv.compare.records import load_comparison
+from leanqkv.compare.statistics import PairedDifference, paired_difference
+from leanqkv.compare.trend import FRACTIONS, trend
+
+from .svg import BLUE, GREEN, GREY, INK, ORANGE, RESULTS, Record, plot, read
+
+
+def differences(directory: str, title: str, unit: str) -> str:
+    """The difference of every model to its baseline, with the 95% interval over seeds."""
+    results = [result for result in load_comparison(RESULTS / directory).results if result.difference]
+
+    def draw(axes: Axes) -> None:
+        for row, result in enumerate(results):
+            difference = result.difference
+            assert difference is not None and difference.half_width is not None and result.baseline is not None
+            color = BLUE if difference.clear else GREY
+            axes.errorbar(difference.mean, row, xerr=difference.half_width, fmt="o", color=color, capsize=5)
+        axes.axvline(0, color=INK, linewidth=1.2)
+        axes.set_yticks(range(len(results)), [label(result) for result in results])
+        axes.set_ylim(len(results) - 0.5, -0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(FuncFormatter(signed))
+        axes.set_xlabel(unit)
+        axes.set_title(title, loc="left")
+
+    def label(result: Any) -> str:
+        extra = result.name.removeprefix(result.baseline.name)
+        if extra == result.name:  # the baseline has a note of its own behind its name
+            extra = result.name.removeprefix(result.baseline.name.partition(" ")[0])
+        name = extra.lstrip("+").replace("intermediate_size", "MLP").replace("hidden_size", "width")
+        cache = result.kv_bytes / result.baseline.kv_bytes if result.kv_bytes else 1
+        return name + (f"\n{cache:.0%} of the cache" if cache < 1 else "")
+
+    rows = sum(1.5 if "\n" in label(result) else 1 for result in results)
+    description = f"{title}: difference to the baseline with its 95% interval; blue where the interval leaves out zero."
+    return plot(description, 130 + 34 * rows, draw)
+
+
+def gap_by_length(directories: Mapping[str, str]) -> str:
+    """The difference of every model to its baseline at four lengths of training, with the 95% interval over seeds."""
+    lines = []
+    for directory, setting in directories.items():
+        for result in load_comparison(RESULTS / directory).results:
+            if result.baseline is not None:
+                found = trend(result.curves(), result.baseline.curves())
+                assert found is not None
+                run = next(iter(result.baseline.finals.values()))
+                name = result.name.removeprefix(result.baseline.name).lstrip("+").replace("intermediate_size", "MLP")
+                lines.append((f"{name}, {setting}", run.tokens / run.parameters["total"], found.differences))
+
+    def draw(axes: Axes) -> None:
+        looks = zip((BLUE, ORANGE, GREEN, INK, GREY), "os^vD", strict=True)
+        for number, ((name, whole, differences), (color, marker)) in enumerate(zip(lines, looks, strict=False)):
+            lengths = [whole * fraction * 1.04 ** (number - 1.5) for fraction in FRACTIONS]  # beside each other
+            means, widths = zip(*((at.mean, at.half_width or 0) for at in differences), strict=True)
+            axes.errorbar(lengths, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
+        axes.axhline(0, color=INK, linewidth=1.2)
+        middle = [at.mean for _, _, differences in lines for at in differences]
+        axes.set_ylim(min(0, *middle) - 0.1, max(0, *middle) + 0.1)  # wide intervals of early steps are cut off
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([20 * fraction for fraction in FRACTIONS]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(signed))
+        axes.set_xlabel("training tokens per parameter")
+        axes.set_ylabel("difference to the baseline, nats")
+        axes.set_title("What is left of a gain as training goes on", loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=1)
+
+    description = "Difference to the baseline against training tokens per parameter, with 95% intervals over seeds."
+    return plot(description, 430 + 24 * len(lines), draw)
+
+
+def copied(files: Mapping[str, str]) -> str:
+    """Differences to the baseline in tokens that can be copied from the context and in others, with 95% intervals.
+
+    files: of records of benchmarks/copying.py, each with the name of its setting.
+    """
+    kinds = {"copied": (BLUE, "s", "can be copied"), "other": (GREY, "o", "others")}
+    rows: list[tuple[str, dict[str, PairedDifference | None]]] = []
+    for file, setting in files.items():
+        record = read(file)
+
+        def losses(model: str, kind: str, record: Record = record) -> dict[int, float]:
+            return {row["seed"]: row["loss"][kind] for row in record["rows"] if row["model"] == model}
+
+        baseline = record["baseline"]
+        for name in dict.fromkeys(row["model"] for row in record["rows"] if row["model"] != baseline):
+            found = {kind: paired_difference(losses(name, kind), losses(baseline, kind)) for kind in kinds}
+            rows.append((f"{name.removeprefix(baseline).lstrip('+')}\n{setting}", found))
+
+    def draw(axes: Axes) -> None:
+        for row, (_, found) in enumerate(rows):
+            for shift, (kind, (color, marker, label)) in zip((-0.12, 0.12), kinds.items(), strict=True):
+                at = found[kind]
+                assert at is not None
+                style = {"fmt": marker, "color": color, "capsize": 5, "label": None if row else label}
+                axes.errorbar(at.mean, row + shift, xerr=at.half_width or 0, **style)
+        axes.axvline(0, color=INK, linewidth=1.2)
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.xaxis.set_major_formatter(FuncFormatter(signed))
+        axes.set_xlabel("difference in validation loss, nats")
+        axes.set_title("Gain by kind of token", loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.64 / len(rows)), ncols=2)
+
+    return plot("Difference to the baseline in tokens that can be copied and in others.", 150 + 65 * len(rows), draw)
+
+
+def signed(value: float, _: Any = None) -> str:
+    """A tick with its sign."""
+    return f"{value:+g}".replace("-", "−") if value else "0"
