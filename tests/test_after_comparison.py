@@ -183,6 +183,12 @@ def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, mon
     assert f"{gap:+.4f}".replace("-", "−") in line
     assert "has no other seed" in refused(scratch_or_converted)
     (out.parent / "record.json").write_text(json.dumps(first))
+    for name in ("baseline-1", f"uptrained-1-{best:g}", f"control-1-{best:g}"):
+        file = out / "converted-0.5" / name / "record.json"
+        whole = read_json(file)
+        file.write_text(json.dumps(whole | {"data": whole["data"] | {"sha256": "another"}}))
+        assert "of seed 1 in" in (found := refused(scratch_or_converted, "--share", "0.5")) and "differ in text" in found
+        file.write_text(json.dumps(whole))
     assert "of another comparison or share" in refused(scratch_or_converted, "--share", "0.75")
     assert "leaves no uptraining" in refused(scratch_or_converted, "--share", "0.2")
     monkeypatch.setattr(scratch_or_converted, "run_commands", in_processes)
