@@ -171,9 +171,7 @@ def stored_tokens(path: Path, vocab_size: int) -> TokenData | None:
     if path.is_dir() and indices:
         for file in sorted(path.glob("*.bin")):
             if file.with_suffix(".idx") not in indices:
-                raise LeanError(
-                    f"{file} has no index beside it, as others in {path} have; add it, or move the file"
-                )
+                raise LeanError(f"{file} has no index beside it, as others in {path} have; add it, or move the file")
     if path.suffix in (".bin", ".idx", "") and indices and all(index.is_file() for index in indices):
         return _megatron(path, indices, vocab_size)
     if path.suffix == ".bin" and path.is_file():
