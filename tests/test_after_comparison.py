@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import by_size
+import by_scale
 import copying
 import harness
 import pytest
@@ -198,47 +198,57 @@ def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, mon
     assert "baseline-0 failed; see" in refused(scratch_or_converted, "--data", "nowhere.txt", "--share", "0.5")
 
 
-def resized(source, target, times, shift):
-    """A copy of a comparison whose models are so many times as large and as long trained, with other losses."""
+def rescaled(source, target, shift, *, parameters=1, tokens=1):
+    """A copy of a comparison with so many times the parameters and tokens, and other losses."""
     shutil.copytree(source, target)
     for file in target.glob("runs/*/record.json"):
         record = read_json(file)
-        record["parameters"]["total"] *= times
-        record["tokens"] *= times
+        record["parameters"]["total"] *= parameters
+        record["tokens"] *= tokens
         record["final"]["validation_loss"] += shift.get((record["name"], record["seed"]), 0.0)
         file.write_text(json.dumps(record))
     return target
 
 
-def test_differences_of_several_sizes(comparison, tmp_path, monkeypatch, capsys):
-    """The slope is that of a line for each seed; sizes that are no such series are refused in one line."""
+def test_differences_of_several_scales(comparison, tmp_path, monkeypatch, capsys):
+    """The slope is that of a line for each seed; comparisons that are no such series are refused in one line."""
 
-    def run(*folders):
-        out = tmp_path / "by-size.json"
-        monkeypatch.setattr(sys, "argv", ["by_size.py", *map(str, folders), "--out", str(out)])
-        harness.run(by_size.command_line(), by_size.measure, by_size.tables)
+    def run(*line):
+        out = tmp_path / "by-scale.json"
+        monkeypatch.setattr(sys, "argv", ["by_scale.py", *map(str, line), "--out", str(out)])
+        harness.run(by_scale.command_line(), by_scale.measure, by_scale.tables)
         return read_json(out), capsys.readouterr().out
 
-    def refused(*folders):
+    def refused(*line):
         with pytest.raises(SystemExit) as end:
-            run(*folders)
+            run(*line)
         assert end.value.code == 2
         return capsys.readouterr().err
 
     one = comparison[0]
-    double = resized(one, tmp_path / "double", 2, {(NAMES[1], 0): -0.03, (NAMES[1], 1): -0.05})
-    eight = resized(one, tmp_path / "eight", 8, {(NAMES[1], 0): 0.01, (NAMES[0], 1): 0.02})
-    record, printed = run(eight, one, double)
-    assert [size["parameters"] / record["sizes"][0]["parameters"] for size in record["sizes"]] == [1, 2, 8]
-    first = load_comparison(one).results[1].difference
-    assert by_size.differences(record, "skipv1")[0] == first
-    # Least squares through 0, 1 and 3 doublings: the weights of the three points are −4, −1 and 5, over 14.
-    found = by_size.per_doubling(record, "skipv1")
-    assert found.by_seed == pytest.approx({0: (0.03 + 5 * 0.01) / 14, 1: (0.05 - 5 * 0.02) / 14}, abs=1e-12)
-    assert f"± {found.half_width:.4f} |" in printed.splitlines()[-1]
+    losses = {2: {(NAMES[1], 0): -0.03, (NAMES[1], 1): -0.05}, 8: {(NAMES[1], 0): 0.01, (NAMES[0], 1): 0.02}}
+    double, eight = (
+        rescaled(one, tmp_path / f"size-{times}", shift, parameters=times, tokens=times)
+        for times, shift in losses.items()
+    )
+    for along, series in {
+        "parameters": (eight, one, double),
+        "tokens": (one, *(rescaled(one, tmp_path / f"length-{n}", shift, tokens=n) for n, shift in losses.items())),
+    }.items():
+        record, printed = run(*series, "--along", along)
+        assert [scale[along] / record["scales"][0][along] for scale in record["scales"]] == [1, 2, 8]
+        assert by_scale.differences(record, "skipv1")[0] == load_comparison(one).results[1].difference
+        # Least squares through 0, 1 and 3 doublings: the weights of the three points are −4, −1 and 5, over 14.
+        found = by_scale.per_doubling(record, "skipv1")
+        assert found.by_seed == pytest.approx({0: (0.03 + 5 * 0.01) / 14, 1: (0.05 - 5 * 0.02) / 14}, abs=1e-12)
+        assert f"per doubling of the {along}" in printed
+        assert f"± {found.half_width:.4f} |" in printed.splitlines()[-1]
 
     assert "at least two" in refused(one)
-    assert "of one size" in refused(one, resized(one, tmp_path / "same", 1, {}))
+    same = rescaled(one, tmp_path / "same", {})
+    assert "equally many parameters" in refused(one, same)
+    assert "equally many tokens" in refused(one, same, "--along", "tokens")
+    assert "lengths of training of one baseline" in refused(one, double, "--along", "tokens")
     records = list(eight.glob("runs/*/record.json"))
     for file in records:
         file.write_text(json.dumps(read_json(file) | {"tokens": 1000}))

@@ -55,7 +55,7 @@ BENCHMARKS = (
     ("copying", "tiny-4e-3/copying.json", "results.md"),
     ("copying", "half-tiny-4e-3/copying.json", "results.md"),
     ("scratch_or_converted", "tiny-4e-3/scratch-or-converted.json", "results.md"),
-    ("by_size", "by-size.json", "results.md"),
+    ("by_scale", "by-size.json", "results.md"),
     ("sharding", "sharding.json", "laptop-to-cluster.md"),
     ("sweep", "sweep.json", "laptop-to-cluster.md"),
     ("tokenizing", "tokenizing.json", "laptop-to-cluster.md"),
