@@ -14,6 +14,7 @@ import harness
 import pytest
 import scratch_or_converted
 import torch
+import two_recipes
 from corpus import SHAPE, prepare
 
 from leanqkv import LeanForCausalLM
@@ -198,13 +199,14 @@ def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, mon
     assert "baseline-0 failed; see" in refused(scratch_or_converted, "--data", "nowhere.txt", "--share", "0.5")
 
 
-def rescaled(source, target, shift, *, parameters=1, tokens=1):
-    """A copy of a comparison with so many times the parameters and tokens, and other losses."""
+def rescaled(source, target, shift, *, parameters=1, tokens=1, **recipe):
+    """A copy of a comparison with so many times the parameters and tokens, another recipe, and other losses."""
     shutil.copytree(source, target)
     for file in target.glob("runs/*/record.json"):
         record = read_json(file)
         record["parameters"]["total"] *= parameters
         record["tokens"] *= tokens
+        record["recipe"] |= recipe
         record["final"]["validation_loss"] += shift.get((record["name"], record["seed"]), 0.0)
         file.write_text(json.dumps(record))
     return target
@@ -255,3 +257,40 @@ def test_differences_of_several_scales(comparison, tmp_path, monkeypatch, capsys
     assert "tokens per parameter differ: " in refused(one, eight)
     next(file for file in records if file.parent.name.endswith("seed1")).unlink()
     assert "seed 1, is missing" in refused(one, eight)
+
+
+def test_what_a_mechanism_and_what_a_recipe_gives(comparison, tmp_path, monkeypatch, capsys):
+    """Every pair is of the runs that it names; comparisons that are not of two recipes are refused in one line."""
+
+    def run(*folders):
+        out = tmp_path / "two-recipes.json"
+        monkeypatch.setattr(sys, "argv", ["two_recipes.py", *map(str, folders), "--out", str(out)])
+        harness.run(two_recipes.command_line(), two_recipes.measure, two_recipes.tables)
+        return read_json(out), capsys.readouterr().out
+
+    def refused(*folders):
+        with pytest.raises(SystemExit) as end:
+            run(*folders)
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    one = comparison[0]
+    shift = {(NAMES[0], 0): -0.1, (NAMES[0], 1): -0.1, (NAMES[1], 0): -0.04, (NAMES[1], 1): -0.06}
+    deeper = rescaled(one, tmp_path / "deeper", shift, min_learning_rate=1e-5)
+    record, printed = run(one, deeper)
+    assert [list(recipe) for recipe in record["recipes"]] == [["min_learning_rate"]] * 2
+    own = load_comparison(one).results[1].difference.by_seed
+    for pair, added in {(0, 0): (0, 0), (1, 1): (0.06, 0.04), (1, 0): (-0.04, -0.06)}.items():
+        found = two_recipes.difference(record, NAMES[1], *pair).by_seed
+        assert found == pytest.approx({seed: own[seed] + added[seed] for seed in own}, abs=1e-12)
+    baseline, skipv1 = printed.splitlines()[-2:]
+    assert baseline == f"| `{NAMES[0]}` | – | – | **−0.1000 ± 0.0000** |"
+    assert skipv1.count("±") == 3
+
+    assert "two comparisons" in refused(one)
+    assert "have one recipe" in refused(one, one)
+    assert "differ in tokens" in refused(one, rescaled(one, tmp_path / "longer", {}, tokens=2))
+    for file in deeper.glob("runs/*/record.json"):
+        file.write_text(json.dumps(read_json(file) | {"seed": read_json(file)["seed"] + 2}))
+    (deeper / "compare.json").write_text(json.dumps(read_json(deeper / "compare.json") | {"seeds": [2, 3]}))
+    assert "no finished seed in common" in refused(one, deeper)
