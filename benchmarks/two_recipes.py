@@ -80,7 +80,8 @@ def difference(record: dict[str, Any], model: str, recipe: int, of_baseline: int
 def tables(record: dict[str, Any]) -> str:
     """Return the record as Markdown."""
     first, second = (
-        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in recipe.items()) for recipe in record["recipes"]
+        ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in recipe.items())
+        for recipe in record["recipes"]
     )
     headers = ["difference to the baseline", f"both: {first}", f"both: {second}", f"{second}, the baseline: {first}"]
     rows = [
@@ -89,6 +90,10 @@ def tables(record: dict[str, Any]) -> str:
     ]
     rows[0][1:3] = "–", "–"  # the baseline to itself
     return harness.table(headers, rows)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -26,12 +26,12 @@ class Figure:
 
 # A comparison -> how its lines are called, behind the mechanism.
 TO_THE_END = {
-    "tiny-4e-3": "1.07M, Python",
+    "tiny-deep-decay": "1.07M, Python",
     "tiny-prose": "1.07M, prose",
     "half-tiny-4e-3": "0.56M, Python",
     "half-tiny-prose": "0.56M, prose",
 }
-COPIED = ("tiny-4e-3", "half-tiny-4e-3")
+COPIED = ("tiny-deep-decay", "half-tiny-4e-3")
 COMPARISONS = {
     "kv-sharing": ("Sharing values, 3 seeds", "difference in validation loss, nats"),
     "query": ("Queries, 3 seeds", "difference in validation loss, nats"),

@@ -57,8 +57,8 @@ def gap_by_length(directories: Mapping[str, str]) -> str:
                 lines.append((f"{name}, {setting}", run.tokens / run.parameters["total"], found.differences))
 
     def draw(axes: Axes) -> None:
-        looks = zip((BLUE, ORANGE, GREEN, INK, GREY), "os^vD", strict=True)
-        for number, ((name, whole, differences), (color, marker)) in enumerate(zip(lines, looks, strict=False)):
+        looks = list(zip((BLUE, ORANGE, GREEN, INK, GREY), "os^vD", strict=True))[: len(lines)]
+        for number, ((name, whole, differences), (color, marker)) in enumerate(zip(lines, looks, strict=True)):
             lengths = [whole * fraction * 1.04 ** (number - 1.5) for fraction in FRACTIONS]  # beside each other
             means, widths = zip(*((at.mean, at.half_width or 0) for at in differences), strict=True)
             axes.errorbar(lengths, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
