@@ -212,13 +212,13 @@ def rescaled(source, target, shift, *, parameters=1, tokens=1, **recipe):
     return target
 
 
-def test_differences_of_several_scales(comparison, tmp_path, monkeypatch, capsys):
-    """The slope is that of a line for each seed; comparisons that are no such series are refused in one line."""
+def reader(benchmark, tmp_path, monkeypatch, capsys):
+    """Two functions that start a benchmark on comparisons: for its record and output, and for its error."""
 
     def run(*line):
-        out = tmp_path / "by-scale.json"
-        monkeypatch.setattr(sys, "argv", ["by_scale.py", *map(str, line), "--out", str(out)])
-        harness.run(by_scale.command_line(), by_scale.measure, by_scale.tables)
+        out = tmp_path / "record.json"
+        monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *map(str, line), "--out", str(out)])
+        harness.run(benchmark.command_line(), benchmark.measure, benchmark.tables)
         return read_json(out), capsys.readouterr().out
 
     def refused(*line):
@@ -226,6 +226,13 @@ def test_differences_of_several_scales(comparison, tmp_path, monkeypatch, capsys
             run(*line)
         assert end.value.code == 2
         return capsys.readouterr().err
+
+    return run, refused
+
+
+def test_differences_of_several_scales(comparison, tmp_path, monkeypatch, capsys):
+    """The slope is that of a line for each seed; comparisons that are no such series are refused in one line."""
+    run, refused = reader(by_scale, tmp_path, monkeypatch, capsys)
 
     one = comparison[0]
     losses = {2: {(NAMES[1], 0): -0.03, (NAMES[1], 1): -0.05}, 8: {(NAMES[1], 0): 0.01, (NAMES[0], 1): 0.02}}
@@ -261,18 +268,7 @@ def test_differences_of_several_scales(comparison, tmp_path, monkeypatch, capsys
 
 def test_what_a_mechanism_and_what_a_recipe_gives(comparison, tmp_path, monkeypatch, capsys):
     """Every pair is of the runs that it names; comparisons that are not of two recipes are refused in one line."""
-
-    def run(*folders):
-        out = tmp_path / "two-recipes.json"
-        monkeypatch.setattr(sys, "argv", ["two_recipes.py", *map(str, folders), "--out", str(out)])
-        harness.run(two_recipes.command_line(), two_recipes.measure, two_recipes.tables)
-        return read_json(out), capsys.readouterr().out
-
-    def refused(*folders):
-        with pytest.raises(SystemExit) as end:
-            run(*folders)
-        assert end.value.code == 2
-        return capsys.readouterr().err
+    run, refused = reader(two_recipes, tmp_path, monkeypatch, capsys)
 
     one = comparison[0]
     shift = {(NAMES[0], 0): -0.1, (NAMES[0], 1): -0.1, (NAMES[1], 0): -0.04, (NAMES[1], 1): -0.06}
