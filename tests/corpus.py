@@ -1,7 +1,10 @@
-"""A small corpus and a run on it, for the tests of training."""
+"""Small corpora, and a run on one of them, for the tests of data and training."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from leanqkv import preset, recipe
 from leanqkv.data import TokenData, prepare_data
@@ -11,6 +14,7 @@ SHAPE = (
     "+hidden_size=32+intermediate_size=64+num_hidden_layers=2+num_attention_heads=2+vocab_size=300"
     "+max_position_embeddings=32"
 )
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "mix")
 
 
 def write_corpus(path: Path) -> Path:
@@ -43,3 +47,19 @@ def spec(data: TokenData, mechanisms: str = "", seed: int = 0, **changes) -> Run
         ),
         **changes,
     )
+
+
+def document(number):
+    """A text by its number, the same each time."""
+    random = np.random.default_rng(number)
+    return " ".join(random.choice(WORDS, 5 + number % 40)) + f" {number * number}\n"
+
+
+def content(data):
+    """All that decides the numbers of a run."""
+    return data.sha256, data.bytes_per_token, np.asarray(data.train()).tolist(), np.asarray(data.validation()).tolist()
+
+
+def forget(data):
+    """Remove tokenized data."""
+    shutil.rmtree(data.directory)
