@@ -116,13 +116,14 @@ def test_it_goes_on_where_it_was_stopped(data, done, tmp_path):
 
 
 def test_a_later_start_adds_models_and_seeds(data, tmp_path):
-    fewer = replace(COMPARISON, learning_rates=None, seeds=(0,), groups=models(*NAMES[:2]))
+    fewer = replace(COMPARISON, learning_rates=None, seeds=(1,), groups=models(*NAMES[:2]))
     begun = run(fewer, data, tmp_path)
     more = replace(fewer, title="More", seeds=(0, 1), groups=models(*NAMES))
     trained = {}
     grown = run(more, data, tmp_path, on_update=lambda update: trained.setdefault(update.job.out.name, update.record))
     assert len(grown) == 6
     assert begun.items() <= grown.items()
+    assert set(list(trained)[:2]) == begun.keys(), "what is done is counted first"
     assert {name for name, first in trained.items() if first is None} == grown.keys() - begun.keys()
     comparison = load_comparison(tmp_path)
     assert (comparison.title, comparison.architectures, comparison.seeds) == ("More", list(NAMES), [0, 1])

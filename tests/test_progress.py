@@ -128,6 +128,8 @@ def test_the_bar_ends_with_an_error(log):
 def test_runs_side_by_side_in_a_log(log, clock, capsys):
     with progress.training_display() as display:
         display.start(200)
+        display.update("tiny", 0, 100, None, None)
+        display.update("tiny+skipv1", 0, 100, None, None)
         clock[0] += 10
         display.update("tiny", 30, 100, None, None)
         display.update("tiny+skipv1", 20, 100, 5.4321, 12_345.6)
@@ -144,6 +146,18 @@ def test_runs_side_by_side_in_a_log(log, clock, capsys):
     out, err = capsys.readouterr()
     assert out == "tiny: validation loss 5.0000\n", "an outcome is a result"
     assert err == ""
+
+
+def test_steps_of_an_earlier_start_took_no_time(log, clock):
+    """Of a comparison that goes on, one run is finished and another one is in its middle."""
+    with progress.training_display() as display:
+        display.start(300)
+        display.finish("finished", 100, "validation loss 5.0000")
+        display.update("begun", 60, 100, None, None)
+        assert display.lines()[0] == "160 of 300 steps", "nothing says how long the rest takes"
+        clock[0] += 10
+        display.update("begun", 80, 100, None, None)
+        assert display.lines()[0] == "180 of 300 steps, about 1:00 left"
 
 
 def test_a_second_set_of_runs_counts_from_zero(log):

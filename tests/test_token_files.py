@@ -298,7 +298,7 @@ def test_stopped_processes_leave_none_behind(tmp_path, how):
     """A command with two workers, stopped after its first shard: they end, and the same command goes on."""
     with (tmp_path / "long.jsonl").open("w") as stream:
         for number in range(6000):
-            stream.write(json.dumps({"text": document(number) * 4}) + "\n")
+            stream.write(json.dumps({"text": document(number) * 8}) + "\n")
     script = (
         "from leanqkv.data import tokenizing; tokenizing.SHARD_TOKENS = 100_000; from leanqkv.cli import main; main()"
     )

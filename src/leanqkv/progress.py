@@ -101,10 +101,12 @@ class TrainingDisplay:
         self._all_runs = self.bars.add_task("all runs", total=None, figures="")
         self._running: dict[str, TaskID] = {}
         self._steps_done: dict[str, int] = {}
+        self._steps_before: dict[str, int] = {}  # at a run's first report: steps of an earlier start took no time here
 
     def start(self, steps: int) -> None:
         """`steps`: optimizer steps of all runs together."""
         self._steps_done.clear()
+        self._steps_before.clear()
         self.bars.reset(self._all_runs, total=steps)
 
     def update(self, label: str, step: int, steps: int, loss: float | None, tokens_per_second: float | None) -> None:
@@ -128,12 +130,13 @@ class TrainingDisplay:
         """The same for a log."""
         whole, *runs = self.bars.tasks
         return [
-            f"{whole.completed:,} of {whole.total or 0:,} steps{_time_left(whole)}",
+            f"{whole.completed:,} of {whole.total or 0:,} steps{_time_left(whole, sum(self._steps_before.values()))}",
             *(f"  {r.description}: step {r.completed:,} of {r.total:,}  {r.fields['figures']}".rstrip() for r in runs),
         ]
 
     def _count(self, label: str, step: int) -> None:
         self._steps_done[label] = step
+        self._steps_before.setdefault(label, step)
         self.bars.update(self._all_runs, completed=sum(self._steps_done.values()))
 
 
@@ -178,11 +181,12 @@ def _log_lines(lines: Callable[[], list[str]]) -> Iterator[None]:
         thread.join()
 
 
-def _time_left(task: Task) -> str:
-    """At the speed since the start; nothing until something is done."""
-    if not task.completed or task.elapsed is None:
+def _time_left(task: Task, before: float = 0) -> str:
+    """At the speed since the start, when `before` was done; nothing until something is done."""
+    done = task.completed - before
+    if not done or task.elapsed is None:
         return ""
-    return f", about {_clock(task.elapsed / task.completed * (task.remaining or 0))} left"
+    return f", about {_clock(task.elapsed / done * (task.remaining or 0))} left"
 
 
 def _clock(seconds: float) -> str:

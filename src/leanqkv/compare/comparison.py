@@ -23,6 +23,7 @@ from ..train import (
     free_memory,
     parse_precision,
 )
+from ..train.directory import RECORD
 from ..train.micro_batch import split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
@@ -94,6 +95,7 @@ def run_comparison(
 
     def train_all(todo: list[Job]) -> dict[Path, dict[str, Any]]:
         on_jobs(todo)
+        todo = sorted(todo, key=lambda job: not (job.out / RECORD).exists())  # first what is done
         if launcher is None:
             return run_jobs(todo, data, settings, workers, threads, on_update)
         at_once = jobs or len(todo) if elsewhere else workers
