@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from comparison_record import record as a_record
 from corpus import SHAPE
 from rich.console import Console
 from test_report import Page
-from test_report import record as a_record
 
 from leanqkv import LeanError, count_parameters, kv_bytes_per_token, preset
 from leanqkv.cli import main

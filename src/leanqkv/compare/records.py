@@ -26,6 +26,8 @@ NEEDED = {
     "precision": ("choice",),
     "hardware": ("device", "cpu", "threads"),
 }
+# Fields of a plan that a report reads later on.
+PLAN = {"title": str, "suite": str | None, "command": str, "notes": list, "chosen_learning_rate": dict}
 
 
 @dataclass(frozen=True)
@@ -261,12 +263,15 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
     with _reading(directory / "compare.json") as plan:
         baseline = plan["baseline"]
         group = [baseline, *(name for name in plan["architectures"] if name != baseline)]
+        for name, kind in PLAN.items():
+            if name in plan and not isinstance(plan[name], kind):
+                raise TypeError(f"field {name!r} is {plan[name]!r}")
         comparison = ComparisonRecord(
             title=plan["title"],
             suite=plan["suite"],
             scale=plan.get("scale"),
             command=plan["command"],
-            groups=plan.get("groups", [group]),
+            groups=[list(names) for names in plan.get("groups", [group])],
             rows={name: entry["row"] for name, entry in plan.get("entries", {}).items()},
             recipe=plan.get("recipe") or {},
             seeds=[int(seed) for seed in plan["seeds"]],
