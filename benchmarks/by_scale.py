@@ -7,7 +7,7 @@
 Reads finished comparisons on the same text and trains nothing: of several sizes, with equally many tokens per
 parameter, or of one size, whose learning rates come down at the end of each length. The models that all of them have
 are compared. Every seed has a line of its own through its differences over the logarithm of the scale, so that the
-interval is that of independent runs.
+interval is that of independent runs. What three scales or more predict at ten times the last holds if the line does.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import numpy as np
 
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.statistics import PairedDifference, over_seeds
+from leanqkv.compare.trend import FURTHER, line
 from leanqkv.errors import LeanError
 from leanqkv.report.text import compact, with_interval
 
@@ -84,13 +84,12 @@ def differences(record: dict[str, Any], name: str) -> list[PairedDifference]:
     return [over_seeds(_seeds(scale["differences"][name])) for scale in record["scales"]]
 
 
-def per_doubling(record: dict[str, Any], name: str) -> PairedDifference:
-    """Return what twice the scale adds to a variant's difference, over the seeds that all comparisons have."""
+def lines(record: dict[str, Any], name: str) -> tuple[PairedDifference, PairedDifference]:
+    """Return what twice the scale adds, and the prediction beyond the last, over the seeds of all comparisons."""
     by_scale = [_seeds(scale["differences"][name]) for scale in record["scales"]]
     seeds = sorted(set.intersection(*map(set, by_scale)))
     gaps = [[at[seed] for seed in seeds] for at in by_scale]
-    slopes = np.polyfit(np.log2([scale[record["along"]] for scale in record["scales"]]), gaps, 1)[0]
-    return over_seeds(dict(zip(seeds, slopes.tolist(), strict=True)))
+    return line([scale[record["along"]] for scale in record["scales"]], gaps, seeds)
 
 
 def _seeds(values: dict[Any, float]) -> dict[int, float]:
@@ -101,13 +100,17 @@ def _seeds(values: dict[Any, float]) -> dict[int, float]:
 def tables(record: dict[str, Any]) -> str:
     """Return the record as Markdown."""
     scales: Sequence[dict[str, Any]] = record["scales"]
+    along = record["along"]
     headers = [
         "difference to the baseline",
         *(f"{compact(scale['parameters'])} parameters, {compact(scale['tokens'])} tokens" for scale in scales),
-        f"per doubling of the {record['along']}",
+        f"per doubling of the {along}",
+        f"{compact(FURTHER * scales[-1][along])} {along}, predicted",
     ]
+    if len(scales) == 2:
+        headers.pop()  # two points say nothing about what lies beyond them
     rows = [
-        [f"`{name}`", *map(with_interval, [*differences(record, name), per_doubling(record, name)])]
+        [f"`{name}`", *map(with_interval, [*differences(record, name), *lines(record, name)])][: len(headers)]
         for name in scales[0]["differences"]
     ]
     return harness.table(headers, rows)

@@ -1,6 +1,7 @@
 """Benchmarks that go on from comparisons: what can be copied, SkipV1 from scratch or converted, several sizes."""
 
 import json
+import math
 import random
 import shutil
 import statistics
@@ -23,6 +24,7 @@ from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suite import Comparison, Entry
 from leanqkv.data import collate
 from leanqkv.files import read_json
+from leanqkv.report.text import with_interval
 
 pytestmark = pytest.mark.slow
 NAMES = (f"tiny{SHAPE}", f"tiny{SHAPE}+skipv1")
@@ -246,13 +248,24 @@ def test_differences_of_several_scales(comparison, tmp_path, monkeypatch, capsys
     }.items():
         record, printed = run(*series, "--along", along)
         assert [scale[along] / record["scales"][0][along] for scale in record["scales"]] == [1, 2, 8]
-        assert by_scale.differences(record, "skipv1")[0] == load_comparison(one).results[1].difference
+        first = load_comparison(one).results[1].difference
+        assert by_scale.differences(record, "skipv1")[0] == first
         # Least squares through 0, 1 and 3 doublings: the weights of the three points are −4, −1 and 5, over 14.
-        found = by_scale.per_doubling(record, "skipv1")
-        assert found.by_seed == pytest.approx({0: (0.03 + 5 * 0.01) / 14, 1: (0.05 - 5 * 0.02) / 14}, abs=1e-12)
-        assert f"per doubling of the {along}" in printed
-        assert f"± {found.half_width:.4f} |" in printed.splitlines()[-1]
+        slope, further = by_scale.lines(record, "skipv1")
+        slopes = {0: (0.03 + 5 * 0.01) / 14, 1: (0.05 - 5 * 0.02) / 14}
+        assert slope.by_seed == pytest.approx(slopes, abs=1e-12)
+        # From the middle of the points, 4 / 3 doublings, to ten times the last.
+        middle = {
+            seed: own + added / 3 for (seed, own), added in zip(first.by_seed.items(), (-0.02, -0.07), strict=True)
+        }
+        ahead = 3 - 4 / 3 + math.log2(10)
+        assert further.by_seed == pytest.approx(
+            {seed: middle[seed] + ahead * slopes[seed] for seed in slopes}, abs=1e-12
+        )
+        assert f"per doubling of the {along}" in printed and f"{along}, predicted" in printed
+        assert printed.splitlines()[-1].endswith(f"| {with_interval(slope)} | {with_interval(further)} |")
 
+    assert "predicted" not in run(one, double)[1]
     assert "at least two" in refused(one)
     same = rescaled(one, tmp_path / "same", {})
     assert "equally many parameters" in refused(one, same)

@@ -33,7 +33,7 @@ def trend(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> Trend |
 
     None, too, for runs of different lengths: a step is not the same fraction of each.
 
-    Each seed has its least-squares line, so that intervals are those of independent runs: points of one run are not.
+    Each seed has a line of its own, so that intervals are those of independent runs: points of one run are not.
     """
     seeds = sorted(curves.keys() & baseline.keys())
     if not seeds:
@@ -45,9 +45,20 @@ def trend(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> Trend |
     if any(step not in of[seed] for seed in seeds for of in (curves, baseline) for step in steps):
         return None
     gaps = np.array([[curves[seed][int(step)] - baseline[seed][int(step)] for step in steps] for seed in seeds])
-    slopes, ends = np.polyfit(np.log2(FRACTIONS), gaps.T, 1)
-    return Trend(
-        [over_seeds(dict(zip(seeds, at, strict=True))) for at in gaps.T.tolist()],
-        over_seeds(dict(zip(seeds, slopes.tolist(), strict=True))),
-        over_seeds(dict(zip(seeds, (ends + slopes * np.log2(FURTHER)).tolist(), strict=True))),
-    )
+    return Trend([over_seeds(dict(zip(seeds, at, strict=True))) for at in gaps.T.tolist()], *line(steps, gaps.T, seeds))
+
+
+def line(
+    scales: Sequence[float], gaps: np.ndarray | Sequence[Sequence[float]], seeds: Sequence[int]
+) -> tuple[PairedDifference, PairedDifference]:
+    """Return what twice the scale adds to a gap, and the gap at FURTHER times the last scale.
+
+    By the least-squares line of each seed over the logarithm of the scale.
+
+    Args:
+        gaps: [scales, seeds].
+    """
+    slopes, ends = np.polyfit(np.log2(np.divide(scales, scales[-1])), gaps, 1)
+    further = ends + slopes * np.log2(FURTHER)
+    first, second = (over_seeds(dict(zip(seeds, of.tolist(), strict=True))) for of in (slopes, further))
+    return first, second
