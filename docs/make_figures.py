@@ -24,18 +24,19 @@ class Figure:
     draw: Callable[[], str]
 
 
-# A comparison -> how its lines are called, behind the mechanism.
-TO_THE_END = {
-    "tiny-deep-decay": "1.07M, Python",
-    "tiny-prose": "1.07M, prose",
-    "half-tiny-4e-3": "0.56M, Python",
-    "half-tiny-prose": "0.56M, prose",
+# A comparison -> the setting of its models, on Python source.
+COPIED = {
+    "eighth-length": "1.07M, an eighth",
+    "quarter-length": "1.07M, a quarter",
+    "half-length": "1.07M, a half",
+    "tiny-deep-decay": "1.07M, the whole",
+    "half-tiny-4e-3": "0.56M, the whole",
 }
-COPIED = ("tiny-deep-decay", "half-tiny-4e-3")
 COMPARISONS = {
+    "tiny-deep-decay": ("Trained to the end, 4 seeds", "difference in validation loss, nats"),
     "kv-sharing": ("Sharing values, 3 seeds", "difference in validation loss, nats"),
     "query": ("Queries, 3 seeds", "difference in validation loss, nats"),
-    "quickstart": ("Quickstart, 2 seeds", "difference in validation loss, nats"),
+    "quickstart": ("Quickstart, 3 seeds", "difference in validation loss, nats"),
     "vision": ("Images, 3 seeds", "difference in test accuracy"),
 }
 
@@ -66,12 +67,10 @@ ALL: dict[str, Figure] = {
     "quantized-cache": Figure(("quantized-cache.json",), memory.quantized_cache),
     "probes": Figure(("analysis/probes/analysis.json",), analysis.probes),
     "head-scores": Figure(("analysis/analysis.json",), analysis.head_scores),
-    "gap-by-length": Figure(
-        tuple(file for name in TO_THE_END for file in _files(name)), lambda: training.gap_by_length(TO_THE_END)
-    ),
+    "by-length": Figure(("by-length.json",), lambda: training.by_length("by-length.json")),
     "copied": Figure(
         tuple(f"{name}/copying.json" for name in COPIED),
-        lambda: training.copied({f"{name}/copying.json": TO_THE_END[name] for name in COPIED}),
+        lambda: training.copied("skipv1", {f"{name}/copying.json": setting for name, setting in COPIED.items()}),
     ),
     **{name: _comparison(name, words) for name, words in COMPARISONS.items()},
 }

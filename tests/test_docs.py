@@ -53,10 +53,14 @@ BENCHMARKS = (
     ("fused_projection", "fused-projection.json", "reference-inference.md"),
     ("kv_bytes", "kv-bytes.json", "reference-inference.md"),
     ("copying", "tiny-deep-decay/copying.json", "results.md"),
+    ("copying", "eighth-length/copying.json", "results.md"),
+    ("copying", "quarter-length/copying.json", "results.md"),
+    ("copying", "half-length/copying.json", "results.md"),
     ("copying", "tiny-4e-3/copying.json", "results.md"),
     ("copying", "half-tiny-4e-3/copying.json", "results.md"),
     ("scratch_or_converted", "tiny-4e-3/scratch-or-converted.json", "results.md"),
     ("by_scale", "by-size.json", "results.md"),
+    ("by_scale", "by-length.json", "results.md"),
     ("two_recipes", "two-recipes.json", "results.md"),
     ("sharding", "sharding.json", "laptop-to-cluster.md"),
     ("sweep", "sweep.json", "laptop-to-cluster.md"),
@@ -189,8 +193,8 @@ class Sources(NamedTuple):
 
 NUMBERS = {
     "README.md": Sources(
-        (*CONVERSION, ("two_recipes", "two-recipes.json")),
-        ("tiny-deep-decay", "tiny-4e-3", "tiny-prose", "half-tiny-prose", "kv-sharing", "frontier"),
+        (*CONVERSION, ("two_recipes", "two-recipes.json"), ("by_scale", "by-length.json")),
+        ("tiny-deep-decay", "tiny-4e-3", "tiny-prose", "kv-sharing", "frontier"),
         ("0.06", "0.95"),
     ),  # the shares have a test of their own
     "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",), ("0.3700",)),  # the sign is in words
@@ -209,8 +213,12 @@ NUMBERS = {
         (
             "tiny",
             "tiny-deep-decay",
+            "eighth-length",
+            "quarter-length",
+            "half-length",
             "tiny-4e-3",
             "tiny-prose",
+            "quarter-tiny-4e-3",
             "half-tiny",
             "half-tiny-4e-3",
             "half-tiny-prose",
@@ -219,8 +227,8 @@ NUMBERS = {
             "quickstart",
             "vision",
         ),
-        # P1 to P3, Student's t, weight decay; half-widths with fewer digits and percentages.
-        ("0.01", "0.05", "1.25", "2.6", "12.7", "0.1", "0.02", "0.06", "1.7", "0.9", "2.9"),
+        # P1 to P3, weight decay; half-widths with fewer digits and percentages.
+        ("0.01", "0.05", "1.25", "2.6", "0.1", "0.02", "0.06", "1.7", "0.9", "2.9"),
     ),
     "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.90")),  # P2; the first run, tested above
     "tools.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "tools.md"), (), ("2.13",)),  # PyTorch

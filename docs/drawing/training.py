@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.statistics import PairedDifference, paired_difference
-from leanqkv.compare.trend import FRACTIONS, trend
+from leanqkv.compare.statistics import PairedDifference, over_seeds, paired_difference
 
 from .svg import BLUE, GREEN, GREY, INK, ORANGE, RESULTS, Record, plot, read
 
@@ -44,42 +43,36 @@ def differences(directory: str, title: str, unit: str) -> str:
     return plot(description, 130 + 34 * rows, draw)
 
 
-def gap_by_length(directories: Mapping[str, str]) -> str:
-    """The difference of every model to its baseline at four lengths of training, with the 95% interval over seeds."""
-    lines = []
-    for directory, setting in directories.items():
-        for result in load_comparison(RESULTS / directory).results:
-            if result.baseline is not None:
-                found = trend(result.curves(), result.baseline.curves())
-                assert found is not None
-                run = next(iter(result.baseline.finals.values()))
-                name = result.name.removeprefix(result.baseline.name).lstrip("+").replace("intermediate_size", "MLP")
-                lines.append((f"{name}, {setting}", run.tokens / run.parameters["total"], found.differences))
+def by_length(file: str) -> str:
+    """Differences to the baseline in trainings of several lengths, with the 95% interval over seeds.
+
+    file: of a record of benchmarks/by_scale.py along the tokens.
+    """
+    scales = read(file)["scales"]
+    lengths = [scale["tokens"] / scale["parameters"] for scale in scales]
 
     def draw(axes: Axes) -> None:
-        looks = list(zip((BLUE, ORANGE, GREEN, INK, GREY), "os^vD", strict=True))[: len(lines)]
-        for number, ((name, whole, differences), (color, marker)) in enumerate(zip(lines, looks, strict=True)):
-            lengths = [whole * fraction * 1.04 ** (number - 1.5) for fraction in FRACTIONS]  # beside each other
-            means, widths = zip(*((at.mean, at.half_width or 0) for at in differences), strict=True)
-            axes.errorbar(lengths, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
+        looks = zip((BLUE, ORANGE, GREEN), "os^", strict=True)
+        for number, (name, (color, marker)) in enumerate(zip(scales[0]["differences"], looks, strict=False)):
+            found = [over_seeds(scale["differences"][name]) for scale in scales]
+            beside = [length * 1.04 ** (number - 0.5) for length in lengths]
+            means, widths = [at.mean for at in found], [at.half_width or 0 for at in found]
+            axes.errorbar(beside, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
         axes.axhline(0, color=INK, linewidth=1.2)
-        middle = [at.mean for _, _, differences in lines for at in differences]
-        axes.set_ylim(min(0, *middle) - 0.1, max(0, *middle) + 0.1)  # wide intervals of early steps are cut off
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([20 * fraction for fraction in FRACTIONS]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
+        axes.xaxis.set_major_locator(FixedLocator(lengths))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:.2g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(signed))
         axes.set_xlabel("training tokens per parameter")
         axes.set_ylabel("difference to the baseline, nats")
-        axes.set_title("What is left of a gain as training goes on", loc="left")
+        axes.set_title("Trainings of several lengths", loc="left")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=1)
 
-    description = "Difference to the baseline against training tokens per parameter, with 95% intervals over seeds."
-    return plot(description, 430 + 24 * len(lines), draw)
+    return plot("Difference to the baseline by the length of training, with 95% intervals over seeds.", 480, draw)
 
 
-def copied(files: Mapping[str, str]) -> str:
+def copied(mechanism: str, files: Mapping[str, str]) -> str:
     """Differences to the baseline in tokens that can be copied from the context and in others, with 95% intervals.
 
     files: of records of benchmarks/copying.py, each with the name of its setting.
@@ -93,9 +86,8 @@ def copied(files: Mapping[str, str]) -> str:
             return {row["seed"]: row["loss"][kind] for row in record["rows"] if row["model"] == model}
 
         baseline = record["baseline"]
-        for name in dict.fromkeys(row["model"] for row in record["rows"] if row["model"] != baseline):
-            found = {kind: paired_difference(losses(name, kind), losses(baseline, kind)) for kind in kinds}
-            rows.append((f"{name.removeprefix(baseline).lstrip('+')}\n{setting}", found))
+        name = f"{baseline}+{mechanism}"
+        rows.append((setting, {kind: paired_difference(losses(name, kind), losses(baseline, kind)) for kind in kinds}))
 
     def draw(axes: Axes) -> None:
         for row, (_, found) in enumerate(rows):
@@ -109,10 +101,10 @@ def copied(files: Mapping[str, str]) -> str:
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.xaxis.set_major_formatter(FuncFormatter(signed))
         axes.set_xlabel("difference in validation loss, nats")
-        axes.set_title("Gain by kind of token", loc="left")
+        axes.set_title(f"{mechanism}, by kind of token", loc="left")
         axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.64 / len(rows)), ncols=2)
 
-    return plot("Difference to the baseline in tokens that can be copied and in others.", 150 + 65 * len(rows), draw)
+    return plot("Difference to the baseline in tokens that can be copied and in others.", 150 + 55 * len(rows), draw)
 
 
 def signed(value: float, _: Any = None) -> str:

@@ -46,7 +46,9 @@ class Recipe:
 # (base, mechanisms) -> recipe fields: each model's best learning rate in the sweep of results/quickstart, where it is
 # not the base's.
 TUNED: dict[tuple[str, frozenset[str]], dict[str, Any]] = {
-    ("tiny", frozenset({"skipv1"})): {"learning_rate": 4e-3, "min_learning_rate": 4e-4},
+    ("tiny", frozenset({"identity-query"})): {"learning_rate": 4e-3, "min_learning_rate": 4e-4},
+    ("tiny", frozenset({"skipv1"})): {"learning_rate": 3e-3, "min_learning_rate": 3e-4},
+    ("tiny", frozenset({"skipv1", "nonlinear-query"})): {"learning_rate": 4e-3, "min_learning_rate": 4e-4},
 }
 
 
