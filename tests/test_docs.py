@@ -193,7 +193,12 @@ class Sources(NamedTuple):
 
 NUMBERS = {
     "README.md": Sources(
-        (*CONVERSION, ("two_recipes", "two-recipes.json"), ("by_scale", "by-length.json")),
+        (
+            *CONVERSION,
+            ("two_recipes", "two-recipes.json"),
+            ("by_scale", "by-length.json"),
+            ("by_scale", "by-size.json"),
+        ),
         ("tiny-deep-decay", "tiny-4e-3", "tiny-prose", "kv-sharing", "frontier"),
         ("0.06", "0.95"),
     ),  # the shares have a test of their own

@@ -52,8 +52,9 @@ def by_length(file: str) -> str:
     lengths = [scale["tokens"] / scale["parameters"] for scale in scales]
 
     def draw(axes: Axes) -> None:
-        looks = zip((BLUE, ORANGE, GREEN), "os^", strict=True)
-        for number, (name, (color, marker)) in enumerate(zip(scales[0]["differences"], looks, strict=False)):
+        names = list(scales[0]["differences"])
+        looks = list(zip((BLUE, ORANGE, GREEN), "os^", strict=True))[: len(names)]
+        for number, (name, (color, marker)) in enumerate(zip(names, looks, strict=True)):
             found = [over_seeds(scale["differences"][name]) for scale in scales]
             beside = [length * 1.04 ** (number - 0.5) for length in lengths]
             means, widths = [at.mean for at in found], [at.half_width or 0 for at in found]
