@@ -181,6 +181,7 @@ def test_presets_name_their_papers(cli):
         (["train", "tiny+mask_type=prefix", "--out", "run"], "attends to prefixes"),
         (["inspect", "tinny"], "unknown base 'tinny' in 'tinny': did you mean 'tiny'"),
         (["inspect", "tiny+skipv9"], "did you mean 'skipv"),
+        (["inspect", "tiny+skip"], "did you mean 'skipv0' or 'skipv1' or 'skipv2'?"),
         (["inspect", "tiny+skipv1:ration=0.5"], "did you mean 'ratio'"),
         (["inspect", "tiny+mqa+skipv1"], "less than one"),
         (["train", MODEL, "--data", "nowhere.txt", "--out", "x"], "no data at nowhere.txt"),

@@ -90,7 +90,8 @@ class Mechanism:
 def suggest(name: str, valid: Iterable[str]) -> str:
     """The tail of an error message about an unknown `name`: the nearest valid names, or all of them."""
     valid = sorted(valid)
-    near = difflib.get_close_matches(name, valid, n=3, cutoff=0.5)
+    likeness = {word: difflib.SequenceMatcher(None, word, name).ratio() for word in valid}
+    near = sorted((word for word in valid if likeness[word] >= 0.5), key=lambda word: -likeness[word])[:3]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid: {', '.join(valid)}"
 
 

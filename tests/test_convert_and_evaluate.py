@@ -1,4 +1,4 @@
-"""Two models on one text, a conversion with its evaluation, and the page and the model card made from it."""
+"""A conversion with its evaluation, and the page and the model card made from it."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import re
 import shutil
 from functools import partial
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,8 @@ import pytest
 import torch
 import yaml
 from corpus import write_corpus
-from scipy import stats
 from shapes import randomize, tiny
-from torch.nn import functional as F
+from test_paired_scores import VOCABULARY, model, text
 from transformers import AutoModelForCausalLM
 
 from leanqkv import LeanError, LeanForCausalLM, evaluate
@@ -26,106 +24,8 @@ from leanqkv.commands import convert as command_module
 from leanqkv.convert import conversion as conversion_module
 from leanqkv.data import evaluation_text
 from leanqkv.data.tokenizer import train_tokenizer
-from leanqkv.evaluate import paired, paired_figures, paired_scores, spread_windows, strided_windows
-from leanqkv.evaluate.paired import mean_over_windows
+from leanqkv.evaluate import paired, paired_scores, spread_windows
 from leanqkv.report.conversion import write_pages
-
-ROUNDING = 1e-12
-VOCABULARY = 300
-
-
-def model(seed: int = 0, **fields) -> LeanForCausalLM:
-    config = tiny("gpt", vocab_size=VOCABULARY, max_position_embeddings=32, **fields)
-    return randomize(LeanForCausalLM(config), std=0.3, seed=seed).double().eval()
-
-
-def text(tokens: int = 150) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, VOCABULARY, tokens).astype("uint16")
-
-
-# --- scores -----------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("at_a_time, scaling", [(1, 1.0), (7 * VOCABULARY, 1.0), (2**25, 1.0), (2**25, 8.0)])
-@pytest.mark.parametrize("compared", [1, 5 * VOCABULARY, 2**19])
-def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling, batch_size, compared):
-    monkeypatch.setattr(paired, "COMPARED_AT_A_TIME", compared)
-    monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", at_a_time)
-    before, after, tokens, done = model(0, logits_scaling=scaling), model(1), text(), []
-    windows = strided_windows(len(tokens), 32, 16)
-    progress = lambda *at: done.append(at)  # noqa: E731
-    scores = paired_scores(before, after, tokens, windows, 32, batch_size=batch_size, progress=progress)
-    expected = []
-    for start, scored in windows:
-        ids = torch.from_numpy(tokens[start : start + 33].astype(np.int64))
-        first, second = (m(ids[None, :-1]).logits[0, -scored:].log_softmax(-1) for m in (before, after))
-        targets = ids[1:][-scored:]
-        kl = F.kl_div(second, first, log_target=True, reduction="none").sum(-1)
-        same = (first.argmax(-1) == second.argmax(-1)).double()
-        expected.append(torch.stack([F.nll_loss(x, targets, reduction="none") for x in (first, second)] + [kl, same]))
-    found = torch.stack([scores.before, scores.after, scores.divergence, scores.agreement])
-    torch.testing.assert_close(found, torch.cat(expected, dim=1), rtol=0, atol=ROUNDING)
-    assert scores.window.tolist() == [number for number, (_, n) in enumerate(windows) for _ in range(n)]
-    assert done[-1] == (149, 149) and scores.agreement.mean() < 1
-
-
-def test_a_model_loses_nothing_against_itself():
-    one = model()
-    figures = paired_figures(paired_scores(one, one, text(), spread_windows(150, 32, 4), 32), 400)
-    nothing = {"mean": 0.0, "half_width": 0.0}
-    assert (figures["loss_difference"], figures["divergence"]) == (nothing, nothing)
-    assert figures["agreement"] == {"mean": 1.0, "half_width": 0.0}
-    assert figures["before"] == figures["after"] and figures["windows"] == 4 and figures["before"]["tokens"] == 128
-
-
-def test_intervals_are_students_over_windows():
-    values = torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    window = torch.repeat_interleave(torch.arange(6), 10)
-    means = values.view(6, 10).mean(1).numpy()
-    _, high = stats.t.interval(0.95, 5, scale=stats.sem(means))
-    found = mean_over_windows(values, window)
-    assert found["mean"] == pytest.approx(means.mean()) and found["half_width"] == pytest.approx(high)
-    assert mean_over_windows(values, torch.zeros(60, dtype=torch.int64))["half_width"] is None
-    # Of windows of different lengths, the interval holds the truth as often as it says.
-    random, inside = np.random.default_rng(0), 0
-    window = torch.repeat_interleave(torch.arange(20), torch.tensor([3, 17] * 10))
-    for _ in range(400):
-        shared = torch.from_numpy(random.normal(size=20))[window]
-        found = mean_over_windows(shared + torch.from_numpy(random.normal(size=200)), window)
-        inside += abs(found["mean"]) <= found["half_width"]
-    # The spread of the share among 400 draws is 1.1%; few windows make the interval a little too narrow.
-    assert 0.90 < inside / 400 < 0.985
-
-
-@pytest.mark.parametrize(
-    "tokens, length, count, expected", [(101, 10, 10, 10), (101, 10, 3, 3), (50, 10, 9, 4), (8, 10, 5, 1)]
-)
-def test_windows_are_spread_and_do_not_overlap(tokens, length, count, expected):
-    windows = spread_windows(tokens, length, count)
-    starts, scored = zip(*windows, strict=True)
-    size = min(length, tokens - 1)
-    assert len(windows) == expected and set(scored) == {size}
-    assert starts[0] == 0 and (expected == 1 or starts[-1] + size + 1 == tokens)
-    assert all(later - earlier >= size for earlier, later in pairwise(starts))
-
-
-def test_scores_that_are_not_finite_are_refused(monkeypatch):
-    broken = model()
-    broken.lm_head.weight.data[5] = math.nan
-    with pytest.raises(LeanError, match="not finite in the window at token 1"):
-        paired_scores(model(), broken, text(), [(0, 32)], 32)
-    monkeypatch.setattr(paired, "LOGITS_AT_A_TIME", 1)  # one token at a time
-
-    def states(model, ids):
-        return paired.last_states(model, ids).index_fill(1, torch.tensor([0]), math.nan)
-
-    with pytest.raises(LeanError, match="not finite in the window at token 4"):
-        paired_scores(model(), model(), text(), [(3, 32)], 32, states=(paired.last_states, states))
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +81,8 @@ def test_eval_against(place, unwrapped):
 def test_eval_against_refuses(place, unwrapped, change, message):
     fields = {"vocab_size": VOCABULARY, "max_position_embeddings": 32} | (change if isinstance(change, dict) else {})
     randomize(LeanForCausalLM(tiny("gpt", **fields)), std=0.1).save_pretrained("odd")
-    text = "another text" if change == "tokenizer" else Path("corpus.txt").read_text()
-    train_tokenizer(iter([text]), VOCABULARY).save_pretrained("odd")
+    seen = "another text" if change == "tokenizer" else Path("corpus.txt").read_text()
+    train_tokenizer(iter([seen]), VOCABULARY).save_pretrained("odd")
     code, _, err = unwrapped("eval", "second", "--against", "odd", "--data", "other.txt")
     assert code == 2 and message in err
     code, _, err = unwrapped("eval", "second", "--against", "source", "--tasks", "p3")
@@ -275,7 +175,7 @@ def test_the_page_of_latent_values_says_what_changed(place, unwrapped):
     assert page.open == [] and page.fetched == []
     shown = " ".join(page.text.split())
     taken, whole = record["kv_bytes_per_token_bf16"][::-1]
-    for text in (shown, " ".join(card.split())):
+    for words in (shown, " ".join(card.split())):
         for part in (
             f"The cache holds {columns[0]} columns of keys and {columns[1]} columns of values in each layer, of which",
             f"{taken:,} bytes per token in bfloat16, {taken / whole:.1%} of the source's {whole:,}",
@@ -283,7 +183,7 @@ def test_the_page_of_latent_values_says_what_changed(place, unwrapped):
             "Queries, MLPs, norms and embeddings are the source's",
             "nothing was trained",
         ):
-            assert part in text
+            assert part in words
     for part in ("Key rank: columns", "Rank: columns of", "Ridge: ", "held out from the fit", "converted to latents"):
         assert part in shown
     assert "Kept: " not in shown and "Merged: " not in shown and "of the value heads go" not in shown
@@ -297,8 +197,8 @@ def test_columns_of_the_layers_in_words(place, ranks, words):
     layers = [{"layer": i, "missed": 0.1, "ridge": None, "rank": rank} for i, rank in enumerate(ranks)]
     record = {"to": "latents", "parameters": [10, 9], "kv_bytes_per_token_bf16": [4, 3], "layers": layers}
     Path("result/conversion.json").write_text(json.dumps(record | {"cache": 0.75}))
-    text = write_pages(Path("result")).read_text()
-    assert f"The cache holds {words} of values" in text and "at most 75% of the source" in text
+    page = write_pages(Path("result")).read_text()
+    assert f"The cache holds {words} of values" in page and "at most 75% of the source" in page
 
 
 def _check_card(result, evaluation):
