@@ -199,7 +199,8 @@ def test_one_seed_has_no_interval(finished: Path, tmp_path: Path) -> None:
 def test_what_weakens_a_comparison_is_said_beside_its_table(finished: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(finished, tmp_path / "copy"))
     two_seeds = "Fewer than 3 seeds: intervals are wide, and their width is itself uncertain."
-    assert warnings(load_comparison(directory)) == [two_seeds]
+    decay = "Recipes differ in the weight decay (0.03125, 0.1). Part of a difference may come from them."
+    assert warnings(load_comparison(directory)) == [decay, two_seeds]
     page = write_report(directory).read_text()
     assert page.index("</table>") < page.index(two_seeds) < page.index("<h2", page.index("</table>"))
     assert two_seeds in markdown(load_comparison(directory))
@@ -208,21 +209,28 @@ def test_what_weakens_a_comparison_is_said_beside_its_table(finished: Path, tmp_
     edit(directory / "compare.json", seeds=[0, 1, 3], grid=None)
     for name in ARCHITECTURES:
         save(directory, record(name, 3, 3.9))
-    [unsearched] = warnings(load_comparison(directory))
+    unsearched, differ = warnings(load_comparison(directory))
+    assert differ == decay
     assert unsearched == "The learning rate (0.003) was not searched. Another may favor another model."
 
     for folder in (directory / "runs").glob("final-tiny+mqa-*"):
         changed = json.loads((folder / "record.json").read_text())
-        changed["recipe"]["learning_rate"], changed["batch_plan"]["evaluation_sequences"] = 1e-3, 63
+        changed["recipe"] |= {"learning_rate": 1e-3, "min_learning_rate": 1e-5}
+        changed["batch_plan"]["evaluation_sequences"] = 63
         (folder / "record.json").write_text(json.dumps(changed))
-    differ, sequences = warnings(load_comparison(directory))
+    differ, recipes, sequences = warnings(load_comparison(directory))
+    assert recipes == (
+        "Recipes differ in the weight decay (0.03125, 0.1) and the share of its peak that the learning rate falls to "
+        "(0.01, 0.1). Part of a difference may come from them."
+    )
     assert differ.startswith("Learning rates differ (0.001 and 0.003); none was searched.")
     assert sequences.startswith("Fewer than 64 evaluation sequences: 63.")
     edit(directory / "compare.json", grid=plan["grid"])
     assert "each is the best of its search" in warnings(load_comparison(directory))[0]
-    # A model of another size has a rate of its own; it is compared within its own group.
-    others = [name for name in ARCHITECTURES if name != "tiny+mqa"]
-    edit(directory / "compare.json", groups=[others, ["tiny+mqa"]])
+    # A model of another size has a recipe of its own; it is compared within its own group.
+    alone = ["tiny+mqa", "tiny+nonlinear-query"]
+    others = [name for name in ARCHITECTURES if name not in alone]
+    edit(directory / "compare.json", groups=[others, *([name] for name in alone)])
     assert warnings(load_comparison(directory)) == [sequences]
 
 

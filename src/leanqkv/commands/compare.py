@@ -120,6 +120,8 @@ def compare(
     prepared = _prepare(comparison, data)
     sequences = evaluation_sequences or prepared.evaluation_size(chosen.evaluation_sequences)
     comparison = replace(comparison, evaluation_sequences=sequences)
+    if differing := comparison.recipe_differences:
+        console.print(f"recipes: the models differ in {' and '.join(differing)}", highlight=False)
     train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs, cluster=where)
     _show_report(out)
 

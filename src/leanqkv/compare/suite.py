@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import LeanError
-from ..presets import Recipe, recipe
+from ..presets import Recipe, recipe, recipe_differences
 from ..ranges import POSITIVE, SEED, check_each
 from ..train.spec import RunSettings
 
@@ -101,6 +101,12 @@ class Comparison(RunSettings):
     def entries(self) -> dict[str, Entry]:
         """By label, the first baseline first."""
         return {entry.label: entry for group in self.groups for entry in group}
+
+    @property
+    def recipe_differences(self) -> list[str]:
+        """In what the recipes of a group's entries differ beside the peak of the learning rate."""
+        groups = [[vars(entry.full_recipe(self.recipe)) for entry in group] for group in self.groups]
+        return list(dict.fromkeys(phrase for group in groups for phrase in recipe_differences(group)))
 
     @property
     def runs(self) -> int:

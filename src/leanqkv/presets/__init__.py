@@ -2,7 +2,7 @@
 
 from .catalog import BASES, MECHANISMS, Base, MechanismPreset
 from .names import ModelName, parse_name, preset
-from .recipes import TUNED, Recipe, recipe
+from .recipes import TUNED, Recipe, recipe, recipe_differences
 
 __all__ = [
     "BASES",
@@ -15,4 +15,5 @@ __all__ = [
     "parse_name",
     "preset",
     "recipe",
+    "recipe_differences",
 ]

@@ -1,5 +1,6 @@
 """How each base is trained, after the papers, and what its mechanisms change."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,3 +77,17 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     if "learning_rate" in overrides:
         scaled["min_learning_rate"] = overrides["learning_rate"] * (own.min_learning_rate / own.learning_rate)
     return replace(own, **{**scaled, **overrides})
+
+
+def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return in what recipes differ beside the peak of the learning rate: `the weight decay (0.03125, 0.1)`."""
+    told = [
+        {
+            "weight decay": recipe["weight_decay"],
+            "share of its peak that the learning rate falls to": recipe["min_learning_rate"] / recipe["learning_rate"],
+            "steps of warm-up": recipe["warmup_steps"],
+        }
+        for recipe in recipes
+    ]
+    values = {name: sorted({f"{one[name]:.4g}" for one in told}, key=float) for name in (told[0] if told else ())}
+    return [f"the {name} ({', '.join(found)})" for name, found in values.items() if len(found) > 1]

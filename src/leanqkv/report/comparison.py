@@ -15,6 +15,7 @@ from ..compare.records import ComparisonRecord, Result
 from ..compare.statistics import standard_deviation
 from ..compare.suites import SUITES
 from ..compare.trend import FRACTIONS, FURTHER, trend
+from ..presets import recipe_differences
 from .published import published_tables
 from .stability import stability_table
 from .text import ABSENT, Table, compact, listed, percent, seeds, signed, with_interval
@@ -69,6 +70,8 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
         lines.append(f"Learning rates differ ({rates}); {each}. Part of a difference may come from them.")
     elif rates and not comparison.grid:
         lines.append(f"The learning rate ({rates}) was not searched. Another may favor another model.")
+    if differing := _unlike_recipes(comparison):
+        lines.append(f"Recipes differ in {listed(differing)}. Part of a difference may come from them.")
     if comparison.grid and (steps := comparison.grid.get("steps")):
         lines.append(f"Rates were searched in runs of {steps:,} steps. Longer runs often want lower ones.")
     if edge := _at_the_edge(comparison):
@@ -254,6 +257,13 @@ def _unlike_runs(comparison: ComparisonRecord) -> list[str]:
     if any(len({run.tokens for run in runs if run.loss is not None}) > 1 for runs in groups):
         lines.append("The runs were not all trained on the same number of tokens.")
     return lines
+
+
+def _unlike_recipes(comparison: ComparisonRecord) -> list[str]:
+    """In what the recipes of compared models differ beside the peak of the learning rate."""
+    by_name = {result.name: run.recipe for result in comparison.results if (run := result.any_run) is not None}
+    groups = [[by_name[name] for name in names if name in by_name] for names in comparison.groups]
+    return list(dict.fromkeys(phrase for group in groups for phrase in recipe_differences(group)))
 
 
 def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
