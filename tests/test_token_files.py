@@ -291,6 +291,23 @@ def test_a_worker_that_is_killed_is_one_line(corpus, monkeypatch, tmp_path):
         prepare_data(str(corpus), vocab_size=400, workers=2)
 
 
+# Small shards, and a pause before every 256 documents, so that it can be stopped between the first and the last.
+SLOW = """
+import os, time
+from leanqkv.cli import main
+from leanqkv.data import tokenizing
+
+def paused(documents, batches=tokenizing._batches):
+    for batch in batches(documents):
+        time.sleep(float(os.environ["PAUSE"]))
+        yield batch
+
+if __name__ == "__main__":
+    tokenizing.SHARD_TOKENS, tokenizing._batches = 12_500, paused
+    main()
+"""
+
+
 @pytest.mark.long_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -298,13 +315,10 @@ def test_stopped_processes_leave_none_behind(tmp_path, how):
     """A command with two workers, stopped after its first shard: they end, and the same command goes on."""
     with (tmp_path / "long.jsonl").open("w") as stream:
         for number in range(6000):
-            stream.write(json.dumps({"text": document(number) * 8}) + "\n")
-    script = (
-        "from leanqkv.data import tokenizing; tokenizing.SHARD_TOKENS = 100_000; from leanqkv.cli import main; main()"
-    )
+            stream.write(json.dumps({"text": document(number)}) + "\n")
     guarded = tmp_path / "run.py"
-    guarded.write_text(f"if __name__ == '__main__':\n    {script}\n")
-    environment = {**os.environ, "LEANQKV_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    guarded.write_text(SLOW)
+    environment = {**os.environ, "LEANQKV_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "PAUSE": "0.2"}
     command = [
         sys.executable,
         str(guarded),
@@ -331,7 +345,7 @@ def test_stopped_processes_leave_none_behind(tmp_path, how):
     assert list(tmp_path.glob("cache/data/.*/manifest.json"))
     if how == signal.SIGINT:
         return
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    again = subprocess.run(command, env=environment | {"PAUSE": "0"}, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     (place,) = (path for path in (tmp_path / "cache/data").iterdir())
     assert f"files: {place}" in again.stdout.replace("\n", "")
