@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from ..data import EvaluationText, collate
@@ -190,7 +190,7 @@ def mean_over_windows(values: Tensor, window: Tensor) -> dict[str, float | None]
     if (count := len(residuals)) < 2:
         return {"mean": mean.item(), "half_width": None}
     error = math.sqrt(residuals.square().sum().item() * count / (count - 1)) / len(values)
-    return {"mean": mean.item(), "half_width": float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error}
+    return {"mean": mean.item(), "half_width": float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error}
 
 
 def paired_record(
