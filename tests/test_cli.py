@@ -153,10 +153,12 @@ def test_generate_and_inspect_a_trained_model(cli, trained):
 
 @pytest.mark.slow
 def test_compare_ends_with_the_table_and_the_page(place, cli):
-    arguments = ("compare", f"tiny{SHAPE}", MODEL, "--data", "corpus.txt", "--steps", "12", "--seeds", "2")
+    models = (f"tiny{SHAPE}", f"tiny+identity-query{SHAPE}")
+    arguments = ("compare", *models, "--data", "corpus.txt", "--steps", "12", "--seeds", "2")
     code, out, err = cli(*arguments, "--precision", "fp32", "--evaluate-every", "6", "--out", "both")
     assert code == 0, err
-    assert "difference to" in out
+    assert out.index("recipes: the models differ in the weight decay (0.03125, 0.1)") < out.index("difference to")
+    assert "Recipes differ in the weight decay (0.03125, 0.1)." in out
     assert "report: both/report.html" in out
     assert (place / "both" / "report.html").stat().st_size > 10_000
     command = json.loads((place / "both" / "compare.json").read_text())["command"]
