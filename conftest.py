@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# Started with `&`, this process ignores Ctrl-C, and so would those that tests start and stop with it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # `make test-fast` runs every tenth case of a test, beginning with the first: of 89 architectures, 9.
 CASES_PER_FAST_ONE = 10
 # `make test` runs every case of a test that has up to MANY, and every fifth of the others and of those marked as long:
