@@ -32,8 +32,15 @@ COPIED = {
     "tiny-deep-decay": "1.07M, the whole",
     "half-tiny-4e-3": "0.56M, the whole",
 }
+# What a line is called -> the record it is of, and the model in it.
+LENGTHS = {
+    "skipv1": ("by-length.json", "skipv1"),
+    "nonlinear-query": ("by-length-one-decay.json", "nonlinear-query"),
+    "nonlinear-query, weight decay 2⁻⁵": ("by-length.json", "nonlinear-query"),
+}
 COMPARISONS = {
-    "tiny-deep-decay": ("Trained to the end, 4 seeds", "difference in validation loss, nats"),
+    "one-decay": ("Trained to the end, 4 seeds", "difference in validation loss, nats"),
+    "tiny-deep-decay": ("The papers' weight decay, 4 seeds", "difference in validation loss, nats"),
     "kv-sharing": ("Sharing values, 3 seeds", "difference in validation loss, nats"),
     "query": ("Queries, 3 seeds", "difference in validation loss, nats"),
     "quickstart": ("Quickstart, 3 seeds", "difference in validation loss, nats"),
@@ -67,7 +74,9 @@ ALL: dict[str, Figure] = {
     "quantized-cache": Figure(("quantized-cache.json",), memory.quantized_cache),
     "probes": Figure(("analysis/probes/analysis.json",), analysis.probes),
     "head-scores": Figure(("analysis/analysis.json",), analysis.head_scores),
-    "by-length": Figure(("by-length.json",), lambda: training.by_length("by-length.json")),
+    "by-length": Figure(
+        tuple(dict.fromkeys(file for file, _ in LENGTHS.values())), lambda: training.by_length(LENGTHS)
+    ),
     "copied": Figure(
         tuple(f"{name}/copying.json" for name in COPIED),
         lambda: training.copied("skipv1", {f"{name}/copying.json": setting for name, setting in COPIED.items()}),

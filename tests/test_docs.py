@@ -61,6 +61,7 @@ BENCHMARKS = (
     ("scratch_or_converted", "tiny-4e-3/scratch-or-converted.json", "results.md"),
     ("by_scale", "by-size.json", "results.md"),
     ("by_scale", "by-length.json", "results.md"),
+    ("by_scale", "by-length-one-decay.json", "results.md"),
     ("two_recipes", "two-recipes.json", "results.md"),
     ("sharding", "sharding.json", "laptop-to-cluster.md"),
     ("sweep", "sweep.json", "laptop-to-cluster.md"),
@@ -86,7 +87,7 @@ def test_committed_tables_are_those_of_the_committed_records(directory):
 
 
 def test_the_readme_leads_with_three_seeds_or_more():
-    comparison = load_comparison(RESULTS / "tiny-deep-decay")
+    comparison = load_comparison(RESULTS / "one-decay")
     assert len(comparison.seeds) >= 3
     assert markdown(comparison).split("\n\n")[0] in (ROOT / "README.md").read_text()
 
@@ -197,9 +198,8 @@ NUMBERS = {
             *CONVERSION,
             ("two_recipes", "two-recipes.json"),
             ("by_scale", "by-length.json"),
-            ("by_scale", "by-size.json"),
         ),
-        ("tiny-deep-decay", "tiny-4e-3", "tiny-prose", "kv-sharing", "frontier"),
+        ("one-decay", "skipv1-six-seeds", "tiny-deep-decay", "tiny-prose", "kv-sharing", "frontier"),
         ("0.06", "0.95"),
     ),  # the shares have a test of their own
     "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",), ("0.3700",)),  # the sign is in words
@@ -217,10 +217,15 @@ NUMBERS = {
         tuple(row[:2] for row in BENCHMARKS if row[2] == "results.md"),
         (
             "tiny",
+            "one-decay",
+            "skipv1-six-seeds",
             "tiny-deep-decay",
             "eighth-length",
+            "eighth-length-one-decay",
             "quarter-length",
+            "quarter-length-one-decay",
             "half-length",
+            "half-length-one-decay",
             "tiny-4e-3",
             "tiny-prose",
             "quarter-tiny-4e-3",
@@ -232,8 +237,8 @@ NUMBERS = {
             "quickstart",
             "vision",
         ),
-        # P1 to P3, weight decay; half-widths with fewer digits and percentages.
-        ("0.01", "0.05", "1.25", "2.6", "0.1", "0.02", "0.06", "1.7", "0.9", "2.9"),
+        # P1 to P3; half-widths with fewer digits and percentages.
+        ("0.05", "1.25", "2.6", "0.02", "0.06", "1.7", "2.9"),
     ),
     "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.90")),  # P2; the first run, tested above
     "tools.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "tools.md"), (), ("2.13",)),  # PyTorch

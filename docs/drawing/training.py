@@ -43,22 +43,22 @@ def differences(directory: str, title: str, unit: str) -> str:
     return plot(description, 130 + 34 * rows, draw)
 
 
-def by_length(file: str) -> str:
+def by_length(lines: Mapping[str, tuple[str, str]]) -> str:
     """Differences to the baseline in trainings of several lengths, with the 95% interval over seeds.
 
-    file: of a record of benchmarks/by_scale.py along the tokens.
+    lines: what a line is called -> the file of a record of benchmarks/by_scale.py along the tokens, the model in it.
     """
-    scales = read(file)["scales"]
-    lengths = [scale["tokens"] / scale["parameters"] for scale in scales]
+    lengths: list[float] = []
 
     def draw(axes: Axes) -> None:
-        names = list(scales[0]["differences"])
-        looks = list(zip((BLUE, ORANGE, GREEN), "os^", strict=True))[: len(names)]
-        for number, (name, (color, marker)) in enumerate(zip(names, looks, strict=True)):
+        looks = list(zip((BLUE, ORANGE, GREEN), "os^", strict=True))[: len(lines)]
+        for number, ((label, (file, name)), (color, marker)) in enumerate(zip(lines.items(), looks, strict=True)):
+            scales = read(file)["scales"]
+            lengths[:] = [scale["tokens"] / scale["parameters"] for scale in scales]
             found = [over_seeds(scale["differences"][name]) for scale in scales]
-            beside = [length * 1.04 ** (number - 0.5) for length in lengths]
+            beside = [length * 1.04 ** (number - 1) for length in lengths]
             means, widths = [at.mean for at in found], [at.half_width or 0 for at in found]
-            axes.errorbar(beside, means, yerr=widths, color=color, marker=marker, capsize=4, label=name)
+            axes.errorbar(beside, means, yerr=widths, color=color, marker=marker, capsize=4, label=label)
         axes.axhline(0, color=INK, linewidth=1.2)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator(lengths))
@@ -70,7 +70,7 @@ def by_length(file: str) -> str:
         axes.set_title("Trainings of several lengths", loc="left")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=1)
 
-    return plot("Difference to the baseline by the length of training, with 95% intervals over seeds.", 480, draw)
+    return plot("Difference to the baseline by the length of training, with 95% intervals over seeds.", 510, draw)
 
 
 def copied(mechanism: str, files: Mapping[str, str]) -> str:
