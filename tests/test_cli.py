@@ -158,7 +158,7 @@ def test_compare_ends_with_the_table_and_the_page(place, cli):
     code, out, err = cli(*arguments, "--precision", "fp32", "--evaluate-every", "6", "--out", "both")
     assert code == 0, err
     assert out.index("recipes: the models differ in the weight decay (0.03125, 0.1)") < out.index("difference to")
-    assert "Recipes differ in the weight decay (0.03125, 0.1)." in out
+    assert "Recipes differ in the weight decay (0.03125, 0.1)." in " ".join(out.split())
     assert "report: both/report.html" in out
     assert (place / "both" / "report.html").stat().st_size > 10_000
     command = json.loads((place / "both" / "compare.json").read_text())["command"]
