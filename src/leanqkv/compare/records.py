@@ -19,7 +19,7 @@ from .statistics import Curve, PairedDifference, paired_difference
 
 # The fields that a report needs inside a record's parts; of `data` its measure says which.
 NEEDED = {
-    "recipe": ("steps", "batch_size", "learning_rate"),
+    "recipe": ("steps", "batch_size", "learning_rate", "min_learning_rate", "weight_decay", "warmup_steps"),
     "parameters": ("total", "non_embedding"),
     "kv_bytes_per_token": ("bfloat16",),
     "batch_plan": ("sha256", "evaluation_sequences"),
