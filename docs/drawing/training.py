@@ -48,14 +48,13 @@ def by_length(lines: Mapping[str, tuple[str, str]]) -> str:
 
     lines: what a line is called -> the file of a record of benchmarks/by_scale.py along the tokens, the model in it.
     """
-    lengths: list[float] = []
+    records = {label: read(file)["scales"] for label, (file, _) in lines.items()}
+    lengths = [scale["tokens"] / scale["parameters"] for scale in next(iter(records.values()))]
 
     def draw(axes: Axes) -> None:
         looks = list(zip((BLUE, ORANGE, GREEN), "os^", strict=True))[: len(lines)]
-        for number, ((label, (file, name)), (color, marker)) in enumerate(zip(lines.items(), looks, strict=True)):
-            scales = read(file)["scales"]
-            lengths[:] = [scale["tokens"] / scale["parameters"] for scale in scales]
-            found = [over_seeds(scale["differences"][name]) for scale in scales]
+        for number, ((label, (_, name)), (color, marker)) in enumerate(zip(lines.items(), looks, strict=True)):
+            found = [over_seeds(scale["differences"][name]) for scale in records[label]]
             beside = [length * 1.04 ** (number - 1) for length in lengths]
             means, widths = [at.mean for at in found], [at.half_width or 0 for at in found]
             axes.errorbar(beside, means, yerr=widths, color=color, marker=marker, capsize=4, label=label)

@@ -105,8 +105,7 @@ class Comparison(RunSettings):
     @property
     def recipe_differences(self) -> list[str]:
         """In what the recipes of a group's entries differ beside the peak of the learning rate."""
-        groups = [[vars(entry.full_recipe(self.recipe)) for entry in group] for group in self.groups]
-        return list(dict.fromkeys(phrase for group in groups for phrase in recipe_differences(group)))
+        return recipe_differences([vars(entry.full_recipe(self.recipe)) for entry in group] for group in self.groups)
 
     @property
     def runs(self) -> int:

@@ -1,6 +1,6 @@
 """How each base is trained, after the papers, and what its mechanisms change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,15 +79,19 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     return replace(own, **{**scaled, **overrides})
 
 
-def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return in what recipes differ beside the peak of the learning rate: `the weight decay (0.03125, 0.1)`."""
-    told = [
-        {
-            "weight decay": recipe["weight_decay"],
-            "share of its peak that the learning rate falls to": recipe["min_learning_rate"] / recipe["learning_rate"],
-            "steps of warm-up": recipe["warmup_steps"],
+def recipe_differences(groups: Iterable[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return in what recipes of one group differ beside the learning rate's peak: `the weight decay (0.03125, 0.1)`."""
+    phrases: dict[str, None] = {}
+    for recipes in groups:
+        told = {
+            "weight decay": [one["weight_decay"] for one in recipes],
+            "share of its peak that the learning rate falls to": [
+                one["min_learning_rate"] / one["learning_rate"] for one in recipes
+            ],
+            "steps of warm-up": [one["warmup_steps"] for one in recipes],
         }
-        for recipe in recipes
-    ]
-    values = {name: sorted({f"{one[name]:.4g}" for one in told}, key=float) for name in (told[0] if told else ())}
-    return [f"the {name} ({', '.join(found)})" for name, found in values.items() if len(found) > 1]
+        for name, values in told.items():
+            found = sorted({f"{value:.4g}" for value in values}, key=float)
+            if len(found) > 1:
+                phrases[f"the {name} ({', '.join(found)})"] = None
+    return list(phrases)

@@ -262,8 +262,7 @@ def _unlike_runs(comparison: ComparisonRecord) -> list[str]:
 def _unlike_recipes(comparison: ComparisonRecord) -> list[str]:
     """In what the recipes of compared models differ beside the peak of the learning rate."""
     by_name = {result.name: run.recipe for result in comparison.results if (run := result.any_run) is not None}
-    groups = [[by_name[name] for name in names if name in by_name] for names in comparison.groups]
-    return list(dict.fromkeys(phrase for group in groups for phrase in recipe_differences(group)))
+    return recipe_differences([by_name[name] for name in names if name in by_name] for names in comparison.groups)
 
 
 def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
