@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with progress_bar("models") as bar:
         for done, (folder, run) in enumerate(runs.items()):
             model = LeanForCausalLM.from_pretrained(folder)
-            losses = token_losses(model, tokens, starts, length, 32)
+            losses, _ = token_losses(model, tokens, starts, length, 32)
             means = {kind: float((weight * losses).sum()) for kind, weight in weights.items()}
             rows[folder.name] = {"run": folder.name, "model": run.name, "seed": run.seed, "loss": means}
             bar(done + 1, len(runs))

@@ -23,8 +23,9 @@ from typing import Any
 import harness
 import psutil
 
+from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data import open_corpus
-from leanqkv.data.tokenizer import load_tokenizer, train_tokenizer
+from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.environment import available_cores
 from leanqkv.errors import LeanError
 from leanqkv.progress import progress_bar

@@ -170,7 +170,7 @@ def test_tokens_that_are_cut_off_are_refused(tmp_path, split):
 def test_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
     source = str(write_text(tmp_path / "a.txt"))
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare_module, "write_tokens", full)

@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanqkv import LeanError, LeanForCausalLM, LeanForMaskedLM, progress
 from leanqkv.checkpoints.open import load_model, open_causal_lm
+from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data import evaluation_text, prepare_data
-from leanqkv.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from leanqkv.data.tokenizer import END_OF_TEXT, train_tokenizer
 from leanqkv.evaluate import loss_figures, strided_losses, strided_windows
 
 ROUNDING = 1e-12
@@ -415,7 +416,7 @@ def test_tokenizers_that_do_not_fit(checkpoints, cli, local_tasks, tmp_path):
     assert "it has no tokenizer.json" in refused(cli, checkpoints / "bare", *data)
     LeanForCausalLM(tiny("gpt")).save_pretrained(tmp_path / "small")
     load_tokenizer(checkpoints / "gpt").save_pretrained(tmp_path / "small")
-    message = "has 300 tokens, the model only 97"
+    message = "and the model's vocabulary ends at 96; take it out of the text"
     assert message in refused(cli, tmp_path / "small", *data)
     assert message in refused(cli, tmp_path / "small", "--tasks", "animals", "--include-path", local_tasks)
 

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 def answer(directory, prompt: str, new: int = 12) -> tuple[str, int]:
     """Text and bytes of the cache that `model.generate` comes to."""
-    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.checkpoints.tokenizer import load_tokenizer
 
     model, tokenizer = LeanForCausalLM.from_pretrained(directory).eval(), load_tokenizer(directory)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -60,7 +60,7 @@ def test_a_prompt_begins_as_the_tokenizer_has_it(cli, model, tmp_path):
     """As LLaMA's tokenizer does, which puts a token before every text."""
     from tokenizers.processors import TemplateProcessing
 
-    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.checkpoints.tokenizer import load_tokenizer
 
     LeanForCausalLM.from_pretrained(model).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(model)
@@ -139,7 +139,7 @@ def test_one_way_to_be_prompted(unwrapped, model, arguments):
 
 def test_bytes_of_tokens_and_the_room_for_more_are_told_apart(cli, model, tmp_path):
     """An answer that ends early has room left."""
-    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.checkpoints.tokenizer import load_tokenizer
 
     ids = load_tokenizer(model)("def ", return_tensors="pt")["input_ids"]
     stopped = LeanForCausalLM.from_pretrained(model).eval()
@@ -159,7 +159,7 @@ def test_bytes_of_tokens_and_the_room_for_more_are_told_apart(cli, model, tmp_pa
 @pytest.fixture
 def assistant(model, tmp_path):
     """The same model, with a chat template."""
-    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.checkpoints.tokenizer import load_tokenizer
 
     LeanForCausalLM.from_pretrained(model).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(model)

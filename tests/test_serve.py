@@ -88,7 +88,7 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def generated(server):
     """The continuation that `model.generate` finds; with a seed a sampled one."""
-    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.checkpoints.tokenizer import load_tokenizer
 
     model, tokenizer = LeanForCausalLM.from_pretrained(server.directory).eval(), load_tokenizer(server.directory)
 
@@ -294,7 +294,7 @@ def test_fifty_at_once(server):
 def application(tmp_path):
     """A model, and a function that asks the application on it directly: no second process is needed."""
     from leanqkv.checkpoints import load_model, open_checkpoint
-    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.checkpoints.tokenizer import load_tokenizer
     from leanqkv.inference.serve import build_app
 
     save(tmp_path)
@@ -402,7 +402,7 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(place, cli, monkeypat
 def live(tmp_path, monkeypatch):
     """A server on a thread of this process, with small limits."""
     from leanqkv.checkpoints import load_model, open_checkpoint
-    from leanqkv.data.tokenizer import load_tokenizer
+    from leanqkv.checkpoints.tokenizer import load_tokenizer
     from leanqkv.inference import serve
 
     monkeypatch.setattr(serve, "MAX_REQUESTS", 60)

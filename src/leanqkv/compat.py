@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .errors import LeanError
+from .errors import LeanError, first_line
 
 
 @contextmanager
@@ -30,6 +30,31 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def set_backend(tokenizer: Any, backend: Any) -> None:
+    """Make a fast tokenizer of transformers use this `tokenizers.Tokenizer`; its constructor would change it.
+
+    Raises:
+        LeanError: this version of transformers keeps it elsewhere.
+    """
+    tokenizer._tokenizer = backend
+    if tokenizer.backend_tokenizer is not backend:
+        raise LeanError("this version of transformers does not take a tokenizer as it is; install transformers 5.17")
+
+
+@contextmanager
+def panics_are_errors(place: str) -> Iterator[None]:
+    """Turn a panic of tokenizers' Rust code, which is no Exception, into a LeanError; `place` says whose text it was.
+
+    Patterns that backtrack without end cause one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise LeanError(f"{place} cannot be tokenized: {first_line(error)}") from None
 
 
 def compile_cpp(source: str, *flags: str) -> Any | None:

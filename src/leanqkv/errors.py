@@ -19,6 +19,6 @@ class TimeIsUpError(LeanError):
     exit_code = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of another library's message, to quote it in one of ours; its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

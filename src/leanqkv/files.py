@@ -163,6 +163,11 @@ def is_directory(path: Path) -> bool:
         return False
 
 
+def looks_like_path(name: str) -> bool:
+    """Tell a path that does not exist from a name on the Hugging Face hub."""
+    return bool(Path(name).suffix) or name.startswith((".", "/", "~"))
+
+
 def make_directory(directory: Path) -> None:
     """Make `directory` and those above it.
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from leanqkv.checkpoints.open import load_model, open_causal_lm
+from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data.corpus import open_corpus
-from leanqkv.data.prepare import fitting_tokenizer
 from leanqkv.errors import LeanError
 
 FLOAT = torch.float64
@@ -45,7 +45,7 @@ def norm_inputs(directory: Path, tokens: int, context: int) -> tuple[str, float,
         shape = shapes.get(f"model.layers.{layer}.self_attn.q_proj.weight")
         if shape is None or tuple(shape) != (d, d):
             raise LeanError(f"layer {layer} of {directory} has no square W_Q, the change of basis that is checked")
-    tokenizer = fitting_tokenizer(directory, config.vocab_size)
+    tokenizer = load_tokenizer(directory)
     ids: list[int] = []
     for document in islice(open_corpus(None).documents(), 0, None, EVERY):
         ids += tokenizer.encode(document, add_special_tokens=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..checkpoints.gguf_format import is_gguf
 from ..checkpoints.open import Checkpoint, open_causal_lm
-from ..data.prepare import fitting_tokenizer
+from ..checkpoints.tokenizer import load_tokenizer
 from ..errors import LeanError
 from ..files import read_json
 from .similarity import BUCKETS
@@ -64,8 +64,7 @@ def shared_tokenizer(subjects: Sequence[Subject]) -> Path:
     """
     contents = {}
     for subject in subjects:
-        tokenizer = fitting_tokenizer(subject.opened.directory, subject.opened.config.vocab_size)
-        contents[subject.label] = tokenizer.backend_tokenizer.to_str()
+        contents[subject.label] = load_tokenizer(subject.opened.directory).backend_tokenizer.to_str()
     first = subjects[0]
     for label, content in contents.items():
         if content != contents[first.label]:

@@ -113,7 +113,6 @@ def _cut_like(cutting: Cutting, tokenizer: Tokenizer) -> None:
     tokenizer.model.ignore_merges = cutting.whole_words
 
 
-def save_tokenizer(path: Path, directory: Path) -> None:
-    """Write the tokenizer in a GGUF file as files of transformers into `directory`, unless it has none."""
-    if isinstance(read_gguf(path).metadata.get(TOKENS), Array):
-        load_tokenizer(path).save_pretrained(directory)
+def has_tokenizer(path: Path) -> bool:
+    """Whether a GGUF file has a tokenizer."""
+    return isinstance(read_gguf(path).metadata.get(TOKENS), Array)

@@ -24,17 +24,11 @@ from ..presets.edit import with_fields
 from .dense import written_out
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors
-from .gguf_format import is_gguf
-from .gguf_tokenizer import save_tokenizer
 from .open import MODELS, Checkpoint
 from .tensors import WEIGHTS, LazyTensors
+from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer
 
 SHARD_BYTES = 2**30
-# Of the files beside the weights, those that are about the text and not about the tensors.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
 JOB = "job.json"
 Progress = Callable[[int, int], None]
 
@@ -89,7 +83,7 @@ def write_model(
         shapes = tensors.shapes
 
     def finish_model(directory: Path) -> None:
-        copy_tokenizer(source.directory, directory)
+        copy_tokenizer(source.directory, directory, stock)
         if stock:
             stock_config.dtype = dtype
             stock_config.save_pretrained(directory)
@@ -193,7 +187,8 @@ def source_hashes(source: Checkpoint) -> dict[str, str]:
         return {source.directory.name: hash_files(source.directory)}
     weights = {source.stored.file(name).name for name in source.stored}
     indices = {name for name in WEIGHTS if name.endswith(".json")}
-    names = {"config.json", *weights, *indices, *TOKENIZER_FILES}
+    templates = {str(file.relative_to(source.directory)) for file in (source.directory / TEMPLATES).glob("*")}
+    names = {"config.json", *weights, *indices, *TOKENIZER_FILES, *templates}
     return {name: hash_files(source.directory / name) for name in sorted(names) if (source.directory / name).is_file()}
 
 
@@ -206,18 +201,6 @@ def save_config(config: LeanConfig, directory: Path) -> None:
     config.architectures = [type(model).__name__]
     custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
     config.save_pretrained(directory)
-
-
-def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of `source` that are about the text: tokenizer, chat template, generation settings.
-
-    Those of a GGUF file are made of its metadata; its generation settings are in the model's configuration.
-    """
-    if is_gguf(source):
-        save_tokenizer(source, directory)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
 
 
 def _write_shard(file: Path, names: list[str], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[int]:

@@ -138,19 +138,23 @@ def _difference_table(report: dict[str, Any]) -> Table:
 
 def _inputs(source: Path, text: Path | None) -> "dict[str, Tensor] | None":
     """Return the beginning of `text` as two sequences of up to 64 of the model's tokens, or None without a text."""
+    import torch
+
     from ..checkpoints.open import open_checkpoint
+    from ..checkpoints.tokenizer import check_ids, framing, load_tokenizer
     from ..data import read_pieces
-    from ..data.prepare import fitting_tokenizer
     from ..errors import LeanError
 
     if text is None:
         return None
-    config = open_checkpoint(source).config
-    beginning = next(read_pieces(text), "")
-    ids = fitting_tokenizer(source, config.vocab_size)(beginning, return_tensors="pt", add_special_tokens=False)[
-        "input_ids"
-    ]
-    length = min(64, config.max_position_embeddings, ids.shape[1] // 2)
+    config, tokenizer = open_checkpoint(source).config, load_tokenizer(source)
+    around = framing(tokenizer)
+    ids = around.frame(tokenizer(next(read_pieces(text), ""), add_special_tokens=False)["input_ids"])[:-1]
+    check_ids(ids, config.vocab_size, tokenizer, str(text))
+    length = min(64, config.max_position_embeddings, len(ids) // 2)
     if length < 1:
-        raise LeanError(f"{text} is too short: it is {ids.shape[1]} tokens")
-    return {"input_ids": ids[:, : 2 * length].view(2, length)}
+        raise LeanError(f"{text} is too short: it is {len(ids)} tokens")
+    sequences = torch.tensor(ids[: 2 * length]).view(2, length)
+    if around.begin is not None:
+        sequences[:, 0] = around.begin
+    return {"input_ids": sequences}

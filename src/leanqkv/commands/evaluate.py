@@ -182,6 +182,8 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
             progress=bar.describe,
         )
     size = "" if text.bytes is None else f", {text.bytes:,} bytes"
+    if text.around is not None and text.around.begin is not None:
+        size += f"; every window begins with token {text.around.begin}, as the tokenizer begins a text"
     console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}", highlight=False)
     if other is not None:
         return {"stride": stride, **_compare(scored, replace(scored, checkpoint=other), text, context, stride)}
@@ -231,11 +233,9 @@ def _vocabulary(directory: Path) -> dict[str, int]:
 
     A GGUF file and the checkpoint that it was made of have other files, and one of them can have unused tokens more.
     """
-    from ..checkpoints.gguf_format import is_gguf
-    from ..data.tokenizer import load_tokenizer
+    from ..checkpoints.tokenizer import has_tokenizer, load_tokenizer
 
-    has_one = is_gguf(directory) or (directory / "tokenizer.json").is_file()
-    return load_tokenizer(directory).get_vocab() if has_one else {}
+    return load_tokenizer(directory).get_vocab() if has_tokenizer(directory) else {}
 
 
 def _compare(scored: Scored, other: Scored, text: "EvaluationText", context: int, stride: int) -> dict[str, Any]:
@@ -274,14 +274,14 @@ def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
 
     import torch
 
-    from ..data.prepare import fitting_tokenizer
+    from ..checkpoints.tokenizer import load_tokenizer
     from ..evaluate.harness import load_tasks, mean_accuracy, task_figures
 
     assert options.tasks is not None
     names = [name.strip() for name in options.tasks.split(",")]
     with progress_bar("loading the tasks"):
         tasks = load_tasks(names, options.include_path)
-    tokenizer = fitting_tokenizer(scored.checkpoint.directory, scored.checkpoint.config.vocab_size)
+    tokenizer = load_tokenizer(scored.checkpoint.directory)
     model = scored.load()
     with progress_bar("scoring the tasks", log_only=True) as bar:  # on a terminal, lm-eval has bars of its own
         figures = task_figures(

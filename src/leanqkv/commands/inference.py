@@ -84,10 +84,10 @@ def _tokenizer(directory: Path, vocab_size: int, chat: bool) -> Any:
     Raises:
         LeanError: there is none, it has more tokens than the model, or no chat template although `chat` is true.
     """
-    from ..data.prepare import fitting_tokenizer
+    from ..checkpoints.tokenizer import load_tokenizer
     from ..errors import LeanError
 
-    tokenizer = fitting_tokenizer(directory, vocab_size)
+    tokenizer = load_tokenizer(directory)
     if chat and not tokenizer.chat_template:
         raise LeanError(f"{directory} has no chat template, it continues text; leave out --chat")
     if tokenizer.chat_template and not chat:

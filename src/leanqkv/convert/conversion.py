@@ -95,6 +95,8 @@ def check_sequence_length(config: LeanConfig, length: int) -> None:
 def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length: int) -> np.ndarray:
     """Return [sequences, length] tokens of the training split, evenly spread over it.
 
+    Each sequence begins as the tokenizer begins a text.
+
     Raises:
         LeanError: the data has tokens beyond the model's vocabulary, or too little text; or sequences are too long.
     """
@@ -104,15 +106,18 @@ def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length:
             f"the data has {data.vocab_size:,} tokens, the model a vocabulary of {config.vocab_size:,}: they do not "
             "belong together"
         )
-    sequences = max(1, tokens // length)
-    if data.train_tokens < sequences * length:
+    count = max(1, tokens // length)
+    if data.train_tokens < count * length:
         raise LeanError(
-            f"{sequences * length:,} calibration tokens are asked for, the text has {data.train_tokens:,}. Give more "
+            f"{count * length:,} calibration tokens are asked for, the text has {data.train_tokens:,}. Give more "
             "text, or fewer --tokens"
         )
-    starts = np.linspace(0, data.train_tokens - length, sequences).astype(np.int64)
-    stored = data.train()
-    return np.stack([stored[start : start + length] for start in starts]).astype(np.int64)
+    starts = np.linspace(0, data.train_tokens - length, count).astype(np.int64)
+    stored, around = data.train(), data.around
+    sequences = np.stack([stored[start : start + length] for start in starts]).astype(np.int64)
+    if around is not None and around.begin is not None:
+        sequences[:, 0] = around.begin
+    return sequences
 
 
 def convert_directory(

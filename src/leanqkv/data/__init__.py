@@ -1,6 +1,6 @@
 """Data: corpora, tokenizers, prepared files of tokens and images, and the batch plan that compared runs share."""
 
-from .batches import BatchPlan, batch_plan, check_plan, collate, make_batch_plan, make_image_plan
+from .batches import IGNORED, BatchPlan, batch_plan, check_plan, collate, make_batch_plan, make_image_plan
 from .corpus import Corpus, open_corpus, read_pieces
 from .evaluation import EvaluationText, evaluation_text, unseen_split
 from .images import ImageData, image_batch, prepare_images, processor_settings, scaled_pixels
@@ -8,6 +8,7 @@ from .prepare import prepare_data
 from .token_files import TokenData, Tokens, stored_tokens
 
 __all__ = [
+    "IGNORED",
     "BatchPlan",
     "Corpus",
     "EvaluationText",

@@ -20,6 +20,8 @@ from .token_files import Tokens
 
 # Sequences of a text that are evaluated unless the user says otherwise.
 DEFAULT_EVALUATION = 128
+# The label of a token that is not predicted, as PyTorch's cross-entropy has it.
+IGNORED = -100
 
 
 # How many starts are drawn at a time, and the most of a plan: at 2,048 tokens each nine trillion, drawn in a minute.
@@ -220,9 +222,17 @@ def _plan(train: Draws, batch_size: int, evaluation: np.ndarray) -> BatchPlan:
 def collate(tokens: Tokens, starts: Sequence[int] | np.ndarray, context_length: int) -> dict[str, torch.Tensor]:
     """Return one batch: `input_ids` and, one token on, `shift_labels`, both int64 [batch, context_length].
 
+    Where the tokenizer begins a text with a token, every sequence begins with it, in place of its own first token, and
+    the label where a text begins is IGNORED: the token is given, and no model is meant to predict it.
+
     Args:
         tokens: an array, or what gives slices as one does.
     """
     windows = np.stack([tokens[start : start + context_length + 1] for start in np.asarray(starts).tolist()])
     batch = torch.from_numpy(windows.astype(np.int64))
-    return {"input_ids": batch[:, :-1].contiguous(), "shift_labels": batch[:, 1:].contiguous()}
+    inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    if (around := getattr(tokens, "around", None)) is not None and around.begin is not None:
+        inputs[:, 0] = around.begin
+        if around.unpredicted is not None:
+            labels[labels == around.unpredicted] = IGNORED
+    return {"input_ids": inputs, "shift_labels": labels}

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import LeanError, UnreachableError, first_line
-from ..files import hash_files
+from ..files import hash_files, looks_like_path
 from .cache import remembered
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
@@ -83,11 +83,6 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
     if looks_like_path(source) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source):
         raise LeanError(f"no data at {source}: there is no such file or folder{_nearest(source)}")
     return _hub_dataset(source, text_field)
-
-
-def looks_like_path(source: str) -> bool:
-    """Tell a path that does not exist from the name of a Hugging Face dataset."""
-    return bool(Path(source).suffix) or source.startswith((".", "/", "~"))
 
 
 @contextmanager

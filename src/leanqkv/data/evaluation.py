@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from ..checkpoints.tokenizer import Framing, framing, has_tokenizer, load_tokenizer
 from ..errors import LeanError
 from ..files import hash_files
 from ..model.registry import suggest
 from .corpus import open_corpus
 from .mixture import parse_mixture
-from .prepare import fitting_tokenizer
-from .token_files import held_out, stored_tokens
+from .token_files import TokenFiles, Tokens, held_out, stored_tokens
 from .tokenizing import plain, tokenized
 
 SPLITS = ("whole", "validation")
@@ -24,10 +24,10 @@ SPLITS = ("whole", "validation")
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Documents as tokens, one after another, an end-of-text token between each two.
+    """Documents as tokens, one after another, each between the tokens that the tokenizer puts around a text.
 
     Attributes:
-        tokens: [tokens], unsigned integers.
+        tokens: [tokens], unsigned integers. The first is one that begins a text, if the tokenizer has one.
         bytes: of the documents in UTF-8; None for files of tokens without their text.
         text_sha256: of the documents, each followed by a NUL byte: the same for every tokenizer; None without text.
 
@@ -37,7 +37,7 @@ class EvaluationText:
 
     description: str
     split: str
-    tokens: np.ndarray
+    tokens: Tokens
     documents: int | None = None
     bytes: int | None = None
     text_sha256: str | None = None
@@ -49,11 +49,24 @@ class EvaluationText:
                 "two needed, since the first is not predicted; give more text"
             )
 
+    @property
+    def around(self) -> Framing | None:
+        """What the tokenizer puts around a text; None if it begins none with a token of its own."""
+        return getattr(self.tokens, "around", None)
+
+    @property
+    def predicted(self) -> int:
+        """How many tokens a model is to predict: all but the first, and but those that only begin a text."""
+        begin = None if self.around is None else self.around.unpredicted
+        begins = 0 if begin is None else int((np.asarray(self.tokens)[1:] == begin).sum())
+        return len(self.tokens) - 1 - begins
+
     def record(self) -> dict[str, Any]:
         """Return a record's entry on the text; no path of this machine."""
         about = {name: value for name, value in vars(self).items() if name != "tokens"}
-        digest = hashlib.sha256(self.tokens.astype("<i8").data).hexdigest()
-        return {**about, "tokens_sha256": digest, "tokens": len(self.tokens)}
+        digest = hashlib.sha256(np.asarray(self.tokens).astype("<i8").data).hexdigest()
+        begin = None if self.around is None else self.around.begin
+        return {**about, "tokens_sha256": digest, "tokens": len(self.tokens), "windows_begin_with": begin}
 
 
 def evaluation_text(
@@ -70,7 +83,7 @@ def evaluation_text(
 
     Args:
         source: as `prepare_data` takes it, but no mixture.
-        tokenizer: a directory or hub name; not read where `source` holds tokens.
+        tokenizer: a directory or hub name. Where `source` holds tokens it may be missing; it says what begins a window.
         split: "whole", or "validation" for the part of the same source that `prepare_data` holds out.
         progress: called with the current phase and how much of it is done.
 
@@ -84,10 +97,11 @@ def evaluation_text(
         if max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: --max-documents does not apply to it")
         parts = [stored.validation()] if split == "validation" else [stored.train(), stored.validation()]
-        return EvaluationText(stored.description, split, np.concatenate(parts))
+        around = framing(load_tokenizer(tokenizer)) if has_tokenizer(tokenizer) else None
+        return EvaluationText(stored.description, split, _begun(np.concatenate(parts), around))
     corpus = open_corpus(source, text_field)
-    chosen = fitting_tokenizer(tokenizer, vocab_size)
-    labelled = tokenized(islice(corpus.documents(), max_documents), chosen, progress)
+    chosen = load_tokenizer(tokenizer)
+    labelled = tokenized(islice(corpus.documents(), max_documents), chosen, progress, vocab_size=vocab_size)
     documents = _held_out(labelled, chosen) if split == "validation" else ((text, ids) for text, ids, _ in labelled)
     digest, runs, size = hashlib.sha256(), [], 0
     for text, ids in documents:
@@ -97,8 +111,16 @@ def evaluation_text(
         runs.append(ids)
     if not size:
         raise LeanError(f"there is nothing to evaluate on: the {split} text of {source} is empty")
-    tokens = np.concatenate(runs)[:-1]  # nothing comes after the last document
+    tokens = _begun(np.concatenate(runs)[:-1], framing(chosen))  # nothing comes after the last document
     return EvaluationText(corpus.description, split, tokens, len(runs), size, digest.hexdigest())
+
+
+def _begun(tokens: np.ndarray, around: Framing | None) -> Tokens:
+    """Return the tokens of texts, behind the token that begins the first of them, if there is one."""
+    if around is None or around.begin is None:
+        return tokens
+    begin = np.array([around.begin] if tokens[:1] != [around.begin] else [], tokens.dtype)
+    return TokenFiles([np.concatenate([begin, tokens])], around)
 
 
 def unseen_split(source: str, calibration: str | None) -> str:
@@ -163,5 +185,6 @@ def _held_out(
         if skipped < len(ids):
             # Where the token before ends, since tokenizers may leave a token's leading space out of its offsets.
             offsets = plain(tokenizer).encode(text, add_special_tokens=False).offsets
-            yield text[offsets[skipped - 1][1] if skipped else 0 :], ids[skipped:]
+            own = skipped - (framing(tokenizer).unpredicted is not None)
+            yield text[offsets[own - 1][1] if own > 0 else 0 :], ids[skipped:]
         skipped = max(0, skipped - len(ids))

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from ..compat import dataset_fingerprint
 from ..errors import LeanError, first_line
+from ..files import looks_like_path
 from .cache import made_once
-from .corpus import looks_like_path
 
 FORMAT = 1
 DIGITS = "digits"

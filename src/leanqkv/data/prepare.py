@@ -6,14 +6,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
+from ..checkpoints.tokenizer import framing, identity, load_tokenizer, vocabulary
 from ..errors import LeanError
 from .cache import MANIFEST, made_once
 from .corpus import open_corpus
 from .mixture import Part, parse_mixture, write_mixture
 from .token_files import TokenData, stored_tokens
-from .tokenizer import TRAINING_CHARACTERS, identity, leading_text, load_tokenizer, train_tokenizer, vocabulary
+from .tokenizer import TRAINING_CHARACTERS, leading_text, train_tokenizer
 from .tokenizing import write_tokens
 
 # Of the directories in the cache.
@@ -44,7 +43,7 @@ def prepare_data(
         progress: called with the current phase and how much of it is done.
 
     Raises:
-        LeanError: data or tokenizer missing, unreadable, empty, or with more tokens than the model has.
+        LeanError: data or tokenizer missing, unreadable or empty, or a text with a token that the model does not have.
     """
     if len(parts := parse_mixture(source)) > 1:
         return _prepare_mixture(parts, vocab_size, tokenizer, text_field, max_documents, workers, progress)
@@ -54,8 +53,13 @@ def prepare_data(
         return tokens
     progress("reading the data")
     corpus = open_corpus(source, text_field)
-    named = fitting_tokenizer(tokenizer, vocab_size) if tokenizer is not None else None
-    about_tokenizer = identity(named) if named is not None else f"bpe {vocab_size}"
+    named = load_tokenizer(tokenizer) if tokenizer is not None else None
+    about_tokenizer = f"bpe {vocab_size}"
+    if named is not None:
+        around = framing(named)
+        about_tokenizer = identity(named) + ("" if around.begin is None else f"\0{around}")
+        if vocabulary(named) > vocab_size:  # of which not all may occur
+            about_tokenizer += f"\0{vocab_size}"
     content = f"{FORMAT}\0{corpus.fingerprint}\0{about_tokenizer}\0{max_documents}"
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -65,14 +69,14 @@ def prepare_data(
         elif chosen is None:
             progress("training the tokenizer")
             chosen = train_tokenizer(islice(corpus.documents(), max_documents), vocab_size, progress)
-        if vocabulary(chosen) > vocab_size:
+        if named is None and vocabulary(chosen) > vocab_size:
             raise LeanError(
                 f"a tokenizer of bytes has at least {vocabulary(chosen)} tokens, the model only {vocab_size}; set "
                 "vocab_size, or give --tokenizer"
             )
         chosen.save_pretrained(directory / "tokenizer")
-        facts = write_tokens(directory, corpus, chosen, progress, max_documents, workers)
-        return {"description": corpus.description, "vocab_size": vocabulary(chosen), **facts}
+        facts = write_tokens(directory, corpus, chosen, progress, max_documents, workers, vocab_size=vocab_size)
+        return {"description": corpus.description, "vocab_size": min(vocab_size, vocabulary(chosen)), **facts}
 
     try:
         return TokenData(**made_once("data", content, fill))
@@ -118,15 +122,3 @@ def _prepare_mixture(
     made_of = "\0".join(f"{part.share} {data.directory.name}" for part, data in zip(parts, prepared, strict=True))
     content = f"{FORMAT}\0mixture\0{made_of}"
     return TokenData(**made_once("data", content, lambda directory: write_mixture(directory, parts, prepared)))
-
-
-def fitting_tokenizer(name: str | Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a directory or a hub name, for a model of `vocab_size` tokens.
-
-    Raises:
-        LeanError: as `load_tokenizer`, and for a tokenizer with more tokens than the model.
-    """
-    tokenizer = load_tokenizer(name)
-    if (size := vocabulary(tokenizer)) > vocab_size:
-        raise LeanError(f"the tokenizer {name} has {size} tokens, the model only {vocab_size}; set vocab_size")
-    return tokenizer

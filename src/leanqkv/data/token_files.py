@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from ..checkpoints.tokenizer import Framing, framing, load_tokenizer
 from ..errors import LeanError
 from ..files import hash_files
 from .cache import remembered
 from .corpus import reading
-from .tokenizer import load_tokenizer
 
 # One document in this many goes to the validation split until that has so many tokens; a short corpus, or one that is
 # tokens already, gives up as large a tail instead.
@@ -30,10 +31,13 @@ Shard = tuple[str, int, int]
 
 
 class TokenFiles:
-    """Arrays of tokens, one after another; read by slices."""
+    """Arrays of tokens, one after another; read by slices.
 
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self._arrays = arrays
+    `around`: what the tokenizer puts around a text; None: nothing is known of it.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray], around: Framing | None = None):
+        self._arrays, self.around = arrays, around
         self._ends = np.cumsum([len(array) for array in arrays])
 
     def __len__(self) -> int:
@@ -113,12 +117,24 @@ class TokenData:
                     f"folder {file.parent} and start again"
                 )
             arrays.append(np.memmap(file, dtype=self.dtype, mode="r")[first : first + tokens])
-        return TokenFiles(arrays) if len(arrays) > 1 else arrays[0] if arrays else np.empty(0, self.dtype)
+        around = self.around
+        if len(arrays) > 1 or (arrays and around is not None and around.begin is not None):
+            return TokenFiles(arrays, around)
+        return arrays[0] if arrays else np.empty(0, self.dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
         """Return the tokenizer, or None for files of tokens without one."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast | None:
         directory = self.directory / "tokenizer"
         return load_tokenizer(directory) if directory.is_dir() else None
+
+    @property
+    def around(self) -> Framing | None:
+        """What the tokenizer puts around a text; None without a tokenizer."""
+        return None if self._tokenizer is None else framing(self._tokenizer)
 
     def require(self, context_length: int) -> None:
         """Check that both splits hold a sequence of `context_length` tokens and its last target.
@@ -149,6 +165,8 @@ class TokenData:
         """Return a record's entry on the data; no path of this machine, and no list of files."""
         entry = {name: getattr(self, name) for name in ("description", "dtype", "train_tokens", "validation_tokens")}
         entry |= {name: getattr(self, name) for name in ("sha256", "vocab_size", "bytes_per_token")}
+        if (around := self.around) is not None and around.begin is not None:
+            entry["windows_begin_with"] = around.begin
         return entry | ({"parts": self.parts} if self.parts else {})
 
 

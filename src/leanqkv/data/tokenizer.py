@@ -1,16 +1,15 @@
 """The tokenizer: a named one, or a byte-level BPE trained on the corpus."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from ..checkpoints.gguf_format import is_gguf
-from ..checkpoints.gguf_tokenizer import load_tokenizer as load_gguf_tokenizer
-from ..errors import LeanError, first_line
-from .corpus import encodable, looks_like_path
+from ..checkpoints.tokenizer import framing
+from ..compat import panics_are_errors
+from .corpus import encodable
 
 END_OF_TEXT = "<|endoftext|>"
 # The merges hardly change after this much text.
@@ -36,48 +35,23 @@ def train_tokenizer(
     )
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """Return the fast tokenizer of a directory, a GGUF file or a hub name.
-
-    Raises:
-        LeanError: none there, or none that marks the end of a text.
-    """
-    if looks_like_path(str(name)) and not Path(name).exists():
-        raise LeanError(f"no tokenizer at {name}: there is no such directory")
-    try:
-        tokenizer = load_gguf_tokenizer(Path(name)) if is_gguf(name) else AutoTokenizer.from_pretrained(str(name))
-    except LeanError:
-        raise
-    except Exception as error:  # transformers raises a dozen kinds; each means that there is no usable tokenizer
-        reason = first_line(error)
-        if Path(name).is_dir() and not (Path(name) / "tokenizer.json").exists():
-            reason = "it has no tokenizer.json; put the files of the tokenizer that goes with the model there"
-        raise LeanError(f"no tokenizer at {name}: {reason}") from None
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        raise LeanError(f"the tokenizer {name} cannot be used: it needs a fast version and an end-of-text token")
-    return tokenizer  # type: ignore[return-value]
-
-
-def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return how many tokens a model needs for a tokenizer: its numbers may have gaps, and `len` counts tokens."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
-def identity(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return what tells a tokenizer from others: models of one family often differ in the token that ends a text."""
-    return f"{tokenizer.backend_tokenizer.to_str()}\0{tokenizer.special_tokens_map}\0{tokenizer.chat_template}"
-
-
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None) -> Tensor:
     """Return the token ids of a prompt, [1, length]; an empty one is the token that texts begin with.
+
+    It begins as the tokenizer begins a text, once, also where the prompt itself opens with that token; it is not ended.
 
     Raises:
         LeanError: it is no text in UTF-8.
     """
     encodable(prompt or "", "the prompt")
-    # A tokenizer of ours adds no token to a prompt, as in training; LLaMA's puts one before it.
-    text = prompt or tokenizer.bos_token or tokenizer.eos_token
-    return tokenizer(text, return_tensors="pt", add_special_tokens=bool(prompt))["input_ids"]
+    around = framing(tokenizer)
+    with panics_are_errors("the prompt"):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    if around.begin is not None and ids[:1] != [around.begin]:
+        ids = [around.begin, *ids]
+    if not ids:
+        ids = [around.end if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+    return torch.tensor([ids])
 
 
 def leading_text(

@@ -15,13 +15,14 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from ..checkpoints.tokenizer import Framing, check_ids, framing, vocabulary
+from ..compat import panics_are_errors
 from ..errors import LeanError
 from ..files import hash_files, read_json, write_json
 from ..workers import children_ignore_interrupts, end_with_parent
 from .cache import MANIFEST
 from .corpus import Corpus
 from .token_files import VALIDATION_SHARE, VALIDATION_TOKENS, Shard, cut, held_out
-from .tokenizer import vocabulary
 
 # Training tokens in a file. Work that is stopped loses less than that.
 SHARD_TOKENS = 2**26
@@ -36,10 +37,13 @@ def tokenized(
     workers: int = 1,
     number: int = 0,
     validation_tokens: int = 0,
+    *,
+    vocab_size: int,
 ) -> Generator[tuple[str, np.ndarray, bool]]:
-    """Yield each document, its tokens with an end-of-text token after them, and whether it is held out.
+    """Yield each document, its tokens with those that the tokenizer puts around them, and whether it is held out.
 
     Args:
+        vocab_size: of the model. A tokenizer may have more tokens, which must not occur.
         workers: processes that tokenize; of one, which is this, the tokenizers library takes all cores.
         number: of the first document.
         validation_tokens: how many were held out before it.
@@ -48,6 +52,7 @@ def tokenized(
     progress("tokenizing")
     for batch, encoded in _encoded(_batches(documents), tokenizer, workers):
         for document, tokens in zip(batch, encoded, strict=True):
+            check_ids(tokens, vocab_size, tokenizer, f"document {number + 1:,} of the text")
             chosen = number % VALIDATION_SHARE == VALIDATION_SHARE - 1 and validation_tokens < VALIDATION_TOKENS
             yield document, tokens, chosen
             validation_tokens += len(tokens) * chosen
@@ -74,12 +79,12 @@ def _encoded(
     batches: Iterator[list[str]], tokenizer: PreTrainedTokenizerFast, workers: int
 ) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     """Yield each batch with the tokens of its documents, in order; no more than two batches a worker are read ahead."""
-    backend, end, dtype = plain(tokenizer), tokenizer.eos_token_id, token_type(tokenizer)
+    setting = plain(tokenizer), framing(tokenizer), token_type(tokenizer)
     if workers == 1:
-        yield from ((batch, encode(backend, end, dtype, batch)) for batch in batches)
+        yield from ((batch, encode(*setting, batch)) for batch in batches)
         return
     # Not forked: the threads of torch and of the tokenizers library do not live on in a fork.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (tokenizer, end, dtype))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (tokenizer,))
     waiting: deque[Any] = deque()
     try:
         for batch in batches:
@@ -106,27 +111,28 @@ def plain(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return backend
 
 
-def encode(tokenizer: Tokenizer, end: int, dtype: str, batch: Sequence[str]) -> list[np.ndarray]:
-    """Return the tokens of each document, with `end` after them."""
-    encodings = tokenizer.encode_batch_fast(list(batch), add_special_tokens=False)
-    return [np.array([*encoding.ids, end], dtype=dtype) for encoding in encodings]
+def encode(tokenizer: Tokenizer, around: Framing, dtype: str, batch: Sequence[str]) -> list[np.ndarray]:
+    """Return the tokens of each document, with those around them."""
+    with panics_are_errors("the text"):
+        encodings = tokenizer.encode_batch_fast(list(batch), add_special_tokens=False)
+    return [np.array(around.frame(encoding.ids), dtype=dtype) for encoding in encodings]
 
 
 # What a worker's process encodes with.
 _setting: Any = None
 
 
-def _start(tokenizer: PreTrainedTokenizerFast, end: int, dtype: str) -> None:
+def _start(tokenizer: PreTrainedTokenizerFast) -> None:
     """Prepare a worker, which has one thread."""
     global _setting
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _setting = (plain(tokenizer), end, dtype)
+    _setting = plain(tokenizer), framing(tokenizer), token_type(tokenizer)
     end_with_parent()
 
 
 def _encode(batch: Sequence[str]) -> list[np.ndarray]:
-    tokenizer, end, dtype = _setting
-    return encode(tokenizer, end, dtype, batch)
+    backend, around, dtype = _setting
+    return encode(backend, around, dtype, batch)
 
 
 def token_type(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -164,8 +170,10 @@ def write_tokens(
     progress: Progress,
     max_documents: int | None = None,
     workers: int = 1,
+    *,
+    vocab_size: int,
 ) -> dict[str, Any]:
-    """Write every document and an end-of-text token to a shard of training tokens, or to the validation tokens.
+    """Write every document and the tokens around it to a shard of training tokens, or to the validation tokens.
 
     The manifest in `directory` has every complete shard; those of an earlier start are not made again.
 
@@ -181,7 +189,7 @@ def write_tokens(
     source = _Documents(corpus, at.part, at.first)
     limit = None if max_documents is None else max_documents - at.first
     rest = islice(source, at.documents - at.first, limit)
-    encoded = tokenized(rest, tokenizer, progress, workers, at.documents, at.validation_tokens)
+    encoded = tokenized(rest, tokenizer, progress, workers, at.documents, at.validation_tokens, vocab_size=vocab_size)
     with closing(encoded), (directory / VALIDATION).open("ab") as validation:
         validation.truncate(at.validation_tokens * dtype.itemsize)
         more = True

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from ..checkpoints.tokenizer import check_ids
 from ..errors import LeanError, first_line
 from ..model.causal_lm import LeanForCausalLM
 
@@ -106,7 +107,11 @@ def task_figures(
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEW_SHOT_SEED)
-    hook = model.register_forward_hook(check)
+
+    def check_inputs(module: Any, inputs: Any) -> None:
+        check_ids(inputs[0], model.config.vocab_size, tokenizer, "a task's text")
+
+    hooks = model.register_forward_hook(check), model.register_forward_pre_hook(check_inputs)
     try:
         with _quiet():
             lm = lm_eval.models.huggingface.HFLM(
@@ -119,7 +124,8 @@ def task_figures(
             )
             results = lm_eval.evaluate(lm, dict(tasks), limit=limit, log_samples=False)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     return {name: _figures(name, results) for name in results["results"]}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..data import Tokens, collate, image_batch, scaled_pixels
+from ..data import IGNORED, Tokens, collate, image_batch, scaled_pixels
 
 
 @contextmanager
@@ -39,9 +39,10 @@ def sequence_losses(
 ) -> torch.Tensor:
     """Return the mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
 
-    Every sequence is `context_length` targets, so the mean over sequences is the mean over tokens.
+    Every sequence is `context_length` targets, less those that only begin a text.
     """
-    return token_losses(model, tokens, starts, context_length, batch_size, autocast).mean(1)
+    losses, predicted = token_losses(model, tokens, starts, context_length, batch_size, autocast)
+    return losses.sum(1) / predicted.sum(1)
 
 
 def token_losses(
@@ -51,9 +52,12 @@ def token_losses(
     context_length: int,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
-) -> torch.Tensor:
-    """Return the cross-entropy in nats of each target, float64 [len(starts), context_length], with dropout off."""
-    losses = []
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross-entropy in nats of each target, with dropout off, and whether it is one that is predicted.
+
+    Both are [len(starts), context_length], float64 and bool. The loss of a target that is not predicted is 0.
+    """
+    losses, predicted = [], []
     with scoring(model) as device:
         for first in range(0, len(starts), batch_size):
             batch = collate(tokens, starts[first : first + batch_size], context_length)
@@ -62,7 +66,8 @@ def token_losses(
                 logits = uncompiled(model)(input_ids=batch["input_ids"].to(device), use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
             losses.append(loss.view_as(targets).cpu().double())
-    return torch.cat(losses)
+            predicted.append(batch["shift_labels"] != IGNORED)
+    return torch.cat(losses), torch.cat(predicted)
 
 
 def image_outcomes(

@@ -11,7 +11,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from ..data import EvaluationText, collate
+from ..data import IGNORED, EvaluationText, Tokens, collate
 from ..errors import LeanError
 from .loss import scoring
 from .strided import loss_figures
@@ -61,7 +61,7 @@ def last_states(model: Any, ids: Tensor) -> Tensor:
 def paired_scores(
     before: nn.Module,
     after: nn.Module,
-    tokens: np.ndarray,
+    tokens: Tokens,
     windows: Sequence[tuple[int, int]],
     length: int,
     *,
@@ -81,7 +81,7 @@ def paired_scores(
 def paired_scores_by_states(
     before: nn.Module,
     after: nn.Module,
-    tokens: np.ndarray,
+    tokens: Tokens,
     windows: Sequence[tuple[int, int]],
     length: int,
     states: tuple[States, Sequence[States]],
@@ -91,6 +91,8 @@ def paired_scores_by_states(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[PairedScores]:
     """Score the tokens of the windows with both models, dropout off; the second one in each of several ways.
+
+    Tokens that only begin a text are left out, and every window begins as the tokenizer begins one: see `collate`.
 
     A forward pass of the first model, and one of the second for each way. Beside both models, the activations of
     `batch_size` windows and a piece of a window's logits are in memory.
@@ -108,6 +110,7 @@ def paired_scores_by_states(
         LeanError: a score that is not finite.
     """
     parts: list[Tensor] = []
+    counts: list[int] = []
     models: list[Any] = [before, *[after] * len(states[1])]
     done, total = 0, sum(scored for _, scored in windows)
     with scoring(before) as device, scoring(after):
@@ -118,8 +121,11 @@ def paired_scores_by_states(
             with autocast():
                 hidden = [made(model, ids) for model, made in zip(models, (states[0], *states[1]), strict=True)]
                 for row, (start, scored) in enumerate(part):
-                    pieces = _score_pieces(models, [one[row, -scored:] for one in hidden], targets[row, -scored:])
+                    wanted = targets[row, -scored:]
+                    predicted = wanted != IGNORED
+                    pieces = _score_pieces(models, [one[row, -scored:][predicted] for one in hidden], wanted[predicted])
                     parts.append(torch.cat(list(pieces), dim=2))
+                    counts.append(parts[-1].shape[2])
                     if not parts[-1].isfinite().all():
                         raise LeanError(
                             f"the scores are not finite in the window at token {start + 1:,}: the logits of the source "
@@ -127,7 +133,7 @@ def paired_scores_by_states(
                         )
                     done += scored
                     progress(done, total)
-    numbers = torch.repeat_interleave(torch.tensor([scored for _, scored in windows]))
+    numbers = torch.repeat_interleave(torch.tensor(counts))
     return [PairedScores(one[0], one[1], one[2], one[3], numbers) for one in torch.cat(parts, dim=2)]
 
 
@@ -230,5 +236,5 @@ def paired_records(
 
 
 def _record(scores: PairedScores, text: EvaluationText, length: int) -> dict[str, Any]:
-    scored_bytes = None if text.bytes is None else text.bytes * len(scores.before) / (len(text.tokens) - 1)
+    scored_bytes = None if text.bytes is None else text.bytes * len(scores.before) / text.predicted
     return {"text": text.record(), "context_length": length, **paired_figures(scores, scored_bytes)}

@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data import collate
+from ..data import IGNORED, Tokens, collate
 from ..errors import LeanError
 from .loss import scoring
 
@@ -40,7 +39,7 @@ def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple
 
 def strided_losses(
     model: nn.Module,
-    tokens: np.ndarray,
+    tokens: Tokens,
     *,
     context_length: int,
     stride: int,
@@ -49,6 +48,8 @@ def strided_losses(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
     """Return the cross-entropy in nats of every token but the first, float64 [len(tokens) - 1], with dropout off.
+
+    Left out are tokens that only begin a text, and every window begins as the tokenizer begins one: see `collate`.
 
     Args:
         tokens: [tokens], integers; at least two.
@@ -75,10 +76,11 @@ def strided_losses(
                 ).logits
             precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = nn.functional.cross_entropy(precise.flatten(0, 1), targets.flatten(), reduction="none")
-            for row, (_, count) in zip(loss.view_as(targets).cpu().double(), batch, strict=True):
-                losses.append(row[-count:])
-                if not losses[-1].isfinite().all():
-                    token = done + int((~losses[-1].isfinite()).int().argmax()) + 2
+            rows = loss.view_as(targets).cpu().double(), (targets != IGNORED).cpu()
+            for row, predicted, (_, count) in zip(*rows, batch, strict=True):
+                losses.append(row[-count:][predicted[-count:]])
+                if not (finite := row[-count:].isfinite()).all():
+                    token = done + int((~finite).int().argmax()) + 2
                     raise LeanError(
                         f"the loss is not finite at token {token:,} of {len(tokens):,}: the model's logits are NaN or "
                         "infinite there"

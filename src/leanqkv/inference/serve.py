@@ -35,8 +35,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..checkpoints.memory import give_back_freed_memory
 from ..checkpoints.open import load_model, open_causal_lm
+from ..checkpoints.tokenizer import load_tokenizer
 from ..compat import quiet_transformers
-from ..data.prepare import fitting_tokenizer
 from ..errors import LeanError
 from . import Decoder
 from .batch import Row, Scheduler
@@ -403,7 +403,7 @@ def serve(
         LeanError: no causal language model or no tokenizer in `directory`; an address that cannot be listened on.
     """
     opened = open_causal_lm(directory)
-    tokenizer = fitting_tokenizer(directory, opened.config.vocab_size)
+    tokenizer = load_tokenizer(directory)
     with _listen(host, port) as listener:  # before the weights, which may take long
         name = directory.resolve().name
         app, generator = build_app(load_model(opened, dtype).to(device), tokenizer, name)

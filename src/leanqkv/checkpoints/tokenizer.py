@@ -1,0 +1,274 @@
+"""The tokenizer of a checkpoint, as its makers meant it: the ids of its tokenizer.json, and what it puts around a text.
+
+`AutoTokenizer` builds a tokenizer anew from the class that a configuration names, with the pre-tokenizer and normalizer
+of that class in place of the file's. Here the file decides.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from ..compat import quiet_transformers, set_backend
+from ..errors import LeanError, first_line
+from ..files import looks_like_path, read_json, write_json
+from .gguf_format import is_gguf
+from .gguf_tokenizer import has_tokenizer as gguf_has_tokenizer
+from .gguf_tokenizer import load_tokenizer as load_gguf_tokenizer
+
+logger = logging.getLogger(__name__)
+
+FILE, SETTINGS, TEMPLATES = "tokenizer.json", "tokenizer_config.json", "additional_chat_templates"
+# Of the files beside the weights, those that are about the text and not about the tensors.
+TOKENIZER_FILES = (
+    *(FILE, SETTINGS, "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+# Texts that tokenizers of other classes cut in another way.
+SAMPLE = (
+    "In 2024 there were 10000 of 3.14159, 1,234,567 and 0x7f; I'll say they'RE half-way.",
+    "def f(x):\n    if x  >= 10:\n\t\treturn  {'a': [x**2]}   \r\n\n\n# ends",
+    "   three spaces first, \u00a0\u3000others, and some at the end  ",
+    "日本語の文章と中文，한국어 문장。Ünïcödé e\u0301 ﬁ ① ２０２４ \U0001f600\U0001f468\u200d\U0001f469",
+)
+
+
+@dataclass(frozen=True)
+class Framing:
+    """The tokens around every text: a tokenizer's own, and the end-of-text token where it adds none at the end."""
+
+    begin: int | None
+    end: int
+
+    @property
+    def unpredicted(self) -> int | None:
+        """The token that only begins texts, so that it is given and never predicted."""
+        return None if self.begin == self.end else self.begin
+
+    def frame(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a text that others may follow; a begin token that is the end token of the last one."""
+        return [*([] if self.unpredicted is None else [self.unpredicted]), *ids, self.end]
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
+    """Return the fast tokenizer of a directory, a GGUF file or a hub name, with exactly the ids of its tokenizer.json.
+
+    Raises:
+        LeanError: none there, damaged, without a token that marks the end of a text, or with more than one token
+            before or after each text.
+    """
+    if looks_like_path(str(name)) and not Path(name).exists():
+        raise LeanError(f"no tokenizer at {name}: there is no such directory")
+    tokenizer = _read(name)
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise LeanError(f"the tokenizer {name} cannot be used: it needs a fast version and an end-of-text token")
+    framing(tokenizer)
+    return tokenizer
+
+
+def has_tokenizer(name: str | Path) -> bool:
+    """Whether a directory or a GGUF file has a tokenizer: those of a directory in its own file."""
+    return gguf_has_tokenizer(Path(name)) if is_gguf(name) else (Path(name) / FILE).is_file()
+
+
+def _read(name: str | Path) -> Any:
+    with _unreadable(name), quiet_transformers():
+        return load_gguf_tokenizer(Path(name)) if is_gguf(name) else _from_files(str(name))
+
+
+@contextmanager
+def _unreadable(name: str | Path) -> Iterator[None]:
+    """Turn whatever a damaged tokenizer makes its reader raise into one line."""
+    try:
+        yield
+    except LeanError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of tokenizers' Rust
+            raise
+        reason = first_line(error)
+        if Path(name).is_dir() and not (Path(name) / FILE).exists():
+            reason = f"it has no {FILE}; put the files of the tokenizer that goes with the model there"
+        raise LeanError(f"no tokenizer at {name}: {reason}") from None
+
+
+def _from_files(name: str) -> Any:
+    try:
+        file = Path(cached_file(name, FILE))  # type: ignore[arg-type]
+    except OSError:  # only vocabulary and merges, from which a class builds it
+        return AutoTokenizer.from_pretrained(name)
+    tokenizer, exact = PreTrainedTokenizerFast.from_pretrained(name), Tokenizer.from_file(str(file))
+    exact.no_truncation()
+    exact.no_padding()
+    _check_ids(exact)
+    _add_declared(exact, tokenizer.init_kwargs.get("added_tokens_decoder") or {})
+    set_backend(tokenizer, exact)
+    _add_asked_for(tokenizer)
+    return tokenizer
+
+
+def _check_ids(tokenizer: Tokenizer) -> None:
+    vocabulary = tokenizer.get_vocab()
+    if len(set(vocabulary.values())) < len(vocabulary):
+        seen: dict[int, str] = {}
+        for token, number in vocabulary.items():
+            if (other := seen.setdefault(number, token)) != token:
+                raise LeanError(f"{FILE} gives two tokens the number {number}: {other!r:.40} and {token!r:.40}")
+
+
+def _add_declared(tokenizer: Tokenizer, declared: Mapping[Any, Any]) -> None:
+    """Add the tokens that the settings number and the file lacks, as makers do who add tokens to a finished file."""
+    vocabulary = tokenizer.get_vocab()
+    for number, token in sorted((int(number), token) for number, token in declared.items()):
+        token = token if isinstance(token, AddedToken) else AddedToken(**token)
+        if token.content not in vocabulary:
+            (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+            if (found := tokenizer.token_to_id(token.content)) != number:
+                raise LeanError(f"{SETTINGS} gives {token.content!r:.40} the number {number}, {FILE} {found}")
+
+
+def _add_asked_for(tokenizer: Any) -> None:
+    """Add a token before or after each text that the settings ask for and the file does not add."""
+    exact, found = tokenizer.backend_tokenizer, _around(tokenizer)
+    asked = [tokenizer.init_kwargs.get(f"add_{role}_token") is True for role in ("bos", "eos")]
+    adds = [want and not there for want, there in zip(asked, found, strict=True)]
+    tokens = [str(getattr(tokenizer, f"{role}_token")) for role in ("bos", "eos")]
+    before, after = (
+        [token] if add and exact.token_to_id(token) is not None else [] for token, add in zip(tokens, adds, strict=True)
+    )
+    if not before and not after:
+        return
+    template = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{t}:1" for t in after)],
+        special_tokens=[(token, exact.token_to_id(token)) for token in {*before, *after}],
+    )
+    own = exact.post_processor
+    exact.post_processor = template if own is None else processors.Sequence([own, template])
+
+
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before and after a text."""
+    encoding = tokenizer("a", return_special_tokens_mask=True)
+    ids, text = encoding["input_ids"], [at for at, added in enumerate(encoding["special_tokens_mask"]) if not added]
+    if not text:  # it has no token for the letter
+        begins = sum(token == tokenizer.bos_token_id for token in ids[:1])
+        return ids[:begins], ids[begins:]
+    return ids[: text[0]], ids[text[-1] + 1 :]
+
+
+def framing(tokenizer: Any) -> Framing:
+    """Return the tokens around every text.
+
+    Raises:
+        LeanError: more than one before or after it.
+    """
+    before, after = _around(tokenizer)
+    if len(before) > 1 or len(after) > 1:
+        raise LeanError(f"the tokenizer puts the tokens {before} before and {after} after each text; one each can be")
+    return Framing(next(iter(before), None), next(iter(after), tokenizer.eos_token_id))
+
+
+def vocabulary(tokenizer: Any) -> int:
+    """Return how many tokens a model needs for a tokenizer: its numbers may have gaps, and `len` counts tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def identity(tokenizer: Any) -> str:
+    """Return what tells a tokenizer from others: models of one family often differ in the token that ends a text."""
+    return f"{tokenizer.backend_tokenizer.to_str()}\0{tokenizer.special_tokens_map}\0{tokenizer.chat_template}"
+
+
+def check_ids(ids: Any, vocab_size: int, tokenizer: Any, place: str) -> None:
+    """Check that the model has all tokens of a text, `ids`. A tokenizer may have more than it, which never occur.
+
+    Raises:
+        LeanError: it does not; `place` says whose text that is.
+    """
+    found = int(max(ids) if isinstance(ids, list) else ids.max()) if len(ids) else -1
+    if found >= vocab_size:
+        raise LeanError(
+            f"{place} has the token {tokenizer.convert_ids_to_tokens(found)!r:.60}, number {found}, and the model's "
+            f"vocabulary ends at {vocab_size - 1}; take it out of the text"
+        )
+
+
+def copy_tokenizer(source: Path, directory: Path, stock: bool) -> None:
+    """Copy the tokenizer, chat templates and generation settings of `source`, a checkpoint's directory or GGUF file.
+
+    Other tools read a directory with `AutoTokenizer`. Where that would cut text in another way than the source's
+    tokenizer.json, the settings are written for the class that takes the file as it is.
+
+    Args:
+        stock: transformers knows the model's class, and may take a tokenizer's class of its own choice for it.
+
+    Raises:
+        LeanError: the source's tokenizer is damaged, or `AutoTokenizer` gives other ids all the same.
+    """
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, directory / TEMPLATES)
+    if not has_tokenizer(source):
+        return
+    tokenizer = _read(source)
+    if is_gguf(source):
+        tokenizer.save_pretrained(directory)
+    if _differing(directory, tokenizer) is not None:
+        settings = read_json(directory / SETTINGS) if (directory / SETTINGS).exists() else {}
+        write_json(directory / SETTINGS, _settings_of_file(settings, tokenizer))
+    if (text := _differing(directory, tokenizer)) is not None:
+        message = f"AutoTokenizer cuts {text!r:.60} in another way than {FILE}, whatever {SETTINGS} says"
+        if not stock:
+            raise LeanError(f"{source}: {message}; remove the tokenizer's files there, and bring them in by hand")
+        logger.warning("%s: load the tokenizer of %s with PreTrainedTokenizerFast", message, directory)
+
+
+def _settings_of_file(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return settings with which transformers changes nothing of a tokenizer.json."""
+    changing = {"auto_map", "added_tokens_decoder", "add_bos_token", "add_eos_token", "split_special_tokens"}
+    changing |= {"add_prefix_space", "tokenizer_file", "fix_mistral_regex"}
+    flags = {token.content: token for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()}
+    kept = {name: value for name, value in settings.items() if name not in changing}
+    for name in [name for name in kept if name.endswith("_token")]:
+        content = value["content"] if isinstance(value := kept[name], dict) else value
+        if content in flags:
+            own = flags[content]
+            kept[name] = {
+                "__type": "AddedToken",
+                "content": content,
+                **{flag: getattr(own, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")},
+            }
+        elif content not in tokenizer.get_vocab():
+            del kept[name]
+    return {**kept, "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def _differing(directory: Path, tokenizer: Any) -> str | None:
+    """Return a text that `AutoTokenizer` cuts in another way, or None."""
+    try:
+        with quiet_transformers():
+            other = AutoTokenizer.from_pretrained(str(directory))
+    except Exception:  # such as for a class that is not there
+        return SAMPLE[0]
+    special = [token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()]
+    for text in (*SAMPLE, *(f"a{token} b  {token}c" for token in special)):
+        for adding in (True, False):
+            if _ids(tokenizer, text, adding) != _ids(other, text, adding):
+                return text
+    return None
+
+
+def _ids(tokenizer: Any, text: str, adding: bool) -> list[int] | None:
+    try:
+        return tokenizer(text, add_special_tokens=adding)["input_ids"]
+    except Exception:  # the text has characters that are no tokens
+        return None
