@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
@@ -110,7 +110,6 @@ def _from_files(name: str) -> Any:
     _check_ids(exact)
     _add_declared(exact, tokenizer.init_kwargs.get("added_tokens_decoder") or {})
     set_backend(tokenizer, exact)
-    _add_asked_for(tokenizer)
     return tokenizer
 
 
@@ -132,26 +131,6 @@ def _add_declared(tokenizer: Tokenizer, declared: Mapping[Any, Any]) -> None:
             (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
             if (found := tokenizer.token_to_id(token.content)) != number:
                 raise LeanError(f"{SETTINGS} gives {token.content!r:.40} the number {number}, {FILE} {found}")
-
-
-def _add_asked_for(tokenizer: Any) -> None:
-    """Add a token before or after each text that the settings ask for and the file does not add."""
-    exact, found = tokenizer.backend_tokenizer, _around(tokenizer)
-    asked = [tokenizer.init_kwargs.get(f"add_{role}_token") is True for role in ("bos", "eos")]
-    adds = [want and not there for want, there in zip(asked, found, strict=True)]
-    tokens = [str(getattr(tokenizer, f"{role}_token")) for role in ("bos", "eos")]
-    before, after = (
-        [token] if add and exact.token_to_id(token) is not None else [] for token, add in zip(tokens, adds, strict=True)
-    )
-    if not before and not after:
-        return
-    template = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{t}:1" for t in after)],
-        special_tokens=[(token, exact.token_to_id(token)) for token in {*before, *after}],
-    )
-    own = exact.post_processor
-    exact.post_processor = template if own is None else processors.Sequence([own, template])
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -83,12 +83,12 @@ def write_model(
         shapes = tensors.shapes
 
     def finish_model(directory: Path) -> None:
-        copy_tokenizer(source.directory, directory, stock)
         if stock:
             stock_config.dtype = dtype
             stock_config.save_pretrained(directory)
         else:
             save_config(with_fields(config, dtype=dtype), directory)
+        copy_tokenizer(source.directory, directory, stock)  # AutoTokenizer reads the configuration too
         finish(directory)
 
     job = {"source": source_hashes(source), "config": config.to_dict(), "stock": stock, "family": family}

@@ -230,7 +230,7 @@ def collate(tokens: Tokens, starts: Sequence[int] | np.ndarray, context_length: 
     """
     windows = np.stack([tokens[start : start + context_length + 1] for start in np.asarray(starts).tolist()])
     batch = torch.from_numpy(windows.astype(np.int64))
-    inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    inputs, labels = batch[:, :-1].clone(), batch[:, 1:].clone()  # one sequence would be given views of itself
     if (around := getattr(tokens, "around", None)) is not None and around.begin is not None:
         inputs[:, 0] = around.begin
         if around.unpredicted is not None:
