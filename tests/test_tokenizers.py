@@ -317,9 +317,22 @@ def test_prompts_begin_once_and_do_not_end(form, model):
 
 def test_the_framing_survives_saving(form, model, tmp_path):
     load_tokenizer(model).save_pretrained(tmp_path / "saved")
-    loaded = load_tokenizer(tmp_path / "saved")
-    assert framing(loaded) == framing(load_tokenizer(model))
-    assert [ids(loaded, text) for text in TEXTS] == [ids(form, text) for text in TEXTS]
+    assert framing(load_tokenizer(tmp_path / "saved")) == framing(load_tokenizer(model))
+    for loaded in (load_tokenizer(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert [ids(loaded, text) for text in TEXTS] == [ids(form, text) for text in TEXTS]
+
+
+def test_models_are_compared_on_the_same_tokens_only(tmp_path, texts, cli):
+    form = bytes_form()
+    for name in ("first", "second"):
+        config = tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=64)
+        LeanForCausalLM(config).save_pretrained(tmp_path / name)
+        write(tmp_path / name, form)
+        form.pre_tokenizer = pre_tokenizers.Sequence([digits, form.pre_tokenizer])  # the vocabulary stays
+    arguments = ("eval", str(tmp_path / "first"), "--data", str(texts))
+    code, _, message = cli(*arguments, "--against", str(tmp_path / "second"))
+    assert code == 2 and "has another tokenizer" in message
+    assert cli(*arguments, "--against", str(tmp_path / "first"))[0] == 0
 
 
 # --- ids beyond the embedding -----------------------------------------------------------------------------------------

@@ -232,12 +232,17 @@ def _settings_of_file(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, 
 
 
 def _differing(directory: Path, tokenizer: Any) -> str | None:
-    """Return a text that `AutoTokenizer` cuts in another way, or None."""
+    """Return a text that `AutoTokenizer` cuts in another way than `tokenizer`, or None."""
     try:
         with quiet_transformers():
             other = AutoTokenizer.from_pretrained(str(directory))
     except Exception:  # such as for a class that is not there
         return SAMPLE[0]
+    return differing(tokenizer, other)
+
+
+def differing(tokenizer: Any, other: Any) -> str | None:
+    """Return a text that two tokenizers cut differently, of a sample that is known to tell them apart, or None."""
     special = [token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()]
     for text in (*SAMPLE, *(f"a{token} b  {token}c" for token in special)):
         for adding in (True, False):

@@ -219,23 +219,30 @@ def _open_other(checkpoint: "Checkpoint", directory: Path, context_length: int) 
     sizes = [opened.config.vocab_size for opened in (checkpoint, other)]
     if sizes[0] != sizes[1]:
         raise LeanError(f"--against {directory} has {sizes[1]:,} tokens, the first model {sizes[0]:,}: not comparable")
-    first, second = (_vocabulary(opened.directory) for opened in (checkpoint, other))
-    if not (first.items() <= second.items() or second.items() <= first.items()):
-        raise LeanError(f"--against {directory} has another tokenizer; compare the bits per byte of two `leanqkv eval`")
+    _check_same_text(checkpoint.directory, directory)
     positions = other.config.max_position_embeddings
     if other.config.position_embedding_type == "learned" and context_length > positions:
         raise LeanError(f"--against {directory} has {positions:,} positions; give --context-length {positions} or less")
     return other
 
 
-def _vocabulary(directory: Path) -> dict[str, int]:
-    """Return the tokens of a checkpoint's tokenizer and their numbers; none where it has no tokenizer.
+def _check_same_text(first: Path, second: Path) -> None:
+    """Check that two checkpoints read the same tokens of a text, where both have a tokenizer.
 
     A GGUF file and the checkpoint that it was made of have other files, and one of them can have unused tokens more.
-    """
-    from ..checkpoints.tokenizer import has_tokenizer, load_tokenizer
 
-    return load_tokenizer(directory).get_vocab() if has_tokenizer(directory) else {}
+    Raises:
+        LeanError: they do not.
+    """
+    from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer
+    from ..errors import LeanError
+
+    if not has_tokenizer(first) or not has_tokenizer(second):
+        return
+    tokenizers = [load_tokenizer(directory) for directory in (first, second)]
+    one, other = (tokenizer.get_vocab().items() for tokenizer in tokenizers)
+    if not (one <= other or other <= one) or differing(*tokenizers) is not None:
+        raise LeanError(f"--against {second} has another tokenizer; compare the bits per byte of two `leanqkv eval`")
 
 
 def _compare(scored: Scored, other: Scored, text: "EvaluationText", context: int, stride: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from ..checkpoints.tokenizer import check_ids
+from ..checkpoints.tokenizer import check_ids, framing
 from ..errors import LeanError, first_line
 from ..model.causal_lm import LeanForCausalLM
 
@@ -90,9 +90,11 @@ def task_figures(
         progress: called with the number of sequences that the model has read.
 
     Raises:
-        LeanError: logits that are NaN.
+        LeanError: logits that are NaN; a token that the model does not have, or that ends the question.
     """
     lm_eval = _lm_eval()
+    if tokenizer("a")["input_ids"][-1] == framing(tokenizer).end:
+        raise LeanError("the tokenizer ends each text, a question of a task too, with a token: tasks cannot be scored")
     sequences = 0
 
     def check(module: Any, inputs: Any, output: Any) -> None:
