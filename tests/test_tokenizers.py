@@ -55,14 +55,15 @@ def putting(tokenizer: Tokenizer, before: str = "<s>", after: str = "") -> Token
 
 
 digits = pre_tokenizers.Digits(individual_digits=True)
+# Of tests with cases that take long the first and the sixth are run by `make test`.
 FORMS = {
+    "pieces, begun": lambda: putting(pieces_form()),
     "bytes": bytes_form,
     "bytes, digits one by one": lambda: bytes_form(digits),
     "bytes, begun": lambda: putting(bytes_form()),
-    "bytes, begun and ended": lambda: putting(bytes_form(digits), after="</s>"),
     "bytes, begun with the end token": lambda: putting(bytes_form(), before="</s>"),
+    "bytes, begun and ended": lambda: putting(bytes_form(digits), after="</s>"),
     "pieces": pieces_form,
-    "pieces, begun": lambda: putting(pieces_form()),
 }
 CLASSES = ("GPT2Tokenizer", "LlamaTokenizer", "GemmaTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast", "Missing")
 TYPES = ("leanqkv", "llama", "qwen2", "gemma3_text", "gpt_neox")
@@ -130,6 +131,7 @@ def test_ids_are_those_of_the_file_whatever_class_is_named(form, tmp_path, model
     assert [ids(loaded, text) for text in TEXTS] == [ids(form, text) for text in TEXTS]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_ids_of_what_is_written_are_the_sources(form, sources, cli, family):
     """Imported, converted and exported; read by the file, by this library, and by AutoTokenizer."""
@@ -243,6 +245,7 @@ def texts(tmp_path, monkeypatch):
     return file
 
 
+@pytest.mark.long_cases
 def test_evaluation_begins_every_window(form, model, texts):
     loaded = load_model(open_causal_lm(model), torch.float64)
     text = evaluation_text(str(texts), tokenizer=model, vocab_size=VOCABULARY)
