@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from .cache import LeanQuantizedCache
@@ -41,16 +42,18 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         prefix_mask: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
-        """Logits [batch, positions, vocab_size] and, with targets, the mean cross-entropy in nats; with experts, the
-        weighted load-balancing loss is added to it, and `aux_loss` is the plain one.
+        """Logits [batch, positions, vocab_size] and, with targets, the mean cross-entropy in nats.
 
         Args:
             prefix_mask: see LeanModel; `generate` takes the prompt for the prefix where none is given.
             labels: [batch, positions], the input ids themselves, -100 where no loss is wanted; position i is scored
                 against label i + 1. Already shifted targets go in as `shift_labels` instead.
+            output_router_logits: with experts, give `router_logits` and `aux_loss`, the load-balancing loss, and add it
+                with its weight to the loss; None: as the configuration says.
             logits_to_keep: only the last that many positions (0: all), or the positions a tensor names.
         """
         outputs = self.model(
@@ -61,6 +64,7 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             prefix_mask=prefix_mask,
             use_cache=use_cache,
+            output_router_logits=output_router_logits,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -69,8 +73,9 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         loss = aux_loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            if outputs.router_logits is not None:
-                aux_loss = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
+        if outputs.router_logits is not None:
+            aux_loss = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
+            if loss is not None:
                 shifted = kwargs.get("shift_labels")
                 targets = shifted if shifted is not None else labels[:, 1:]  # type: ignore[index]
                 share = batch_share(targets, kwargs.get("num_items_in_batch"))
@@ -123,3 +128,5 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
 
 
 LeanForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+# Trainer shifts labels by one token only for the classes named here (`label_smoothing_factor`).
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LeanConfig.model_type] = LeanForCausalLM.__name__

@@ -61,8 +61,12 @@ class MixtureOfExperts(nn.Module):
 def load_balancing_loss(config, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
     """`E sum_e f_e p_e` over all layers and tokens: f_e choices of expert e per token, p_e its mean router probability.
 
-    router_logits: per layer [batch * positions, experts]; attention_mask: [batch, positions] or None.
+    router_logits: per layer [batch * positions, experts]; attention_mask: [batch, past + positions], 1 for tokens that
+    count; None or of another form: all do.
     """
+    if attention_mask is not None:
+        positions = len(router_logits[0]) // len(attention_mask)
+        attention_mask = attention_mask[:, -positions:] if attention_mask.ndim == 2 else None
     experts, chosen = config.num_local_experts, config.num_experts_per_tok
     return load_balancing_loss_func(router_logits, experts, chosen, attention_mask)  # type: ignore[arg-type,return-value]
 

@@ -125,6 +125,7 @@ class LeanModel(LeanPreTrainedModel):
         prefix_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         **kwargs,
     ) -> MoeModelOutputWithPast:
         """Final hidden states [batch, positions, hidden_size].
@@ -137,6 +138,7 @@ class LeanModel(LeanPreTrainedModel):
             position_ids: [batch, positions]; counted on from the cache where left out.
             past_key_values: a transformers Cache made from this model's configuration.
             prefix_mask: [batch, positions], with `mask_type` "prefix": 1 for the tokens that see each other.
+            output_router_logits: with experts, give `router_logits`; None: as the configuration says.
         """
         inputs_embeds = self.task.embed(
             self.get_input_embeddings(), input_ids, inputs_embeds, pixel_values, attention_mask
@@ -164,10 +166,12 @@ class LeanModel(LeanPreTrainedModel):
         hidden_states, router_logits = self._run_layers(
             hidden_states, masks, position_embeddings, past_key_values, **kwargs
         )
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
         return MoeModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
             past_key_values=past_key_values,
-            router_logits=router_logits,
+            router_logits=router_logits if output_router_logits else None,
         )
 
     def _history(
