@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from shapes import assert_near, randomize, tiny, tokens
-from transformers import Trainer, TrainingArguments
+from torch.utils._pytree import tree_map
+from transformers import CompileConfig, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from leanqkv import LeanForCausalLM
@@ -101,3 +103,108 @@ def test_experts_are_balanced_where_router_logits_are_asked_for(load, tmp_path: 
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0
     model.generate(IDS, attention_mask=mask, max_new_tokens=3)
+
+
+# --- layers that other tools add, remove or leave out -----------------------------------------------------------------
+
+EXITS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "baseline": ((), {}),
+    "skipv1": (("skipv1", "gqa"), {}),
+    "shared blocks": ((), {"num_hidden_groups": 2}),
+    "source in the third layer": (("skipv3",), {}),  # no model of two layers has that
+    "windows": (("yoco:local=true",), {"sliding_window": 4}),  # in other layers than in a model of two
+    "late windows": ((), {"sliding_window": 4, "window_layers": [3]}),
+}
+
+
+@pytest.mark.parametrize("what", EXITS)
+def test_an_early_exit_runs_the_first_layers(what: str) -> None:
+    mechanisms, fields = EXITS[what]
+    model = build(*mechanisms, num_hidden_layers=4, **fields)
+    ids = IDS[:1]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, assistant_early_exit=2), expected)
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states[2]
+        model.config.num_hidden_layers = 2
+        assert_near(model(ids).logits, model.logits(model.model.norm(hidden)), 1e-6)
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+        assert_near(model(ids[:, 6:], past_key_values=cache).logits, model(ids).logits[:, 6:], 1e-5)
+
+
+@both
+def test_layers_that_the_plan_does_not_know_are_refused(load, tmp_path: Path) -> None:
+    needed = (
+        r"^the model was built of 4 blocks for 4 layers and now has \d for \d; .* build another one from a LeanConfig"
+    )
+    model = saved(build(num_hidden_layers=4), tmp_path, load)
+    layers = model.model.layers
+    for kept, count in ((layers[:2], 4), (layers[:2], 2), ([*layers, layers[3]], 5), (layers, 5), (layers, 0)):
+        model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList(kept), count
+        with pytest.raises(ValueError, match=needed):
+            model(IDS)
+    model.model.layers, model.config.num_hidden_layers = layers, 4
+    with pytest.raises(ValueError, match=needed):
+        model.generate(IDS[:1], max_new_tokens=3, assistant_early_exit=5)
+    assert model.generate(IDS, max_new_tokens=3).shape == (2, 12)
+
+
+def test_replicated_layers_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(layer_replication=[(0, 2), (1, 3)], target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="built of 3 blocks for 3 layers and now has 4 for 4"):
+        peft.get_peft_model(build(), config)(IDS)
+
+
+# --- static caches ----------------------------------------------------------------------------------------------------
+
+STATIC: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "skipv1": (("skipv1", "gqa"), {}),
+    "mla": (("mla",), {}),
+    "values from keys": (("values-from-keys", "gqa"), {}),
+    "windows in some layers": (("gqa",), {"sliding_window": 4, "window_layers": [0, 2]}),
+    "prefix": ((), {"mask_type": "prefix"}),
+}
+
+
+@pytest.mark.parametrize("what", STATIC)
+def test_a_compiled_step_sees_masks_of_one_shape(what: str) -> None:
+    mechanisms, fields = STATIC[what]
+    model, given = build(*mechanisms, **fields), {"attention_mask": torch.ones_like(IDS), "do_sample": False}
+    given["attention_mask"][0, :3] = 0
+    expected = model.generate(IDS, **given, max_new_tokens=8)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiling = CompileConfig(backend="eager", fullgraph=True)
+    compiling._compile_all_devices = True
+    static = {**given, "cache_implementation": "static"}
+    assert torch.equal(model.generate(IDS, **static, max_new_tokens=8, compile_config=compiling), expected)
+    # A static cache with windows counts in whole numbers, which Dynamo notices once.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + ("sliding_window" in fields)
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(str(tree_map(lambda mask: mask.shape, kwargs["attention_mask"]))),
+        with_kwargs=True,
+    )
+    assert torch.equal(model.generate(IDS, **static, max_new_tokens=8), expected)
+    assert len(shapes) == 8 and len(set(shapes[1:])) == 1, shapes
+
+
+EXPORTED = {**STATIC, "yoco": (("yoco",), {"num_hidden_layers": 4}), "latents": (("latent-keys", "latent-values"), {})}
+
+
+@pytest.mark.parametrize("what", EXPORTED)
+def test_the_static_cache_of_an_exported_model_is_the_plans(what: str) -> None:
+    """What transformers' recipe for ExecuTorch exports: one token at a time, with the cache in buffers."""
+    mechanisms, fields = EXPORTED[what]
+    model = build(*mechanisms, **fields)
+    model.generation_config.cache_implementation = "static"
+    module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=16)
+    buffers = [buffer for name, buffer in module.named_buffers() if name.startswith(("key_cache", "value_cache"))]
+    assert sum(buffer.nbytes for buffer in buffers) == 16 * model.config.plan.kv_bytes_per_token(torch.float32)
+    first = {"input_ids": IDS[:1, :1], "cache_position": torch.tensor([0])}
+    with torch.no_grad():
+        expected = model(IDS[:1]).logits
+        step = torch.export.export(module, (), first).module() if what in ("skipv1", "yoco") else module
+        found = [step(input_ids=IDS[:1, i : i + 1], cache_position=torch.tensor([i])) for i in range(9)]
+    assert_near(torch.cat(found, dim=1), expected, 1e-5)

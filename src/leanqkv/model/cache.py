@@ -5,7 +5,8 @@ through `config.layer_types`. What a layer stores is what the plan says it compu
 where they are computed, and a layer that computes nothing stores nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -27,7 +28,6 @@ from transformers.cache_utils import (
 
 from .cache_kivi import kivi_layers, refuse_windows
 
-LAYER_TYPE = "leanqkv_attention"
 # The backend of a quantized cache that is made here, and what its `cache_config` may hold.
 KIVI, KIVI_OPTIONS = "kivi", ("key_bits", "value_bits")
 
@@ -51,12 +51,18 @@ class LeanDynamicWindowLayer(DynamicSlidingWindowLayer):
 
 
 class LeanStaticLayer(StaticLayer):
-    """Allocated once for `max_cache_len` tokens; the parent makes as many value heads as there are key heads."""
+    """Allocated once for `max_cache_len` tokens; the parent makes as many value heads as there are key heads.
 
-    # `early_initialization` assumes as many value heads as key heads; buffers are made at the first update instead.
-    supports_early_init = False
+    shapes: heads and their width, of the two tensors that `update` takes.
+    """
+
+    def __init__(self, max_cache_len: int, shapes: Sequence[tuple[int, int]], **kwargs):
+        super().__init__(max_cache_len, **kwargs)
+        self.shapes = shapes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if not key_states.shape[-2]:  # from `early_initialization`, which knows one shape for all that is cached
+            key_states, value_states = (key_states.new_empty(len(key_states), n, 0, width) for n, width in self.shapes)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads, _, self.k_head_dim = key_states.shape
         self.v_head_dim = value_states.shape[-1]
@@ -85,36 +91,28 @@ def _own(window: Tensor) -> Tensor:
 def layer_type(layer) -> str:
     """The name under which transformers finds the cache layer for a layer of the plan.
 
-    transformers passes no window to layer types of others, so every window is a type of its own. A layer that computes
-    nothing never updates its cache layer, which then allocates nothing.
+    transformers passes nothing to layer types of others, so every window and every shape is a type of its own. A layer
+    that computes nothing never updates its cache layer, which then allocates nothing.
     """
-    if layer.window is None:
-        return LAYER_TYPE
-    name = f"{LAYER_TYPE}_window_{layer.window}"
-
-    def make_dynamic(**kwargs) -> LeanDynamicWindowLayer:
-        return LeanDynamicWindowLayer(sliding_window=layer.window)
-
-    def make_static(max_cache_len: int, **kwargs) -> LeanStaticWindowLayer:
-        return LeanStaticWindowLayer(max_cache_len=max_cache_len, sliding_window=layer.window)
-
-    _register(name, make_dynamic, make_static)
+    shapes = [(tensor.num_heads, tensor.head_dim) for tensor in layer.cached]
+    shapes += [(0, shapes[0][1] if shapes else 0)] * (2 - len(shapes))
+    name = "_".join(("leanqkv_attention", *(f"{heads}x{width}" for heads, width in shapes)))
+    dynamic: Callable = LeanDynamicLayer
+    static: Callable = partial(LeanStaticLayer, shapes=shapes)
+    if layer.window is not None:
+        name += f"_window_{layer.window}"
+        dynamic = partial(LeanDynamicWindowLayer, sliding_window=layer.window)
+        static = partial(LeanStaticWindowLayer, shapes=shapes, sliding_window=layer.window)
+    # transformers names some settings of the configuration, which the plan has taken into account.
+    DYNAMIC_LAYER_TYPE_MAPPING[name] = lambda **settings: dynamic()  # type: ignore[assignment]
+    STATIC_LAYER_TYPE_MAPPING[name] = lambda max_cache_len, **settings: static(max_cache_len)  # type: ignore[assignment]
     return name
 
 
-def _register(name: str, make_dynamic: Callable, make_static: Callable) -> None:
-    """Tell transformers' DynamicCache and StaticCache what to make for the layer type `name`."""
-    DYNAMIC_LAYER_TYPE_MAPPING[name] = make_dynamic  # type: ignore[assignment]
-    STATIC_LAYER_TYPE_MAPPING[name] = make_static  # type: ignore[assignment]
-
-
-_register(LAYER_TYPE, LeanDynamicLayer, LeanStaticLayer)
-
-
-def dynamic_cache(plan) -> DynamicCache:
-    """`DynamicCache(config=...)`, from a plan that is made already: a compiled forward pass cannot make one."""
+def dynamic_cache(layers) -> DynamicCache:
+    """`DynamicCache(config=...)`, for layers of a plan that is made already: a compiled forward pass cannot make one."""
     cache = DynamicCache()
-    cache.layers = [DYNAMIC_LAYER_TYPE_MAPPING[layer_type(layer)]() for layer in plan.layers]
+    cache.layers = [DYNAMIC_LAYER_TYPE_MAPPING[layer_type(layer)]() for layer in layers]
     return cache
 
 

@@ -10,8 +10,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from .cache import LeanQuantizedCache
+from .cache import LeanQuantizedCache, dynamic_cache
 from .config import LeanConfig
+from .masks import static_masks
 from .moe import batch_share, load_balancing_loss
 from .transformer import LeanModel, LeanPreTrainedModel, require_task
 
@@ -110,20 +111,38 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
                 mask = kwargs.get("attention_mask")
                 every_token = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
                 kwargs["prefix_mask"] = every_token if mask is None else mask
-        self._make_quantized_cache(generation_config, kwargs)
-        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        self._make_cache(generation_config, kwargs)
+        layers = self.config.num_hidden_layers
+        try:
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.config.num_hidden_layers = layers  # transformers sets it for an early exit, and leaves it after errors
 
-    def _make_quantized_cache(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
-        """Put a quantized cache for this model's layers into `kwargs` if `generate` is asked for one."""
+    def create_masks_for_generate(
+        self, config: LeanConfig, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache, **kwargs: Any
+    ) -> Any:
+        """The `attention_mask` of a step with a static cache; transformers calls it before the compiled step."""
+        given = inputs_embeds, attention_mask, past_key_values, kwargs.get("position_ids")
+        return static_masks(config, self.model.plan, *given)
+
+    def _make_cache(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+        """Put a cache into `kwargs` where transformers' own would not be for this model's layers: a quantized one, if
+        `generate` is asked for that, and that of an early exit, whose layers are not those of a shallower model."""
 
         def asked(name: str) -> Any:
             configs = (getattr(config, name, None) for config in (generation_config, self.generation_config))
             return next((value for value in (kwargs.get(name), *configs) if value is not None), None)
 
-        if asked("cache_implementation") != "quantized" or kwargs.get("past_key_values") is not None:
+        if kwargs.get("past_key_values") is not None:
             return
-        options = {name: value for name, value in (asked("cache_config") or {}).items() if name != "config"}
-        cache = LeanQuantizedCache(options.pop("backend", "quanto"), self.config, **options)
+        if self.config.num_hidden_layers < len(self.model.plan.layers):
+            cache: Cache = dynamic_cache(self.model.layers_to_run())
+            cache.activate_past_recording()
+        elif asked("cache_implementation") == "quantized":
+            options = {name: value for name, value in (asked("cache_config") or {}).items() if name != "config"}
+            cache = LeanQuantizedCache(options.pop("backend", "quanto"), self.config, **options)
+        else:
+            return
         kwargs |= {"past_key_values": cache, "cache_implementation": None, "cache_config": None}
 
 

@@ -22,6 +22,7 @@ from .depth_average import DepthAverage
 from .initial import normal
 from .masks import make_masks
 from .norm import make_norm
+from .plan import LayerPlan
 from .position import RotaryEmbedding, RotaryEmbeddings, Rotations, check_history, history_positions
 from .registry import ConfigError
 from .tasks import TASKS
@@ -134,7 +135,7 @@ class LeanModel(LeanPreTrainedModel):
             input_ids: [batch, positions], or `inputs_embeds` [batch, positions, hidden_size] in its place, as
                 `get_input_embeddings()` makes them: `embedding_multiplier` is in them already.
             pixel_values: [batch, num_channels, image_size, image_size], of a model of images in place of both.
-            attention_mask: [batch, past + positions], 1 for real tokens and 0 for padding.
+            attention_mask: [batch, past + positions], 1 for real tokens and 0 for padding; or masks, see `make_masks`.
             position_ids: [batch, positions]; counted on from the cache where left out.
             past_key_values: a transformers Cache made from this model's configuration.
             prefix_mask: [batch, positions], with `mask_type` "prefix": 1 for the tokens that see each other.
@@ -146,7 +147,7 @@ class LeanModel(LeanPreTrainedModel):
         if prefix_mask is not None and self.config.mask_type != "prefix":
             raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {self.config.mask_type!r}")
         if use_cache and past_key_values is None and not self.config.bidirectional:
-            past_key_values = dynamic_cache(self.plan)
+            past_key_values = dynamic_cache(self.layers_to_run())
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         check_history(self.config, past, inputs_embeds.shape[1])
         masks = make_masks(
@@ -175,7 +176,7 @@ class LeanModel(LeanPreTrainedModel):
         )
 
     def _history(
-        self, position_ids: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None
+        self, position_ids: Tensor, attention_mask: Tensor | dict | None, past_key_values: Cache | None
     ) -> Tensor | None:
         """The positions of the cache's tokens, [1 or batch, tokens], where values are made of cached keys."""
         if self.plan.reads_keys_in is None or past_key_values is None:
@@ -183,7 +184,25 @@ class LeanModel(LeanPreTrainedModel):
         length, _ = past_key_values.get_mask_sizes(position_ids.shape[1], self.plan.reads_keys_in)
         if length == position_ids.shape[1]:
             return None
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask[None]  # a layer that reads keys has no window
         return history_positions(position_ids, attention_mask, past_key_values.get_seq_length(), length)
+
+    def layers_to_run(self) -> tuple[LayerPlan, ...]:
+        """The layers of the plan; the first `config.num_hidden_layers` of them for an early exit.
+
+        Raises:
+            ValueError: blocks were added or removed after the model was built.
+        """
+        wanted, found = self.config.num_hidden_layers, len(self.layers)
+        layers, blocks = self.plan.layers, self.plan.layers[-1].block + 1
+        if found == blocks and 1 <= wanted <= len(layers):
+            return layers[:wanted]
+        raise ValueError(
+            f"the model was built of {blocks} blocks for {len(layers)} layers and now has {found} for {wanted}; what its "
+            "layers share was planned when it was built, so build another one from a LeanConfig with the "
+            "num_hidden_layers that you want, and copy the weights into it"
+        )
 
     def _run_layers(
         self,
@@ -199,7 +218,7 @@ class LeanModel(LeanPreTrainedModel):
         borrowed: dict[int, KeyValues] = {}
         mlp_hidden = None
         outputs, router_logits = [hidden_states], []
-        for layer in self.plan.layers:
+        for layer in self.layers_to_run():
             hidden_states, key_values, mlp_aux = self.layers[layer.block](
                 hidden_states,
                 layer,
