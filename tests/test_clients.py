@@ -8,12 +8,12 @@ import pytest
 import torch
 from shapes import assert_near, randomize, tiny, tokens
 from torch.utils._pytree import tree_map
-from transformers import CompileConfig, Trainer, TrainingArguments
+from transformers import CompileConfig, DynamicCache, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from leanqkv import LeanForCausalLM
+from leanqkv import ConfigError, LeanForCausalLM, LeanQuantizedCache
 
 IDS = tokens(2, 9)
 EXPERTS = {"mlp_type": "moe", "num_local_experts": 3, "router_aux_loss_coef": 0.5}
@@ -208,3 +208,80 @@ def test_the_static_cache_of_an_exported_model_is_the_plans(what: str) -> None:
         step = torch.export.export(module, (), first).module() if what in ("skipv1", "yoco") else module
         found = [step(input_ids=IDS[:1, i : i + 1], cache_position=torch.tensor([i])) for i in range(9)]
     assert_near(torch.cat(found, dim=1), expected, 1e-5)
+
+
+@pytest.mark.parametrize("what, length", [("skipv1", 5), ("mla", 6), ("mla", 5), ("values from keys", 7)])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_a_prompt_of_any_length_is_quantized(what: str, length: int, axis: int) -> None:
+    """Quanto's groups hold 64 numbers; what is left over is as near as the rest."""
+    pytest.importorskip("optimum.quanto")
+    model = build(*STATIC[what][0])
+    cache = LeanQuantizedCache("quanto", model.config, nbits=4, axis_key=axis, axis_value=axis)
+    ids, exact = tokens(2, length), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for held in (cache, exact):
+            model(ids, past_key_values=held)
+    for found, expected in zip(cache.layers, exact.layers, strict=True):
+        for name in ("keys", "values"):
+            tensor = getattr(expected, name)
+            again = found._dequantize(getattr(found, f"_quantized_{name}"))
+            assert again.shape == tensor.shape
+            if tensor.numel():
+                assert_near(again, tensor, 0.2, f"{name} of {length} tokens")
+    options = {"backend": "quanto", "nbits": 4, "axis_key": axis, "axis_value": axis, "residual_length": 1}
+    given = {"attention_mask": torch.ones_like(ids), "cache_implementation": "quantized", "cache_config": options}
+    assert model.generate(ids, **given, max_new_tokens=3).shape == (2, length + 3)
+
+
+def test_continuous_batching_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"continuous batching cannot hold .* use `model.generate`"):
+        build("skipv1").generate_batch([[1, 2, 3]])
+
+
+def test_classification_of_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_labels \(3\) .* no head here classifies text: put one of your own"):
+        tiny("gpt", num_labels=3)
+
+
+# --- PEFT -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanisms", [(), ("gqa", "skipv1"), ("nonlinear-query",), ("mla",), ("no-output",)], ids=str)
+def test_lora_has_default_targets(mechanisms: tuple[str, ...]) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(*mechanisms), peft.LoraConfig(task_type="CAUSAL_LM"))
+    linear = [name for name, module in build(*mechanisms).named_modules() if type(module) is torch.nn.Linear]
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == {f"base_model.model.{name}" for name in linear if name != "lm_head"}
+
+
+@pytest.mark.parametrize("mechanisms", [(), ("gqa", "skipv1"), ("mla",)], ids=str)
+def test_ia3_has_default_targets(mechanisms: tuple[str, ...]) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(*mechanisms), peft.IA3Config(task_type="CAUSAL_LM"))
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "ia3_l")}
+    assert adapted == ({"kv_down_proj", "down_proj"} if "mla" in mechanisms else {"k_proj", "v_proj", "down_proj"})
+
+
+def prefixed(*mechanisms: str, **fields: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return peft.get_peft_model(build(*mechanisms, **fields), config).eval()
+
+
+@pytest.mark.parametrize("mechanisms", [("gqa",), ("yoco",), ("nonlinear-query",)], ids=str)
+def test_prefix_tuning_of_layers_that_cache_whole_heads(mechanisms: tuple[str, ...]) -> None:
+    model, ids = prefixed(*mechanisms, num_hidden_layers=4), IDS
+    with torch.no_grad():
+        for _ in range(3):
+            ids = torch.cat((ids, model(input_ids=ids).logits[:, -1:].argmax(-1)), dim=1)
+        found = model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False)
+    assert torch.equal(found, ids)
+
+
+@pytest.mark.parametrize("mechanisms", [("skipv1",), ("mla",), ("keys-as-values",), ("latent-keys",)], ids=str)
+def test_prefix_tuning_of_other_layers_is_refused(mechanisms: tuple[str, ...]) -> None:
+    model = prefixed(*mechanisms)
+    for call in (lambda: model(IDS, labels=IDS), lambda: model.generate(input_ids=IDS, max_new_tokens=2)):
+        with pytest.raises(ValueError, match=r"^the cache given holds 4 heads of 8 .* so use prompt tuning or LoRA"):
+            call()

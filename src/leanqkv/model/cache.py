@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     QuantizedCache,
+    QuantoQuantizedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -110,7 +111,7 @@ def layer_type(layer) -> str:
 
 
 def dynamic_cache(layers) -> DynamicCache:
-    """`DynamicCache(config=...)`, for layers of a plan that is made already: a compiled forward pass cannot make one."""
+    """`DynamicCache(config=...)`, of layers that are planned already: a compiled forward pass cannot make a plan."""
     cache = DynamicCache()
     cache.layers = [DYNAMIC_LAYER_TYPE_MAPPING[layer_type(layer)]() for layer in layers]
     return cache
@@ -160,7 +161,45 @@ def _quantized_layer(kind: type, options: dict[str, Any]) -> Any:
             is_empty = isinstance(quantized, tuple) and not quantized[0].numel()
             return quantized[0] if is_empty else super()._dequantize(quantized)
 
-    return Layer(**options)
+    class WholeGroups(Layer):
+        # Quanto refuses numbers that do not fill its groups: the last ones are repeated until they do.
+        def _quantize(self, tensor: Tensor, axis: int) -> Any:
+            if not tensor.numel():
+                return super()._quantize(tensor, axis)
+            rows = tensor.flatten(0, -2) if axis == -1 else tensor.flatten(1).T
+            missing = -len(rows) % self.q_group_size
+            rows = torch.cat((rows, rows[-1:].expand(missing, -1)))
+            return super()._quantize((rows if axis == -1 else rows.T).contiguous(), axis), tensor.shape, axis
+
+        def _dequantize(self, quantized: Any) -> Tensor:
+            if len(quantized) == 2:
+                return super()._dequantize(quantized)
+            rows, shape, axis = super()._dequantize(quantized[0]), *quantized[1:]
+            if axis == -1:
+                return rows[: shape[:-1].numel()].view(shape)
+            return rows[:, : shape[1:].numel()].reshape(shape)
+
+    return (WholeGroups if issubclass(kind, QuantoQuantizedLayer) else Layer)(**options)
+
+
+def check_shapes(layers, cache: Cache) -> None:
+    """Refuse a cache that other code filled with tensors of other shapes than these layers of a plan keep."""
+    for layer, held in zip(layers, cache.layers, strict=False):
+        if type(held) is not DynamicLayer or not held.is_initialized or not layer.cached:
+            continue
+        assert held.keys is not None and held.values is not None
+        found = [(states.shape[1], states.shape[-1]) for states in (held.keys, held.values) if states.shape[1]]
+        wanted = [(tensor.num_heads, tensor.head_dim) for tensor in layer.cached]
+        if found != wanted:
+            raise ValueError(
+                f"the cache given holds {_in_words(found)} in layer {layer.layer}, where this model keeps "
+                f"{_in_words(wanted)}: PEFT's prefix tuning knows one shape for keys and values of all layers, so use "
+                "prompt tuning or LoRA, and make a cache of your own with DynamicCache(config=model.config)"
+            )
+
+
+def _in_words(shapes: Sequence[tuple[int, int]]) -> str:
+    return " and ".join(f"{heads} heads of {width}" for heads, width in shapes)
 
 
 def cache_bytes(past_key_values: Cache) -> int:

@@ -118,6 +118,13 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         finally:
             self.config.num_hidden_layers = layers  # transformers sets it for an early exit, and leaves it after errors
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse `generate_batch`, whose cache has one shape for keys and values of all layers."""
+        raise ValueError(
+            "transformers' continuous batching cannot hold what the layers of this model cache; use `model.generate` "
+            "with padding, `leanqkv serve`, or vLLM with the plugin leanqkv-vllm"
+        )
+
     def create_masks_for_generate(
         self, config: LeanConfig, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache, **kwargs: Any
     ) -> Any:

@@ -1,5 +1,6 @@
 """Embedding, blocks, final norm. The plan says how variants differ; no code here asks which variant it runs."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention import KeyValues, LeanAttention
 from .attention_latent import LatentAttention
 from .block import LeanBlock
-from .cache import dynamic_cache
+from .cache import check_shapes, dynamic_cache
 from .config import LeanConfig
 from .depth_average import DepthAverage
 from .initial import normal
@@ -98,6 +99,7 @@ class LeanModel(LeanPreTrainedModel):
         # made, for torch's own constructors draw from it too, as often as there are weights; on the CPU even while a
         # checkpoint is loaded on the meta device.
         self._initial_seed = int(torch.randint(2**62, (), device="cpu"))
+        _tell_peft(config.model_type)
         self.plan = plan = config.plan
         self.task = TASKS[config.task]
         self.main_input_name, self._input_embed_layer = self.task.main_input_name, self.task.embedding_name
@@ -148,6 +150,8 @@ class LeanModel(LeanPreTrainedModel):
             raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {self.config.mask_type!r}")
         if use_cache and past_key_values is None and not self.config.bidirectional:
             past_key_values = dynamic_cache(self.layers_to_run())
+        if past_key_values is not None and not torch.compiler.is_compiling():
+            check_shapes(self.plan.layers, past_key_values)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         check_history(self.config, past, inputs_embeds.shape[1])
         masks = make_masks(
@@ -199,8 +203,8 @@ class LeanModel(LeanPreTrainedModel):
         if found == blocks and 1 <= wanted <= len(layers):
             return layers[:wanted]
         raise ValueError(
-            f"the model was built of {blocks} blocks for {len(layers)} layers and now has {found} for {wanted}; what its "
-            "layers share was planned when it was built, so build another one from a LeanConfig with the "
+            f"the model was built of {blocks} blocks for {len(layers)} layers and now has {found} for {wanted}; what "
+            "its layers share was planned when it was built, so build another one from a LeanConfig with the "
             "num_hidden_layers that you want, and copy the weights into it"
         )
 
@@ -239,6 +243,15 @@ class LeanModel(LeanPreTrainedModel):
                 if layer.averaged:
                     hidden_states = self.depth_averages[str(layer.layer)](outputs)
         return hidden_states, tuple(router_logits) or None
+
+
+def _tell_peft(model_type: str) -> None:
+    """Register what adapters without `target_modules` act on, where PEFT is in use."""
+    if (known := sys.modules.get("peft.utils.constants")) is not None:
+        known.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, "all-linear")
+        keys_and_values = ["k_proj", "v_proj", "kv_down_proj"]  # the last of them with MLA alone
+        known.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.setdefault(model_type, [*keys_and_values, "down_proj"])
+        known.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.setdefault(model_type, ["down_proj"])
 
 
 def require_task(config: LeanConfig, task: str, model: type) -> None:
