@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from shapes import tiny, tokens
-
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from leanqkv import LeanConfig, LeanForCausalLM, LeanModel
@@ -35,14 +34,26 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "rope": (("gqa",), {"shape": "llama"}),
     "latents": (("latent-keys", "latent-values", "gqa"), {"shape": "llama"}),
 }
+ROTARY = {"rope", "latents"}
 # By test: the models that it cannot hold for, and why.
 CANNOT_HOLD: dict[str, tuple[set[str], str]] = {
+    **dict.fromkeys(
+        (
+            *(f"test_model_rope_scaling_from_config_{kind}" for kind in ("0_linear", "1_dynamic", "2_yarn")),
+            *("test_model_rope_scaling_frequencies", "test_model_rope_with_partial_rotation"),
+        ),
+        (MODELS.keys() - ROTARY, "there are no rotary positions"),
+    ),
+    "test_training_gradient_checkpointing_use_reentrant_true": (
+        {"skipv1", "yoco", "moe"},
+        "refused: reentrant checkpointing loses the gradient of borrowed heads and of router logits",
+    ),
     "test_output_router_logits_from_config": (MODELS.keys() - {"moe"}, "there are no routers without experts"),
 }
 MODEL_MAPPING_NAMES["leanqkv"] = "LeanModel"  # it has no loss, say the tests of training by this
 
 
-class Tester:
+class Sizes:
     """The inputs and sizes that transformers' tests ask for."""
 
     batch_size, seq_length, is_training = 3, 7, True
@@ -71,12 +82,14 @@ class Common(ModelTesterMixin, GenerationTesterMixin):
         models, reason = CANNOT_HOLD.get(self._testMethodName, ({}, ""))
         if self.name in models:
             self.skipTest(reason)
-        self.model_tester = Tester(self.name)
+        self.model_tester = Sizes(self.name)
 
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config) -> None:
         """The cache is the plan's."""
         for layer, held in zip(config.plan.layers, past_key_values.layers, strict=True):
-            found = [tuple(states.shape) for states in (held.keys, held.values) if states is not None and states.numel()]
+            found = [
+                tuple(states.shape) for states in (held.keys, held.values) if states is not None and states.numel()
+            ]
             assert found == [(batch_size, cached.num_heads, seq_length, cached.head_dim) for cached in layer.cached]
 
 

@@ -174,7 +174,8 @@ def _quantized_layer(kind: type, options: dict[str, Any]) -> Any:
         def _dequantize(self, quantized: Any) -> Tensor:
             if len(quantized) == 2:
                 return super()._dequantize(quantized)
-            rows, shape, axis = super()._dequantize(quantized[0]), *quantized[1:]
+            whole, shape, axis = quantized
+            rows = super()._dequantize(whole)
             if axis == -1:
                 return rows[: shape[:-1].numel()].view(shape)
             return rows[:, : shape[1:].numel()].reshape(shape)

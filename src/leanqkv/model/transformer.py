@@ -179,9 +179,7 @@ class LeanModel(LeanPreTrainedModel):
             router_logits=router_logits if output_router_logits else None,
         )
 
-    def _history(
-        self, position_ids: Tensor, attention_mask: Tensor | dict | None, past_key_values: Cache | None
-    ) -> Tensor | None:
+    def _history(self, position_ids: Tensor, attention_mask: Any, past_key_values: Cache | None) -> Tensor | None:
         """The positions of the cache's tokens, [1 or batch, tokens], where values are made of cached keys."""
         if self.plan.reads_keys_in is None or past_key_values is None:
             return None
