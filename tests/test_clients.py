@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from leanqkv import ConfigError, LeanForCausalLM, LeanQuantizedCache
+from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanQuantizedCache
 
 IDS = tokens(2, 9)
 EXPERTS = {"mlp_type": "moe", "num_local_experts": 3, "router_aux_loss_coef": 0.5}
@@ -80,6 +80,18 @@ def test_smoothed_labels_are_those_of_the_next_tokens(load, tmp_path: Path) -> N
         for place in range(8)
     ]
     assert_near(found, torch.stack(losses).mean(), 1e-5)
+
+
+def test_only_models_with_experts_have_router_logits() -> None:
+    """By the presence of these attributes TRL decides whether there is a balance loss."""
+    dense, experts = tiny("gpt"), tiny("gpt", **EXPERTS)
+    assert not hasattr(dense, "output_router_logits") and not hasattr(dense, "num_experts")
+    assert (dense.router_aux_loss_coef, experts.router_aux_loss_coef) == (0.0, 0.5)
+    assert (experts.output_router_logits, experts.num_experts) == (False, 3)
+    dense.output_router_logits, dense.router_aux_loss_coef = False, 0.0  # as TRL leaves them
+    assert LeanConfig(**dense.as_overrides()) == tiny("gpt")
+    with pytest.raises(ConfigError, match="router_aux_loss_coef needs mlp_type 'moe'"):
+        tiny("gpt", router_aux_loss_coef=0.1)
 
 
 @both
@@ -239,7 +251,7 @@ def test_continuous_batching_is_refused() -> None:
 
 
 def test_classification_of_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_labels \(3\) .* no head here classifies text: put one of your own"):
+    with pytest.raises(ConfigError, match=r"num_labels .* no head here classifies text: put one of your own"):
         tiny("gpt", num_labels=3)
 
 

@@ -40,15 +40,15 @@ CANNOT_HOLD: dict[str, tuple[set[str], str]] = {
     **dict.fromkeys(
         (
             *(f"test_model_rope_scaling_from_config_{kind}" for kind in ("0_linear", "1_dynamic", "2_yarn")),
-            *("test_model_rope_scaling_frequencies", "test_model_rope_with_partial_rotation"),
+            "test_model_rope_with_partial_rotation",
         ),
         (MODELS.keys() - ROTARY, "there are no rotary positions"),
     ),
+    "test_model_rope_scaling_frequencies": (set(MODELS), "the module of rotary positions is built from a plan"),
     "test_training_gradient_checkpointing_use_reentrant_true": (
         {"skipv1", "yoco", "moe"},
         "refused: reentrant checkpointing loses the gradient of borrowed heads and of router logits",
     ),
-    "test_output_router_logits_from_config": (MODELS.keys() - {"moe"}, "there are no routers without experts"),
 }
 MODEL_MAPPING_NAMES["leanqkv"] = "LeanModel"  # it has no loss, say the tests of training by this
 

@@ -64,6 +64,8 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multipl
 _TRANSFORMERS_KEYS = {
     *("auto_map", "model_type", "name_or_path", "_name_or_path", "_commit_hash", "num_labels", "torch_dtype"),
     *("attn_implementation", "experts_implementation", "output_attentions", "quantization_config"),
+    # Only models with experts have it: by its presence clients such as TRL know them.
+    "output_router_logits",
 }
 # Keys that earlier checkpoints hold and that never decided the function: read over.
 _RETIRED_KEYS = ("fuse_projections",)
@@ -152,7 +154,6 @@ class LeanConfig(PreTrainedConfig):
     num_local_experts: int | None = None
     num_experts_per_tok: int | None = None
     router_aux_loss_coef: float | None = None
-    output_router_logits: bool = False
     norm_topk_prob: bool | None = None
     mlp_bias: bool = False
     attention_bias: bool = False
@@ -244,11 +245,13 @@ class LeanConfig(PreTrainedConfig):
         self.key_value = self.key_value or {"type": "projected"}
         make_plan(self)  # refuses what cannot be built
         rope_parameters = self.rope_parameters
+        if self.mlp_type == "moe":
+            kwargs.setdefault("output_router_logits", False)
         super().__post_init__(**kwargs)
         if rope_parameters is None:
             self.rope_parameters = None  # transformers fills in defaults that nothing here would read
         for name, value in unknown.items():
-            if not hasattr(self, name):  # what has the name of a property or method is not kept
+            if not hasattr(self, name) and not hasattr(type(self), name):  # what is computed stays so
                 setattr(self, name, value)
 
     @classmethod
@@ -363,10 +366,14 @@ class LeanConfig(PreTrainedConfig):
                 f"({self.num_hidden_layers}): each block serves an equal run of layers"
             )
         for name, default in EXPERTS.items():
-            if self.mlp_type != "moe" and getattr(self, name) is not None:
-                raise ConfigError(f"{name} needs mlp_type 'moe', found {self.mlp_type!r}")
             if self.mlp_type == "moe" and getattr(self, name) is None:
                 setattr(self, name, default)
+            if self.mlp_type != "moe" and getattr(self, name) is not None:
+                if name == "router_aux_loss_coef" and self.router_aux_loss_coef == 0:
+                    continue
+                raise ConfigError(f"{name} needs mlp_type 'moe', found {self.mlp_type!r}")
+        if self.mlp_type != "moe":
+            self.router_aux_loss_coef = 0.0  # a number: clients multiply by it
         if (self.num_experts_per_tok or 0) > (self.num_local_experts or 0):
             raise ConfigError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_local_experts "
@@ -394,6 +401,13 @@ class LeanConfig(PreTrainedConfig):
         width = self.qk_rope_head_dim if self.kv_lora_rank is not None else self.head_dim
         assert width is not None
         return width
+
+    @property
+    def num_experts(self) -> int:
+        """As clients know `num_local_experts`; only models with experts have it."""
+        if self.mlp_type != "moe" or self.num_local_experts is None:
+            raise AttributeError("num_experts: a model without experts has none")
+        return self.num_local_experts
 
     @property
     def cached_positions(self) -> int | None:
@@ -430,7 +444,11 @@ class LeanConfig(PreTrainedConfig):
         """What differs from the defaults: `LeanConfig(**overrides)` is equal to this configuration, but for keys of
         other tools."""
         keys = self._known_keys() - {"transformers_version"}
+        if self.mlp_type != "moe" or not getattr(self, "output_router_logits", False):
+            keys.remove("output_router_logits")
         overrides = {key: value for key, value in self.to_diff_dict().items() if key in keys}
+        if self.mlp_type != "moe":
+            overrides["router_aux_loss_coef"] = None
         if self.id2label == {i: f"LABEL_{i}" for i in range(self.num_labels or 0)}:  # said by the number alone
             names = (overrides.pop("id2label", None), overrides.pop("label2id", None))
             overrides |= {"num_labels": self.num_labels} if any(names) else {}

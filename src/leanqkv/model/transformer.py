@@ -172,7 +172,7 @@ class LeanModel(LeanPreTrainedModel):
             hidden_states, masks, position_embeddings, past_key_values, **kwargs
         )
         if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
+            output_router_logits = getattr(self.config, "output_router_logits", False)
         return MoeModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
             past_key_values=past_key_values,
