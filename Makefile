@@ -3,6 +3,7 @@
 # make test       set up, lint, and the tests, of many cases a fifth: about 10 minutes on 2 cores
 # make test-all   all of them: about 15
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
+# make test-hf    transformers' own tests on ten models of ours; CLONE is a clone of transformers at the installed version
 # make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in an environment of their own
 # make test-vllm-fast  a sample of them, without those that start processes
 # make lint       ruff and mypy
@@ -17,7 +18,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: setup demo real test test-all test-fast test-vllm test-vllm-fast lint clean
+.PHONY: setup demo real test test-all test-fast test-hf test-vllm test-vllm-fast lint clean
 
 setup: $(VENV)/ready
 
@@ -42,6 +43,12 @@ test-all: setup lint
 
 test-fast: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
+
+# Their marks are registered by their own conftest.py, so --strict-markers is left out.
+test-hf: setup
+	@test -f '$(CLONE)/tests/test_modeling_common.py' || { echo "make test-hf CLONE=DIR: DIR is no clone of transformers" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check parameterized
+	OMP_NUM_THREADS=1 TRANSFORMERS_CLONE='$(abspath $(CLONE))' $(BIN)/python -m pytest -n auto -o addopts= -p no:warnings tests/hf
 
 $(VLLM_VENV)/ready: pyproject.toml plugins/vllm/pyproject.toml plugins/vllm/constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 from shapes import GPT, tiny
+from transformers import AutoConfig
 
 from leanqkv import ConfigError, LeanConfig, LeanError, plan, preset
 from leanqkv.presets import MECHANISMS
@@ -278,9 +279,36 @@ def test_wrong_type_without_a_preset() -> None:
 def test_edited_file_is_checked(tmp_path: Path) -> None:
     tiny("gpt").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"hiden_act": "relu"}))
-    with pytest.raises(ConfigError, match=r"'hiden_act'.*did you mean 'hidden_act'"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "rilu"}))
+    with pytest.raises(ConfigError, match=r"'rilu'.*did you mean 'relu'"):
         LeanConfig.from_pretrained(tmp_path)
+
+
+READERS = {
+    "from_pretrained": lambda folder: LeanConfig.from_pretrained(folder),
+    "AutoConfig": lambda folder: AutoConfig.from_pretrained(folder),
+    "from_json_file": lambda folder: LeanConfig.from_json_file(folder / "config.json"),
+    "from_dict": lambda folder: LeanConfig.from_dict(json.loads((folder / "config.json").read_text())),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_unknown_keys_of_a_file_are_kept_with_a_warning(reader: str, tmp_path: Path, caplog) -> None:
+    """Other tools leave notes there. Names of properties and methods stay what they are."""
+    typo = f"hiden_act_{reader}"  # a message is shown once
+    tiny("gpt").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    notes = {typo: {"a": [1]}, "layer_types": ["full_attention"], "to_dict": 1, "rope_theta": 7.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | notes))
+    config = READERS[reader](tmp_path)
+    assert re.search(rf"'{typo}' is kept and changes nothing; did you mean 'hidden_act'", caplog.text)
+    assert getattr(config, typo) == {"a": [1]} and config.rope_parameters is None
+    assert config.layer_types == tiny("gpt").layer_types
+    assert LeanConfig(**config.as_overrides()) == tiny("gpt")
+    config.save_pretrained(tmp_path)
+    assert json.loads(file.read_text())[typo] == {"a": [1]}
+    with pytest.raises(ConfigError, match=f"unknown configuration key '{typo}': did you mean"):
+        LeanConfig(**{typo: 1})
 
 
 # --- round trip -------------------------------------------------------------------------------------------------------

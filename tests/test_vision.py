@@ -221,6 +221,7 @@ def test_accumulated_losses_sum_to_the_batchs(overrides):
 
 def test_experts_are_balanced():
     config = vit(mlp_type="moe", num_local_experts=3, mlp_bias=False, router_aux_loss_coef=0.5)
+    config.output_router_logits = True
     model = randomize(LeanForImageClassification(config)).double().eval()
     output = model(pixel_values=pixels(config), labels=torch.tensor([0, 1]))
     cross_entropy = torch.nn.functional.cross_entropy(output.logits, torch.tensor([0, 1]))

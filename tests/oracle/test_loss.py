@@ -48,7 +48,7 @@ def test_loss_is_its_equation(
     labels[0, 3] = -100
     for row, length in enumerate(lengths):
         ids[row, length:], labels[row, length:], mask[row, length:] = 0, -100, 0
-    inputs = {"input_ids": ids, "labels": labels}
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": labels, "output_router_logits": True}
     if lengths != (5, 5):
         inputs["attention_mask"] = mask
     prefixes = [None, None]

@@ -307,7 +307,7 @@ def test_mixtral(monkeypatch: pytest.MonkeyPatch) -> None:
         tensors |= {f"{experts}.gate_proj": gate, f"{experts}.up_proj": up}
         tensors[f"{experts}.down_proj"] = theirs[f"{experts}.down_proj"]
     shape = LLAMA | sizes | {"num_key_value_heads": 2, "norm_eps": 0.01, "rope_parameters": {"rope_theta": 1e6}}
-    found = ours(shape | {"mlp_type": "moe"}, tensors)
+    found = ours(shape | {"mlp_type": "moe", "output_router_logits": True}, tensors)
     monkeypatch.setattr(MixtralRMSNorm, "forward", exact_rmsnorm)
     ids = tokens(2, 12)
     mask = torch.ones_like(ids)
@@ -317,6 +317,7 @@ def test_mixtral(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_near(one.logits[1], other.logits[1], 1e-5)
         assert_near(one.logits[0, 5:], other.logits[0, 5:], 1e-5)
         assert_near(one.aux_loss, other.aux_loss, 1e-5)
+        assert list(one) == list(other)
         if not padding:
             assert_near(one.loss, other.loss, 1e-5)
 

@@ -30,7 +30,7 @@ from leanqkv.eliminate import certify, eliminate_directory, parse_request, trans
 from leanqkv.eliminate.projections import Removal, why_not
 from leanqkv.presets import Recipe
 from leanqkv.train import Precision, RunSpec
-from leanqkv.train.tasks import check_teacher
+from leanqkv.train.tasks import TextTask, check_teacher
 from leanqkv.train.trainer import LeanTrainer
 from product.mechanisms import Case
 from product.tools import FLOAT32, FLOAT64, Tool, relative_error
@@ -202,7 +202,9 @@ def trainer() -> LeanTrainer:
         data_sha256="",
         distillation=SHARE,
     )
-    task: Any = SimpleNamespace(plan=SimpleNamespace(train_starts=np.zeros(4)), collate=None, finish=lambda b: b)
+    task: Any = SimpleNamespace(
+        plan=SimpleNamespace(train_starts=np.zeros(4)), collate=None, finish=partial(TextTask.finish, None)
+    )
     plain = Case("", "gpt", (), {})
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, use_cpu=True, gradient_accumulation_steps=2, report_to="none")
@@ -235,7 +237,7 @@ def distilled(student: LeanForCausalLM, teacher: LeanForCausalLM) -> float:
 
 def loss_by_hand(student: Any, teacher: Any, input_ids: Tensor, shift_labels: Tensor) -> Tensor:
     """(1 - share) of the cross-entropy and a load-balancing loss, share of the divergence; means over tokens."""
-    outputs, total = student.train()(input_ids), 0.0
+    outputs, total = student.train()(input_ids, output_router_logits=True), 0.0
     with torch.no_grad():
         taught = teacher(input_ids).logits.log_softmax(-1)
     predicted = outputs.logits.log_softmax(-1)

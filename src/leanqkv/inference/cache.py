@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ..model.cache import LAYER_TYPE
 from ..model.config import LeanConfig
 
 
@@ -71,8 +70,8 @@ def allocate_cache(config: LeanConfig, capacity: int) -> Cache:
     keep transformers' own way."""
     cache = DynamicCache(config=config)
     cache.layers = [
-        AllocatedLayer(capacity) if kind == LAYER_TYPE else layer
-        for kind, layer in zip(config.layer_types, cache.layers, strict=True)
+        AllocatedLayer(capacity) if planned.window is None else layer
+        for planned, layer in zip(config.plan.layers, cache.layers, strict=True)
     ]
     return cache
 

@@ -5,7 +5,8 @@ through `config.layer_types`. What a layer stores is what the plan says it compu
 where they are computed, and a layer that computes nothing stores nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -21,13 +22,13 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     QuantizedCache,
+    QuantoQuantizedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
 from .cache_kivi import kivi_layers, refuse_windows
 
-LAYER_TYPE = "leanqkv_attention"
 # The backend of a quantized cache that is made here, and what its `cache_config` may hold.
 KIVI, KIVI_OPTIONS = "kivi", ("key_bits", "value_bits")
 
@@ -51,12 +52,18 @@ class LeanDynamicWindowLayer(DynamicSlidingWindowLayer):
 
 
 class LeanStaticLayer(StaticLayer):
-    """Allocated once for `max_cache_len` tokens; the parent makes as many value heads as there are key heads."""
+    """Allocated once for `max_cache_len` tokens; the parent makes as many value heads as there are key heads.
 
-    # `early_initialization` assumes as many value heads as key heads; buffers are made at the first update instead.
-    supports_early_init = False
+    shapes: heads and their width, of the two tensors that `update` takes.
+    """
+
+    def __init__(self, max_cache_len: int, shapes: Sequence[tuple[int, int]], **kwargs):
+        super().__init__(max_cache_len, **kwargs)
+        self.shapes = shapes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if not key_states.shape[-2]:  # from `early_initialization`, which knows one shape for all that is cached
+            key_states, value_states = (key_states.new_empty(len(key_states), n, 0, width) for n, width in self.shapes)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads, _, self.k_head_dim = key_states.shape
         self.v_head_dim = value_states.shape[-1]
@@ -85,36 +92,28 @@ def _own(window: Tensor) -> Tensor:
 def layer_type(layer) -> str:
     """The name under which transformers finds the cache layer for a layer of the plan.
 
-    transformers passes no window to layer types of others, so every window is a type of its own. A layer that computes
-    nothing never updates its cache layer, which then allocates nothing.
+    transformers passes nothing to layer types of others, so every window and every shape is a type of its own. A layer
+    that computes nothing never updates its cache layer, which then allocates nothing.
     """
-    if layer.window is None:
-        return LAYER_TYPE
-    name = f"{LAYER_TYPE}_window_{layer.window}"
-
-    def make_dynamic(**kwargs) -> LeanDynamicWindowLayer:
-        return LeanDynamicWindowLayer(sliding_window=layer.window)
-
-    def make_static(max_cache_len: int, **kwargs) -> LeanStaticWindowLayer:
-        return LeanStaticWindowLayer(max_cache_len=max_cache_len, sliding_window=layer.window)
-
-    _register(name, make_dynamic, make_static)
+    shapes = [(tensor.num_heads, tensor.head_dim) for tensor in layer.cached]
+    shapes += [(0, shapes[0][1] if shapes else 0)] * (2 - len(shapes))
+    name = "_".join(("leanqkv_attention", *(f"{heads}x{width}" for heads, width in shapes)))
+    dynamic: Callable = LeanDynamicLayer
+    static: Callable = partial(LeanStaticLayer, shapes=shapes)
+    if layer.window is not None:
+        name += f"_window_{layer.window}"
+        dynamic = partial(LeanDynamicWindowLayer, sliding_window=layer.window)
+        static = partial(LeanStaticWindowLayer, shapes=shapes, sliding_window=layer.window)
+    # transformers names some settings of the configuration, which the plan has taken into account.
+    DYNAMIC_LAYER_TYPE_MAPPING[name] = lambda **settings: dynamic()  # type: ignore[assignment]
+    STATIC_LAYER_TYPE_MAPPING[name] = lambda max_cache_len, **settings: static(max_cache_len)  # type: ignore[assignment]
     return name
 
 
-def _register(name: str, make_dynamic: Callable, make_static: Callable) -> None:
-    """Tell transformers' DynamicCache and StaticCache what to make for the layer type `name`."""
-    DYNAMIC_LAYER_TYPE_MAPPING[name] = make_dynamic  # type: ignore[assignment]
-    STATIC_LAYER_TYPE_MAPPING[name] = make_static  # type: ignore[assignment]
-
-
-_register(LAYER_TYPE, LeanDynamicLayer, LeanStaticLayer)
-
-
-def dynamic_cache(plan) -> DynamicCache:
-    """`DynamicCache(config=...)`, from a plan that is made already: a compiled forward pass cannot make one."""
+def dynamic_cache(layers) -> DynamicCache:
+    """`DynamicCache(config=...)`, of layers that are planned already: a compiled forward pass cannot make a plan."""
     cache = DynamicCache()
-    cache.layers = [DYNAMIC_LAYER_TYPE_MAPPING[layer_type(layer)]() for layer in plan.layers]
+    cache.layers = [DYNAMIC_LAYER_TYPE_MAPPING[layer_type(layer)]() for layer in layers]
     return cache
 
 
@@ -162,7 +161,46 @@ def _quantized_layer(kind: type, options: dict[str, Any]) -> Any:
             is_empty = isinstance(quantized, tuple) and not quantized[0].numel()
             return quantized[0] if is_empty else super()._dequantize(quantized)
 
-    return Layer(**options)
+    class WholeGroups(Layer):
+        # Quanto refuses numbers that do not fill its groups: the last ones are repeated until they do.
+        def _quantize(self, tensor: Tensor, axis: int) -> Any:
+            if not tensor.numel():
+                return super()._quantize(tensor, axis)
+            rows = tensor.flatten(0, -2) if axis == -1 else tensor.flatten(1).T
+            missing = -len(rows) % self.q_group_size
+            rows = torch.cat((rows, rows[-1:].expand(missing, -1)))
+            return super()._quantize((rows if axis == -1 else rows.T).contiguous(), axis), tensor.shape, axis
+
+        def _dequantize(self, quantized: Any) -> Tensor:
+            if len(quantized) == 2:
+                return super()._dequantize(quantized)
+            whole, shape, axis = quantized
+            rows = super()._dequantize(whole)
+            if axis == -1:
+                return rows[: shape[:-1].numel()].view(shape)
+            return rows[:, : shape[1:].numel()].reshape(shape)
+
+    return (WholeGroups if issubclass(kind, QuantoQuantizedLayer) else Layer)(**options)
+
+
+def check_shapes(layers, cache: Cache) -> None:
+    """Refuse a cache that other code filled with tensors of other shapes than these layers of a plan keep."""
+    for layer, held in zip(layers, cache.layers, strict=False):
+        if type(held) is not DynamicLayer or not held.is_initialized or not layer.cached:
+            continue
+        assert held.keys is not None and held.values is not None
+        found = [(states.shape[1], states.shape[-1]) for states in (held.keys, held.values) if states.shape[1]]
+        wanted = [(tensor.num_heads, tensor.head_dim) for tensor in layer.cached]
+        if found != wanted:
+            raise ValueError(
+                f"the cache given holds {_in_words(found)} in layer {layer.layer}, where this model keeps "
+                f"{_in_words(wanted)}: PEFT's prefix tuning knows one shape for keys and values of all layers, so use "
+                "prompt tuning or LoRA, and make a cache of your own with DynamicCache(config=model.config)"
+            )
+
+
+def _in_words(shapes: Sequence[tuple[int, int]]) -> str:
+    return " and ".join(f"{heads} heads of {width}" for heads, width in shapes)
 
 
 def cache_bytes(past_key_values: Cache) -> int:

@@ -7,10 +7,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from .cache import LeanQuantizedCache
+from .cache import LeanQuantizedCache, dynamic_cache
 from .config import LeanConfig
+from .masks import static_masks
 from .moe import batch_share, load_balancing_loss
 from .transformer import LeanModel, LeanPreTrainedModel, require_task
 
@@ -41,16 +43,18 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         prefix_mask: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
-        """Logits [batch, positions, vocab_size] and, with targets, the mean cross-entropy in nats; with experts, the
-        weighted load-balancing loss is added to it, and `aux_loss` is the plain one.
+        """Logits [batch, positions, vocab_size] and, with targets, the mean cross-entropy in nats.
 
         Args:
             prefix_mask: see LeanModel; `generate` takes the prompt for the prefix where none is given.
             labels: [batch, positions], the input ids themselves, -100 where no loss is wanted; position i is scored
                 against label i + 1. Already shifted targets go in as `shift_labels` instead.
+            output_router_logits: with experts, give `router_logits` and `aux_loss`, the load-balancing loss, and add it
+                with its weight to the loss; None: as the configuration says.
             logits_to_keep: only the last that many positions (0: all), or the positions a tensor names.
         """
         outputs = self.model(
@@ -61,6 +65,7 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             prefix_mask=prefix_mask,
             use_cache=use_cache,
+            output_router_logits=output_router_logits,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -69,8 +74,9 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         loss = aux_loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            if outputs.router_logits is not None:
-                aux_loss = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
+        if outputs.router_logits is not None:
+            aux_loss = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
+            if loss is not None:
                 shifted = kwargs.get("shift_labels")
                 targets = shifted if shifted is not None else labels[:, 1:]  # type: ignore[index]
                 share = batch_share(targets, kwargs.get("num_items_in_batch"))
@@ -105,21 +111,48 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
                 mask = kwargs.get("attention_mask")
                 every_token = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
                 kwargs["prefix_mask"] = every_token if mask is None else mask
-        self._make_quantized_cache(generation_config, kwargs)
-        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        self._make_cache(generation_config, kwargs)
+        layers = self.config.num_hidden_layers
+        try:
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.config.num_hidden_layers = layers  # transformers sets it for an early exit, and leaves it after errors
 
-    def _make_quantized_cache(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
-        """Put a quantized cache for this model's layers into `kwargs` if `generate` is asked for one."""
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse `generate_batch`, whose cache has one shape for keys and values of all layers."""
+        raise ValueError(
+            "transformers' continuous batching cannot hold what the layers of this model cache; use `model.generate` "
+            "with padding, `leanqkv serve`, or vLLM with the plugin leanqkv-vllm"
+        )
+
+    def create_masks_for_generate(
+        self, config: LeanConfig, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache, **kwargs: Any
+    ) -> Any:
+        """The `attention_mask` of a step with a static cache; transformers calls it before the compiled step."""
+        given = inputs_embeds, attention_mask, past_key_values, kwargs.get("position_ids")
+        return static_masks(config, self.model.plan, *given)
+
+    def _make_cache(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+        """Put a cache into `kwargs` where transformers' own would not be for this model's layers: a quantized one, if
+        `generate` is asked for that, and that of an early exit, whose layers are not those of a shallower model."""
 
         def asked(name: str) -> Any:
             configs = (getattr(config, name, None) for config in (generation_config, self.generation_config))
             return next((value for value in (kwargs.get(name), *configs) if value is not None), None)
 
-        if asked("cache_implementation") != "quantized" or kwargs.get("past_key_values") is not None:
+        if kwargs.get("past_key_values") is not None:
             return
-        options = {name: value for name, value in (asked("cache_config") or {}).items() if name != "config"}
-        cache = LeanQuantizedCache(options.pop("backend", "quanto"), self.config, **options)
+        if self.config.num_hidden_layers < len(self.model.plan.layers):
+            cache: Cache = dynamic_cache(self.model.layers_to_run())
+            cache.activate_past_recording()
+        elif asked("cache_implementation") == "quantized":
+            options = {name: value for name, value in (asked("cache_config") or {}).items() if name != "config"}
+            cache = LeanQuantizedCache(options.pop("backend", "quanto"), self.config, **options)
+        else:
+            return
         kwargs |= {"past_key_values": cache, "cache_implementation": None, "cache_config": None}
 
 
 LeanForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+# Trainer shifts labels by one token only for the classes named here (`label_smoothing_factor`).
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LeanConfig.model_type] = LeanForCausalLM.__name__

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging
 
 from .cache import layer_type
 from .plan import Plan, make_plan
@@ -63,14 +64,21 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multipl
 _TRANSFORMERS_KEYS = {
     *("auto_map", "model_type", "name_or_path", "_name_or_path", "_commit_hash", "num_labels", "torch_dtype"),
     *("attn_implementation", "experts_implementation", "output_attentions", "quantization_config"),
+    # Only models with experts have it: by its presence clients such as TRL know them.
+    "output_router_logits",
 }
 # Keys that earlier checkpoints hold and that never decided the function: read over.
 _RETIRED_KEYS = ("fuse_projections",)
+# Passed along beside the keys of a file: other tools may have written some of them.
+_READ_FROM_FILE = "_read_from_file"
+
+logger = logging.get_logger(__name__)
 
 
 @strict
 class LeanConfig(PreTrainedConfig):
-    """Configuration of a model of this library. Unknown keys and combinations that cannot be built raise ConfigError.
+    """Configuration of a model of this library. Unknown keys and combinations that cannot be built raise ConfigError;
+    unknown keys of a file, where other tools leave notes of their own, are kept with a warning.
 
     Shape (the names are those of `transformers`):
         vocab_size, hidden_size (d), intermediate_size, num_hidden_layers (L), num_attention_heads (H),
@@ -87,7 +95,8 @@ class LeanConfig(PreTrainedConfig):
         num_hidden_groups: blocks of weights, each used by an equal run of layers (1: ALBERT); null: one a layer.
         mlp_type: "mlp" (up, activation, down), "gated" (SwiGLU with hidden_act "silu") or "moe", num_local_experts
             gated MLPs of which every token takes num_experts_per_tok; norm_topk_prob: their shares add up to one;
-            router_aux_loss_coef weighs their load-balancing loss.
+            router_aux_loss_coef weighs their load-balancing loss, which is part of the loss, with the routers' logits
+            in the output, where output_router_logits is set.
         attention_bias (query, key, value), attention_output_bias, mlp_bias, tie_word_embeddings.
         embedding_multiplier of the token embeddings, rounded to their dtype (Gemma 3); residual_multiplier of what
             attention and MLP add to the stream; attention_multiplier: factor on q k^T, null: 1 / sqrt(head_dim);
@@ -183,12 +192,14 @@ class LeanConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any):
         for name in _RETIRED_KEYS:
             kwargs.pop(name, None)
-        known = {field.name for field in fields(self)} | _TRANSFORMERS_KEYS
-        # Generation settings may be passed to `from_pretrained`, which routes them through the configuration.
-        known |= set(GenerationConfig._get_default_generation_params())
-        for name in kwargs:
-            if name not in known:
-                raise ConfigError(f"unknown configuration key {name!r}: {suggest(name, known)}")
+        known, from_file = self._known_keys(), kwargs.pop(_READ_FROM_FILE, False)
+        unknown = {name: kwargs.pop(name) for name in [*kwargs] if name not in known}
+        for name in unknown:
+            hint = suggest(name, known)
+            if not from_file:
+                raise ConfigError(f"unknown configuration key {name!r}: {hint}")
+            hint = f"; {hint}" if "did you mean" in hint else ""
+            logger.warning_once(f"unknown configuration key {name!r} is kept and changes nothing{hint}")
         if self.mask_type is None:
             self.mask_type = "causal" if self.task == "causal_lm" else "bidirectional"
         for name, choices in CHOICES.items():
@@ -234,9 +245,30 @@ class LeanConfig(PreTrainedConfig):
         self.key_value = self.key_value or {"type": "projected"}
         make_plan(self)  # refuses what cannot be built
         rope_parameters = self.rope_parameters
+        if self.mlp_type == "moe":
+            kwargs.setdefault("output_router_logits", False)
         super().__post_init__(**kwargs)
         if rope_parameters is None:
             self.rope_parameters = None  # transformers fills in defaults that nothing here would read
+        for name, value in unknown.items():
+            if not hasattr(self, name) and not hasattr(type(self), name):  # what is computed stays so
+                setattr(self, name, value)
+
+    @classmethod
+    def _known_keys(cls) -> set[str]:
+        # Generation settings may be passed to `from_pretrained`, which routes them through the configuration.
+        generation = GenerationConfig._get_default_generation_params()
+        return {field.name for field in fields(cls)} | _TRANSFORMERS_KEYS | set(generation)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, which reads files so; unknown keys are kept with a warning."""
+        return super().from_dict({**config_dict, _READ_FROM_FILE: True}, **kwargs)
+
+    @classmethod
+    def from_json_file(cls, json_file: Any) -> Any:
+        """As in transformers; unknown keys are kept with a warning."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
 
     def _check_positions(self) -> None:
         if self.kv_lora_rank is None and self.qk_rope_head_dim is not None:
@@ -334,10 +366,14 @@ class LeanConfig(PreTrainedConfig):
                 f"({self.num_hidden_layers}): each block serves an equal run of layers"
             )
         for name, default in EXPERTS.items():
-            if self.mlp_type != "moe" and getattr(self, name) is not None:
-                raise ConfigError(f"{name} needs mlp_type 'moe', found {self.mlp_type!r}")
             if self.mlp_type == "moe" and getattr(self, name) is None:
                 setattr(self, name, default)
+            if self.mlp_type != "moe" and getattr(self, name) is not None:
+                if name == "router_aux_loss_coef" and self.router_aux_loss_coef == 0:
+                    continue
+                raise ConfigError(f"{name} needs mlp_type 'moe', found {self.mlp_type!r}")
+        if self.mlp_type != "moe":
+            self.router_aux_loss_coef = 0.0  # a number: clients multiply by it
         if (self.num_experts_per_tok or 0) > (self.num_local_experts or 0):
             raise ConfigError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_local_experts "
@@ -365,6 +401,13 @@ class LeanConfig(PreTrainedConfig):
         width = self.qk_rope_head_dim if self.kv_lora_rank is not None else self.head_dim
         assert width is not None
         return width
+
+    @property
+    def num_experts(self) -> int:
+        """As clients know `num_local_experts`; only models with experts have it."""
+        if self.mlp_type != "moe" or self.num_local_experts is None:
+            raise AttributeError("num_experts: a model without experts has none")
+        return self.num_local_experts
 
     @property
     def cached_positions(self) -> int | None:
@@ -398,8 +441,14 @@ class LeanConfig(PreTrainedConfig):
         super().save_pretrained(*args, **kwargs)
 
     def as_overrides(self) -> dict[str, Any]:
-        """What differs from the defaults: `LeanConfig(**overrides)` is equal to this configuration."""
-        overrides = {key: value for key, value in self.to_diff_dict().items() if key != "transformers_version"}
+        """What differs from the defaults: `LeanConfig(**overrides)` is equal to this configuration, but for keys of
+        other tools."""
+        keys = self._known_keys() - {"transformers_version"}
+        if self.mlp_type != "moe" or not getattr(self, "output_router_logits", False):
+            keys.remove("output_router_logits")
+        overrides = {key: value for key, value in self.to_diff_dict().items() if key in keys}
+        if self.mlp_type != "moe":
+            overrides["router_aux_loss_coef"] = None
         if self.id2label == {i: f"LABEL_{i}" for i in range(self.num_labels or 0)}:  # said by the number alone
             names = (overrides.pop("id2label", None), overrides.pop("label2id", None))
             overrides |= {"num_labels": self.num_labels} if any(names) else {}

@@ -32,8 +32,8 @@ class LeanForImageClassification(LeanPreTrainedModel):
 
     @can_return_tuple
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs) -> ImageClassifierOutput:
-        """Logits [batch, num_labels] and, with labels, the mean cross-entropy in nats; with experts, the weighted
-        load-balancing loss is added to it.
+        """Logits [batch, num_labels] and, with labels, the mean cross-entropy in nats; with experts and
+        `output_router_logits`, the weighted load-balancing loss is added to it.
 
         Args:
             pixel_values: [batch, num_channels, image_size, image_size]; `leanqkv train` scales them to -1 ... 1.

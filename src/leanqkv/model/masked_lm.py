@@ -35,8 +35,8 @@ class LeanForMaskedLM(LeanPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs,
     ) -> MaskedLMOutput:
-        """Logits [batch, positions, vocab_size] and, with labels, the mean cross-entropy in nats; with experts,
-        their weighted load-balancing loss is added to it.
+        """Logits [batch, positions, vocab_size] and, with labels, the mean cross-entropy in nats; with experts
+        and `output_router_logits`, their weighted load-balancing loss is added to it.
 
         Args:
             attention_mask: [batch, positions], 1 for real tokens and 0 for padding.

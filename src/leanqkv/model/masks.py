@@ -19,17 +19,20 @@ def make_masks(
     config,
     plan: Plan,
     inputs_embeds: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | dict[int | None, Any] | None,
     prefix_mask: Tensor | None,
     past_key_values: Cache | None,
     position_ids: Tensor | None,
 ) -> dict[int | None, Any]:
     """A mask for every window that some layer of the plan attends within (None: no window).
 
-    attention_mask, prefix_mask: [batch, past + positions], 1 for tokens that are there or belong to the prefix.
+    attention_mask, prefix_mask: [batch, past + positions], 1 for tokens that are there or belong to the prefix; or, in
+    place of both, the masks themselves: [batch, 1, positions, key positions] for all windows, or one for each.
     position_ids: None unless the caller gave some: only those can be of packed sequences, and where values cannot be
     read, as in a compiled graph, transformers would make a mask of any.
     """
+    if isinstance(attention_mask, dict):
+        return attention_mask
     given: dict[str, Any] = {
         "config": config,
         "inputs_embeds": inputs_embeds,
@@ -43,6 +46,19 @@ def make_masks(
         given["or_mask_function"] = _in_prefix(prefix_mask, inputs_embeds, attention_mask, past_key_values)
     makers = {True: create_sliding_window_causal_mask, False: create_causal_mask}
     return {window: makers[window is not None](**given) for window in {layer.window for layer in plan.layers}}
+
+
+def static_masks(
+    config, plan: Plan, inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values: Cache, position_ids: Any
+) -> Any:
+    """An `attention_mask` for a static cache that is as long at every step, so that one compiled step serves all."""
+    if config.mask_type == "prefix":
+        length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
+        return None if attention_mask is None else F.pad(attention_mask, (0, length - attention_mask.shape[1]), value=1)
+    if config._attn_implementation not in ("eager", "sdpa"):
+        return attention_mask
+    masks = make_masks(config, plan, inputs_embeds, attention_mask, None, past_key_values, position_ids)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def _in_prefix(prefix_mask: Tensor, inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values):

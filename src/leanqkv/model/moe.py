@@ -4,6 +4,8 @@ Jiang et al. 2024, "Mixtral of Experts", https://arxiv.org/abs/2401.04088; the l
 al. 2021 (Switch), https://arxiv.org/abs/2101.03961, as `transformers` computes it for Mixtral.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,11 +60,16 @@ class MixtureOfExperts(nn.Module):
         return self.experts(tokens, chosen, shares.to(tokens.dtype)).view_as(hidden_states), logits
 
 
-def load_balancing_loss(config, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
+def load_balancing_loss(config, router_logits: tuple[Tensor, ...], attention_mask: Any) -> Tensor:
     """`E sum_e f_e p_e` over all layers and tokens: f_e choices of expert e per token, p_e its mean router probability.
 
-    router_logits: per layer [batch * positions, experts]; attention_mask: [batch, positions] or None.
+    router_logits: per layer [batch * positions, experts]; attention_mask: [batch, past + positions], 1 for tokens that
+    count; None or of another form: all do.
     """
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        attention_mask = attention_mask[:, -(len(router_logits[0]) // len(attention_mask)) :]
+    else:
+        attention_mask = None
     experts, chosen = config.num_local_experts, config.num_experts_per_tok
     return load_balancing_loss_func(router_logits, experts, chosen, attention_mask)  # type: ignore[arg-type,return-value]
 

@@ -47,7 +47,10 @@ class Text:
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} needs task 'image_classification', found {config.task!r}")
         if num_labels not in (None, 2):  # 2 is what transformers says of every model
-            raise ConfigError(f"num_labels needs task 'image_classification', found {config.task!r}")
+            raise ConfigError(
+                f"num_labels needs task 'image_classification', found {config.task!r}; no head here classifies text: "
+                "put one of your own on the hidden states of AutoModel"
+            )
         for name, default in cls.defaults.items():
             if getattr(config, name) is None:
                 setattr(config, name, default)

@@ -1,5 +1,6 @@
 """Embedding, blocks, final norm. The plan says how variants differ; no code here asks which variant it runs."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention import KeyValues, LeanAttention
 from .attention_latent import LatentAttention
 from .block import LeanBlock
-from .cache import dynamic_cache
+from .cache import check_shapes, dynamic_cache
 from .config import LeanConfig
 from .depth_average import DepthAverage
 from .initial import normal
 from .masks import make_masks
 from .norm import make_norm
+from .plan import LayerPlan
 from .position import RotaryEmbedding, RotaryEmbeddings, Rotations, check_history, history_positions
 from .registry import ConfigError
 from .tasks import TASKS
@@ -97,6 +99,7 @@ class LeanModel(LeanPreTrainedModel):
         # made, for torch's own constructors draw from it too, as often as there are weights; on the CPU even while a
         # checkpoint is loaded on the meta device.
         self._initial_seed = int(torch.randint(2**62, (), device="cpu"))
+        _tell_peft(config.model_type)
         self.plan = plan = config.plan
         self.task = TASKS[config.task]
         self.main_input_name, self._input_embed_layer = self.task.main_input_name, self.task.embedding_name
@@ -125,6 +128,7 @@ class LeanModel(LeanPreTrainedModel):
         prefix_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         **kwargs,
     ) -> MoeModelOutputWithPast:
         """Final hidden states [batch, positions, hidden_size].
@@ -133,10 +137,11 @@ class LeanModel(LeanPreTrainedModel):
             input_ids: [batch, positions], or `inputs_embeds` [batch, positions, hidden_size] in its place, as
                 `get_input_embeddings()` makes them: `embedding_multiplier` is in them already.
             pixel_values: [batch, num_channels, image_size, image_size], of a model of images in place of both.
-            attention_mask: [batch, past + positions], 1 for real tokens and 0 for padding.
+            attention_mask: [batch, past + positions], 1 for real tokens and 0 for padding; or masks, see `make_masks`.
             position_ids: [batch, positions]; counted on from the cache where left out.
             past_key_values: a transformers Cache made from this model's configuration.
             prefix_mask: [batch, positions], with `mask_type` "prefix": 1 for the tokens that see each other.
+            output_router_logits: with experts, give `router_logits`; None: as the configuration says.
         """
         inputs_embeds = self.task.embed(
             self.get_input_embeddings(), input_ids, inputs_embeds, pixel_values, attention_mask
@@ -144,7 +149,9 @@ class LeanModel(LeanPreTrainedModel):
         if prefix_mask is not None and self.config.mask_type != "prefix":
             raise ValueError(f"prefix_mask needs a model with mask_type 'prefix', found {self.config.mask_type!r}")
         if use_cache and past_key_values is None and not self.config.bidirectional:
-            past_key_values = dynamic_cache(self.plan)
+            past_key_values = dynamic_cache(self.layers_to_run())
+        if past_key_values is not None and not torch.compiler.is_compiling():
+            check_shapes(self.plan.layers, past_key_values)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         check_history(self.config, past, inputs_embeds.shape[1])
         masks = make_masks(
@@ -164,22 +171,40 @@ class LeanModel(LeanPreTrainedModel):
         hidden_states, router_logits = self._run_layers(
             hidden_states, masks, position_embeddings, past_key_values, **kwargs
         )
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", False)
         return MoeModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
             past_key_values=past_key_values,
-            router_logits=router_logits,
+            router_logits=router_logits if output_router_logits else None,
         )
 
-    def _history(
-        self, position_ids: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None
-    ) -> Tensor | None:
+    def _history(self, position_ids: Tensor, attention_mask: Any, past_key_values: Cache | None) -> Tensor | None:
         """The positions of the cache's tokens, [1 or batch, tokens], where values are made of cached keys."""
         if self.plan.reads_keys_in is None or past_key_values is None:
             return None
         length, _ = past_key_values.get_mask_sizes(position_ids.shape[1], self.plan.reads_keys_in)
         if length == position_ids.shape[1]:
             return None
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask[None]  # a layer that reads keys has no window
         return history_positions(position_ids, attention_mask, past_key_values.get_seq_length(), length)
+
+    def layers_to_run(self) -> tuple[LayerPlan, ...]:
+        """The layers of the plan; the first `config.num_hidden_layers` of them for an early exit.
+
+        Raises:
+            ValueError: blocks were added or removed after the model was built.
+        """
+        wanted, found = self.config.num_hidden_layers, len(self.layers)
+        layers, blocks = self.plan.layers, self.plan.layers[-1].block + 1
+        if found == blocks and 1 <= wanted <= len(layers):
+            return layers[:wanted]
+        raise ValueError(
+            f"the model was built of {blocks} blocks for {len(layers)} layers and now has {found} for {wanted}; what "
+            "its layers share was planned when it was built, so build another one from a LeanConfig with the "
+            "num_hidden_layers that you want, and copy the weights into it"
+        )
 
     def _run_layers(
         self,
@@ -195,7 +220,7 @@ class LeanModel(LeanPreTrainedModel):
         borrowed: dict[int, KeyValues] = {}
         mlp_hidden = None
         outputs, router_logits = [hidden_states], []
-        for layer in self.plan.layers:
+        for layer in self.layers_to_run():
             hidden_states, key_values, mlp_aux = self.layers[layer.block](
                 hidden_states,
                 layer,
@@ -216,6 +241,15 @@ class LeanModel(LeanPreTrainedModel):
                 if layer.averaged:
                     hidden_states = self.depth_averages[str(layer.layer)](outputs)
         return hidden_states, tuple(router_logits) or None
+
+
+def _tell_peft(model_type: str) -> None:
+    """Register what adapters without `target_modules` act on, where PEFT is in use."""
+    if (known := sys.modules.get("peft.utils.constants")) is not None:
+        known.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, "all-linear")
+        keys_and_values = ["k_proj", "v_proj", "kv_down_proj"]  # the last of them with MLA alone
+        known.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.setdefault(model_type, [*keys_and_values, "down_proj"])
+        known.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.setdefault(model_type, ["down_proj"])
 
 
 def require_task(config: LeanConfig, task: str, model: type) -> None:

@@ -41,6 +41,8 @@ Autocast = Callable[[], AbstractContextManager]
 Progress = Callable[[str], None]
 
 
+# The loss of experts has their load-balancing loss in it; of all other models this changes nothing.
+BALANCED = {"output_router_logits": True}
 # Attention weights of all layers are in memory, for a sequence of so many tokens at most.
 SPREAD_TOKENS = 256
 
@@ -85,7 +87,7 @@ class TextTask:
     def random_batch(config: LeanConfig, batch_size: int, context_length: int, device: str) -> dict[str, Any]:
         """Return inputs of a training step's shape, for timing."""
         tokens = torch.randint(config.vocab_size, (batch_size, context_length), device=device)
-        return {"input_ids": tokens, "shift_labels": tokens, "use_cache": False}
+        return {"input_ids": tokens, "shift_labels": tokens, "use_cache": False, **BALANCED}
 
     def configure(self, model: PreTrainedModel) -> None:
         """Give the model the facts of the data that it saves."""
@@ -105,7 +107,7 @@ class TextTask:
 
     def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the model's inputs, of a batch that is on the device."""
-        return batch
+        return {**batch, **BALANCED}
 
     def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
         """Return the metrics on the plan's evaluation, `loss` in nats among them."""
@@ -163,7 +165,8 @@ class ImageTask:
     def random_batch(config: LeanConfig, batch_size: int, context_length: int, device: str) -> dict[str, Any]:
         assert config.num_channels and config.image_size and config.num_labels
         pixels = torch.rand(batch_size, config.num_channels, config.image_size, config.image_size, device=device)
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch_size,), device=device)}
+        labels = torch.randint(config.num_labels, (batch_size,), device=device)
+        return {"pixel_values": pixels, "labels": labels, **BALANCED}
 
     def configure(self, model: PreTrainedModel) -> None:
         model.config.id2label = dict(enumerate(self.labels))
@@ -176,7 +179,7 @@ class ImageTask:
         return image_batch(*self.train, starts)
 
     def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {**batch, "pixel_values": scaled_pixels(batch["pixel_values"], self.size)}
+        return {**batch, "pixel_values": scaled_pixels(batch["pixel_values"], self.size), **BALANCED}
 
     def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
         losses, hits = image_outcomes(model, *self.test, self.plan.evaluation_starts, self.size, batch_size, autocast)

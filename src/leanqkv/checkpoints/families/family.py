@@ -44,7 +44,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Settings that a checkpoint's function does not depend on: what a class has no place for is left out.
 IN_TRAINING = {
     *("attention_dropout", "hidden_dropout", "embedding_dropout"),
-    *("initializer_range", "scaled_residual_init", "use_cache", "router_aux_loss_coef"),
+    *("initializer_range", "scaled_residual_init", "use_cache"),
+    *("router_aux_loss_coef", "output_router_logits"),
 }
 # Settings that say nothing more where the one they belong to already differs.
 BELONGS_TO = {
