@@ -133,7 +133,7 @@ def test_longrope_is_refused_where_cached_keys_would_be_wrong(pair):
     theirs = reference.generate(short, max_new_tokens=6, do_sample=False, eos_token_id=None)
     ours = model.generate(short, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
     assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match="6 and 3 tokens more go beyond 8 positions, from where on .* use_cache=False"):
+    with pytest.raises(ValueError, match="6 and 3 tokens more go beyond 8 positions, from where on"):
         Decoder(model).generate(short, max_new_tokens=4)
     static = StaticCache(model.config, max_cache_len=16)
     model(short, past_key_values=static)
