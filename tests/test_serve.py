@@ -37,11 +37,11 @@ NO_END = {"logit_bias": {"0": -100}}  # the end of a text, which would end an an
 PROMPTS = [f"def function_{n}(" for n in range(50)]
 
 
-def save(directory: Path, chat_template: str | None = None) -> None:
+def save(directory: Path, chat_template: str | None = None, positions: int = POSITIONS) -> None:
     from leanqkv.data.tokenizer import train_tokenizer
 
     model = randomize(
-        LeanForCausalLM(tiny("gpt", "skipv1", vocab_size=300, max_position_embeddings=POSITIONS)), std=0.2
+        LeanForCausalLM(tiny("gpt", "skipv1", vocab_size=300, max_position_embeddings=positions)), std=0.2
     )
     model.save_pretrained(directory)
     tokenizer = train_tokenizer(iter(["def function(argument): return argument\n"] * 50), 300)

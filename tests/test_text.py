@@ -56,7 +56,10 @@ def wordpiece() -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(scope="module", params=[sentencepiece, metaspace, byte_level, wordpiece], ids=lambda form: form.__name__)
+FORMS = [sentencepiece, metaspace, byte_level, wordpiece]
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=lambda form: form.__name__)
 def tokenizer(request):
     backend = request.param()
     backend.add_special_tokens([IM_END, "<s>"])

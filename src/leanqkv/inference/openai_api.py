@@ -155,8 +155,12 @@ def check_model(asked: Any, model: str) -> None:
         raise ApiError(404, message, "model_not_found", param="model")
 
 
-def check_fields(body: dict[str, Any], endpoint: "type[Answer]", model: str) -> None:
-    """Raise ApiError for another model, a field that is not supported, or a value out of its range."""
+def checked_fields(body: dict[str, Any], endpoint: "type[Answer]", model: str) -> dict[str, Any]:
+    """Return the fields of a request that have an effect.
+
+    Raises:
+        ApiError: another model, a field that is not supported, or a value out of its range.
+    """
     check_model(body.get("model", model), model)
     rules = COMMON_FIELDS | endpoint.fields
     for name, value in body.items():
@@ -167,10 +171,10 @@ def check_fields(body: dict[str, Any], endpoint: "type[Answer]", model: str) -> 
                 raise ApiError(400, message, "invalid_value", param=name)
         elif name not in FIELDS_WITHOUT_EFFECT and value and value not in NO_OP_VALUES.get(name, ()):
             raise _unsupported(name)
-    if other := sorted(
-        name for name, value in body.get("stream_options", {}).items() if value and name not in STREAM_OPTIONS
-    ):
-        raise _unsupported(f"stream_options.{other[0]}")
+    body = {name: value for name, value in body.items() if name in rules}
+    for name, value in body.get("stream_options", {}).items():
+        if value and name not in STREAM_OPTIONS:
+            raise _unsupported(f"stream_options.{name}")
     if body.get("stream_options") and not body.get("stream"):
         raise ApiError(400, "stream_options need stream: true", param="stream_options")
     if body.get("top_logprobs") and not body.get("logprobs"):
@@ -179,6 +183,7 @@ def check_fields(body: dict[str, Any], endpoint: "type[Answer]", model: str) -> 
         raise ApiError(400, "max_tokens is a positive integer, found 0; with echo it may be 0", param="max_tokens")
     if body.get("best_of", 1) not in (1, body.get("n", 1)):
         raise _unsupported("best_of")
+    return body
 
 
 def _unsupported(name: str) -> ApiError:

@@ -58,8 +58,8 @@ from .openai_api import (
     Pieces,
     PromptReader,
     Response,
-    check_fields,
     check_model,
+    checked_fields,
     error_body,
 )
 from .text import TextStream, check_chat_template, end_tokens
@@ -313,8 +313,7 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     slots = Middleware(RequestLimit, slots=asyncio.Semaphore(MAX_REQUESTS))
 
     def read(request: Request, content: bytes, endpoint: type[Completion | Response]) -> Answer:
-        body = _read_object(request, content)
-        check_fields(body, endpoint, name)
+        body = checked_fields(_read_object(request, content), endpoint, name)
         top = endpoint.top_logprobs(body)
         try:
             prompts = endpoint.encode(body, generator.prompts)
