@@ -133,7 +133,7 @@ def test_longrope_is_refused_where_cached_keys_would_be_wrong(pair):
     theirs = reference.generate(short, max_new_tokens=6, do_sample=False, eos_token_id=None)
     ours = model.generate(short, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
     assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match="6 and 3 tokens more go beyond 8 positions, from where on"):
+    with pytest.raises(ValueError, match="6 and 3 tokens more do not fit the 8 positions behind which rotary freq"):
         Decoder(model).generate(short, max_new_tokens=4)
     static = StaticCache(model.config, max_cache_len=16)
     model(short, past_key_values=static)
@@ -175,5 +175,5 @@ def test_dynamic_positions_depend_on_the_sequence_alone():
     cache = model(middle[:, :5]).past_key_values
     whole = model(middle[:, :8], use_cache=False).logits
     near(model(middle[:, 5:8], past_key_values=cache).logits, whole[:, 5:])
-    with pytest.raises(ValueError, match="go beyond 8 positions"):
+    with pytest.raises(ValueError, match="do not fit the 8 positions behind which"):
         Decoder(model).generate(middle[:, :6], max_new_tokens=4)

@@ -278,7 +278,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(api, monkey
     ):
         answer = api.http.post(f"/v1/{path}", json=body).json()
         assert answer["error"]["code"] == "context_length_exceeded"
-        assert f"{POSITIONS} positions, found a prompt of 90" in answer["error"]["message"]
+        assert f"does not fit the model's {POSITIONS} positions" in answer["error"]["message"]
 
 
 NUMBERS = [0, 1, -1, 10**20, -(10**400), 0.5, 1e308, math.nan, -math.inf, True, False]

@@ -187,3 +187,21 @@ def test_a_template_may_refuse_a_conversation():
     tokenizer.chat_template = "{{ messages[0].content + 3 }}"
     with pytest.raises(LeanError, match="TypeError"):
         render_chat(tokenizer, [{"role": "user", "content": "a"}])
+
+
+def test_a_conversation_begins_once():
+    """A template that writes the token that begins texts, and a tokenizer that puts it before every text."""
+    from shapes import tiny
+    from tokenizers.processors import TemplateProcessing
+
+    from leanqkv.inference.openai_api import PromptReader
+
+    backend = byte_level()
+    backend.add_special_tokens(["<s>"])
+    begin = backend.token_to_id("<s>")
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    reader = PromptReader(tokenizer, tiny("llama", vocab_size=400))
+    ids = reader.chat([{"role": "user", "content": "the"}], {}).tolist()
+    assert ids == reader.text("the").tolist() == [begin, *tokenizer("the", add_special_tokens=False)["input_ids"]]

@@ -113,7 +113,7 @@ def _print_answer(
     from ..data.tokenizer import encode_prompt
     from ..errors import LeanError
     from ..inference.cache import token_bytes
-    from ..inference.decoder import last_position
+    from ..inference.decoder import last_position, position_limit
     from ..inference.text import TextStream, check_tokens, end_tokens, render_chat
     from ..memory import check_cache
     from ..model.cache import cache_bytes
@@ -130,7 +130,7 @@ def _print_answer(
     new = options["max_new_tokens"]
     if positions is not None and new > (room := positions - length):
         advice = f"--max-new-tokens can be {room} at most, found {new}" if room > 0 else "shorten it"
-        raise LeanError(f"the prompt takes {length} of the model's {positions} positions: {advice}")
+        raise LeanError(f"the prompt takes {length} of {position_limit(decoder.config, positions)}: {advice}")
     check_cache(decoder.model, 1, length + new, "--max-new-tokens")
     if echo:
         print(prompt, end="", flush=True)

@@ -55,15 +55,11 @@ def last_position(config: LeanConfig, length: int) -> int | None:
     return length if "dynamic" in ropes else None
 
 
-def position_error(config: LeanConfig, length: int, new: int) -> str:
-    """Return why a prompt of `length` tokens cannot be continued by `new` ones, beyond `last_position`."""
-    limit, found = config.cached_positions, f"the prompt of {length} and {new} tokens more"
-    if config.position_embedding_type == "learned":
-        return f"{found} do not fit the model's {limit} positions"
-    return (
-        f"{found} go beyond {limit} positions, from where on this model's rotary frequencies are others than those of "
-        "its cached keys; ask for fewer, or call model.generate with use_cache=False"
-    )
+def position_limit(config: LeanConfig, positions: int) -> str:
+    """Return what a prompt and an answer of more than so many `positions` exceed, in words."""
+    if config.position_embedding_type == "learned" or positions != config.cached_positions:
+        return f"the model's {positions} positions"
+    return f"the {positions} positions behind which rotary frequencies change, those of cached keys do not"
 
 
 class Decoder:
@@ -181,11 +177,12 @@ class Decoder:
             ValueError: as `prefill`.
         """
         _check_prompt(input_ids, attention_mask, room)
-        length, limit = input_ids.shape[1], self.config.cached_positions
+        length = input_ids.shape[1]
         if (end := last_position(self.config, length)) is not None and length + room > end:
-            raise ValueError(position_error(self.config, length, room))
+            found = f"the prompt of {length} and {room} tokens more do not fit {position_limit(self.config, end)}"
+            raise ValueError(found)
         # Beyond this limit the frequencies of rotary positions depend on how long the prompt is.
-        chunk = length if limit is not None and length > limit else self.chunk
+        chunk = length if length > (self.config.cached_positions or length) else self.chunk
         self.cache = allocate_cache(self.config, length + room)
         self.mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
         self.given = {}

@@ -220,7 +220,7 @@ class PromptReader:
         """Refuse a text that is too long whatever its tokens are: to find them takes long."""
         if len(text) > self._characters:
             positions = self._config.max_position_embeddings
-            message = f"the model has {positions} positions, found a prompt of {len(text)} characters; ask for less"
+            message = f"a prompt of {len(text)} characters does not fit the model's {positions} positions; ask for less"
             raise ApiError(400, message, "context_length_exceeded")
 
     def _checked(self, prompt: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ from ..data.prepare import fitting_tokenizer
 from ..errors import LeanError
 from . import Decoder
 from .batch import Row, Scheduler
-from .decoder import CountPenalty, last_position, position_error
+from .decoder import CountPenalty, last_position, position_limit
 from .openai_api import (
     ENDPOINTS,
     LENGTH_FIELDS,
@@ -226,10 +226,8 @@ def _rows(body: dict[str, Any], prompt: Tensor, decoder: Decoder, ends: list[int
     room = positions - length
     new = next((body[name] for name in LENGTH_FIELDS if name in body), min(max(room, 1), DEFAULT_NEW_TOKENS))
     if new > room:
-        message = f"the model has {positions} positions, found a prompt of {length} tokens and {new} new ones; "
-        if positions < config.max_position_embeddings:
-            message = position_error(config, length, new) + "; "
-        raise ApiError(400, f"{message:.500}ask for less", "context_length_exceeded")
+        message = f"a prompt of {length} tokens and {new!s:.30} new ones do not fit {position_limit(config, positions)}"
+        raise ApiError(400, f"{message}; ask for less", "context_length_exceeded")
     echoed = bool(body.get("echo")) and top is not None
     if echoed and config.mask_type == "prefix":
         raise ApiError(
