@@ -13,6 +13,7 @@ from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.inference import Decoder
 from leanqkv.inference.batch import Row, Scheduler
 from leanqkv.inference.cache import token_bytes
+from leanqkv.inference.decoder import last_position
 
 # Those with windows, positions, norms or experts of their own: one of each, and the variants.
 NEWER = [
@@ -147,6 +148,7 @@ def test_prompts_longer_than_the_original_length_are_decoded(pair):
     reference, model = pair
     for one in pair:
         one.generation_config.eos_token_id = None
+    assert [last_position(model.config, length) for length in (1, 8, 9)] == [8, 8, None]
     decoder = Decoder(model, chunk=4)
     expected, _ = decoded(reference)
     found = decoder.generate(*padded(), max_new_tokens=MORE, pad_token_id=PAD)
