@@ -9,6 +9,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 from test_serve import TEMPLATE, save
+from transformers import PreTrainedTokenizerFast
 
 from leanqkv import LeanForCausalLM
 
@@ -20,12 +21,14 @@ CHAT = [{"role": "user", "content": "def "}]
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
-    from leanqkv.data.tokenizer import load_tokenizer
     from leanqkv.inference.serve import build_app
 
     directory = tmp_path_factory.mktemp("api")
     save(directory, TEMPLATE, positions=POSITIONS)
-    model, tokenizer = LeanForCausalLM.from_pretrained(directory).eval(), load_tokenizer(directory)
+    model, tokenizer = (
+        LeanForCausalLM.from_pretrained(directory).eval(),
+        PreTrainedTokenizerFast.from_pretrained(directory),
+    )
     app, generator = build_app(model, tokenizer, "random")
     with TestClient(app, raise_server_exceptions=False) as http:
         client = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=0)

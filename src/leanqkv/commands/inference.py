@@ -114,13 +114,12 @@ def _print_answer(
     from ..errors import LeanError
     from ..inference.cache import token_bytes
     from ..inference.decoder import last_position, position_limit
-    from ..inference.text import TextStream, check_tokens, end_tokens, render_chat
+    from ..inference.text import TextStream, check_tokens, encode_chat, end_tokens, render_chat
     from ..memory import check_cache
     from ..model.cache import cache_bytes
 
     if chat:
-        text = render_chat(tokenizer, [{"role": "user", "content": prompt}])
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]  # those are in the template
+        ids = encode_chat(tokenizer, render_chat(tokenizer, [{"role": "user", "content": prompt}]))
     else:
         ids = encode_prompt(tokenizer, prompt)
     check_tokens(ids[0].tolist(), decoder.config.vocab_size, tokenizer)

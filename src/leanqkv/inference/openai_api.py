@@ -18,7 +18,7 @@ from ..data.tokenizer import encode_prompt
 from ..model.config import LeanConfig
 from ..ranges import SHARE, TEMPERATURE, Range
 from .batch import Row, Score
-from .text import TextStream, check_tokens, longest_token, render_chat, token_text
+from .text import TextStream, check_tokens, encode_chat, longest_token, render_chat, token_text
 
 # Every token is compared with every beginning of every stop string.
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
@@ -213,8 +213,7 @@ class PromptReader:
             raise ApiError(400, "this model has no chat template, it continues text: use /v1/completions")
         text = render_chat(self.tokenizer, messages, variables)
         self._check_length(text)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # those are in the template
-        return self._checked(torch.tensor(ids, dtype=torch.long))
+        return self._checked(encode_chat(self.tokenizer, text)[0])
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that is too long whatever its tokens are: to find them takes long."""

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from tokenizers import models, pre_tokenizers
+from torch import Tensor
 
 from ..data.corpus import encodable
 from ..errors import LeanError
@@ -115,6 +117,11 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]], variables: dict[
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise LeanError(f"the model's chat template cannot be applied: {reason:.300}") from error
     return encodable(text, "the conversation")
+
+
+def encode_chat(tokenizer: Any, text: str) -> Tensor:
+    """Return the token ids of a conversation in its template, [1, length]; those around texts are in the template."""
+    return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.long)
 
 
 def check_chat_template(tokenizer: Any) -> None:
