@@ -110,6 +110,13 @@ def test_scores_of_a_prompt(api, max_tokens):
     assert [place for one in scores for place in one.text_offset] == answer.choices[0].logprobs.text_offset
 
 
+def test_scores_that_fill_the_memory_are_refused(api, monkeypatch):
+    monkeypatch.setattr("leanqkv.inference.openai_api.MAX_SCORES", 40)
+    with pytest.raises(openai.BadRequestError, match="up to 40 logprobs, found 42; ask for fewer"):
+        complete(api, n=3, logprobs=1, max_tokens=7)
+    assert complete(api, n=2, logprobs=1, max_tokens=7) and complete(api, n=3, max_tokens=30)
+
+
 def test_the_text_of_a_prompt_is_echoed_as_it_was(api):
     assert complete(api, " é\u0301\n def", echo=True, max_tokens=1).choices[0].text.startswith(" é\u0301\n def")
 

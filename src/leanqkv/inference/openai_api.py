@@ -23,6 +23,7 @@ from .text import TextStream, check_tokens, encode_chat, longest_token, render_c
 # Every token is compared with every beginning of every stop string.
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_ANSWERS, MAX_N, MAX_LOGPROBS, MAX_BIASES = 256, 128, 20, 1024
+MAX_SCORES = 2**20  # of a request: answers times tokens times logarithms
 LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 FIELDS_WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
@@ -184,6 +185,17 @@ def checked_fields(body: dict[str, Any], endpoint: "type[Answer]", model: str) -
     if body.get("best_of", 1) not in (1, body.get("n", 1)):
         raise _unsupported("best_of")
     return body
+
+
+def check_scores(rows: list[Row]) -> None:
+    """Raise ApiError for more logarithms of probabilities than the memory should hold."""
+    found = 0
+    for row in rows:
+        if row.top is not None:
+            found += (row.max_new_tokens + row.reads_scores * len(row.prompt)) * (row.top + 1)
+    if found > MAX_SCORES:
+        message = f"a request has up to {MAX_SCORES} logprobs, found {found}; ask for fewer answers, tokens or logprobs"
+        raise ApiError(400, message, param="logprobs")
 
 
 def _unsupported(name: str) -> ApiError:

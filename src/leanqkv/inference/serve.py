@@ -59,6 +59,7 @@ from .openai_api import (
     PromptReader,
     Response,
     check_model,
+    check_scores,
     checked_fields,
     error_body,
 )
@@ -326,6 +327,7 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
             for row in _rows(body, prompt, generator.decoder, ends, top):
                 text = TextStream(tokenizer, prompt.tolist(), [stops] if isinstance(stops, str) else stops)
                 answer.choices.append(Choice(len(answer.choices), row, text, echo))
+        check_scores([choice.row for choice in answer.choices])
         return answer
 
     async def respond(request: Request, endpoint: type[Completion | Response]) -> PlainResponse:
