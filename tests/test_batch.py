@@ -151,3 +151,31 @@ def test_memory_limits_how_many_are_worked_on():
     while scheduler.busy:
         scheduler.advance()
     assert all(row.done for row in given)
+
+
+@pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("mla",), ("latent-keys",)], ids="+".join)
+def test_scores_are_those_of_one_forward_pass(mechanisms):
+    """Of the prompt, read in chunks, and of the answer, beside rows without scores; a prompt alone is read too."""
+    model = build("llama", *mechanisms)
+    decoder = Decoder(model, chunk=4)
+    given = rows(decoder)
+    for row in given[:4]:
+        row.top, row.reads_scores = 3, True
+    given[2].max_new_tokens = 0
+    given[4].top = 2
+    found = run(Scheduler(decoder, 10**6), given, every=1)
+    assert found[given[2]] == []
+    assert [len(row.scores) for row in given] == [9 + 12, 3 + 5, 17, 1 + 9, 1, 0]
+    for row in given[:5]:
+        text = torch.cat((row.prompt, torch.tensor(found[row], dtype=torch.long)))
+        with torch.no_grad():
+            expected = model(text[None]).logits[0].log_softmax(-1)[:-1]
+        assert [score.token for score in row.scores] == text[len(text) - len(row.scores) :].tolist()
+        scores = [score for score in row.scores if score.logprob is not None]
+        assert len(scores) == len(row.scores) - row.reads_scores
+        expected = expected[len(expected) - len(scores) :]
+        chosen = expected.gather(-1, torch.tensor([[score.token] for score in scores], dtype=torch.long).view(-1, 1))
+        assert [score.logprob for score in scores] == pytest.approx(chosen[:, 0].tolist(), abs=1e-4)
+        best = [score.top[0][1] for score in scores]
+        assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
+        assert all(len(score.top) == row.top for score in scores)

@@ -124,7 +124,7 @@ def test_the_command(tmp_path, monkeypatch, unwrapped):
         ([TINY, TINY], "named twice"),
         ([TINY, "--context", "8,x"], "--context is positive numbers between commas"),
         ([TINY, "--batch", "0"], "each number of --batch must be a whole number from 1"),
-        ([TINY, "--context", "1000"], "positions; the longest"),
+        ([TINY, "--context", "1000"], "cannot decode --context 1000"),
         ([TINY, "--dtype", "fp16"], "--dtype is bf16 or fp32"),
         (["vit-tiny"], "is a model for image_classification"),
         ([TINY, "--out", "full"], "full is not empty"),

@@ -13,6 +13,7 @@ from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.inference import Decoder
 from leanqkv.inference.batch import Row, Scheduler
 from leanqkv.inference.cache import token_bytes
+from leanqkv.inference.decoder import last_position
 
 # Those with windows, positions, norms or experts of their own: one of each, and the variants.
 NEWER = [
@@ -133,12 +134,30 @@ def test_longrope_is_refused_where_cached_keys_would_be_wrong(pair):
     theirs = reference.generate(short, max_new_tokens=6, do_sample=False, eos_token_id=None)
     ours = model.generate(short, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
     assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match="do not fit the model's 8 positions"):
+    with pytest.raises(ValueError, match="6 and 3 tokens more do not fit the 8 positions behind which rotary freq"):
         Decoder(model).generate(short, max_new_tokens=4)
     static = StaticCache(model.config, max_cache_len=16)
     model(short, past_key_values=static)
     with pytest.raises(ValueError, match="longrope has other frequencies"):
         model(short, past_key_values=static)
+
+
+@of("phi3-longer")
+def test_prompts_longer_than_the_original_length_are_decoded(pair):
+    """In chunks and in batches, beside prompts that stay within it: the tokens of each one alone."""
+    reference, model = pair
+    for one in pair:
+        one.generation_config.eos_token_id = None
+    assert [last_position(model.config, length) for length in (1, 8, 9)] == [8, 8, None]
+    decoder = Decoder(model, chunk=4)
+    expected, _ = decoded(reference)
+    found = decoder.generate(*padded(), max_new_tokens=MORE, pad_token_id=PAD)
+    assert torch.equal(found[:, LENGTH:], expected)
+    given = [Row(tokens(1, n, vocab_size=61, seed=n)[0], new) for n, new in ((12, 9), (3, 5), (9, 6), (5, 3), (20, 4))]
+    rows = run(Scheduler(decoder, 10**6), given, every=1)
+    for row in given:
+        alone = reference.generate(row.prompt[None], max_new_tokens=row.max_new_tokens, do_sample=False)
+        assert rows[row] == alone[0, len(row.prompt) :].tolist()
 
 
 @torch.no_grad()
@@ -158,5 +177,5 @@ def test_dynamic_positions_depend_on_the_sequence_alone():
     cache = model(middle[:, :5]).past_key_values
     whole = model(middle[:, :8], use_cache=False).logits
     near(model(middle[:, 5:8], past_key_values=cache).logits, whole[:, 5:])
-    with pytest.raises(ValueError, match="do not fit the model's 8 positions"):
+    with pytest.raises(ValueError, match="do not fit the 8 positions behind which"):
         Decoder(model).generate(middle[:, :6], max_new_tokens=4)

@@ -181,3 +181,63 @@ def test_a_template_that_is_not_applied_is_told(cli, assistant, model):
     assert "has a chat template" in err and "--chat applies it" in err
     code, out, err = cli("generate", str(model), "--prompt", "def ", "--chat", *GREEDY)
     assert (code, out) == (2, "") and "has no chat template" in err
+
+
+def with_tokenizer(model, directory, chat_template: str | None = None, **special: str):
+    """The same model with a tokenizer as LLaMA's; returns the tokenizer."""
+    from test_text import sentencepiece
+    from transformers import PreTrainedTokenizerFast
+
+    LeanForCausalLM.from_pretrained(model).save_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=sentencepiece(), **{"eos_token": "</s>", **special})
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_the_first_word_is_not_glued_to_the_prompt(cli, model, tmp_path, monkeypatch, interactive):
+    tokenizer = with_tokenizer(model, tmp_path)
+    words = iter(tokenizer.convert_tokens_to_ids(["▁lazy", "▁the", "the", "▁lazy"]))
+
+    def step(_, tokens, *args, **options):
+        logits = torch.zeros(tokens.shape[0], 1, 300)
+        logits[:, :, next(words)] = 1
+        return logits
+
+    monkeypatch.setattr("leanqkv.inference.decoder.Decoder._forward", step)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
+    how = ["--interactive"] if interactive else ["--prompt", "the"]
+    code, out, err = cli("generate", str(tmp_path), *how, "--temperature", "0", "--max-new-tokens", "4")
+    assert (code, out) == (0, ("" if interactive else "the") + " lazy thethe lazy\n"), err
+
+
+def test_an_answer_ends_with_the_end_of_the_tokenizer_too(cli, model, tmp_path, monkeypatch):
+    tokenizer = with_tokenizer(model, tmp_path)
+    ids = tokenizer("the", return_tensors="pt")["input_ids"]
+    first = int(
+        LeanForCausalLM.from_pretrained(tmp_path).eval().generate(ids, max_new_tokens=1, do_sample=False)[0, -1]
+    )
+    with_tokenizer(model, tmp_path, eos_token=tokenizer.convert_ids_to_tokens(first) or "the")
+    code, _, err = cli("generate", str(tmp_path), "--prompt", "the", *GREEDY)
+    assert code == 0 and err.startswith("1 new tokens, ")
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ nothing.here }}", "{{ ''.__class__.mro() }}"])
+def test_a_chat_template_that_cannot_be_applied_is_one_line(cli, model, tmp_path, template):
+    with_tokenizer(model, tmp_path, template)
+    for command in (["generate", str(tmp_path), "--chat", "--prompt", "the"], ["serve", str(tmp_path), "--port", "0"]):
+        code, out, err = cli(*command)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("error: the model's chat template cannot be applied: ")
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(cli, model, tmp_path, monkeypatch):
+    tokenizer = with_tokenizer(model, tmp_path)
+    tokenizer.add_tokens([f"<extra_{n}>" for n in range(20)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr("leanqkv.checkpoints.tokenizer.load_tokenizer", lambda name: tokenizer)
+    code, out, err = cli("generate", str(tmp_path), "--prompt", "the <extra_19>", *GREEDY)
+    assert (code, out) == (2, "")
+    assert "the prompt has token 309, '<extra_19>', and the model's vocabulary ends at 299" in err
+    assert cli("generate", str(tmp_path), "--prompt", "the", *GREEDY)[0] == 0

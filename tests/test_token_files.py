@@ -248,7 +248,7 @@ def test_numbers_of_tokens_may_have_gaps(corpus, variant):
     # A token that does not occur is no reason to refuse a text; one that does is named where it is.
     assert prepare_data(str(corpus), vocab_size=400, tokenizer=place).vocab_size == 400
     (corpus / "last.txt").write_text("Questions")
-    with pytest.raises(LeanError, match=r"document \d+ of the text has the token 'Q', number 500, and the model"):
+    with pytest.raises(LeanError, match=r"document \d+ of the text has token 500, 'Q', and the model"):
         prepare_data(str(corpus), vocab_size=400, tokenizer=place)
     assert prepare_data(str(corpus), vocab_size=501, tokenizer=place).vocab_size == 501
     assert prepare_data(str(corpus), vocab_size=10**6, tokenizer=renumber("wide", 70_000)).dtype == "uint32"

@@ -8,7 +8,15 @@ import pytest
 import torch
 from shapes import randomize, tiny
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from leanqkv import LeanError, LeanForCausalLM
 from leanqkv.checkpoints.open import load_model, open_causal_lm
@@ -158,6 +166,22 @@ def test_other_tools_that_cut_text_in_another_way_are_warned_of(tmp_path, caplog
     write(tmp_path / "model", bytes_form())
     code, _, message = cli("export", str(tmp_path / "model"), "--family", "qwen2", "--out", str(tmp_path / "out"))
     assert code == 0 and "AutoTokenizer cuts" in caplog.text, message
+
+
+def test_a_vocabulary_without_a_tokenizer_json(tmp_path, cli):
+    """As GPT-2's first files: what transformers builds of it for the source's class is written."""
+    content = json.loads(bytes_form().to_str())["model"]
+    (source := tmp_path / "source").mkdir()
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).save_pretrained(source)
+    (source / "vocab.json").write_text(json.dumps(content["vocab"]))
+    (source / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in content["merges"]))
+    (source / "tokenizer_config.json").write_text(json.dumps({"bos_token": "</s>", "eos_token": "</s>"}))
+    expected = [ids(load_tokenizer(source), text) for text in TEXTS]
+    assert len(expected[0][0]) < len(TEXTS[0])
+    assert cli("import", str(source), "--out", str(tmp_path / "out"))[0] == 0
+    for reader in (load_tokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")):
+        assert [ids(reader, text) for text in TEXTS] == expected
 
 
 def test_tokens_of_the_settings_alone_have_their_numbers(tmp_path):
@@ -354,6 +378,9 @@ def test_tokens_that_never_occur_are_no_reason_to_refuse(tmp_path, texts, cli):
     prepare_data(str(texts), vocab_size=size, tokenizer=model)
     texts.write_text(json.dumps({"text": "an image of"}))
     code, _, message = cli("eval", model, "--data", str(texts))
-    assert code == 2 and f"document 1 of the text has the token 'image', number {size + 1}" in message
-    with pytest.raises(LeanError, match="document 1 of the text has the token 'image'"):
+    assert (
+        code == 2
+        and f"document 1 of the text has token {size + 1}, 'image', and the model's vocabulary ends" in message
+    )
+    with pytest.raises(LeanError, match=f"document 1 of the text has token {size + 1}, 'image'"):
         prepare_data(str(texts), vocab_size=size, tokenizer=model)

@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 FILE, SETTINGS, TEMPLATES = "tokenizer.json", "tokenizer_config.json", "additional_chat_templates"
 # Of the files beside the weights, those that are about the text and not about the tensors.
+VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model")
 TOKENIZER_FILES = (
-    *(FILE, SETTINGS, "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *(FILE, SETTINGS, "special_tokens_map.json", "added_tokens.json", "merges.txt", *VOCABULARIES),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 # Texts that tokenizers of other classes cut in another way.
 SAMPLE = (
@@ -173,10 +174,9 @@ def check_ids(ids: Any, vocab_size: int, tokenizer: Any, place: str) -> None:
     """
     found = int(max(ids) if isinstance(ids, list) else ids.max()) if len(ids) else -1
     if found >= vocab_size:
-        raise LeanError(
-            f"{place} has the token {tokenizer.convert_ids_to_tokens(found)!r:.60}, number {found}, and the model's "
-            f"vocabulary ends at {vocab_size - 1}; take it out of the text"
-        )
+        name = tokenizer.backend_tokenizer.id_to_token(found)
+        shown = f"token {found}" if name is None else f"token {found}, {name!r:.60}"
+        raise LeanError(f"{place} has {shown}, and the model's vocabulary ends at {vocab_size - 1}; leave it out")
 
 
 def copy_tokenizer(source: Path, directory: Path, stock: bool) -> None:
@@ -196,10 +196,10 @@ def copy_tokenizer(source: Path, directory: Path, stock: bool) -> None:
             shutil.copyfile(source / name, directory / name)
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, directory / TEMPLATES)
-    if not has_tokenizer(source):
+    tokenizer = _read(source) if has_tokenizer(source) else _built(source)
+    if tokenizer is None:
         return
-    tokenizer = _read(source)
-    if is_gguf(source):
+    if not (directory / FILE).exists():
         tokenizer.save_pretrained(directory)
     if _differing(directory, tokenizer) is not None:
         settings = read_json(directory / SETTINGS) if (directory / SETTINGS).exists() else {}
@@ -209,6 +209,16 @@ def copy_tokenizer(source: Path, directory: Path, stock: bool) -> None:
         if not stock:
             raise LeanError(f"{source}: {message}; remove the tokenizer's files there, and bring them in by hand")
         logger.warning("%s: load the tokenizer of %s with PreTrainedTokenizerFast", message, directory)
+
+
+def _built(source: Path) -> Any | None:
+    """Return the tokenizer that transformers builds of a vocabulary without tokenizer.json; None if it cannot."""
+    if not any((source / name).is_file() for name in VOCABULARIES):
+        return None
+    try:
+        return _read(source)
+    except LeanError:  # such as for want of sentencepiece; the model needs no tokenizer to be written
+        return None
 
 
 def _settings_of_file(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:

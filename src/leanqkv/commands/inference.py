@@ -55,7 +55,7 @@ def generate(
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
     opened = open_causal_lm(directory)
-    tokenizer = _tokenizer(directory, opened.config.vocab_size, chat)
+    tokenizer = _tokenizer(directory, chat)
     model = load_model(opened).to(check_device(device))
     decoder = Decoder(model)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
@@ -78,16 +78,19 @@ def generate(
             terminal.print(message, highlight=False, soft_wrap=True, markup=False)
 
 
-def _tokenizer(directory: Path, vocab_size: int, chat: bool) -> Any:
+def _tokenizer(directory: Path, chat: bool) -> Any:
     """Return a model's tokenizer; say so if it has a chat template that is not asked for.
 
     Raises:
-        LeanError: there is none, it has more tokens than the model, or no chat template although `chat` is true.
+        LeanError: there is none, or `chat` is true and its chat template is missing or cannot be applied.
     """
     from ..checkpoints.tokenizer import load_tokenizer
     from ..errors import LeanError
+    from ..inference.text import check_chat_template
 
     tokenizer = load_tokenizer(directory)
+    if chat:
+        check_chat_template(tokenizer)
     if chat and not tokenizer.chat_template:
         raise LeanError(f"{directory} has no chat template, it continues text; leave out --chat")
     if tokenizer.chat_template and not chat:
@@ -102,36 +105,44 @@ def _print_answer(
     """Print the continuation of a prompt while it is generated, after the prompt itself if `echo`.
 
     Raises:
-        LeanError: prompt and answer do not fit the model's learned positions, or their cache the memory.
+        LeanError: the prompt is none that the model can read, prompt and answer do not fit its positions, or their
+            cache the memory.
     """
     import torch
-    from transformers import TextStreamer
 
     from ..data.tokenizer import encode_prompt
     from ..errors import LeanError
     from ..inference.cache import token_bytes
+    from ..inference.decoder import last_position, position_limit
+    from ..inference.text import TextStream, check_tokens, encode_chat, end_tokens, render_chat
     from ..memory import check_cache
     from ..model.cache import cache_bytes
 
     if chat:
-        fixed = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **fixed)["input_ids"]
+        ids = encode_chat(tokenizer, render_chat(tokenizer, [{"role": "user", "content": prompt}]))
     else:
         ids = encode_prompt(tokenizer, prompt)
+    check_tokens(ids[0].tolist(), decoder.config.vocab_size, tokenizer)
     inputs = ids.to(decoder.model.device)
-    length, positions = inputs.shape[1], decoder.config.cached_positions
+    length = inputs.shape[1]
+    positions = last_position(decoder.config, length)
     new = options["max_new_tokens"]
     if positions is not None and new > (room := positions - length):
         advice = f"--max-new-tokens can be {room} at most, found {new}" if room > 0 else "shorten it"
-        raise LeanError(f"the prompt takes {length} of the model's {positions} positions: {advice}")
+        raise LeanError(f"the prompt takes {length} of {position_limit(decoder.config, positions)}: {advice}")
     check_cache(decoder.model, 1, length + new, "--max-new-tokens")
     if echo:
         print(prompt, end="", flush=True)
     torch.manual_seed(seed)
     start = time.perf_counter()
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-    output = decoder.generate(inputs, callback=lambda tokens: streamer.put(tokens.cpu()), **options)
-    streamer.end()
+    stream = TextStream(tokenizer, ids[0].tolist())
+
+    def show(tokens: torch.Tensor) -> None:
+        print(stream.add(int(tokens)), end="", flush=True)
+
+    ends = end_tokens(decoder.generation_config, tokenizer)
+    output = decoder.generate(inputs, callback=show, eos_token_id=ends, **options)
+    print(stream.finish(), flush=True)
     new, seconds = output.shape[1] - length, time.perf_counter() - start
     held, allocated = token_bytes(decoder.cache), cache_bytes(decoder.cache)
     cache = f"KV cache {held:,} bytes of tokens in {allocated:,} allocated"

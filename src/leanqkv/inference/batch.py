@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ from .decoder import PREFILL_CHUNK_TOKENS, Decoder
 MAX_ROWS = 64
 CHUNK_TOKENS = 8 * PREFILL_CHUNK_TOKENS  # of all prompts of a batch
 ROOM_TOKENS = 64  # for which a cache grows, at least
+SCORES = 2**24  # logits that are looked at together: tokens times vocabulary
+
+
+class Score(NamedTuple):
+    """The logarithm of a token's probability, and the likeliest tokens in its place; a text's first token has none."""
+
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
 
 
 @dataclass(eq=False)
@@ -27,7 +37,13 @@ class Row:
 
     Attributes:
         prompt: token ids, [length].
-        warpers: of the logits to sample from, with `generator`; None: the likeliest token is taken.
+        max_new_tokens: 0 only reads the prompt.
+        warpers: of the logits, in float32.
+        generator: samples from the logits; None: the likeliest token is taken.
+        needs_tokens: the warpers are given the tokens before, prompt included; else None.
+        ends: tokens that end the answer; None: the generation config's.
+        top: for how many tokens of every position `scores` are kept, before the warpers; None: no scores.
+        reads_scores: the prompt has scores too.
         cancelled: set to have the row dropped.
     """
 
@@ -35,6 +51,11 @@ class Row:
     max_new_tokens: int
     warpers: LogitsProcessorList | None = None
     generator: torch.Generator | None = None
+    needs_tokens: bool = False
+    ends: list[int] | None = None
+    top: int | None = None
+    reads_scores: bool = False
+    scores: list[Score] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # generated so far
     ended: bool = False  # by itself
     cancelled: bool = False
@@ -46,7 +67,33 @@ class Row:
 
     @property
     def done(self) -> bool:
-        return self.cancelled or self.ended or len(self.tokens) == self.max_new_tokens
+        return self.cancelled or self.ended or len(self.tokens) >= self.max_new_tokens
+
+    def choose(self, logits: Tensor) -> int:
+        """Return the next token, by its logits [1, vocab_size]."""
+        before = None
+        if self.needs_tokens:
+            before = torch.cat((self.prompt, torch.tensor(self.tokens, dtype=torch.long)))[None].to(logits.device)
+        scores = self.warpers(before, logits) if self.warpers else logits  # type: ignore[arg-type]
+        if self.generator is None:
+            return int(scores.argmax(-1))
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self.generator))
+
+    def score(self, tokens: list[int], logits: Tensor) -> None:
+        """Keep the scores of tokens that were next, by the logits of their positions [tokens, vocab_size]."""
+        assert self.top is not None
+        logprobs = logits.float().log_softmax(-1)
+        chosen = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None])[
+            :, 0
+        ].tolist()
+        values, top = logprobs.topk(min(self.top, logits.shape[-1]))
+        for token, logprob, *likeliest in zip(tokens, chosen, top.tolist(), values.tolist(), strict=True):
+            self.scores.append(Score(token, logprob, list(zip(*likeliest, strict=True))))
+
+    def score_prompt(self, start: int, logits: Tensor) -> None:
+        """Keep the scores of the prompt's tokens behind `start`, by logits [1, positions, vocab_size]."""
+        after = self.prompt[start + 1 : start + 1 + logits.shape[1]].tolist()
+        self.score(after, logits[0, : len(after)])
 
 
 # What happened to a row: a new token; None, its end; or an error, which ends it too.
@@ -102,24 +149,31 @@ class Batch:
         ids = torch.zeros(len(self.rows), longest, dtype=torch.long)
         for line, row in zip(ids, self.rows, strict=True):
             line[longest - row.length :] = row.prompt
-        mask = self._mask()
-        return self._decoder.prefill_chunks(ids.to(self._device), mask, room=0)
+        observe = None
+        if (row := self.rows[0]).reads_scores:  # such a row is read alone
+            row.scores.append(Score(int(row.prompt[0]), None, []))
+            observe = row.score_prompt
+            self._decoder.chunk = min(self._decoder.chunk, max(1, SCORES // self._decoder.config.vocab_size))
+        return self._decoder.prefill_chunks(ids.to(self._device), self._mask(), room=0, observe=observe)
 
     def _choose(self, logits: Tensor) -> list[Event]:
-        """Return the next token of every row, after adding it to the row."""
+        """Return the next token of every row that has one, after adding it to the row."""
         likeliest, events = logits.float().argmax(-1).tolist(), list[Event]()
         ends = self._decoder.ends(None, torch.device("cpu")).tolist()
         for number, row in enumerate(self.rows):
-            token = likeliest[number]
-            if row.warpers is not None:
-                scores = row.warpers(None, logits[number : number + 1].float())  # type: ignore[arg-type]
+            if not row.max_new_tokens:
+                continue
+            token, own = likeliest[number], logits[number : number + 1]
+            if row.warpers or row.generator is not None:
                 try:
-                    token = int(torch.multinomial(scores.softmax(-1), 1, generator=row.generator))
+                    token = row.choose(own.float())
                 except RuntimeError as error:  # scores that are not finite, at a temperature next to 0
                     row.cancelled = True
                     events.append((row, error))
             row.tokens.append(token)
-            row.ended = token in ends
+            row.ended = token in (ends if row.ends is None else row.ends)
+            if row.top is not None:
+                row.score([token], own)
             events.append((row, token))
         return events
 
@@ -205,7 +259,7 @@ class Scheduler:
                 new.append(row)
         while new:
             group = [new.pop(0)]
-            while new and _alike([*group, new[0]]):
+            while new and self._alike([*group, new[0]]) and not any(row.reads_scores for row in (group[0], new[0])):
                 group.append(new.pop(0))
             self._batches.append(Batch(self._decoder, group))
 
@@ -214,15 +268,18 @@ class Scheduler:
         for batch in self._batches:
             if not batch.rows:
                 continue
-            into = next((b for b in kept if not (b.reading or batch.reading) and _alike([*b.rows, *batch.rows])), None)
+            joinable = [] if batch.reading else [b for b in kept if not b.reading]
+            into = next((b for b in joinable if self._alike([*b.rows, *batch.rows])), None)
             if into is None:
                 kept.append(batch)
             else:
                 into.join(batch)
         self._batches = kept
 
-
-def _alike(rows: Sequence[Row]) -> bool:
-    """Whether at most half of a cache of these rows is padding, or it is small."""
-    lengths = [row.length for row in rows]
-    return len(rows) * max(lengths) <= max(2 * sum(lengths), CHUNK_TOKENS)
+    def _alike(self, rows: Sequence[Row]) -> bool:
+        """Whether at most half of a cache of these rows is padding or it is small, and all have the same positions."""
+        lengths = [row.length for row in rows]
+        limit = self._decoder.config.cached_positions or 0
+        if min(lengths) <= limit < max(lengths):  # "longrope" turns the keys of long prompts by other frequencies
+            return False
+        return len(rows) * max(lengths) <= max(2 * sum(lengths), CHUNK_TOKENS)

@@ -19,6 +19,7 @@ from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
 from ..presets import preset
 from . import Decoder
+from .decoder import last_position, position_limit
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Called before every measurement with the model's name, how many are done and how many there are.
@@ -45,7 +46,7 @@ def bench_record(
     Raises:
         LeanError: a name of neither, or a model that cannot decode so many tokens, or a cache beyond the memory.
     """
-    models: dict[str, Any] = {name: build_model(name, max(contexts) + new_tokens) for name in names}
+    models: dict[str, Any] = {name: build_model(name, contexts, new_tokens) for name in names}
     for model in models.values():
         model.to(device, DTYPES[dtype]).eval()
         check_cache(model, max(batches), max(contexts) + new_tokens, "--context, --batch or --new-tokens")
@@ -72,19 +73,21 @@ def bench_record(
     }
 
 
-def build_model(name: str, tokens: int) -> LeanForCausalLM:
+def build_model(name: str, contexts: Sequence[int], new_tokens: int) -> LeanForCausalLM:
     """Return the model in a directory or a GGUF file, or of a configuration's name with random weights.
 
     Raises:
-        LeanError: neither, or a model that cannot decode up to `tokens` tokens.
+        LeanError: neither, or a model that cannot decode `new_tokens` tokens behind each of the `contexts`.
     """
     checkpoint = open_checkpoint(Path(name)) if is_gguf(name) or is_directory(Path(name)) else None
     config = preset(name) if checkpoint is None else checkpoint.config
     if config.task != "causal_lm":
         raise LeanError(f"{name} is a model for {config.task}, which has no cache and decodes nothing")
-    limit = config.cached_positions
-    if limit is not None and tokens > limit:
-        raise LeanError(f"{name} has {limit} positions; the longest --context and --new-tokens are {tokens}")
+    for context in contexts:
+        limit = last_position(config, context)
+        if limit is not None and context + new_tokens > limit:
+            found = f"--context {context} and --new-tokens {new_tokens}"
+            raise LeanError(f"{name} cannot decode {found}: more than {position_limit(config, limit)}")
     return LeanForCausalLM(config) if checkpoint is None else load_model(checkpoint, torch.float32)
 
 

@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.cache_utils import Cache
 
 from ..compat import attention_implementation
@@ -33,6 +40,26 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
             if isinstance(module, LeanAttention | LatentAttention):
                 module.attend = attend_one_query
     return copied
+
+
+def last_position(config: LeanConfig, length: int) -> int | None:
+    """Return how many positions a cache can come to that begins with a prompt of `length` tokens; None: any number.
+
+    Beyond `cached_positions` rotary positions of type "longrope" have other frequencies, the same for all lengths, and
+    "dynamic" ones others at every length: a prompt is turned by those of its own length.
+    """
+    limit = config.cached_positions
+    if limit is None or length <= limit or config.position_embedding_type == "learned":
+        return limit
+    ropes = [rope["rope_type"] for rope in (config.rope_parameters, config.window_rope_parameters) if rope]
+    return length if "dynamic" in ropes else None
+
+
+def position_limit(config: LeanConfig, positions: int) -> str:
+    """Return what a prompt and an answer of more than so many `positions` exceed, in words."""
+    if config.position_embedding_type == "learned" or positions != config.cached_positions:
+        return f"the model's {positions} positions"
+    return f"the {positions} positions behind which rotary frequencies change, those of cached keys do not"
 
 
 class Decoder:
@@ -134,37 +161,50 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill_chunks(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, room: int
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        room: int,
+        observe: Callable[[int, Tensor], None] | None = None,
     ) -> Iterator[Tensor | None]:
         """Prefill a chunk at a time: yield None after every chunk but the last, and after that what `prefill` returns.
+
+        Args:
+            observe: is given the first position of every chunk and its logits [batch, positions, vocab_size].
 
         Raises:
             ValueError: as `prefill`.
         """
         _check_prompt(input_ids, attention_mask, room)
-        length, limit = input_ids.shape[1], self.config.cached_positions
-        if limit is not None and length + room > limit:
-            raise ValueError(f"the prompt of {length} and {room} tokens more do not fit the model's {limit} positions")
+        length = input_ids.shape[1]
+        if (end := last_position(self.config, length)) is not None and length + room > end:
+            found = f"the prompt of {length} and {room} tokens more do not fit {position_limit(self.config, end)}"
+            raise ValueError(found)
+        # Beyond this limit the frequencies of rotary positions depend on how long the prompt is.
+        chunk = length if length > (self.config.cached_positions or length) else self.chunk
         self.cache = allocate_cache(self.config, length + room)
         self.mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
         self.given = {}
         if self.config.mask_type == "prefix":
             self.given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        for start in range(0, length, self.chunk):
-            end = min(start + self.chunk, length)
+        for start in range(0, length, chunk):
+            end = min(start + chunk, length)
             mask = None if self.mask is None else self.mask[:, :end]
-            logits = self._forward(input_ids[:, start:end], mask)
-            yield logits if end == length else None
+            logits = self._forward(input_ids[:, start:end], mask, keep=0 if observe else 1)
+            if observe:
+                observe(start, logits)
+            yield logits[:, -1] if end == length else None
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Read one more token of every sequence, [batch]; return the next token's logits [batch, vocab_size]."""
         if self.mask is not None:
             self.mask = torch.cat((self.mask, self.mask.new_ones(len(tokens), 1)), dim=1)
-        return self._forward(tokens[:, None], self.mask)
+        return self._forward(tokens[:, None], self.mask)[:, -1]
 
-    def _forward(self, new: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """[batch, vocab_size], of the last position."""
+    def _forward(self, new: Tensor, attention_mask: Tensor | None, keep: int = 1) -> Tensor:
+        """[batch, keep, vocab_size], of the last positions; 0 keeps all."""
         positions = None
         if attention_mask is not None:  # real tokens before
             positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)[:, -new.shape[1] :]
@@ -174,11 +214,13 @@ class Decoder:
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
             **self.given,
-        ).logits[:, -1]
+        ).logits
 
-    def warpers(self, temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
+    def warpers(
+        self, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None = None
+    ) -> LogitsProcessorList:
         """Return what turns logits into those to sample from."""
         warpers = LogitsProcessorList()
         if temperature != 1.0:
@@ -187,12 +229,26 @@ class Decoder:
             warpers.append(TopKLogitsWarper(top_k))
         if top_p is not None and top_p < 1.0:
             warpers.append(TopPLogitsWarper(top_p))
+        if min_p:
+            warpers.append(MinPLogitsWarper(min_p))
         return warpers
 
     def ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
         """Return the tokens that end a sequence; None: the generation config's."""
         ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
         return torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=torch.long, device=device)
+
+
+class CountPenalty(LogitsProcessor):
+    """Lower the logits of tokens in an answer: by `frequency` for every time, and by `presence` once."""
+
+    def __init__(self, start: int, frequency: float, presence: float):
+        """start: the place of the answer's first token."""
+        self._start, self._frequency, self._presence = start, frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.bincount(input_ids[0, self._start :], minlength=scores.shape[-1])
+        return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
 def _check_model(model: Any) -> None:

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,14 +24,19 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from jinja2 import TemplateError
+from fastapi.responses import Response as PlainResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..checkpoints.memory import give_back_freed_memory
@@ -40,7 +46,24 @@ from ..compat import quiet_transformers
 from ..errors import LeanError
 from . import Decoder
 from .batch import Row, Scheduler
-from .openai_api import ENDPOINTS, LENGTH_FIELDS, Answer, ApiError, Completion, Response, check_fields
+from .decoder import CountPenalty, last_position, position_limit
+from .openai_api import (
+    ENDPOINTS,
+    LENGTH_FIELDS,
+    MAX_ANSWERS,
+    Answer,
+    ApiError,
+    Choice,
+    Completion,
+    Pieces,
+    PromptReader,
+    Response,
+    check_model,
+    check_scores,
+    checked_fields,
+    error_body,
+)
+from .text import TextStream, check_chat_template, end_tokens
 
 DEFAULT_NEW_TOKENS = 1024
 # Of a body: JSON is parsed in one go, and nothing else runs meanwhile (512 KiB take up to 60 milliseconds).
@@ -50,87 +73,56 @@ RETRY_SECONDS = 10
 REQUEST_SECONDS = 20  # for a client to send a request, headers and body
 SHUTDOWN_SECONDS = 3  # for clients that are slow to read the rest of an answer
 # Settings of a generation_config.json that would change the text, and that Decoder does not have.
-UNUSED_SETTINGS = {
-    *("repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "bad_words_ids", "suppress_tokens"),
-}
+UNUSED_SETTINGS = {"no_repeat_ngram_size", "typical_p", "bad_words_ids", "suppress_tokens", "sequence_bias"}
 
 DISCONNECTED, STOPPED = "the client disconnected", "the server was ended"
 
 logger = logging.getLogger(__name__)
 
 
-class TextStream:
-    """The text of tokens that come one by one, up to the first stop string."""
-
-    def __init__(self, tokenizer: Any, stops: list[str]):
-        self.tokens: list[int] = []
-        self.stopped = False
-        self._tokenizer, self._stops = tokenizer, stops
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        self._text, self._sent = "", 0
-
-    def add(self, token: int) -> str:
-        """Return what one more token adds to the text, less what may be the beginning of a stop string."""
-        self.tokens.append(token)
-        self._text += self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
-        return self._advance(held=max(map(self._overlap, self._stops), default=0))
-
-    def finish(self) -> str:
-        """Return the rest of the text, with U+FFFD for a character that is cut off."""
-        text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if text.startswith(self._text):
-            self._text = text
-        return self._advance(held=0)
-
-    def _overlap(self, stop: str) -> int:
-        lengths = range(min(len(stop) - 1, len(self._text)), 0, -1)
-        return next((length for length in lengths if self._text.endswith(stop[:length])), 0)
-
-    def _advance(self, held: int) -> str:
-        starts = [start for stop in self._stops if (start := self._text.find(stop, self._sent)) >= 0]
-        self.stopped = bool(starts)
-        start, self._sent = self._sent, min(starts, default=len(self._text) - held)
-        return self._text[start : self._sent]
-
-
 class Generator:
     """Generates all answers together, on one thread."""
 
     def __init__(self, model: Any, tokenizer: Any):
-        self.decoder, self.tokenizer, self.stopping = Decoder(model), tokenizer, False
+        self.decoder, self.stopping = Decoder(model), False
+        self.prompts = PromptReader(tokenizer, model.config)
         self.scheduler = Scheduler(self.decoder, _cache_tokens(model))
         self.reader = ThreadPoolExecutor(1, "tokenize")
         self._thread = ThreadPoolExecutor(1, "generate")
         self._driver: asyncio.Task | None = None
-        self._events: dict[Row, asyncio.Queue] = {}
+        self._events: dict[Row, tuple[Choice, asyncio.Queue]] = {}
 
-    async def texts(self, answer: Answer, row: Row) -> AsyncIterator[str]:
-        """Yield an answer's text in pieces, until it ends; when this is closed, its row is dropped.
+    async def pieces(self, choices: list[Choice]) -> Pieces:
+        """Yield what is added to each answer, until all have ended; when this is closed, their rows are dropped.
 
         Raises:
             ApiError: generation failed, or the server is shutting down.
         """
-        events = self._events[row] = asyncio.Queue()
-        text, ended = TextStream(self.tokenizer, answer.stops), False
+        events: asyncio.Queue = asyncio.Queue()
+        running = len(choices)
         try:
             if self.stopping:
                 raise ApiError(503, STOPPED)
-            self.scheduler.waiting.append(row)
+            self._events |= {choice.row: (choice, events) for choice in choices}
+            self.scheduler.waiting.extend(choice.row for choice in choices)
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
-            while not ended:
-                token = await events.get()
+            while running:
+                choice, token = await events.get()
                 if isinstance(token, ApiError):
                     raise token
-                piece = text.finish() if token is None else text.add(token)
-                answer.new_tokens, ended = len(text.tokens), token is None or text.stopped
-                if text.stopped or (token is None and row.ended):
-                    answer.finish_reason = "stop"
-                if piece:
-                    yield piece
+                if choice.ended:
+                    continue
+                text, scores = choice.take(token)
+                if choice.ended:
+                    choice.row.cancelled = True
+                    running -= 1
+                if text or scores or choice.ended:
+                    yield choice, text, scores
         finally:
-            row.cancelled = True
-            del self._events[row]
+            for choice in choices:
+                choice.row.cancelled = True
+                self._events.pop(choice.row, None)
 
     async def _drive(self) -> None:
         """Generate while there are rows; between two steps the answers' tasks take what the step gave them."""
@@ -149,7 +141,8 @@ class Generator:
 
     def _put(self, row: Row, event: int | ApiError | None) -> None:
         if row in self._events:
-            self._events[row].put_nowait(event)
+            choice, events = self._events[row]
+            events.put_nowait((choice, event))
 
     def stop(self) -> None:
         """End all answers with an error."""
@@ -210,6 +203,9 @@ def _read_object(request: Request, content: bytes) -> dict[str, Any]:
     """Return the JSON object in the body, without fields that are null; raise ApiError for anything else there."""
     try:
         body = json.loads(content)
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body has half of a surrogate pair, which is no character; leave it out") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not a JSON object: {error}") from None
     # Browsers let a page of any other site send the other types.
@@ -219,27 +215,60 @@ def _read_object(request: Request, content: bytes) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _row(body: dict[str, Any], prompt: Tensor, decoder: Decoder) -> Row:
-    """Return what is to be generated; what a request leaves open is the model's default.
+def _rows(body: dict[str, Any], prompt: Tensor, decoder: Decoder, ends: list[int], top: int | None) -> list[Row]:
+    """Return what is to be generated behind a prompt; what a request leaves open is the model's default.
 
     Raises:
         ApiError: prompt and answer exceed the positions that the model was trained on.
     """
-    config, defaults = decoder.config, decoder.generation_config
-    positions = min(config.max_position_embeddings, config.cached_positions or config.max_position_embeddings)
-    room = positions - len(prompt)
+    config, defaults, length = decoder.config, decoder.generation_config, len(prompt)
+    reach = last_position(config, length)
+    positions = min(config.max_position_embeddings, reach or config.max_position_embeddings)
+    room = positions - length
     new = next((body[name] for name in LENGTH_FIELDS if name in body), min(max(room, 1), DEFAULT_NEW_TOKENS))
     if new > room:
-        lengths = f"a prompt of {len(prompt)} tokens and {new} new ones"
-        message = f"the model has {positions} positions, found {lengths}; ask for less"
-        raise ApiError(400, message, "context_length_exceeded")
-    temperature = body.get("temperature", 1.0 if defaults.temperature is None else defaults.temperature)
-    if temperature == 0:
-        return Row(prompt, new)
-    generator = torch.Generator(decoder.model.device)
-    generator.seed() if "seed" not in body else generator.manual_seed(body["seed"])
-    warpers = decoder.warpers(float(temperature), defaults.top_k, body.get("top_p", defaults.top_p))
-    return Row(prompt, new, warpers, generator)
+        message = f"a prompt of {length} tokens and {new!s:.30} new ones do not fit {position_limit(config, positions)}"
+        raise ApiError(400, f"{message}; ask for less", "context_length_exceeded")
+    echoed = bool(body.get("echo")) and top is not None
+    if echoed and config.mask_type == "prefix":
+        raise ApiError(
+            400, "this model reads a prompt in both directions, so its tokens have no logprobs", param="echo"
+        )
+    warpers, needs_tokens = _warpers(body, length, decoder)
+    rows = []
+    for number in range(body.get("n", 1)):
+        sampler = None
+        if _temperature(body, defaults):
+            sampler = torch.Generator(decoder.model.device)
+            sampler.seed() if "seed" not in body else sampler.manual_seed(body["seed"] + number)
+        rows.append(Row(prompt, new, warpers, sampler, needs_tokens, ends, top, echoed))
+    return rows
+
+
+def _temperature(body: dict[str, Any], defaults: GenerationConfig) -> float:
+    return float(body.get("temperature", 1.0 if defaults.temperature is None else defaults.temperature))
+
+
+def _warpers(body: dict[str, Any], length: int, decoder: Decoder) -> tuple[LogitsProcessorList, bool]:
+    """Return what changes the logits behind a prompt of `length` tokens, and whether it looks at the tokens before."""
+    defaults, warpers, needs_tokens = decoder.generation_config, LogitsProcessorList(), False
+    if biases := {int(token): float(bias) for token, bias in body.get("logit_bias", {}).items()}:
+        if (largest := max(biases)) >= decoder.config.vocab_size:
+            message = f"logit_bias has token {largest}, and the model only {decoder.config.vocab_size} tokens"
+            raise ApiError(400, message, "invalid_value", param="logit_bias")
+        warpers.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()]))
+    if (penalty := body.get("repetition_penalty", defaults.repetition_penalty)) not in (None, 1):
+        warpers.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+        needs_tokens = True
+    penalties = [body.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
+    if any(penalties):
+        warpers.append(CountPenalty(length, *penalties))
+        needs_tokens = True
+    if temperature := _temperature(body, defaults):
+        top_k = body.get("top_k", defaults.top_k)
+        shares = [body.get(name, getattr(defaults, name)) for name in ("top_p", "min_p")]
+        warpers += decoder.warpers(temperature, max(top_k or 0, 0), *shares)
+    return warpers, needs_tokens
 
 
 class RequestLimit:
@@ -261,12 +290,11 @@ def _request_id(request: Request) -> str:
 
 
 async def _error_answer(request: Request, error: Exception) -> JSONResponse:
-    status = getattr(error, "status_code", 500)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    message = getattr(error, "detail", f"{type(error).__name__}: {error}")
-    content = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
     headers = {"x-request-id": _request_id(request), **(getattr(error, "headers", None) or {})}
-    return JSONResponse({"error": content}, status, headers)
+    if getattr(error, "detail", None) == "Not Found":  # Starlette's, for paths that there are not
+        paths = ", ".join([*ENDPOINTS, "/v1/models", "/health"])
+        error = ApiError(404, f"Not Found: {request.method} {request.url.path}; there are {paths}", "unknown_url")
+    return JSONResponse(error_body(error), getattr(error, "status_code", 500), headers)
 
 
 def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator]:
@@ -283,27 +311,34 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     limit = min(BODY_BYTES_BESIDE + BODY_BYTES_PER_POSITION * model.config.max_position_embeddings, MAX_BODY_BYTES)
     slots = Middleware(RequestLimit, slots=asyncio.Semaphore(MAX_REQUESTS))
 
-    def read(request: Request, content: bytes, endpoint: type[Completion | Response]) -> tuple[Answer, Row]:
-        body = _read_object(request, content)
-        check_fields(body, endpoint.fields, name)
+    def read(request: Request, content: bytes, endpoint: type[Completion | Response]) -> Answer:
+        body = checked_fields(_read_object(request, content), endpoint, name)
+        top = endpoint.top_logprobs(body)
         try:
-            prompt = endpoint.encode(body, tokenizer)
-        except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ApiError(400, f"the request cannot be read: {type(error).__name__}: {error}") from error
-        return endpoint(_request_id(request), name, prompt, body), _row(body, prompt[0], generator.decoder)
+            prompts = endpoint.encode(body, generator.prompts)
+        except (LeanError, LookupError, TypeError, ValueError, AttributeError) as error:
+            kind = "" if isinstance(error, LeanError) else f"{type(error).__name__}: "
+            raise ApiError(400, f"the request cannot be read: {kind}{error}") from error
+        if len(prompts) * body.get("n", 1) > MAX_ANSWERS:
+            raise ApiError(400, f"a request has up to {MAX_ANSWERS} answers, found {len(prompts)} prompts", param="n")
+        stops, ends = body.get("stop", []), end_tokens(model.generation_config, tokenizer)
+        answer = endpoint(_request_id(request), name, body, tokenizer, prompts)
+        for prompt, echo in zip(prompts, endpoint.echoes(body, tokenizer), strict=True):
+            for row in _rows(body, prompt, generator.decoder, ends, top):
+                text = TextStream(tokenizer, prompt.tolist(), [stops] if isinstance(stops, str) else stops)
+                answer.choices.append(Choice(len(answer.choices), row, text, echo))
+        check_scores([choice.row for choice in answer.choices])
+        return answer
 
-    async def respond(request: Request, endpoint: type[Completion | Response]) -> JSONResponse | StreamingResponse:
+    async def respond(request: Request, endpoint: type[Completion | Response]) -> PlainResponse:
         content = await _read_body(request, limit)
         reading = asyncio.get_running_loop().run_in_executor(generator.reader, read, request, content, endpoint)
-        answer, row = await _unless_disconnected(request, reading)
-        texts, headers = generator.texts(answer, row), {"x-request-id": answer.id}
+        answer = await _unless_disconnected(request, reading)
+        pieces, headers = generator.pieces(answer.choices), {"x-request-id": answer.id}
         if answer.body.get("stream"):
-            return StreamingResponse(answer.events(texts), headers=headers, media_type="text/event-stream")
-
-        async def whole() -> str:
-            return "".join([text async for text in texts])
-
-        return JSONResponse(answer.whole(await _unless_disconnected(request, whole())), headers=headers)
+            return StreamingResponse(answer.events(pieces), headers=headers, media_type="text/event-stream")
+        whole = await _unless_disconnected(request, answer.whole(pieces))
+        return PlainResponse(await asyncio.to_thread(json.dumps, whole), headers=headers, media_type="application/json")
 
     routes = [
         Route(path, partial(respond, endpoint=endpoint), methods=["POST"], middleware=[slots])
@@ -311,9 +346,16 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     ]
     app = FastAPI(openapi_url=None, routes=routes)  # type: ignore[arg-type]
 
+    about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "leanqkv"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "leanqkv"}]}
+        return {"object": "list", "data": [about]}
+
+    @app.get("/v1/models/{model:path}")
+    async def one_model(model: str) -> dict[str, Any]:
+        check_model(model, name)
+        return about
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -404,6 +446,7 @@ def serve(
     """
     opened = open_causal_lm(directory)
     tokenizer = load_tokenizer(directory)
+    check_chat_template(tokenizer)
     with _listen(host, port) as listener:  # before the weights, which may take long
         name = directory.resolve().name
         app, generator = build_app(load_model(opened, dtype).to(device), tokenizer, name)
