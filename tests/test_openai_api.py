@@ -236,7 +236,7 @@ REFUSED = [
     (
         "completions",
         {"prompt": [VOCABULARY]},
-        f"token {VOCABULARY}, and the model's vocabulary ends at {VOCABULARY - 1}",
+        f"token {VOCABULARY}, and the model's vocabulary",
     ),
     ("completions", {"prompt": [[5, 2**31 - 1]]}, "token 2147483647, and the model"),
     ("completions", {"prompt": [-1]}, "prompt is"),
