@@ -30,7 +30,7 @@ MODELS: dict[str, Any] = {
     "masked_lm": LeanForMaskedLM,
     "image_classification": LeanForImageClassification,
 }
-GENERATION = "generation_config.json"
+GENERATION, ADAPTER = "generation_config.json", "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     except LeanError as error:
         raise LeanError(f"{directory if gguf else directory / 'config.json'}: {error}") from None
     stored = open_tensors(directory) if gguf is None else gguf.tensors(family.tensor_map(config), hf)
-    return Checkpoint(directory, config, import_tensors(family, config, stored, hf), stored, kind)
+    return Checkpoint(directory, config, import_tensors(family, config, stored), stored, kind)
 
 
 def open_causal_lm(directory: Path) -> Checkpoint:
@@ -149,6 +149,11 @@ def load_config(directory: Path) -> LeanConfig:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
+    if (directory / ADAPTER).is_file():
+        raise LeanError(
+            f"{directory} holds a PEFT adapter ({ADAPTER}), not a whole model; merge it into its base model with "
+            "PeftModel.merge_and_unload() and save that"
+        )
     if not (directory / "config.json").is_file():
         files = sorted(directory.glob("*.gguf")) if directory.is_dir() else []
         advice = f"; give the file itself: {files[0]}" if files else ""
