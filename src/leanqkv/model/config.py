@@ -208,6 +208,11 @@ class LeanConfig(PreTrainedConfig):
                 raise ConfigError(f"{name} must be a whole number, at least 1, found {value!r}")
             if value > (most := MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE):
                 raise ConfigError(f"{name} can be {most:,} at most, found {value:,}")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # -1 stands for none
+            ids = getattr(self, name)
+            for number in ids if isinstance(ids, list) else [ids]:
+                if number is not None and not -1 <= number <= LARGEST_SIZE:
+                    raise ConfigError(f"{name} must be from -1 to {LARGEST_SIZE:,}, found {number}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         for name in MULTIPLIERS:

@@ -53,7 +53,7 @@ BELONGS_TO = {
     "qk_rope_head_dim": "kv_lora_rank",
 }
 # What transformers and huggingface_hub raise for a configuration that cannot be.
-INVALID = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError)
+INVALID = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Family:
                 stock = CONFIG_MAPPING[self.model_type](**deepcopy(dict(hf)))
             return self._read(stock)
         except INVALID as error:
-            raise LeanError(_one_line(error)) from None
+            raise LeanError(last_line(error)) from None
 
     def to_stock(self, config: LeanConfig) -> PreTrainedConfig:
         """Return the configuration of the class that is the same function; raise a LeanError that says why none is.
@@ -162,7 +162,7 @@ class Family:
         except (*INVALID, LeanError) as error:
             fixed = {name: value for name, value in self.fixed.items() if ours.get(name, value) != value}
             told = [f"{name} is {_show(ours[name])}, it has {value!r}" for name, value in fixed.items()]
-            return [*told, _one_line(error)]
+            return [*told, last_line(error)]
         # A bias that the model does not have is one of zeros.
         zeros = {name for name in self.biases if theirs[name]}
         differ = {name for name, value in ours.items() if value != theirs[name] and name not in zeros}
@@ -328,7 +328,8 @@ def write_rope(parameters: dict[str, Any] | None, partial: bool) -> dict[str, An
     return theirs or None
 
 
-def _one_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
+    """Return the last line of another library's message, where validators say what is wrong."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__
 
