@@ -21,8 +21,10 @@ from transformers import (
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, LeanForImageClassification
 from leanqkv.checkpoints.families import FAMILIES, choose_family, export_tensors, import_tensors
-from leanqkv.checkpoints.open import Checkpoint, open_checkpoint
+from leanqkv.checkpoints.open import Checkpoint, load_model, open_checkpoint
 from leanqkv.checkpoints.tensors import LazyTensors, open_tensors
+from leanqkv.checkpoints.write import write_model
+from leanqkv.presets.edit import with_fields
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -133,6 +135,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-window": ("qwen3_moe", RMS | QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 5}),
     "smollm3-all-rope": ("smollm3", RMS | {"no_rope_layers": [1, 1, 1]}),
 }
+ONE_OF_EACH = (
+    "gpt2",
+    "neox",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "gemma3",
+    "phi3",
+    "mixtral",
+    "qwen3-moe",
+)
 IDS = tokens(2, 12, vocab_size=61)
 
 
@@ -155,6 +172,12 @@ def ours(checkpoint: Checkpoint) -> LeanForCausalLM:
     return model.eval()
 
 
+def run(cli, *arguments: Any) -> tuple[int, str]:
+    """The exit code of a command line and what it said."""
+    code, out, err = cli(*map(str, arguments))
+    return code, " ".join((out + err).split())
+
+
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     return model(input_ids=IDS).logits
@@ -164,8 +187,7 @@ def export(checkpoint: Checkpoint, directory: Path, name: str | None = None) -> 
     """What transformers loads from the checkpoint written as a family, nothing missing and nothing left over."""
     family = choose_family(checkpoint.config, name)
     family.to_stock(checkpoint.config).save_pretrained(directory)
-    dtype = checkpoint.dtype  # Gemma's norm weights come in float64
-    tensors = {n: t.to(dtype) for n, t in export_tensors(family, checkpoint.config, checkpoint.tensors).items()}
+    tensors = dict(export_tensors(family, checkpoint.config, checkpoint.tensors))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert type(model).__name__ == family.architecture
@@ -186,10 +208,6 @@ def test_there_and_back(case, tmp_path):
     assert_near(logits(ours(checkpoint)), expected, 1e-5)
 
     returned = export(checkpoint, tmp_path / "ours", checkpoint.family)
-    if case == "gpt2-inverse":  # the division has been made
-        assert not returned.config.scale_attn_by_inverse_layer_idx
-        assert_near(logits(returned), expected, 1e-5)
-        return
     assert torch.equal(logits(returned), expected)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert before.keys() == after.keys()
@@ -210,18 +228,73 @@ def test_in_float64(case, tmp_path):
     assert_near(computed, expected, 1e-12)
 
 
-@pytest.mark.parametrize("case", ["gpt2", "neox", "llama-gqa-tied", "gemma3"])
-def test_half_precision_stays_as_it_is(case, tmp_path):
-    reference = stock_model(case, torch.bfloat16)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+@pytest.mark.parametrize("case", (*ONE_OF_EACH, "gpt2-inverse"))
+def test_what_is_stored_comes_back(case, dtype, tmp_path, cli):
+    """Imported and exported, every stored value is the source's, in every dtype, and the function is."""
+    reference = stock_model(case, dtype)
     reference.save_pretrained(tmp_path / "theirs")
-    checkpoint = open_checkpoint(tmp_path / "theirs")
-    exact = torch.float64 if case == "gemma3" else torch.bfloat16  # of one plus a norm's weight
-    assert {tensor.dtype for name, tensor in checkpoint.tensors.items() if "norm" in name} == {exact}
-    assert {tensor.dtype for name, tensor in checkpoint.tensors.items() if "norm" not in name} == {torch.bfloat16}
-    returned = export(checkpoint, tmp_path / "ours")
-    assert returned.dtype == torch.bfloat16
-    for name, tensor in reference.state_dict().items():
-        assert torch.equal(tensor, returned.state_dict()[name]), name
+    for source, out, family in (("theirs", "ours", None), ("ours", "back", CASES[case][0])):
+        opened = open_checkpoint(tmp_path / source)
+        options: dict[str, Any] = {"stock": family is not None, "family": family, "exact": True}
+        write_model(opened, tmp_path / out, opened.config, opened.tensors, opened.dtype, **options)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == dtype and torch.equal(tensor, after[name]), name
+    checkpoint = open_checkpoint(tmp_path / "ours")
+    assert checkpoint.dtype == checkpoint.config.dtype == dtype
+    if case in ("gemma3", "gpt2-inverse"):
+        code, output = run(cli, "verify", tmp_path / "theirs", tmp_path / "ours")
+        assert code == 0, output
+    computed, expected = logits(load_model(checkpoint)), logits(reference)
+    assert computed.dtype == expected.dtype == dtype
+    exact = logits(reference.float())
+    assert_near(computed, exact, max(1e-5, 2 * ((expected - exact).abs().max() / exact.abs().max()).item()))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()), computed)
+
+
+def test_norms_stored_with_their_one_are_a_gemma_too(tmp_path, cli):
+    """As an earlier version stored them: 1 + w, without `norm_offset`. Written back only where no value is rounded."""
+    reference = stock_model("gemma3")
+    reference.save_pretrained(tmp_path / "theirs")
+    config = open_checkpoint(tmp_path / "theirs").config
+    for name, dtype in (("ours", torch.float32), ("narrow", torch.bfloat16)):
+        old = LeanForCausalLM(with_fields(config, norm_offset=0.0))
+        tensors = open_checkpoint(tmp_path / "theirs").tensors
+        state = {n: (t + 1).clamp(min=0.1) if n.endswith("norm.weight") else t for n, t in tensors.items()}
+        state["model.norm.weight"][0] = 0.1  # less one it takes more digits than bfloat16 has
+        old.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+        old.to(dtype).save_pretrained(tmp_path / name)
+    expected = logits(load_model(open_checkpoint(tmp_path / "ours")))
+    code, output = run(cli, "export", tmp_path / "ours", "--out", tmp_path / "back")
+    assert code == 0, output
+    assert_near(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back")), expected, 1e-5)
+    code, output = run(cli, "export", tmp_path / "narrow", "--out", tmp_path / "back-narrow")
+    assert code == 2 and "bfloat16 would round" in output and "--dtype fp32" in output
+    assert not (tmp_path / "back-narrow").exists()
+    code, output = run(cli, "export", tmp_path / "narrow", "--out", tmp_path / "back-narrow", "--dtype", "fp32")
+    assert code == 0, output
+
+
+def test_a_head_without_norms_is_not_rounded_by_the_epsilon(tmp_path, cli):
+    """Norms that an epsilon switches off have its root as weights: exact in bfloat16."""
+    torch.manual_seed(0)
+    model = LeanForCausalLM(tiny("gpt", norm_type="none")).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            axis = 0 if name.endswith(("o_proj.weight", "down_proj.weight")) else -1
+            if "embed" in name or axis == 0:  # rows whose mean is zero, in bfloat16
+                half = parameter.shape[axis] // 2
+                first, second = parameter.split(half, axis)
+                second.copy_(-first)
+    model.save_pretrained(tmp_path / "ours")
+    code, output = run(cli, "export", tmp_path / "ours", "--out", tmp_path / "theirs")
+    assert code == 0, output
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float64)
+    assert_near(logits(theirs), logits(model.double()), 1e-9)
 
 
 def save_pickled(tensors: dict[str, Tensor], directory: Path, sharded: bool) -> None:
@@ -307,23 +380,6 @@ def test_old_files_with_buffers_and_without_the_head(case, tmp_path):
         assert_near(logits(ours(open_checkpoint(tmp_path))), logits(reference), 1e-5)
 
 
-ONE_OF_EACH = (
-    "gpt2",
-    "neox",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "granite",
-    "smollm3",
-    "olmo2",
-    "gemma3",
-    "phi3",
-    "mixtral",
-    "qwen3-moe",
-)
-
-
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_a_base_model_with_a_tied_head_is_a_language_model(case, tmp_path):
     """As transformers takes it: the embedding is the head."""
@@ -381,6 +437,7 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path, monkeypatch):
 LOCAL = {"sliding_window": 4, "window_layers": [0, 2], "window_rope_parameters": {"rope_theta": 100.0}}
 # What the model is, the family that holds it best, and one of those that hold it with more biases of zeros.
 BIASED = {"attention_bias": True}
+ROOT = 32**0.5
 EXPORTED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "gpt2-unbiased": ({**GPT}, "gpt2", None),
     "gpt2-some": ({**GPT, **BIASED, "mlp_bias": True}, "gpt2", None),
@@ -414,7 +471,7 @@ EXPORTED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     ),
     "olmo2": ({**LLAMA, "norm_placement": "after", "qk_norm": "width", "num_key_value_heads": 2}, "olmo2", None),
     "gemma3": (
-        {**LLAMA, **LOCAL, "norm_placement": "both", "qk_norm": True, "embedding_multiplier": 32**0.5},
+        {**LLAMA, **LOCAL, "norm_placement": "both", "norm_offset": 1.0, "qk_norm": True, "embedding_multiplier": ROOT},
         "gemma3_text",
         None,
     ),
@@ -585,13 +642,13 @@ def test_own_models_of_images(tmp_path):
 
 def test_import_tensors_of_a_configuration_made_by_hand(tmp_path):
     """As `open_checkpoint` does it, in steps."""
-    reference = stock_model("gpt2-inverse")
+    reference = stock_model("gpt2")
     reference.save_pretrained(tmp_path)
     family, hf = FAMILIES["gpt2"], json.loads((tmp_path / "config.json").read_text())
     config = family.lean_config(hf)
-    tensors = import_tensors(family, config, open_tensors(tmp_path), hf)
+    tensors = import_tensors(family, config, open_tensors(tmp_path))
     query = reference.transformer.h[2].attn.c_attn.weight.detach().T[:32]
-    assert torch.equal(tensors["model.layers.2.self_attn.q_proj.weight"], query / 3)
+    assert torch.equal(tensors["model.layers.2.self_attn.q_proj.weight"], query)
     assert torch.equal(
         tensors["model.layers.0.self_attn.q_proj.bias"], reference.transformer.h[0].attn.c_attn.bias[:32]
     )

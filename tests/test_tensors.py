@@ -247,3 +247,63 @@ def test_freed_memory_is_given_back():
     )
     if before > 100:  # glibc; other allocators may give back by themselves
         assert after < 30
+
+
+FLOAT8 = [dtype for name, dtype in vars(torch).items() if name.startswith("float8_")]
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_is_read_as_bfloat16(dtype, layout, tmp_path):
+    """Every value of every kind, NaN too."""
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    stored = open_tensors(write(tmp_path, layout, {"a": every, "b": torch.ones(2)}))
+    assert stored.dtypes == {"a": torch.bfloat16, "b": torch.float32} and stored["a"].dtype == torch.bfloat16
+    assert torch.equal(stored["a"].double().nan_to_num(7), every.double().nan_to_num(7))
+
+
+ODD = {
+    "sparse_coo": lambda weight: weight.to_sparse(),
+    "sparse_csr": lambda weight: weight.to_sparse_csr(),
+    "meta": lambda weight: weight.to("meta"),
+    "nested": lambda weight: torch.nested.nested_tensor([weight[:1], weight[1:]]),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_plain_data_are_refused_by_name(kind, tmp_path):
+    write(tmp_path, "bin", {**TENSORS, "a.weight": ODD[kind](TENSORS["a.weight"])})
+    with pytest.raises(LeanError, match=rf"pytorch_model.bin: a.weight is a {kind} tensor; save dense ones"):
+        open_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        "module.{}",
+        "_orig_mod.{}",
+        "module._orig_mod.{}",
+        "_orig_mod.module.{}",
+        "model._orig_mod.{}",
+        "a._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.{}",
+    ],
+)
+def test_names_that_wrappers_changed_are_the_plain_models(wrap, tmp_path):
+    plain = wrap.replace("module.{}", "{}") if wrap.startswith("module") else wrap
+    for wrapper in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        plain = plain.replace(wrapper, "")
+    plain = plain.removeprefix("module.")
+    stored = open_tensors(write(tmp_path, "safetensors", {wrap.format(name): TENSORS[name] for name in TENSORS}))
+    assert set(stored) == {plain.format(name) for name in TENSORS}
+    for name, tensor in TENSORS.items():
+        assert torch.equal(stored[plain.format(name)], tensor)
+        assert stored.file(plain.format(name)).name == "model.safetensors"
+
+
+def test_a_module_of_that_name_stays_and_a_tensor_under_two_names_is_refused(tmp_path):
+    names = {"module.a": torch.ones(2), "b": torch.ones(2)}
+    assert set(open_tensors(write(tmp_path / "plain", "safetensors", names))) == set(names)
+    names = {"_orig_mod.b": torch.ones(2), "b": torch.ones(2)}
+    with pytest.raises(LeanError, match=r"hold one tensor twice: (_orig_mod.b and b|b and _orig_mod.b)"):
+        open_tensors(write(tmp_path / "twice", "safetensors", names))

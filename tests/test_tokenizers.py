@@ -378,9 +378,6 @@ def test_tokens_that_never_occur_are_no_reason_to_refuse(tmp_path, texts, cli):
     prepare_data(str(texts), vocab_size=size, tokenizer=model)
     texts.write_text(json.dumps({"text": "an image of"}))
     code, _, message = cli("eval", model, "--data", str(texts))
-    assert (
-        code == 2
-        and f"document 1 of the text has token {size + 1}, 'image', and the model" in message
-    )
+    assert code == 2 and f"document 1 of the text has token {size + 1}, 'image', and the model" in message
     with pytest.raises(LeanError, match=f"document 1 of the text has token {size + 1}, 'image'"):
         prepare_data(str(texts), vocab_size=size, tokenizer=model)

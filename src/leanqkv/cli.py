@@ -152,8 +152,19 @@ def _unforeseen(error: Exception) -> str:
     return f"a defect of leanqkv, unforeseen {type(error).__name__}: {shorten(first_line(error), 200)}; {where}"
 
 
+def _shortened(line: str) -> str:
+    """Cut the middle out of long words and lists, which quote a value, and out of a line that is long even so."""
+
+    def cut(text: str, most: int) -> str:
+        is_path = "/" in text and len(text) < 5000
+        return text if len(text) <= most or is_path else f"{text[: most * 2 // 3]}…{text[-most // 4 :]}"
+
+    line = re.sub(r"\[[^][]{200,}\]|\{[^{}]{200,}\}|\S{121,}", lambda value: cut(value[0], 120), line)
+    return line if len(line) <= 1500 else f"{line[:1000]}…{line[-400:]}"
+
+
 def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())
+    line = _shortened(" ".join(message.split()))
     # Neither a terminal's control characters nor bytes that are no text come from a message.
     printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     errors.print(f"[bold red]error:[/] {escape(printable)}", highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -23,6 +23,8 @@ from .errors import LeanError
 # Of the run records; a reader refuses any other.
 RECORD_FORMAT = 1
 LOCK = ".lock"
+# Levels of a JSON file: more than that is nobody's, and copying it would exceed Python's own limit.
+DEEPEST = 100
 # Processes of several machines may write to one directory, and know only their own machine's process numbers.
 NODE = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:63] or "node"
 
@@ -196,7 +198,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`.
 
     Raises:
-        LeanError: missing, unreadable, or not a JSON object; names the file.
+        LeanError: missing, unreadable, nested too deep, or not a JSON object; names the file.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -206,7 +208,15 @@ def read_json(file: Path) -> dict[str, Any]:
         raise LeanError(f"{file} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise LeanError(f"{file} does not hold a JSON object")
+    level, depth = [content], 0
+    while level := [part for whole in level for part in _parts(whole)]:
+        if (depth := depth + 1) > DEEPEST:
+            raise LeanError(f"{file} is nested more than {DEEPEST} levels deep")
     return content
+
+
+def _parts(whole: Any) -> Iterable[Any]:
+    return whole.values() if isinstance(whole, dict) else whole if isinstance(whole, list) else ()
 
 
 def read_yaml(file: Path) -> Any:

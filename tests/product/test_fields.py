@@ -20,12 +20,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "olmo2": {"norm_placement": "after", "qk_norm": "width"},
     "gemma3": {
         "norm_placement": "both",
+        "norm_offset": 1.0,
         "qk_norm": True,
         "embedding_multiplier": 32**0.5,
         "sliding_window": 4,
         "window_layers": [0, 1, 3],
         "window_rope_parameters": {"rope_theta": 50.0},
     },
+    "depth": {"scale_attn_by_inverse_layer_idx": True},
     "windows": {"sliding_window": 4, "window_layers": [0, 2]},
 }
 # Of each kind of tool one, and those that read what the fields change; the others take longer.
@@ -44,6 +46,7 @@ REFUSED = {
     "`eliminate --remove query`": ("olmo2", "gemma3"),
     "`eliminate --remove output`": ("olmo2", "gemma3"),
     "`eliminate` with norms switched off": ("olmo2", "gemma3"),
+    "`export` and `import`, RMSNorm": ("depth",),
 }
 
 

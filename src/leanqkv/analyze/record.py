@@ -208,6 +208,7 @@ class _Analysis:
             for layer, patterns in zip(sums, observe(self.model, tokens).patterns, strict=True):
                 _add(layer, share, induction=heads.induction_scores(patterns))
             self.step("attention on repeated tokens")
+        self.check_finite(torch.from_numpy(losses))
         return {"first": losses[0], "second": losses[1]}
 
     def over_training(self) -> list[dict[str, Any]]:

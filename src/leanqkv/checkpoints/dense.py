@@ -49,7 +49,8 @@ def written_out(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Lean
         if kind == "bias" and name not in tensors:
             return torch.zeros(shape, dtype=torch.float64)
         if mechanism is None:
-            return tensors[name].double() * scales[module] if module in scales else tensors[name]
+            offset = config.norm_offset
+            return (tensors[name].double() + offset) * scales[module] - offset if module in scales else tensors[name]
         scale = 1.0 if config.qk_norm else getattr(mechanism.options, "scale", 1.0)
         if mechanism.kind == "block_identity":
             return tensors[name] if kind == "bias" else _with_block(config, mechanism.options, module, tensors)
@@ -59,6 +60,20 @@ def written_out(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Lean
         return scale * (tensors[name].double() if kind == "bias" else torch.eye(*shape, dtype=torch.float64))
 
     return new, LazyTensors(new.plan.parameter_shapes, compute)
+
+
+def with_norm_offset(
+    config: LeanConfig, tensors: Mapping[str, Tensor], offset: float
+) -> tuple[LeanConfig, Mapping[str, Tensor]]:
+    """Return the same function with another `norm_offset`; norm weights that change are float64, which is exact."""
+    change = config.norm_offset - offset
+    if not change:
+        return config, tensors
+
+    def compute(name: str) -> Tensor:
+        return tensors[name].double() + change if name.endswith("norm.weight") else tensors[name]
+
+    return with_fields(config, norm_offset=offset), LazyTensors(config.plan.parameter_shapes, compute)
 
 
 def _with_block(config: LeanConfig, options: Any, module: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -19,8 +19,9 @@ from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.image_classification import LeanForImageClassification
 from ..model.masked_lm import LeanForMaskedLM
+from ..model.tasks import MOST_LABELS
 from .families import FAMILIES, NOT_THESE, import_tensors
-from .families.family import EMBEDDING, HEAD
+from .families.family import EMBEDDING, HEAD, INVALID, last_line
 from .gguf import open_gguf
 from .gguf_format import is_gguf
 from .tensors import LazyTensors, StoredTensors, check_stored, count_nonfinite, finite, open_tensors, read_tied
@@ -30,7 +31,11 @@ MODELS: dict[str, Any] = {
     "masked_lm": LeanForMaskedLM,
     "image_classification": LeanForImageClassification,
 }
-GENERATION = "generation_config.json"
+# Settings of generation, with the type of their value.
+SETTINGS = {name: type(default) for name, default in GenerationConfig._get_default_generation_params().items()}
+SETTINGS |= {**dict.fromkeys(("max_new_tokens", "min_new_tokens"), int), **dict.fromkeys(("min_p", "max_time"), float)}
+del SETTINGS["early_stopping"]  # true, false or "never"
+GENERATION, ADAPTER = "generation_config.json", "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     except LeanError as error:
         raise LeanError(f"{directory if gguf else directory / 'config.json'}: {error}") from None
     stored = open_tensors(directory) if gguf is None else gguf.tensors(family.tensor_map(config), hf)
-    return Checkpoint(directory, config, import_tensors(family, config, stored, hf), stored, kind)
+    return Checkpoint(directory, config, import_tensors(family, config, stored), stored, kind)
 
 
 def open_causal_lm(directory: Path) -> Checkpoint:
@@ -110,16 +115,44 @@ def load_model(opened: Checkpoint, dtype: torch.dtype | None = None) -> Any:
     model.tie_weights()
     load_weights(model, opened.tensors)
     if (opened.directory / GENERATION).is_file() and model.can_generate():
-        model.generation_config = _generation_config(opened.directory)
+        model.generation_config = read_generation_config(opened.directory)
     return model.eval()
 
 
-def _generation_config(directory: Path) -> GenerationConfig:
-    read_json(directory / GENERATION)  # names a damaged file
+def read_generation_config(directory: Path) -> GenerationConfig:
+    """Return the settings of generation in a directory; raise a LeanError that names a wrong one."""
+    for name, value in read_json(directory / GENERATION).items():
+        if expected := _wrong_setting(name, value):
+            raise LeanError(
+                f"{directory / GENERATION}: {name} must be {expected}, found {value!r}; correct or delete it"
+            )
     try:
         return GenerationConfig.from_pretrained(directory)
-    except (ValueError, TypeError, AttributeError, OSError) as error:
+    except (*INVALID, OSError) as error:
         raise LeanError(f"{directory / GENERATION}: {first_line(error)}; correct or delete it") from None
+
+
+def _wrong_setting(name: str, value: Any) -> str | None:
+    """Return what a value of generation_config.json must be, if it is not: transformers takes any."""
+    if value is None:
+        return None
+    if name.endswith("_token_id"):  # -1 stands for none; one that the model never writes is no harm
+        several = name in ("eos_token_id", "forced_eos_token_id") and isinstance(value, list)
+        ids = value if several else [value]
+        whole = all(type(one) is int and -1 <= one < 2**31 for one in ids)
+        return None if whole else "a token's id" + (", or a list of them" if name == "eos_token_id" else "")
+    kind = SETTINGS.get(name)
+    if kind is bool:
+        return None if isinstance(value, bool) else "true or false"
+    if kind is int:
+        return None if type(value) is int and 0 <= value < 2**31 else "a whole number from 0"
+    if kind is float:
+        most = 1.0 if name in ("top_p", "min_p", "typical_p") else inf
+        signed = name == "length_penalty"
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        valid = number and (-inf if signed else 0) <= value <= most and abs(value) < inf
+        return None if valid else "a number" + ("" if signed else " from 0") + (" to 1" if most == 1 else ", finite")
+    return None
 
 
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
@@ -144,11 +177,16 @@ def load_config(directory: Path) -> LeanConfig:
         raise LeanError(f"{directory} is a {kind!r} checkpoint; only {LeanConfig.model_type!r} ones can be opened")
     try:
         return LeanConfig.from_pretrained(directory)
-    except StrictDataclassError as error:  # a value of the wrong type
-        raise LeanError(f"{directory / 'config.json'}: {str(error).splitlines()[-1].strip()}") from None
+    except INVALID as error:
+        raise LeanError(f"{directory / 'config.json'}: {last_line(error)}") from None
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
+    if (directory / ADAPTER).is_file():
+        raise LeanError(
+            f"{directory} holds a PEFT adapter ({ADAPTER}), not a whole model; merge it into its base model with "
+            "PeftModel.merge_and_unload() and save that"
+        )
     if not (directory / "config.json").is_file():
         files = sorted(directory.glob("*.gguf")) if directory.is_dir() else []
         advice = f"; give the file itself: {files[0]}" if files else ""
@@ -156,7 +194,28 @@ def _read_config(directory: Path) -> dict[str, Any]:
     config = read_json(directory / "config.json")
     if not isinstance(kind := config.get("model_type"), str):
         raise LeanError(f"{directory / 'config.json'}: model_type is a name, found {kind!r}")
+    if wrong := _wrong_in_general(config):
+        raise LeanError(f"{directory / 'config.json'}: {wrong}")
     return config
+
+
+def _wrong_in_general(config: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with values that transformers takes of any class before it checks them."""
+    for name in ("dtype", "torch_dtype"):
+        dtype = config.get(name)
+        known = isinstance(dtype, str) and getattr(torch, dtype.removeprefix("torch."), None)
+        if dtype not in (None, "auto") and not isinstance(known, torch.dtype):
+            return f"{name} {dtype!r} is not known; say float32, bfloat16 or float16"
+    if not isinstance(architectures := config.get("architectures"), list | None):
+        return f"architectures must be a list of names or null, found {architectures!r}"
+    labels, names = config.get("num_labels", 2), config.get("id2label")
+    if type(labels) is not int or not 0 <= labels <= MOST_LABELS:
+        return f"num_labels must be a whole number up to {MOST_LABELS:,}, found {labels!r}"
+    if names is not None and not (isinstance(names, dict) and all(key.isdecimal() for key in names)):
+        return f"id2label must give names to numbers, found {names!r}"
+    if not isinstance(quantization := config.get("quantization_config"), dict | None):
+        return f"quantization_config must be an object or null, found {quantization!r}"
+    return None
 
 
 def _own_tensors(config: LeanConfig, stored: StoredTensors) -> LazyTensors:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,6 +19,8 @@ Shape = tuple[int, ...]
 
 # Where weights may lie in a directory; the first that is there is read, as transformers does.
 WEIGHTS = tuple(name + index for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
+# What torch.compile, FSDP and activation checkpointing put between a module's name and its tensor's, anywhere.
+WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Elements looked at together for NaN and Inf: 16 MiB of float32.
 CHUNK_ELEMENTS = 2**22
 
@@ -49,19 +51,33 @@ class LazyTensors(Mapping[str, Tensor]):
 class StoredTensors(LazyTensors):
     """The tensors in a directory of weights. Names, `shapes` and `dtypes` are known without reading any data.
 
-    A tensor is a view of its file, mapped for this one read. It stays valid, and its pages go when it goes.
-    `directory` may also be a file that holds them all; `described_by` says where their configuration is.
+    A tensor is a view of its file, mapped for this one read. It stays valid, and its pages go when it goes. Names are
+    those of the plain model, also where a wrapped one was saved. `directory` may also be a file that holds them all;
+    `described_by` says where their configuration is.
     """
 
     def __init__(self, directory: Path, files: Mapping[str, "WeightsFile"], described_by: str = "config.json"):
-        super().__init__({name: file.shapes[name] for name, file in files.items()}, lambda name: files[name].read(name))
+        stored = _plain_names(directory, files)
+        shapes = {name: files[theirs].shapes[theirs] for name, theirs in stored.items()}
+        super().__init__(shapes, lambda name: files[stored[name]].read(stored[name]))
         self.directory, self.described_by = directory, described_by
-        self.dtypes = {name: file.dtypes[name] for name, file in files.items()}
-        self._files = files
+        self.dtypes = {name: files[theirs].dtypes[theirs] for name, theirs in stored.items()}
+        self._files = {name: files[theirs] for name, theirs in stored.items()}
 
     def file(self, name: str) -> Path:
         """Return the path of the file that holds the tensor."""
         return self._files[name].path
+
+
+def _plain_names(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the name in the plain model -> the name in the file: DDP puts "module." before all of them."""
+    plain = {name: WRAPPERS.sub("", name) for name in names}
+    while plain and all(name.startswith("module.") for name in plain.values()):
+        plain = {theirs: name.removeprefix("module.") for theirs, name in plain.items()}
+    stored = {name: theirs for theirs, name in plain.items()}
+    if twice := next((theirs for theirs, name in plain.items() if stored[name] != theirs), None):
+        raise LeanError(f"the weights in {directory} hold one tensor twice: {twice} and {stored[plain[twice]]}")
+    return stored
 
 
 class WeightsFile(Protocol):
@@ -77,7 +93,10 @@ class WeightsFile(Protocol):
 
 
 class _File:
-    """A file of weights, safetensors or of torch.save: `shapes` and `dtypes` of its tensors, each read on its own."""
+    """A file of weights, safetensors or of torch.save: `shapes` and `dtypes` of its tensors, each read on its own.
+
+    Plain float8 tensors, in which nothing computes, are bfloat16 here: it holds every value of every float8 kind.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -86,11 +105,11 @@ class _File:
             self._mapped = path.suffix == ".safetensors" or file.read(4) == b"PK\x03\x04"
         tensors = self._load()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        self.dtypes = {name: _computing(tensor.dtype) for name, tensor in tensors.items()}
         self._held = None if self._mapped else tensors
 
     def read(self, name: str) -> Tensor:
-        return (self._held or self._load(name))[name]
+        return (self._held or self._load(name))[name].to(self.dtypes[name])
 
     def _load(self, wanted: str | None = None) -> dict[str, Tensor]:
         """Return the tensor `wanted`, or all, as views of the mapped file: no data is read."""
@@ -98,8 +117,8 @@ class _File:
             if self.path.suffix == ".safetensors":
                 with safe_open(self.path, framework="pt") as file:
                     return {name: file.get_tensor(name) for name in ([wanted] if wanted else file.keys())}
-            with warnings.catch_warnings():  # of a pickle's protocol: it is read or refused
-                warnings.filterwarnings("ignore", "Detected pickle protocol")
+            with warnings.catch_warnings():  # of old pickles: they are read or refused
+                warnings.simplefilter("ignore")
                 contents: Any = torch.load(self.path, map_location="cpu", mmap=self._mapped, weights_only=True)
         if not isinstance(contents, Mapping):
             raise LeanError(f"{self.path} holds no state dict but a {type(contents).__name__}")
@@ -109,7 +128,16 @@ class _File:
                     f"{self.path} holds no state dict of tensors: {name!r} is a {type(tensor).__name__}; save the "
                     "model's state dict alone"
                 )
+            if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+                kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+                raise LeanError(
+                    f"{self.path}: {name} is a {kind.removeprefix('torch.')} tensor; save dense ones that have data"
+                )
         return {name: tensor.detach() for name, tensor in contents.items()}
+
+
+def _computing(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if str(dtype).startswith("torch.float8") else dtype
 
 
 @contextmanager
@@ -177,7 +205,7 @@ def check_stored(stored: StoredTensors, expected: Mapping[str, Shape], ignorable
                 f"{misfit}: {name} in {stored.file(name).name} has shape {stored.shapes[name]}, the configuration says "
                 f"{shape}"
             )
-        if not stored.dtypes[name].is_floating_point:
+        if not stored.dtypes[name].is_floating_point or stored.dtypes[name].itemsize < 2:
             kind = str(stored.dtypes[name]).removeprefix("torch.")
             raise LeanError(f"{stored.file(name)}: {name} is {kind}; only floating-point weights can be read")
 

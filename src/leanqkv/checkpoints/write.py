@@ -21,9 +21,9 @@ from ..errors import LeanError
 from ..files import LOCK, check_place, hash_files, locked, make_directory, read_json, remove, replacing, write_json
 from ..model.config import LeanConfig
 from ..presets.edit import with_fields
-from .dense import written_out
+from .dense import with_norm_offset, written_out
 from .disabled_norms import disable_norms
-from .families import choose_family, export_tensors
+from .families import choose_family, export_tensors, norm_offset_of
 from .open import MODELS, Checkpoint
 from .tensors import WEIGHTS, LazyTensors
 from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer
@@ -51,6 +51,8 @@ def as_stock(
     config, tensors = written_out(config, tensors)
     if config.norm_type == "none":
         config, tensors = disable_norms(config, tensors)
+    if config.norm_type == "rmsnorm":
+        config, tensors = with_norm_offset(config, tensors, norm_offset_of(config.norm_placement))
     chosen = choose_family(config, family)
     return chosen.to_stock(config), export_tensors(chosen, config, tensors)
 
@@ -64,6 +66,7 @@ def write_model(
     *,
     stock: bool = False,
     family: str | None = None,
+    exact: bool = False,
     settings: Mapping[str, Any] | None = None,
     finish: Callable[[Path], None] = lambda directory: None,
     progress: Progress | None = None,
@@ -72,6 +75,7 @@ def write_model(
 
     Args:
         stock, family: write it as a class of transformers, as `as_stock` chooses it.
+        exact: refuse a tensor whose values `dtype` does not hold, as in `write_checkpoint`.
         settings: whatever decides the content beside the source's files and `config`, for going on after an
             interruption.
         finish: writes more files into the directory, whose weights and configuration are complete.
@@ -93,7 +97,7 @@ def write_model(
 
     job = {"source": source_hashes(source), "config": config.to_dict(), "stock": stock, "family": family}
     job |= settings or {}
-    write_checkpoint(out, shapes, tensors, dtype, job=job, finish=finish_model, progress=progress)
+    write_checkpoint(out, shapes, tensors, dtype, exact=exact, job=job, finish=finish_model, progress=progress)
     return stock_config.architectures[0] if stock else MODELS[config.task].__name__
 
 
@@ -103,6 +107,7 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
     *,
+    exact: bool = False,
     job: Mapping[str, Any],
     finish: Callable[[Path], None],
     progress: Progress | None = None,
@@ -116,6 +121,7 @@ def write_checkpoint(
     Args:
         shapes: name and shape of every tensor, in the order in which they are read; one shard is in memory at a time.
         dtype: of the stored floating tensors.
+        exact: refuse a tensor that `dtype`, if narrower than float32, would round. Float32 rounds computed tensors.
         finish: writes the other files of the checkpoint into the directory it is given.
         progress: called with bytes done and bytes in all.
 
@@ -142,7 +148,7 @@ def write_checkpoint(
             done, total = 0, sum(sizes.values())
             for file, names in split.filename_to_tensors.items():
                 if not (partial / file).exists():
-                    for part in _write_shard(partial / file, names, tensors, dtype):
+                    for part in _write_shard(partial / file, names, tensors, dtype, exact):
                         report(done + part, total)
                 done += sizes[file]
                 report(done, total)
@@ -203,7 +209,9 @@ def save_config(config: LeanConfig, directory: Path) -> None:
     config.save_pretrained(directory)
 
 
-def _write_shard(file: Path, names: list[str], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[int]:
+def _write_shard(
+    file: Path, names: list[str], tensors: Mapping[str, Tensor], dtype: torch.dtype, exact: bool
+) -> Iterator[int]:
     """Collect the tensors of a shard and write it; yield the bytes collected after each tensor."""
     shard: dict[str, Tensor] = {}
     for name in names:
@@ -212,6 +220,12 @@ def _write_shard(file: Path, names: list[str], tensors: Mapping[str, Tensor], dt
         shard[name] = tensor.to(dtype, copy=True).contiguous() if tensor.is_floating_point() else tensor.clone()
         if not shard[name].isfinite().all():
             raise LeanError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold")
+        narrower = exact and dtype.itemsize < min(tensor.dtype.itemsize, torch.float32.itemsize)
+        if narrower and (count := int((shard[name] != tensor).sum())):
+            raise LeanError(
+                f"{name} is computed, and {str(dtype).removeprefix('torch.')} would round {count:,} of its "
+                f"{tensor.numel():,} values; store all of them with --dtype fp32, or round with --dtype bf16"
+            )
         yield sum(tensor.nbytes for tensor in shard.values())
     try:
         with replacing(file) as temporary:

@@ -53,5 +53,7 @@ def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family:
     config, tensors = opened.config, finite(opened.tensors)
     stored = as_dtype(dtype) or opened.dtype
     with progress_bar("writing", in_bytes=True) as bar:
-        name = write_model(opened, out, config, tensors, stored, stock=stock, family=family, progress=bar)
+        name = write_model(
+            opened, out, config, tensors, stored, stock=stock, family=family, exact=dtype is None, progress=bar
+        )
     console.print(f"{out}: {name}, {config.plan.count_parameters().total:,} parameters", highlight=False)

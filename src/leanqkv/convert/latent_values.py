@@ -111,7 +111,8 @@ def value_latents(gram: Tensor, output: Tensor, keys: Tensor | None = None) -> V
         both, squares = keys.T @ both, keys.T @ squares @ keys
     from_keys = both
     if len(both):
-        pull = KEY_RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=squares.dtype)
+        # Keys that are all zero explain nothing: whatever is positive will do.
+        pull = (KEY_RIDGE * squares.diagonal().mean() or 1.0) * torch.eye(len(squares), dtype=squares.dtype)
         from_keys = torch.linalg.solve(squares + pull, both)
     explained = from_keys.T @ both
     rest = values - explained - explained.T + from_keys.T @ squares @ from_keys

@@ -16,6 +16,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from ..compat import attention_implementation
+from ..errors import LeanError
 from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
@@ -120,6 +121,7 @@ class Decoder:
 
         Raises:
             ValueError: as `prefill`, and no tokens to be generated, as in transformers.
+            LeanError: the logits are NaN or infinite.
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1")
@@ -135,6 +137,11 @@ class Decoder:
         running = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
         for place in range(length, length + max_new_tokens):
             scores = warpers(tokens[:, :place], logits.float())  # type: ignore[arg-type]
+            if not scores.amax(-1).isfinite().all():  # the likeliest of such logits is none, silently
+                raise LeanError(
+                    f"the scores of new token {place - length + 1} are NaN or infinite: the weights are too large "
+                    "to compute with, or the temperature is too small"
+                )
             new = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
             new = torch.where(running, new, pad)
             tokens[:, place] = new

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .key_latent import Columns, LatentKeys, absorb, absorbing_keys_pays, rotation_of_columns
 from .layout import HeadSource
+from .norm import make_rms_norm
 from .plan import BlockWeights, LayerPlan
 from .position import Rotation, Rotations, rotate, rotation_back, rotation_of
 from .value_latent import LatentAndKeys, LatentValues, absorbing_pays, expand, from_latent
@@ -217,7 +218,7 @@ class LeanAttention(nn.Module):
         if not self.config.qk_norm or not heads:
             return None
         width = heads * self.head_dim if self.config.qk_norm == "width" else self.head_dim
-        return nn.RMSNorm(width, eps=self.config.norm_eps)
+        return make_rms_norm(self.config, width)
 
     def _split_heads(self, projected: Tensor | None, norm: nn.Module | None, rotation: Rotation | None) -> Any:
         """[batch, positions, width] to [batch, heads, positions, head_dim], normed and rotated."""

@@ -87,7 +87,8 @@ class LeanConfig(PreTrainedConfig):
             rope_theta, partial_rotary_factor, ...). rope_layers: those with rotary positions, the others have none;
             null: all. window_rope_parameters: of the layers with a sliding window, where theirs differ (Gemma 3).
         norm_type: "layernorm", "rmsnorm", "dyt" or "none", for attention, for the MLP and at the end; norm_eps;
-            norm_bias (LayerNorm and DyT). norm_placement: attention and MLP have their norm "before" them, "after"
+            norm_bias (LayerNorm and DyT). norm_offset: added to the weight of every RMSNorm, qk_norm's too, where it is
+            applied (1: Gemma). norm_placement: attention and MLP have their norm "before" them, "after"
             them, on what they add to the stream (OLMo 2), or "both" (Gemma 3).
         block_type: "serial"; "parallel", attention and MLP side by side, each with its own norm (GPT-NeoX);
             "parallel_shared_norm", one norm for both (GPT-J).
@@ -100,7 +101,8 @@ class LeanConfig(PreTrainedConfig):
         attention_bias (query, key, value), attention_output_bias, mlp_bias, tie_word_embeddings.
         embedding_multiplier of the token embeddings, rounded to their dtype (Gemma 3); residual_multiplier of what
             attention and MLP add to the stream; attention_multiplier: factor on q k^T, null: 1 / sqrt(head_dim);
-            logits_scaling, which divides the logits (Granite).
+            scale_attn_by_inverse_layer_idx: layer i divides that factor by i + 1 (GPT-2); logits_scaling, which
+            divides the logits (Granite).
         qk_norm: RMSNorm of every query and key head, before RoPE, as in Qwen3; "width": of all query heads of a layer
             together, and of all its keys (OLMo 2).
         kv_lora_rank: columns of the latent of multi-head latent attention (MLA); null: none. qk_rope_head_dim: width of
@@ -144,6 +146,7 @@ class LeanConfig(PreTrainedConfig):
     norm_type: str = "layernorm"
     norm_eps: float = 1e-5
     norm_bias: bool = False
+    norm_offset: float = 0.0
     norm_placement: str = "before"
     block_type: str = "serial"
     attention_skip: bool = True
@@ -161,6 +164,7 @@ class LeanConfig(PreTrainedConfig):
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
+    scale_attn_by_inverse_layer_idx: bool = False
     logits_scaling: float = 1.0
     qk_norm: bool | str = False
     kv_lora_rank: int | None = None
@@ -215,6 +219,11 @@ class LeanConfig(PreTrainedConfig):
                 raise ConfigError(f"{name} must be a whole number, at least 1, found {value!r}")
             if value > (most := MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE):
                 raise ConfigError(f"{name} can be {most:,} at most, found {value:,}")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # -1 stands for none
+            ids = getattr(self, name)
+            for number in ids if isinstance(ids, list) else [ids]:
+                if number is not None and not -1 <= number <= LARGEST_SIZE:
+                    raise ConfigError(f"{name} must be from -1 to {LARGEST_SIZE:,}, found {number}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         for name in MULTIPLIERS:
@@ -353,6 +362,10 @@ class LeanConfig(PreTrainedConfig):
             raise ConfigError(f"norm_placement {self.norm_placement!r} needs block_type 'serial': {self.block_type!r}")
         if self.qk_norm not in (False, True, "width"):
             raise ConfigError(f"qk_norm must be true, false or 'width', found {self.qk_norm!r}")
+        if self.norm_offset and (self.norm_type != "rmsnorm" or not -inf < self.norm_offset < inf):
+            raise ConfigError(
+                f"norm_offset needs norm_type 'rmsnorm' and a finite number: {self.norm_type!r}, {self.norm_offset}"
+            )
         if self.norm_bias and self.norm_type not in ("layernorm", "dyt"):
             raise ConfigError(f"norm_bias needs norm_type 'layernorm' or 'dyt': {self.norm_type!r} has no bias")
         if self.block_type != "serial" and self.attention_skip != self.mlp_skip:

@@ -6,6 +6,7 @@ LayerNorm: https://arxiv.org/abs/1607.06450; RMSNorm: https://arxiv.org/abs/1910
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class DynamicTanh(nn.Module):
@@ -25,10 +26,33 @@ class DynamicTanh(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm times `offset + weight`, added in float32 or wider, as Gemma computes it: a narrow sum loses digits."""
+
+    def __init__(self, width: int, eps: float, offset: float):
+        self.offset = offset
+        super().__init__(width, eps=eps)
+
+    def initial_values(self) -> dict[str, float]:
+        return {"weight": 1.0 - self.offset}
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(torch.promote_types(self.weight.dtype, wide)) + self.offset
+        return F.rms_norm(x.to(weight.dtype), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+def make_rms_norm(config, width: int) -> nn.RMSNorm:
+    """The RMSNorm of `width` features, with the configuration's `norm_eps` and `norm_offset`."""
+    if config.norm_offset:
+        return OffsetRMSNorm(width, config.norm_eps, config.norm_offset)
+    return nn.RMSNorm(width, eps=config.norm_eps)
+
+
 def make_norm(config, width: int) -> nn.Module:
     """The norm of a stream of `width` features: LayerNorm or DyT (with or without bias), RMSNorm, or none."""
     if config.norm_type == "layernorm":
         return nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
     if config.norm_type == "rmsnorm":
-        return nn.RMSNorm(width, eps=config.norm_eps)
+        return make_rms_norm(config, width)
     return DynamicTanh(width, config.norm_bias) if config.norm_type == "dyt" else nn.Identity()

@@ -122,6 +122,7 @@ class LayerPlan:
     key_scales: tuple[tuple[int, float], ...] = ()  # layers whose keys it attends with: the factor they ask for
     score_scale: float = 1.0  # the factor that rotary positions ask for (MLA)
     attention_multiplier: float | None = None  # in place of 1 / sqrt(head_dim)
+    attention_divisor: int = 1  # of the factor on q k^T
     value_rank: int | None = None  # of the latent that its value heads are made of; None: they are made of the input
     caches: bool = True  # false where the whole input is seen at once: nothing is kept for later
 
@@ -130,12 +131,12 @@ class LayerPlan:
         return self.layout.num_query_heads
 
     def attention_scale(self, key_layer: int) -> float:
-        """Factor on q k^T: `attention_multiplier` or `1 / sqrt(head_dim)`, times the `scale` options of the query and
-        of the layer that made the keys, times `score_scale`."""
+        """Factor on q k^T: `attention_multiplier` or `1 / sqrt(head_dim)`, over `attention_divisor`, times the `scale`
+        options of the query and of the layer that made the keys, times `score_scale`."""
         width = self.head_dim + (self.latent.rope_dim if self.latent else 0)
         base = width**-0.5 if self.attention_multiplier is None else self.attention_multiplier
         query_scale, key_scale = getattr(self.query.options, "scale", 1.0), dict(self.key_scales).get(key_layer, 1.0)
-        return base * query_scale * key_scale * self.score_scale
+        return base / self.attention_divisor * query_scale * key_scale * self.score_scale
 
     @property
     def borrowed(self) -> tuple[HeadSource, ...]:
@@ -337,6 +338,7 @@ def _make_layers(config) -> list[LayerPlan]:
             ),
             score_scale=latent_score_scale(config) if latent else 1.0,
             attention_multiplier=config.attention_multiplier,
+            attention_divisor=i + 1 if config.scale_attn_by_inverse_layer_idx else 1,
             value_rank=_value_rank(config, values[i], computed_values),
             caches=config.mask_type != "bidirectional",
         )

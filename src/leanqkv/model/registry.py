@@ -89,7 +89,7 @@ class Mechanism:
 
 def suggest(name: str, valid: Iterable[str]) -> str:
     """The tail of an error message about an unknown `name`: the nearest valid names, or all of them."""
-    valid = sorted(valid)
+    valid, name = sorted(valid), name[:100]  # likeness takes time with the square of the length
     likeness = {word: difflib.SequenceMatcher(None, word, name).ratio() for word in valid}
     near = sorted((word for word in valid if likeness[word] >= 0.5), key=lambda word: -likeness[word])[:3]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid: {', '.join(valid)}"
@@ -107,7 +107,7 @@ def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any])
     kind = options.pop("type", None)
     if kind is None:
         raise ConfigError(f'`{slot}` needs a "type", one of {", ".join(table)}; found {dict(spec)}')
-    if kind not in table:
+    if not isinstance(kind, str) or kind not in table:
         raise ConfigError(f"`{slot}` has no type {kind!r}: {suggest(str(kind), table)}")
     cls = table[kind]
     known = {option.name: option for option in fields(cls.Options)}

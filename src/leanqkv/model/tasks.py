@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .patch_embedding import PatchEmbedding
 from .registry import ConfigError
 
+MOST_LABELS = 100_000  # transformers writes two tables of them, whatever the model
+
 
 class ScaledEmbedding(nn.Embedding):
     """Embeddings times a number, rounded to their dtype first, as in Gemma 3: 34 for sqrt(1152) in bfloat16."""
@@ -120,8 +122,8 @@ class Images:
         config.max_position_embeddings = tokens
         named = None if config.id2label is None else len(config.id2label)
         labels = next((count for count in (num_labels, named) if count is not None), 2)
-        if not isinstance(labels, int) or labels < 2:
-            raise ConfigError(f"num_labels must be a whole number, at least 2, found {labels!r}")
+        if not isinstance(labels, int) or not 2 <= labels <= MOST_LABELS:
+            raise ConfigError(f"num_labels must be a whole number from 2 to {MOST_LABELS:,}, found {labels!r}")
         if named not in (None, labels):
             raise ConfigError(f"num_labels ({labels}) is not the number of labels in id2label ({named})")
         config.num_labels = labels

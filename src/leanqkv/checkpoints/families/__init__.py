@@ -12,7 +12,7 @@ from .gpt_neox import GPT_NEOX
 from .llama import GRANITE, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from .moe import MIXTRAL, QWEN3_MOE
 
-__all__ = ["FAMILIES", "NOT_THESE", "Family", "choose_family", "export_tensors", "import_tensors"]
+__all__ = ["FAMILIES", "NOT_THESE", "Family", "choose_family", "export_tensors", "import_tensors", "norm_offset_of"]
 
 # In the order of preference for an export.
 FAMILIES: dict[str, Family] = {
@@ -32,6 +32,12 @@ NOT_THESE = {
     "gpt_oss": "its attention has sinks",
     **dict.fromkeys(("qwen2_moe", "granitemoeshared", "deepseek_v2", "deepseek_v3"), "all tokens share some experts"),
 }
+
+
+def norm_offset_of(placement: str) -> float:
+    """Return the `norm_offset` of the classes whose RMSNorms are placed so."""
+    fixed = (family.fixed for family in FAMILIES.values())
+    return next((one.get("norm_offset", 0.0) for one in fixed if one.get("norm_placement", "before") == placement), 0.0)
 
 
 def choose_family(config: LeanConfig, name: str | None = None) -> Family:

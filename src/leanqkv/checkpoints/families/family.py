@@ -54,7 +54,7 @@ BELONGS_TO = {
     "qk_rope_head_dim": "kv_lora_rank",
 }
 # What transformers and huggingface_hub raise for a configuration that cannot be.
-INVALID = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError)
+INVALID = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Packed:
     """One tensor of a family's checkpoint, made of one or more of ours, of the shapes `part_shapes`, stacked as rows.
 
     With `heads` parts of one shape take turns head by head, [heads, parts, head_dim] rows. `transposed`: theirs is
-    [in, out]. `expert`: theirs is that one of the experts stacked in ours. `offset`: ours is theirs plus that number.
+    [in, out]. `expert`: theirs is that one of the experts stacked in ours. No value is changed.
     """
 
     name: str
@@ -71,7 +71,6 @@ class Packed:
     heads: int = 1
     transposed: bool = False
     expert: int | None = None
-    offset: int = 0
 
     @property
     def shape(self) -> Shape:
@@ -80,20 +79,17 @@ class Packed:
         return shape[::-1] if self.transposed else shape
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return theirs, of shape `shape`, made of the parts in order; float64 where there is an offset."""
+        """Return theirs, of shape `shape`, made of the parts in order."""
         rows = tensors[0] if self.expert is None else tensors[0][self.expert]
         if self.heads > 1:
             rows = torch.stack([tensor.unflatten(0, (self.heads, -1)) for tensor in tensors], dim=1).flatten(0, 2)
         elif len(tensors) > 1:
             rows = torch.cat(list(tensors))
-        rows = rows.double() - self.offset if self.offset else rows
         return (rows.T if self.transposed else rows).contiguous()
 
     def unpack(self, tensor: Tensor, part: int) -> Tensor:
-        """Return ours, the part with that index; float64 where there is an offset, which takes more digits: it is exact
-        but for parts of theirs below 2^-52, until the tensor is written or loaded in a narrower dtype."""
+        """Return ours, the part with that index."""
         rows = tensor.T if self.transposed else tensor
-        rows = rows.double() + self.offset if self.offset else rows
         if self.heads > 1:
             return rows.unflatten(0, (self.heads, len(self.parts), -1))[:, part].flatten(0, 1).contiguous()
         return rows.split([shape[0] for shape in self.part_shapes])[part].contiguous()
@@ -123,9 +119,6 @@ class Family:
     interleaved: bool = False  # modules side by side take turns head by head
     transposed: bool = False  # the layers' matrices are [in, out]
     experts: Mapping[str, str] = field(default_factory=dict)  # their module of expert `{}` -> our tensor of all experts
-    norm_offset: int = 0  # our norm weights are theirs plus that number
-    # From their config.json: our tensors that hold theirs divided by a number.
-    divisors: Callable[[LeanConfig, Mapping[str, Any]], dict[str, int]] = lambda config, hf: {}
 
     def check_class(self, hf: Mapping[str, Any]) -> None:
         """Raise a LeanError if the config.json `hf` names a class with a head other than a language model's.
@@ -142,14 +135,14 @@ class Family:
         Raises a LeanError for a value that is not valid, or that no LeanConfig can express; names key and value.
         """
         for key, expected in {**ORDINARY, **self.ordinary}.items():
-            if hf.get(key, expected) != expected:
+            if hf.get(key, expected) not in (expected, {}):  # an empty quantization_config is none
                 raise LeanError(f"{key} {hf[key]!r} cannot be expressed here, only {expected!r}")
         try:
             with quiet_transformers():
                 stock = CONFIG_MAPPING[self.model_type](**deepcopy(dict(hf)))
             return self._read(stock)
         except INVALID as error:
-            raise LeanError(_one_line(error)) from None
+            raise LeanError(last_line(error)) from None
 
     def to_stock(self, config: LeanConfig) -> PreTrainedConfig:
         """Return the configuration of the class that is the same function; raise a LeanError that says why none is.
@@ -170,7 +163,7 @@ class Family:
         except (*INVALID, LeanError) as error:
             fixed = {name: value for name, value in self.fixed.items() if ours.get(name, value) != value}
             told = [f"{name} is {_show(ours[name])}, it has {value!r}" for name, value in fixed.items()]
-            return [*told, _one_line(error)]
+            return [*told, last_line(error)]
         # A bias that the model does not have is one of zeros.
         zeros = {name for name in self.biases if theirs[name]}
         differ = {name for name, value in ours.items() if value != theirs[name] and name not in zeros}
@@ -201,8 +194,7 @@ class Family:
             part_shapes = tuple(shapes[name] for name in weights)
             heads = config.num_attention_heads if self.interleaved and len(ours) > 1 else 1
             transposed = self.transposed and ours[0].startswith("model.layers.") and len(part_shapes[0]) == 2
-            offset = self.norm_offset if ours[0].endswith("norm") else 0
-            tensor_map.append(Packed(f"{theirs}.weight", weights, part_shapes, heads, transposed, offset=offset))
+            tensor_map.append(Packed(f"{theirs}.weight", weights, part_shapes, heads, transposed))
             bias = BIASES.get(ours[0].rpartition(".")[2])
             if bias and self._has_bias(config, bias):
                 biases = tuple(f"{name}.bias" for name in ours)
@@ -258,11 +250,11 @@ class Family:
             return CONFIG_MAPPING[self.model_type](**values, architectures=[self.architecture])
 
 
-def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf: Mapping[str, Any]) -> LazyTensors:
+def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors) -> LazyTensors:
     """Return the tensors of a family's checkpoint under our names: exactly `config.plan.parameter_shapes`.
 
-    `hf` is the checkpoint's config.json, `config` what `family.lean_config` makes of it. Raises a LeanError for tensors
-    that are missing, left over, or of another shape or dtype, and for a head that is not tied as config.json says.
+    `config` is what `family.lean_config` makes of the checkpoint's config.json. Raises a LeanError for tensors that are
+    missing, left over, or of another shape or dtype, and for a head that is not tied as config.json says.
     """
     tensor_map = family.tensor_map(config)
     names = family.stored_names(stored.keys())
@@ -281,7 +273,6 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf
     for packed in tensor_map:
         for i, part in enumerate(packed.parts):
             sources[part].append((packed, i))
-    divisors = family.divisors(config, hf)
 
     def read(name: str) -> Tensor:
         packed, part = sources[name][0]
@@ -290,7 +281,7 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors, hf
         ours = packed.unpack(tensor, part)
         if packed.expert is not None:
             ours = torch.stack([stored[names[expert.name]] for expert, _ in sources[name]])
-        return ours / divisors[name] if name in divisors else ours
+        return ours
 
     return LazyTensors(config.plan.parameter_shapes, read)
 
@@ -338,7 +329,8 @@ def write_rope(parameters: dict[str, Any] | None, partial: bool) -> dict[str, An
     return theirs or None
 
 
-def _one_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
+    """Return the last line of another library's message, where validators say what is wrong."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__
 

@@ -1,6 +1,6 @@
 """Gemma 3's language model: norms before and after every sublayer, windows in most layers, RoPE of two bases.
 
-Its norms multiply by one plus their weight, which is stored as ours here (`norm_offset`). Gemma 3's report:
+Its norms multiply by one plus their weight (`norm_offset`). Gemma 3's report:
 https://arxiv.org/abs/2503.19786
 """
 
@@ -47,7 +47,7 @@ GEMMA3 = replace(
     LLAMA,
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    fixed={**LLAMA.fixed, "norm_placement": "both", "qk_norm": True},
+    fixed={**LLAMA.fixed, "norm_offset": 1.0, "norm_placement": "both", "qk_norm": True},
     settings={**LLAMA.settings, "hidden_act": "hidden_activation"},
     biases={name: bias for name, bias in LLAMA.biases.items() if name != "mlp_bias"},
     ordinary={"final_logit_softcapping": None, "attn_logit_softcapping": None},
@@ -59,7 +59,6 @@ GEMMA3 = replace(
         "post_feedforward_layernorm": ("mlp_output_layernorm",),
     },
     partial_rope=None,
-    norm_offset=1,
     read=_read,
     write=_write,
 )

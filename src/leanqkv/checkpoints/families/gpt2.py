@@ -1,20 +1,6 @@
 """GPT-2. Its matrices are stored [in, out], query, key and value side by side."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from ...model.config import LeanConfig
 from .family import Family
-
-
-def _divisors(config: LeanConfig, hf: Mapping[str, Any]) -> dict[str, int]:
-    """With `scale_attn_by_inverse_layer_idx` layer i divides its attention logits by i + 1. Here its queries are
-    divided once, with one rounding to the dtype they are stored in."""
-    if not hf.get("scale_attn_by_inverse_layer_idx"):
-        return {}
-    query = "model.layers.{}.self_attn.q_proj.{}"
-    return {query.format(i, kind): i + 1 for i in range(config.num_hidden_layers) for kind in ("weight", "bias")}
-
 
 GPT2 = Family(
     model_type="gpt2",
@@ -26,6 +12,7 @@ GPT2 = Family(
         "attention_dropout": "attn_pdrop",
         "hidden_dropout": "resid_pdrop",
         "embedding_dropout": "embd_pdrop",
+        "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
     },
     biases=dict.fromkeys(("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias"), True),
     ordinary={"scale_attn_weights": True, "add_cross_attention": False},
@@ -45,5 +32,4 @@ GPT2 = Family(
     head="lm_head",
     ignorable=(".attn.bias", ".attn.masked_bias"),
     transposed=True,
-    divisors=_divisors,
 )
