@@ -19,6 +19,7 @@ from two_processes import two_process_step
 from leanqkv import preset
 from leanqkv.presets import MECHANISMS
 from leanqkv.train import Step, parse_precision
+from leanqkv.train.directory import complete
 from leanqkv.train.micro_batch import USABLE_SHARE
 
 pytestmark = pytest.mark.slow
@@ -239,7 +240,7 @@ def test_a_run_keeps_the_micro_batch_it_began_with(place, cli, monkeypatch):
 
 
 def interrupt_after_saving(watch, args, state, control, **kwargs):
-    Path(args.output_dir, f"checkpoint-{state.global_step}", "complete").touch()
+    complete(Path(args.output_dir, f"checkpoint-{state.global_step}"), keep_earlier=False)
     raise KeyboardInterrupt
 
 
@@ -296,15 +297,21 @@ def killed_after(step, processes, out, arguments):
 
 
 def test_a_sharded_run_goes_on_with_another_number_of_processes(place, cli):
-    """One process, killed; two, of which one is killed; one again: the curve of a run that was never interrupted."""
+    """One process, killed; two, of which one is killed; one again: the curve of a run that was never interrupted.
+
+    Of the last checkpoint a process's part is damaged: the one before is taken.
+    """
     arguments = ("train", MODEL, *SHARDED, "--micro-batch-size", "4", "--device", "cpu", "--out", "sharded")
     killed_after(4, 1, "sharded", arguments)
     killed_after(12, 2, "sharded", arguments)
     assert not Path("sharded/record.json").exists()
     whole = tuple(one for one in SHARDED if one not in ("--shard", "fsdp"))
     assert cli("train", MODEL, *whole, "--micro-batch-size", "4", "--device", "cpu", "--out", "one-process")[0] == 0
+    part = max(Path("sharded").glob("checkpoint-*/optimizer_0/__1_0.distcp"), key=os.path.getmtime)
+    part.write_bytes(part.read_bytes()[:-1] + b"\x7f")
     code, _, err = torchrun_with(1, *arguments)
     assert code == 0, err
+    assert err.count(f"{part.parts[1]} is damaged and is removed (optimizer_0/__1_0.distcp is not as it was") == 1, err
     found, wanted = curves("sharded"), curves("one-process")
     for one, other in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
         assert one["step"] == other["step"]

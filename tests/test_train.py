@@ -193,6 +193,96 @@ def test_a_half_written_checkpoint_is_not_picked_up(data, finished, tmp_path):
     assert losses(again) == losses(finished[1])
 
 
+@pytest.fixture(scope="module")
+def stopped(data, tmp_path_factory):
+    """A run killed behind its second checkpoint."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+
+    def kill(step, *_):
+        if step == 21:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(spec(data), data, out, device="cpu", progress=kill)
+    return out
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "gone": lambda file: file.unlink(),
+    "one bit": flip_a_bit,
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "empty": lambda file: file.write_bytes(b""),
+    "another type": lambda file: torch.save([1], file),
+}
+# Every file that a run is continued from.
+CONTINUED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json")
+
+
+@pytest.mark.parametrize("name", [*CONTINUED, "complete"])
+def test_a_damaged_checkpoint_is_passed_over_or_refused(data, finished, stopped, tmp_path, name):
+    """The one before gives the weights of the uninterrupted run; where there is none, nothing is trained."""
+    for number, (kind, damage) in enumerate(DAMAGES.items()):
+        if (name, kind) == ("complete", "gone"):  # one that was cut off
+            continue
+        run = shutil.copytree(stopped, tmp_path / str(number))
+        shutil.rmtree(run / "checkpoint-10")
+        damage(run / "checkpoint-20" / name)
+        before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != "run.json"}
+        with pytest.raises(LeanError, match=r"checkpoint-20 cannot be gone on from: .*no earlier checkpoint") as caught:
+            train(spec(data), data, run, device="cpu", progress=lambda *_: pytest.fail("trained"))
+        assert "\n" not in str(caught.value)
+        assert before == {file: file.read_bytes() for file in before}
+    shutil.copytree(stopped / "checkpoint-10", run / "checkpoint-10")
+    with pytest.warns(RuntimeWarning, match="checkpoint-20 is damaged .* goes on from checkpoint-10"):
+        again = train(spec(data), data, run, device="cpu")
+    assert losses(again) == losses(finished[1])
+    assert (run / "model.safetensors").read_bytes() == (finished[0] / "model.safetensors").read_bytes()
+
+
+def test_only_the_runs_own_checkpoints_are_taken_or_removed(data, finished, tmp_path):
+    """Folders and links of its owner beside them stay as they are, whether their names look like a step or not."""
+    run = tmp_path / "run"
+
+    def kill(step, *_):
+        if step == 21:
+            raise Killed
+
+    def add_own():
+        shutil.copytree(run / "checkpoint-20", run / "checkpoint-20-backup")
+        shutil.copytree(run / "checkpoint-20", tmp_path / "elsewhere")
+        (run / "checkpoint-latest").symlink_to("checkpoint-20")
+        (run / "checkpoint-99").symlink_to(tmp_path / "elsewhere")
+        (run / "checkpoint-x").mkdir()
+        (run / "checkpoint-x" / "complete").touch()
+        (run / "checkpoint-77").write_text("notes")
+        (run / "checkpoint-").mkdir()
+        (run / "checkpoint-nowhere").symlink_to("nothing")
+
+    with pytest.raises(Killed):
+        train(spec(data), data, run, device="cpu", progress=kill)
+    add_own()
+    own = {path for path in run.glob("checkpoint-*") if path.name not in ("checkpoint-10", "checkpoint-20")}
+    files = {path: path.read_bytes() for path in [*run.glob("checkpoint-*-backup/*"), *tmp_path.glob("elsewhere/*")]}
+    assert losses(train(spec(data), data, run, device="cpu")) == losses(finished[1])
+    assert set(run.glob("checkpoint-*")) == own
+    assert files == {path: path.read_bytes() for path in files}
+
+
+def test_a_checkpoint_of_an_earlier_version_cannot_be_checked(data, stopped, tmp_path):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    for mark in run.glob("checkpoint-*/complete"):
+        mark.write_bytes(b"")
+    with pytest.raises(LeanError, match="an earlier version left it; that version can go on with it"):
+        train(spec(data), data, run, device="cpu")
+    assert len(list(run.glob("checkpoint-*"))) == 2
+
+
 def test_a_finished_run_is_not_trained_again(data, finished):
     out, record = finished
     again = train(spec(data), data, out, device="cpu", progress=lambda *_: pytest.fail("trained again"))
