@@ -35,7 +35,7 @@ class Range:
 
     def __contains__(self, value: Any) -> bool:
         numeric = isinstance(value, Integral if self.whole else Real) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value):
+        if not numeric or not (isinstance(value, Integral) or math.isfinite(value)):  # no float holds a large integer
             return False
         return self.low <= value <= self.high or (self.or_zero and value == 0)
 

@@ -18,6 +18,8 @@ from ..checkpoints.card import CARD
 from ..environment import hardware
 from ..errors import LeanError
 from ..files import LOCK, check_place, hash_files, locked, make_directory, read_json, remove, write_json, write_text
+from ..records import BEGUN, FINISHED, read_record
+from ..records import RECORD as RUN_RECORD
 from .model_card import model_card
 from .processes import first_decides
 from .spec import RunSpec
@@ -25,6 +27,7 @@ from .tasks import TrainingTask
 
 RECORD = "record.json"
 SPEC = "run.json"
+AGAIN = "delete the run's directory to train again"
 # Written into a checkpoint last, with the hash of each of its files; one without it was cut off and is never picked up.
 COMPLETE = "complete"
 
@@ -69,7 +72,7 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
     ]
     if differences:
         raise LeanError(f"{out} holds another run ({'; '.join(differences)}); choose another --out or delete it")
-    return read_json(out / RECORD) if (out / RECORD).exists() else None
+    return read_record(out / RECORD, FINISHED, AGAIN) if (out / RECORD).exists() else None
 
 
 def note_hardware(out: Path, device: str) -> None:
@@ -79,8 +82,8 @@ def note_hardware(out: Path, device: str) -> None:
 
 def begun_run(out: Path) -> dict[str, Any] | None:
     """Return the record of a finished run in `out`, else the specification of one that was begun, else None."""
-    files = (file for file in (out / RECORD, out / SPEC) if file.exists())
-    return next(map(read_json, files), None)
+    shapes = {out / RECORD: RUN_RECORD, out / SPEC: BEGUN}
+    return next((read_record(file, shape, AGAIN) for file, shape in shapes.items() if file.exists()), None)
 
 
 def checkpoints(out: Path) -> dict[int, Path]:
