@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from shapes import tiny
 from two_processes import two_process_step
 
+import leanqkv.workers
 from leanqkv import preset
 from leanqkv.presets import MECHANISMS
 from leanqkv.train import Step, parse_precision
@@ -275,6 +277,39 @@ def test_a_comparison_begun_with_whole_batches_goes_on(place, cli):
     code, _, err = cli(*arguments, "--out", "older")
     assert code == 0, err
     assert before == {file: file.stat().st_mtime_ns for file in Path("older/runs").glob("*/record.json")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread ends it, which waits for the interpreter")
+def test_a_worker_ends_with_a_parent_that_is_killed_whatever_it_does(tmp_path):
+    """Even where one call keeps all of its threads from running."""
+    shutil.copy(leanqkv.workers.__file__, tmp_path / "module.py")  # alone, it is imported at once
+    (tmp_path / "main.py").write_text(
+        """
+import multiprocessing, pathlib, re
+from module import end_with_parent
+
+def work():
+    end_with_parent()
+    pathlib.Path("ready").touch()
+    re.match("(a+)+$", "a" * 60 + "b")
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=work)
+    worker.start()
+    worker.join()
+"""
+    )
+    parent = subprocess.Popen([sys.executable, "main.py"], cwd=tmp_path)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers = [child for child in psutil.Process(parent.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    for worker in alive:
+        worker.kill()
+    assert len(workers) == 1 and not alive
 
 
 SHARDED = ("--data", "corpus.txt", "--steps", "40", "--evaluate-every", "4", "--precision", "fp32", "--shard", "fsdp")

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from leanqkv.data import collate, make_batch_plan
 from leanqkv.errors import TimeIsUpError
 from leanqkv.evaluate import sequence_losses
 from leanqkv.evaluate.observe import logit_spreads
-from leanqkv.files import write_json
+from leanqkv.files import locked, write_json
 from leanqkv.train import choose_precision, parse_precision, train
 from leanqkv.train import trainer as trainer_module
 from leanqkv.train.trainer import Watch, make_optimizer, make_schedule, summarize
@@ -418,13 +419,23 @@ def test_a_full_disk_is_one_line_and_loses_nothing(data, finished, tmp_path, mon
     assert losses(train(spec(data), data, tmp_path / "run", device="cpu")) == losses(finished[1])
 
 
-def test_two_processes_do_not_train_in_one_place(data, finished, tmp_path):
+def test_two_processes_do_not_train_in_one_place(data, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr("leanqkv.files.PATIENCE", 0.1)
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):  # as the other process holds it
         write_json(tmp_path / "run" / "run.json", spec(data).as_json())
         with pytest.raises(LeanError, match="another process is training"):
             train(spec(data), data, tmp_path / "run", device="cpu", progress=lambda *_: pytest.fail("trained"))
     assert losses(train(spec(data), data, tmp_path / "run", device="cpu")) == losses(finished[1])
+
+
+def test_a_process_that_is_ending_is_waited_for(tmp_path):
+    """As a worker is whose parent was killed."""
+    ending = FileLock(tmp_path / ".lock", thread_local=False)
+    ending.acquire()
+    threading.Timer(0.2, ending.release).start()
+    with locked(tmp_path, "training"):
+        assert not ending.is_locked
 
 
 def test_other_data_than_the_runs_is_refused(data, tmp_path):

@@ -22,7 +22,7 @@ from .errors import LeanError
 
 # Of the run records; a reader refuses any other.
 RECORD_FORMAT = 1
-LOCK = ".lock"
+LOCK, PATIENCE = ".lock", 5.0  # seconds
 # Processes of several machines may write to one directory, and know only their own machine's process numbers.
 NODE = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:63] or "node"
 
@@ -98,9 +98,9 @@ def locked(directory: Path, doing: str) -> Iterator[None]:
     """Lock `directory` against other processes that are `doing` the same; the lock's file goes at the end.
 
     Raises:
-        LeanError: another process has it.
+        LeanError: another process has it, and keeps it: one whose parent was killed takes a moment to end.
     """
-    lock = FileLock(directory / LOCK, timeout=0)
+    lock = FileLock(directory / LOCK, timeout=PATIENCE)
     try:
         lock.acquire()
     except Timeout:

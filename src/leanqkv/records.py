@@ -34,14 +34,16 @@ IMAGES = {**DATA, "train_images": WHOLE, "test_images": WHOLE}
 FINISHED = {
     "final": ({"validation_loss": NUMBER, str: NUMBER},),
     "diverged": ({"step": WHOLE, "reason": str},),
-    "evaluations": [{"step": WHOLE, "loss": (NUMBER,), "accuracy?": (NUMBER,)}],
+    "evaluations": [{"step": WHOLE, "loss": NUMBER}],
     "tokens_per_second": (NUMBER,),
     "rise?": ({"step": WHOLE, "nats": NUMBER},),
     "checkpoints_kept?": bool,
 }
 RECORD = {
     **FINISHED,
-    "final": ({str: int | float},),  # of a run that diverged unnoticed it may be infinite
+    # Of a run that diverged unnoticed they may be infinite.
+    "final": ({str: int | float},),
+    "evaluations": [{"step": WHOLE, "loss": (int | float,), "accuracy?": (int | float,)}],
     **dict.fromkeys(("role", "name"), str),
     **dict.fromkeys(("seed", "tokens"), WHOLE),
     "context_length": COUNT,

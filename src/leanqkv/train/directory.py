@@ -72,7 +72,12 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
     ]
     if differences:
         raise LeanError(f"{out} holds another run ({'; '.join(differences)}); choose another --out or delete it")
-    return read_record(out / RECORD, FINISHED, AGAIN) if (out / RECORD).exists() else None
+    if not (out / RECORD).exists():
+        return None
+    record = read_record(out / RECORD, FINISHED, AGAIN)
+    if record["diverged"] is None and not (record["final"] and record["evaluations"]):
+        raise LeanError(f"{out / RECORD} has no result; {AGAIN}")
+    return record
 
 
 def note_hardware(out: Path, device: str) -> None:
