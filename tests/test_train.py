@@ -16,9 +16,11 @@ from corpus import SHAPE, spec
 from filelock import FileLock
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_comparison_records import damages, read_or_refuse
 
 from leanqkv import LeanError, LeanForCausalLM, preset, recipe
 from leanqkv.checkpoints import load_model, open_checkpoint
+from leanqkv.commands.options import outcome
 from leanqkv.data import collate, make_batch_plan
 from leanqkv.errors import TimeIsUpError
 from leanqkv.evaluate import sequence_losses
@@ -26,6 +28,7 @@ from leanqkv.evaluate.observe import logit_spreads
 from leanqkv.files import locked, write_json
 from leanqkv.train import choose_precision, parse_precision, train
 from leanqkv.train import trainer as trainer_module
+from leanqkv.train.directory import begun_run, claim, clean
 from leanqkv.train.trainer import Watch, make_optimizer, make_schedule, summarize
 
 pytestmark = pytest.mark.slow
@@ -288,6 +291,27 @@ def test_a_finished_run_is_not_trained_again(data, finished):
     out, record = finished
     again = train(spec(data), data, out, device="cpu", progress=lambda *_: pytest.fail("trained again"))
     assert again == json.loads(json.dumps(record))
+
+
+@pytest.mark.parametrize("file", ["record.json", "run.json"])
+def test_a_run_whose_record_has_any_wrong_field_is_gone_on_with_or_refused(data, finished, tmp_path, file):
+    """Whatever a repeated command reads of it: what was asked, the outcome, and what is left to be removed."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in {"run.json", file}:
+        shutil.copy(finished[0] / name, out)
+    refused = 0
+
+    def repeat():
+        begun_run(out)
+        if (record := claim(out, spec(data))) is not None:
+            clean(out, record)
+            outcome(record)
+
+    for at, damaged in damages(json.loads((out / file).read_text())):
+        (out / file).write_text(json.dumps(damaged))
+        refused += read_or_refuse(repeat, at)
+    assert refused > 100
 
 
 def test_the_same_spec_gives_the_same_losses_and_another_seed_others(data, finished, tmp_path):
