@@ -1,15 +1,35 @@
 """Reading the records of a comparison: what is left alone, and what is refused in one line."""
 
+import copy
+import functools
 import json
+import math
+import operator
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from comparison_record import build, edit, folders, record, save
 
 from leanqkv.compare.records import load_comparison
 from leanqkv.errors import LeanError
-from leanqkv.report.comparison import markdown
+from leanqkv.ranges import Range
+from leanqkv.records import (
+    BEGUN,
+    CACHED,
+    COMPARISON,
+    DEMO,
+    FINISHED,
+    RECORD,
+    SHARDS_WRITTEN,
+    Misfit,
+    check_shape,
+    read_record,
+)
+from leanqkv.report import comparison_page
+from leanqkv.report.comparison import markdown, remarks
 
 
 def test_runs_of_one_model_with_several_recipes_are_refused(tmp_path: Path) -> None:
@@ -112,3 +132,111 @@ def test_the_same_run_twice_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(folders(directory, "tiny", 0)[0], directory / "runs" / "again")
     with pytest.raises(LeanError, match=r"the same run as .*runs/again/record\.json"):
         load_comparison(directory)
+
+
+# --- every field of every record, of every wrong type -----------------------------------------------------------------
+
+WRONG = (None, "x", -1, 1e30, 10**400, math.nan, [], {}, [1], True, {"a": [1]}, [["x"]], "")
+
+
+def places(content: Any, at: tuple = ()) -> Iterator[tuple]:
+    """Yield the place of every field, of lists of the first entry and the last."""
+    yield at
+    keys = content if isinstance(content, dict) else sorted({0, len(content) - 1} if isinstance(content, list) else ())
+    for key in keys if content else ():
+        yield from places(content[key], (*at, key))
+
+
+def damages(content: Any) -> Iterator[tuple[tuple, Any]]:
+    """Yield copies of a record, in each of which one field has another value or is missing.
+
+    Of a model's configuration, which is compared as a whole, the first fields are enough.
+    """
+    skipped = [("config", name) for name in list(content.get("config", ()))[4:]]
+    for at in places(content):
+        if at[:2] in skipped:
+            continue
+        for value in (*WRONG, "missing"):
+            damaged = copy.deepcopy(content)
+            if not at:
+                yield at, value
+                continue
+            parent = functools.reduce(operator.getitem, at[:-1], damaged)
+            if value == "missing":
+                del parent[at[-1]]
+            else:
+                parent[at[-1]] = value
+            yield at, damaged
+
+
+def read_or_refuse(read: Callable[[], object], at: tuple) -> bool:
+    """Whether a damaged record is refused, in a line; anything but a LeanError fails the test."""
+    try:
+        read()
+    except LeanError as error:
+        assert "\n" not in str(error) and len(str(error)) < 600, at
+        return True
+    return False
+
+
+def show(directory: Path) -> None:
+    """All of a report but the figures."""
+    comparison = load_comparison(directory)
+    assert markdown(comparison) and isinstance(remarks(comparison), list)
+    comparison_page._facts(comparison), comparison_page._recipes(comparison), comparison_page._runs(comparison)
+
+
+@pytest.mark.parametrize("file", ["compare.json", "runs/final-tiny-0-*/record.json", "runs/grid-*/record.json"])
+def test_a_record_with_any_wrong_field_is_shown_or_refused(tmp_path: Path, file: str) -> None:
+    names = ["tiny", "tiny+skipv1"]
+    for run in sorted(build(tmp_path).glob("runs/*")):
+        if not run.name.startswith(("final-tiny-0", "final-tiny+skipv1-0", "grid-tiny-2-0.001")):
+            shutil.rmtree(run)
+    edit(tmp_path / "compare.json", architectures=names, groups=[names], recipe={"steps": 600}, threads=2, scale="tiny")
+    entries = {name: {"model": name, "recipe": {}, "row": ""} for name in names}
+    edit(tmp_path / "compare.json", entries=entries, chosen_learning_rate=dict.fromkeys(names, 3e-3))
+    path = next(tmp_path.glob(file))
+    refused = 0
+    for at, damaged in damages(json.loads(path.read_text())):
+        path.write_text(json.dumps(damaged))
+        refused += read_or_refuse(lambda: show(tmp_path), at)
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "shape", [FINISHED, RECORD, BEGUN, COMPARISON, DEMO, CACHED["data"], CACHED["images"], SHARDS_WRITTEN]
+)
+def test_a_shape_refuses_whatever_a_file_holds(tmp_path: Path, shape: Any) -> None:
+    for value in WRONG:
+        (tmp_path / "file.json").write_text(json.dumps(value))
+        if value != {}:
+            assert read_or_refuse(lambda: read_record(tmp_path / "file.json", shape, "delete it"), ()), value
+
+
+def test_shapes() -> None:
+    fitting = [
+        ((int,), None),
+        ([str], []),
+        ([str, ...], ["a"]),
+        ([str, int], ["a", 1]),
+        ({"a?": str, str: int}, {"b": 1}),
+        ({"x", "y"}, "x"),
+        (Range(1, 2), 1.5),
+        (bool, True),
+        (dict, {"a": 1}),
+    ]
+    for shape, value in fitting:
+        check_shape(value, shape)
+    for shape, value, message in [
+        (int, True, "must be"),
+        ([str, ...], [], "a list"),
+        ([str, int], ["a"], "2 long"),
+        ({"a": str}, {}, "field 'a' is missing"),
+        ({"a": [{"b": str}]}, {"a": [{"b": "x"}, {"b": 1}]}, r"must be a text is not: a\[1\]\.b is 1"),
+        ({"x", "y"}, "z", "x or y"),
+        ({"x", "y"}, [], "x or y"),
+        (Range(1, 2), 3, "a number from 1 to 2"),
+        (Range(1, 2), 10**400, "a number from 1 to 2"),
+    ]:
+        with pytest.raises(Misfit, match=message):
+            check_shape(value, shape)

@@ -1,8 +1,10 @@
 """Corpora, token files and the batch plan."""
 
+import bz2
 import gzip
 import hashlib
 import json
+import lzma
 import tracemalloc
 from types import SimpleNamespace
 
@@ -191,6 +193,18 @@ def test_nanogpt_files_are_used_as_they_are(tmp_path):
     assert np.array_equal(single.validation(), tokens[950:])
 
 
+def test_a_tokenizer_beside_token_files_is_theirs_if_it_has_their_tokens(tmp_path):
+    """Any folder may be called so."""
+    (np.arange(1000, dtype=np.uint16) % 280).tofile(tmp_path / "all.bin")
+    (tmp_path / "tokenizer").mkdir()
+    data = prepare_data(str(tmp_path / "all.bin"), vocab_size=300)
+    assert data.tokenizer() is None  # no tokenizer at all
+    train_tokenizer(iter(TEXT), 270).save_pretrained(tmp_path / "tokenizer")
+    assert data.tokenizer() is None
+    train_tokenizer(iter(TEXT), 300).save_pretrained(tmp_path / "tokenizer")
+    assert data.tokenizer() is not None
+
+
 def _numbers() -> bytes:
     import pyarrow
     import pyarrow.parquet
@@ -207,6 +221,28 @@ BAD = {
     "missing": ("nowhere.txt", None, "no such file"),
     "empty": ("empty.txt", b"", "empty"),
     "empty documents": ("empty.jsonl", b"\n\n", "empty"),
+    "UTF-16": (
+        "wide.txt",
+        "text\n".encode("utf-16"),
+        r"is UTF-16 text, not UTF-8 text; save it as UTF-8 \(iconv",
+    ),
+    "UTF-16 records": ("wide.jsonl", '{"text": "a"}\n'.encode("utf-16"), "wide.jsonl is UTF-16 text"),
+    "UTF-32": ("wide.txt", "text\n".encode("utf-32"), "is UTF-32 text"),
+    "Zstandard": (
+        "a.jsonl.zst",
+        b"\x28\xb5\x2f\xfd\x04\x00\x41\0\0",
+        r"is a Zstandard file.*unpack it first \(zstd",
+    ),
+    "a zip archive": ("a.zip", b"PK\x03\x04\x14\0\xff", "is a zip archive, not UTF-8 text; unpack it first"),
+    "an unnamed gzip": ("a.txt", gzip.compress(b"text"), r"is a gzip file.*ending \.gz"),
+    "a tar archive": ("a.tar", b"a.txt".ljust(257, b"\0") + b"ustar\0", "is a tar archive"),
+    "cut off xz": ("cut.txt.xz", lzma.compress(b"text " * 100)[:-12], "cut.txt.xz is cut off or damaged"),
+    "no xz": ("no.txt.xz", b"text of no archive", "no.txt.xz is cut off or damaged"),
+    "no bzip2": ("no.txt.bz2", b"text", "no.txt.bz2 cannot be read"),
+    "a string a line": ("words.jsonl", b'"a"\n', "line 1 is a str, not a record"),
+    "a list a line": ("lists.jsonl", b'["a"]\n', "line 1 is a list, not a record"),
+    "a list for text": ("parts.jsonl", b'{"text": ["a"]}\n', "field 'text' holds a list, not text"),
+    "null alone": ("null.jsonl", b'{"text": null}\n', "empty"),
     "latin-1": ("latin.txt", b"caf\xe9 \xff", "not UTF-8 text: byte 0xe9"),
     "NUL bytes": ("garbage.txt", b"abc\0\0def", "NUL"),
     "no text files": ("folder", {"x.png": b"\x89PNG"}, "no text in"),
@@ -216,7 +252,7 @@ BAD = {
     "cut off gzip": ("cut.txt.gz", gzip.compress(b"text " * 100)[:-12], "cut.txt.gz is cut off or damaged"),
     "no gzip": ("no.txt.gz", b"text", "no.txt.gz cannot be read"),
     "only archives": ("folder", {"x.jsonl.zst": b"x"}, "no text in .*; not read: 1 .zst"),
-    "wrong field": ("field.jsonl", b'{"body": "a"}\n', "found: body"),
+    "wrong field": ("field.jsonl", b'{"body": "a"}\n', r"has no field 'text' \(found: body\); give --text-field"),
     "broken Parquet": ("a.parquet", b"not a parquet file", "not a Parquet file"),
     "numbers for text": ("numbers.parquet", NUMBERS, "holds int64, not text"),
     "cut off .bin": ("odd.bin", b"\0\0\0", "cut off: 3 bytes"),
@@ -240,6 +276,34 @@ def test_bad_data_is_named(tmp_path, kind):
         prepare_data(str(source), vocab_size=400)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
+@pytest.mark.parametrize("pack", [None, gzip, lzma, bz2], ids=lambda pack: getattr(pack, "__name__", "plain"))
+def test_texts_are_read_without_their_mark_and_null_is_no_text(tmp_path, pack):
+    """A byte order mark says how a file is encoded, and is no part of its text."""
+    ending = {None: "", gzip: ".gz", lzma: ".xz", bz2: ".bz2"}[pack]
+    contents = {
+        "a.txt": b"\xef\xbb\xbfone\r\ntwo\xef\xbb\xbf\n",
+        "b.jsonl": b'\xef\xbb\xbf{"text": "three"}\r\n{"text": null}\n{"text": ""}\n\n{"text": "four\\r\\n"}',
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}{ending}").write_bytes(pack.compress(content) if pack else content)
+    assert list(open_corpus(str(tmp_path)).documents()) == ["one\ntwo\ufeff\n", "three", "four\r\n"]
+
+
+def test_a_mark_makes_another_text_of_a_cache_made_before_it_was_dropped(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    digest = hashlib.sha256(b"text\0a.txt\0" + hashlib.sha256(b"\xef\xbb\xbftext").hexdigest().encode())
+    assert open_corpus(str(tmp_path / "a.txt")).fingerprint != digest.hexdigest()
+    (tmp_path / "a.txt").write_bytes(b"text")
+    digest = hashlib.sha256(b"text\0a.txt\0" + hashlib.sha256(b"text").hexdigest().encode())
+    assert open_corpus(str(tmp_path / "a.txt")).fingerprint == digest.hexdigest()
+
+
+def test_the_standard_library_keeps_its_marks():
+    """Every record on it is of tokens with them."""
+    marked = [part for part in open_corpus("stdlib").parts if part.args[0].read_bytes().startswith(b"\xef\xbb\xbf")]
+    assert marked and all(next(part()).startswith("\ufeff") for part in marked)
 
 
 @pytest.fixture

@@ -301,7 +301,7 @@ CORPORA = TEXTS | {
     "no-json": written("no.jsonl", b'{"text": "fine"}\n{"text": \n'),
     "no-object": written("array.jsonl", b'{"text": "fine"}\n["text"]\n'),
     "no-field": written("field.jsonl", b'{"text": "fine"}\n{"body": "text"}\n'),
-    "null": written("null.jsonl", b'{"text": "fine"}\n{"text": null}\n'),
+    "true": written("true.jsonl", b'{"text": "fine"}\n{"text": true}\n'),
     "bytes": written("bytes.jsonl", b'{"text": "fine"}\n{"text": "\xff\xfe"}\n'),
     "large-number": written("number.jsonl", b'{"text": "fine"}\n' + b"9" * 10_000 + b"\n"),
     "no-parquet": written("no.parquet", b"PAR1 is all there is of it"),
@@ -327,7 +327,7 @@ READERS = [
 def test_text(refused, folder, command, option, text):
     name = (TEXTS if option == "--text" else CORPORA)[text](folder)
     line = refused(*COMMANDS[command], option, name)
-    if text in ("surrogate", "nested", "nested-whole", "no-json", "no-object", "no-field", "null", "bytes"):
+    if text in ("surrogate", "nested", "nested-whole", "no-json", "no-object", "no-field", "true", "bytes"):
         assert "line 2" in line
     elif text not in ("empty-name", "long-name"):
         assert Path(name).name in line

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from safetensors.torch import load_file
 from shapes import tiny
 from two_processes import two_process_step
 
+import leanqkv.workers
 from leanqkv import preset
 from leanqkv.presets import MECHANISMS
 from leanqkv.train import Step, parse_precision
+from leanqkv.train.directory import complete
 from leanqkv.train.micro_batch import USABLE_SHARE
 
 pytestmark = pytest.mark.slow
@@ -239,7 +242,7 @@ def test_a_run_keeps_the_micro_batch_it_began_with(place, cli, monkeypatch):
 
 
 def interrupt_after_saving(watch, args, state, control, **kwargs):
-    Path(args.output_dir, f"checkpoint-{state.global_step}", "complete").touch()
+    complete(Path(args.output_dir, f"checkpoint-{state.global_step}"), keep_earlier=False)
     raise KeyboardInterrupt
 
 
@@ -276,6 +279,39 @@ def test_a_comparison_begun_with_whole_batches_goes_on(place, cli):
     assert before == {file: file.stat().st_mtime_ns for file in Path("older/runs").glob("*/record.json")}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread ends it, which waits for the interpreter")
+def test_a_worker_ends_with_a_parent_that_is_killed_whatever_it_does(tmp_path):
+    """Even where one call keeps all of its threads from running."""
+    shutil.copy(leanqkv.workers.__file__, tmp_path / "module.py")  # alone, it is imported at once
+    (tmp_path / "main.py").write_text(
+        """
+import multiprocessing, pathlib, re
+from module import end_with_parent
+
+def work():
+    end_with_parent()
+    pathlib.Path("ready").touch()
+    re.match("(a+)+$", "a" * 60 + "b")
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=work)
+    worker.start()
+    worker.join()
+"""
+    )
+    parent = subprocess.Popen([sys.executable, "main.py"], cwd=tmp_path)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers = [child for child in psutil.Process(parent.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    for worker in alive:
+        worker.kill()
+    assert len(workers) == 1 and not alive
+
+
 SHARDED = ("--data", "corpus.txt", "--steps", "40", "--evaluate-every", "4", "--precision", "fp32", "--shard", "fsdp")
 
 
@@ -296,15 +332,21 @@ def killed_after(step, processes, out, arguments):
 
 
 def test_a_sharded_run_goes_on_with_another_number_of_processes(place, cli):
-    """One process, killed; two, of which one is killed; one again: the curve of a run that was never interrupted."""
+    """One process, killed; two, of which one is killed; one again: the curve of a run that was never interrupted.
+
+    Of the last checkpoint a process's part is damaged: the one before is taken.
+    """
     arguments = ("train", MODEL, *SHARDED, "--micro-batch-size", "4", "--device", "cpu", "--out", "sharded")
     killed_after(4, 1, "sharded", arguments)
     killed_after(12, 2, "sharded", arguments)
     assert not Path("sharded/record.json").exists()
     whole = tuple(one for one in SHARDED if one not in ("--shard", "fsdp"))
     assert cli("train", MODEL, *whole, "--micro-batch-size", "4", "--device", "cpu", "--out", "one-process")[0] == 0
+    part = max(Path("sharded").glob("checkpoint-*/optimizer_0/__1_0.distcp"), key=os.path.getmtime)
+    part.write_bytes(part.read_bytes()[:-1] + b"\x7f")
     code, _, err = torchrun_with(1, *arguments)
     assert code == 0, err
+    assert err.count(f"{part.parts[1]} is damaged and is removed (optimizer_0/__1_0.distcp is not as it was") == 1, err
     found, wanted = curves("sharded"), curves("one-process")
     for one, other in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
         assert one["step"] == other["step"]

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,16 +16,19 @@ from corpus import SHAPE, spec
 from filelock import FileLock
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_comparison_records import damages, read_or_refuse
 
 from leanqkv import LeanError, LeanForCausalLM, preset, recipe
 from leanqkv.checkpoints import load_model, open_checkpoint
+from leanqkv.commands.options import outcome
 from leanqkv.data import collate, make_batch_plan
 from leanqkv.errors import TimeIsUpError
 from leanqkv.evaluate import sequence_losses
 from leanqkv.evaluate.observe import logit_spreads
-from leanqkv.files import write_json
+from leanqkv.files import locked, write_json
 from leanqkv.train import choose_precision, parse_precision, train
 from leanqkv.train import trainer as trainer_module
+from leanqkv.train.directory import begun_run, claim, clean
 from leanqkv.train.trainer import Watch, make_optimizer, make_schedule, summarize
 
 pytestmark = pytest.mark.slow
@@ -193,10 +197,121 @@ def test_a_half_written_checkpoint_is_not_picked_up(data, finished, tmp_path):
     assert losses(again) == losses(finished[1])
 
 
+@pytest.fixture(scope="module")
+def stopped(data, tmp_path_factory):
+    """A run killed behind its second checkpoint."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+
+    def kill(step, *_):
+        if step == 21:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(spec(data), data, out, device="cpu", progress=kill)
+    return out
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "gone": lambda file: file.unlink(),
+    "one bit": flip_a_bit,
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "empty": lambda file: file.write_bytes(b""),
+    "another type": lambda file: torch.save([1], file),
+}
+# Every file that a run is continued from.
+CONTINUED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json")
+
+
+@pytest.mark.parametrize("name", [*CONTINUED, "complete"])
+def test_a_damaged_checkpoint_is_passed_over_or_refused(data, finished, stopped, tmp_path, name):
+    """The one before gives the weights of the uninterrupted run; where there is none, nothing is trained."""
+    for number, (kind, damage) in enumerate(DAMAGES.items()):
+        if (name, kind) == ("complete", "gone"):  # one that was cut off
+            continue
+        run = shutil.copytree(stopped, tmp_path / str(number))
+        shutil.rmtree(run / "checkpoint-10")
+        damage(run / "checkpoint-20" / name)
+        before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != "run.json"}
+        with pytest.raises(LeanError, match=r"checkpoint-20 cannot be gone on from: .*no earlier checkpoint") as caught:
+            train(spec(data), data, run, device="cpu", progress=lambda *_: pytest.fail("trained"))
+        assert "\n" not in str(caught.value)
+        assert before == {file: file.read_bytes() for file in before}
+    shutil.copytree(stopped / "checkpoint-10", run / "checkpoint-10")
+    with pytest.warns(RuntimeWarning, match="checkpoint-20 is damaged .* goes on from checkpoint-10"):
+        again = train(spec(data), data, run, device="cpu")
+    assert losses(again) == losses(finished[1])
+    assert (run / "model.safetensors").read_bytes() == (finished[0] / "model.safetensors").read_bytes()
+
+
+def test_only_the_runs_own_checkpoints_are_taken_or_removed(data, finished, tmp_path):
+    """Folders and links of its owner beside them stay as they are, whether their names look like a step or not."""
+    run = tmp_path / "run"
+
+    def kill(step, *_):
+        if step == 21:
+            raise Killed
+
+    def add_own():
+        shutil.copytree(run / "checkpoint-20", run / "checkpoint-20-backup")
+        shutil.copytree(run / "checkpoint-20", tmp_path / "elsewhere")
+        (run / "checkpoint-latest").symlink_to("checkpoint-20")
+        (run / "checkpoint-99").symlink_to(tmp_path / "elsewhere")
+        (run / "checkpoint-x").mkdir()
+        (run / "checkpoint-x" / "complete").touch()
+        (run / "checkpoint-77").write_text("notes")
+        (run / "checkpoint-").mkdir()
+        (run / "checkpoint-nowhere").symlink_to("nothing")
+
+    with pytest.raises(Killed):
+        train(spec(data), data, run, device="cpu", progress=kill)
+    add_own()
+    own = {path for path in run.glob("checkpoint-*") if path.name not in ("checkpoint-10", "checkpoint-20")}
+    files = {path: path.read_bytes() for path in [*run.glob("checkpoint-*-backup/*"), *tmp_path.glob("elsewhere/*")]}
+    assert losses(train(spec(data), data, run, device="cpu")) == losses(finished[1])
+    assert set(run.glob("checkpoint-*")) == own
+    assert files == {path: path.read_bytes() for path in files}
+
+
+def test_a_checkpoint_of_an_earlier_version_cannot_be_checked(data, stopped, tmp_path):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    for mark in run.glob("checkpoint-*/complete"):
+        mark.write_bytes(b"")
+    with pytest.raises(LeanError, match="an earlier version left it; that version can go on with it"):
+        train(spec(data), data, run, device="cpu")
+    assert len(list(run.glob("checkpoint-*"))) == 2
+
+
 def test_a_finished_run_is_not_trained_again(data, finished):
     out, record = finished
     again = train(spec(data), data, out, device="cpu", progress=lambda *_: pytest.fail("trained again"))
     assert again == json.loads(json.dumps(record))
+
+
+@pytest.mark.parametrize("file", ["record.json", "run.json"])
+def test_a_run_whose_record_has_any_wrong_field_is_gone_on_with_or_refused(data, finished, tmp_path, file):
+    """Whatever a repeated command reads of it: what was asked, the outcome, and what is left to be removed."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in {"run.json", file}:
+        shutil.copy(finished[0] / name, out)
+    refused = 0
+
+    def repeat():
+        begun_run(out)
+        if (record := claim(out, spec(data))) is not None:
+            clean(out, record)
+            outcome(record)
+
+    for at, damaged in damages(json.loads((out / file).read_text())):
+        (out / file).write_text(json.dumps(damaged))
+        refused += read_or_refuse(repeat, at)
+    assert refused > 100
 
 
 def test_the_same_spec_gives_the_same_losses_and_another_seed_others(data, finished, tmp_path):
@@ -328,13 +443,23 @@ def test_a_full_disk_is_one_line_and_loses_nothing(data, finished, tmp_path, mon
     assert losses(train(spec(data), data, tmp_path / "run", device="cpu")) == losses(finished[1])
 
 
-def test_two_processes_do_not_train_in_one_place(data, finished, tmp_path):
+def test_two_processes_do_not_train_in_one_place(data, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr("leanqkv.files.PATIENCE", 0.1)
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):  # as the other process holds it
         write_json(tmp_path / "run" / "run.json", spec(data).as_json())
         with pytest.raises(LeanError, match="another process is training"):
             train(spec(data), data, tmp_path / "run", device="cpu", progress=lambda *_: pytest.fail("trained"))
     assert losses(train(spec(data), data, tmp_path / "run", device="cpu")) == losses(finished[1])
+
+
+def test_a_process_that_is_ending_is_waited_for(tmp_path):
+    """As a worker is whose parent was killed."""
+    ending = FileLock(tmp_path / ".lock", thread_local=False)
+    ending.acquire()
+    threading.Timer(0.2, ending.release).start()
+    with locked(tmp_path, "training"):
+        assert not ending.is_locked
 
 
 def test_other_data_than_the_runs_is_refused(data, tmp_path):

@@ -22,7 +22,7 @@ from .errors import LeanError
 
 # Of the run records; a reader refuses any other.
 RECORD_FORMAT = 1
-LOCK = ".lock"
+LOCK, PATIENCE = ".lock", 5.0  # seconds
 # Levels of a JSON file: more than that is nobody's, and copying it would exceed Python's own limit.
 DEEPEST = 100
 # Processes of several machines may write to one directory, and know only their own machine's process numbers.
@@ -100,9 +100,9 @@ def locked(directory: Path, doing: str) -> Iterator[None]:
     """Lock `directory` against other processes that are `doing` the same; the lock's file goes at the end.
 
     Raises:
-        LeanError: another process has it.
+        LeanError: another process has it, and keeps it: one whose parent was killed takes a moment to end.
     """
-    lock = FileLock(directory / LOCK, timeout=0)
+    lock = FileLock(directory / LOCK, timeout=PATIENCE)
     try:
         lock.acquire()
     except Timeout:

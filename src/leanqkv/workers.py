@@ -1,11 +1,14 @@
 """Processes that this one starts: deaf to Ctrl-C, which it hears itself, and gone when it is."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @contextmanager
@@ -22,7 +25,12 @@ def children_ignore_interrupts() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Let this process end when the one that started it does, however that ends."""
+    """Let this process end when the one that started it does, however that ends.
+
+    Linux ends it at once; elsewhere a thread does, which may have to wait for a kernel of torch.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_wait_for_the_end, daemon=True).start()
 
 

@@ -19,6 +19,7 @@ from ..errors import LeanError
 from ..evaluate.observe import layer_outputs, logit_spread, logit_spreads, observe
 from ..model.causal_lm import LeanForCausalLM
 from ..ranges import POSITIVE, check_each, check_fields
+from ..train.directory import complete_checkpoints
 from . import heads, weights
 from .probe import RATES, phases, probe_losses, slope_interval, train_probes
 from .similarity import bucketed, contributions, head_similarity, off_diagonal_mean, token_similarity
@@ -130,7 +131,7 @@ def analyze_models(
 def _steps(subject: Subject, settings: Settings) -> int:
     """How often the analysis of a model reports progress."""
     batches, probe_steps = math.ceil(settings.samples / BATCH), settings.probe_steps
-    stages = len(weights.checkpoints(subject.opened.directory)) + subject.from_seed
+    stages = len(complete_checkpoints(subject.opened.directory)) + subject.from_seed
     layers = subject.opened.config.num_hidden_layers
     return 2 * batches + layers + stages + (probe_steps + batches if probe_steps else 0)
 
@@ -220,7 +221,7 @@ class _Analysis:
                 assert self.subject.seed is not None
                 start = weights.initial_model(self.config, self.subject.seed)
                 yield 0, start, start.state_dict()
-            for number, path in weights.checkpoints(self.subject.opened.directory):
+            for number, path in complete_checkpoints(self.subject.opened.directory).items():
                 checkpoint = open_causal_lm(path)
                 yield number, load_model(checkpoint, torch.float32), checkpoint.tensors
 

@@ -8,7 +8,7 @@ from ..checkpoints.gguf_format import is_gguf
 from ..checkpoints.open import Checkpoint, open_causal_lm
 from ..checkpoints.tokenizer import load_tokenizer
 from ..errors import LeanError
-from ..files import read_json
+from ..records import ANALYZED, read_record
 from .similarity import BUCKETS
 
 
@@ -49,9 +49,10 @@ def open_subjects(directories: Sequence[Path]) -> list[Subject]:
                 f"{subjects[0].label} has a vocabulary of {size} tokens, {label} one of {opened.config.vocab_size}; "
                 "models are analyzed on the same tokens"
             )
-        run = read_json(directory / "record.json") if (directory / "record.json").exists() else {}
+        file = directory / "record.json"
+        run = read_record(file, ANALYZED, "remove it to analyze the model alone") if file.exists() else {}
         seed = run.get("seed")
-        from_seed = seed is not None and run["initial_sha256"] is None
+        from_seed = seed is not None and run.get("initial_sha256") is None
         subjects.append(Subject(label, run.get("name", label), seed, from_seed, opened))
     return subjects
 

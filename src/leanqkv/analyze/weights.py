@@ -5,7 +5,6 @@ the spread is in `evaluate.observe`.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from ..evaluate.observe import logit_spreads
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.registry import ConfigError
-from ..train.directory import COMPLETE
 
 # Of each spectrum as many singular values are kept, evenly over the ranks, the first and the last among them.
 SPECTRUM_POINTS = 17
@@ -90,9 +88,3 @@ def initial_spreads(
             progress()
         spreads[name] = logit_spreads(model, tokens)
     return spreads
-
-
-def checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Return the complete checkpoints that a run in `directory` still has, with their steps, in order."""
-    complete = [path for path in directory.glob("checkpoint-*") if (path / COMPLETE).exists()]
-    return sorted((int(path.name.rpartition("-")[2]), path) for path in complete)

@@ -190,23 +190,22 @@ def report(
 ) -> None:
     """Make the table and report.html again, from the records alone."""
     from ..analyze.record import RECORD as ANALYSIS
-    from ..files import read_json
+    from ..records import reading
     from ..report import analysis, bench, conversion, demo
 
-    if (directory / bench.RECORD).exists():
-        page, table = bench.write_page(directory), bench.table(read_json(directory / bench.RECORD))
-    elif (directory / ANALYSIS).exists():
-        page, table = analysis.write_page(directory), analysis.terminal(read_json(directory / ANALYSIS))
-    elif (directory / demo.RECORD).exists():
-        page, table = demo.write_page(directory), demo.terminal_table(read_json(directory / demo.RECORD))
-    elif (directory / conversion.RECORD).exists():
-        page = conversion.write_pages(directory)
-        table = conversion.terminal_table(read_json(directory / conversion.RECORD))
-    else:
-        _show_report(directory)
-        return
-    console.print(table)
-    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+    for name, write, table in (
+        (bench.RECORD, bench.write_page, bench.table),
+        (ANALYSIS, analysis.write_page, analysis.terminal),
+        (demo.RECORD, demo.write_page, demo.terminal_table),
+        (conversion.RECORD, conversion.write_pages, conversion.terminal_table),
+    ):
+        if (directory / name).exists():
+            page = write(directory)
+            with reading(directory / name, "make it again in another --out") as record:
+                console.print(table(record))
+            console.print(f"report: {page}", highlight=False, soft_wrap=True)
+            return
+    _show_report(directory)
 
 
 def _show_report(directory: Path) -> None:

@@ -261,23 +261,25 @@ def _reported_once(kind: "type[LeanError]", first: bool) -> Iterator[None]:
 
 def _settle(run: RunOptions, step: "Step", steps: int) -> "tuple[int | None, Precision]":
     """Return micro-batch and precision: those asked for; else those of the run in `out`; else the best ones here."""
-    from ..files import read_json
+    from ..errors import LeanError
+    from ..records import BEGUN, read_record
     from ..train import choose_micro_batch, choose_precision, free_memory, parse_precision
-    from ..train.directory import SPEC
+    from ..train.directory import AGAIN, SPEC
     from ..train.micro_batch import split_batch
     from ..train.processes import process_count
 
-    begun = read_json(run.out / SPEC) if (run.out / SPEC).exists() else None
+    begun = read_record(run.out / SPEC, BEGUN, AGAIN) if (run.out / SPEC).exists() else None
     micro_batch_size, precision = run.micro_batch_size, step.precision
     if micro_batch_size is None and begun is not None:
-        micro_batch_size = begun["micro_batch_size"]
+        micro_batch_size = begun.get("micro_batch_size")
     elif micro_batch_size is None:
         chosen = choose_micro_batch([step], free_memory(step.device))
         micro_batch_size = chosen.size
         console.print(str(chosen), highlight=False, soft_wrap=True)
     if precision is None and begun is not None:
-        precision = parse_precision(begun["precision"], begun["precision_timings"])
-        assert precision is not None
+        precision = parse_precision(begun["precision"], begun.get("precision_timings", {}))
+        if precision is None:
+            raise LeanError(f"{run.out / SPEC} names no precision that was chosen; {AGAIN}")
         return micro_batch_size, precision
     if precision is None:
         with progress_bar("timing precisions") as bar:

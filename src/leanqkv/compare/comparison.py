@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 
 from ..environment import available_cores, check_device, default_device, hardware, place_of
 from ..errors import LeanError
-from ..files import check_place, make_directory, partial_name, read_json, write_json
+from ..files import check_place, make_directory, partial_name, write_json
 from ..presets import Recipe, preset
+from ..records import COMPARISON as PLAN
+from ..records import read_record
 from ..train import (
     Precision,
     RunSpec,
@@ -142,14 +145,17 @@ class _Directory:
         self.out, self.comparison, self.data_sha256 = out, comparison, data_sha256
         wanted, file = self._plan(), out / COMPARISON
         if file.exists():
-            self.content = read_json(file)
+            self.content = read_record(file, PLAN, f"choose another --out or delete {out}")
             # A key that an earlier version did not write yet says nothing against it.
             compared = wanted.keys() & self.content.keys() - {"command", "title", "notes"}
             different = [key for key in wanted if key in compared and self.content[key] != wanted[key]]
             if different and _has_grown(different, self.content, wanted):
                 self.content |= {key: wanted[key] for key in (*different, "command", "title", "notes")}
             elif different:
-                shown = "; ".join(f"{key}: {self.content[key]} there, {wanted[key]} asked" for key in different)
+                there, asked = (
+                    {key: shorten(str(plan[key]), 80) for key in different} for plan in (self.content, wanted)
+                )
+                shown = "; ".join(f"{key}: {there[key]} there, {asked[key]} asked" for key in different)
                 raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
             return
         if out.exists() and any(out.iterdir()):

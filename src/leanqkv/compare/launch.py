@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import LeanError
-from ..files import is_locked, read_json, write_json
+from ..files import is_locked, write_json
+from ..records import read_record
 from ..train import train
 from ..train.directory import claim, last_checkpoint_step
 from ..train.tasks import Data
@@ -20,6 +21,7 @@ from .jobs import Job, Update
 
 # Where submitit writes what jobs print, and which job trains which run, in the comparison's directory.
 JOBS, STARTED = "jobs", "started.json"
+FORGET = "remove it when none of the jobs runs any more"
 SECONDS = 1.0
 # A job that dies so often without a checkpoint between is not started again.
 MOST_DEATHS = 3
@@ -182,14 +184,14 @@ class Launcher:
         import submitit
 
         file = self.folder / STARTED
-        started = read_json(file) if self.cluster.elsewhere and file.exists() else {}
+        started = read_record(file, {str: str}, FORGET) if self.cluster.elsewhere and file.exists() else {}
         named = [job.out for job in jobs if job.out.name in started]
         handles: dict[Path, Any] = {out: submitit.SlurmJob(self.folder, started[out.name]) for out in named}
         return {out: handle for out, handle in handles.items() if not handle.done()}
 
     def _store(self, handles: Mapping[Path, Any]) -> None:
         file = self.folder / STARTED  # those of other runs, which may wait, stay in it
-        started = read_json(file) if file.exists() else {}
+        started = read_record(file, {str: str}, FORGET) if file.exists() else {}
         write_json(file, started | {out.name: handle.job_id for out, handle in handles.items()})
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..records import IMAGES, TEXT
+
 
 def _token_counts(data: Mapping[str, Any]) -> str:
     counts = f"{data['train_tokens']:,} to train on, {data['validation_tokens']:,} to validate on"
@@ -22,7 +24,7 @@ class Measure:
         name: as in tables; `better` is "lower" or "higher", `unit` a sentence.
         final, evaluation: its key in a record's `final`, and in each of its `evaluations`.
         beside: the outcome that is listed beside the loss of every run: its key in `final`, name and format.
-        data_fields: the fields of a record's `data` that a report needs.
+        data: the shape of a record's `data`.
         data_size: a term, and a function from these fields to its text.
         inputs: the name of a batch's parts.
     """
@@ -33,7 +35,7 @@ class Measure:
     final: str
     evaluation: str
     beside: tuple[str, str, str]
-    data_fields: tuple[str, ...]
+    data: Mapping[Any, Any]
     data_size: tuple[str, Callable[[Mapping[str, Any]], str]]
     inputs: str
 
@@ -45,7 +47,7 @@ LOSS = Measure(
     final="validation_loss",
     evaluation="loss",
     beside=("perplexity", "perplexity", ",.2f"),
-    data_fields=("description", "sha256", "train_tokens", "validation_tokens", "bytes_per_token"),
+    data=TEXT,
     data_size=("Tokens in the data", _token_counts),
     inputs="sequences",
 )
@@ -56,7 +58,7 @@ ACCURACY = Measure(
     final="accuracy",
     evaluation="accuracy",
     beside=("accuracy", "test accuracy", ".4f"),
-    data_fields=("description", "sha256", "train_images", "test_images"),
+    data=IMAGES,
     data_size=("Images in the data", _image_counts),
     inputs="images",
 )

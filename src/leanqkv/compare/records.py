@@ -1,33 +1,23 @@
 """The records of a comparison as they lie in its directory: its plan, and a run per architecture and seed."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
 from ..environment import place_of, same_place
 from ..errors import LeanError
-from ..files import RECORD_FORMAT, read_json
+from ..files import RECORD_FORMAT
+from ..records import COMPARISON, RECORD, Misfit, check_shape, read_record, reading
 from .measure import LOSS, Measure, measure_of
 from .statistics import Curve, PairedDifference, paired_difference
 
-# The fields that a report needs inside a record's parts; of `data` its measure says which.
-NEEDED = {
-    "recipe": ("steps", "batch_size", "learning_rate", "min_learning_rate", "weight_decay", "warmup_steps"),
-    "parameters": ("total", "non_embedding"),
-    "kv_bytes_per_token": ("bfloat16",),
-    "batch_plan": ("sha256", "evaluation_sequences"),
-    "precision": ("choice",),
-    "hardware": ("device", "cpu", "threads"),
-}
-# Fields of a plan that a report reads later on.
-PLAN = {"title": str, "suite": str | None, "command": str, "notes": list, "chosen_learning_rate": dict}
+AGAIN = "remove it and run the comparison again"
 
 
 @dataclass(frozen=True)
@@ -98,24 +88,19 @@ class Run:
         """Read a record.json.
 
         Raises:
-            KeyError, ValueError, TypeError: not a record of this version.
+            Misfit: not a record of this version.
         """
-        if record["record"] != RECORD_FORMAT:
-            raise ValueError(f"record version {record['record']}, this leanqkv reads version {RECORD_FORMAT}")
+        if record.get("record") != RECORD_FORMAT:
+            version = shorten(repr(record.get("record")), 80)
+            raise Misfit(f" cannot be read: record version {version}, this leanqkv reads version {RECORD_FORMAT}")
+        check_shape(record, RECORD)
         final, stop = record["final"] or {}, record["diverged"]
         diverged = None if stop is None else (int(stop["step"]), str(stop["reason"]))
         loss = None if diverged else final.get("validation_loss")
         if loss is not None and not math.isfinite(loss):
             loss, diverged = None, (int(record["recipe"]["steps"]), f"validation loss {loss}")
         measure = measure_of(record["data"])
-        for part, names in (NEEDED | {"data": measure.data_fields}).items():
-            itemgetter(*names)(record[part])
-        numbers = [record["seed"], record["context_length"], record["tokens"], record["seconds"]]
-        numbers += [
-            record[part][name] for part in ("recipe", "parameters", "kv_bytes_per_token") for name in NEEDED[part]
-        ]
-        if not all(isinstance(number, int | float) for number in numbers):
-            raise TypeError("a field that must be a number is not")
+        check_shape(record["data"], measure.data, "data")
         outcome: dict[str, Any] = {
             "final": {} if loss is None else {name: float(value) for name, value in final.items()},
             "curves": {name: _curve(record["evaluations"], name) for name in ("loss", measure.evaluation)},
@@ -260,31 +245,26 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
         LeanError: a file is missing, not JSON, lacks a field, or repeats another run; the message names the file.
     """
     directory = Path(directory)
-    with _reading(directory / "compare.json") as plan:
-        baseline = plan["baseline"]
-        group = [baseline, *(name for name in plan["architectures"] if name != baseline)]
-        for name, kind in PLAN.items():
-            if name in plan and not isinstance(plan[name], kind):
-                raise TypeError(f"field {name!r} is {plan[name]!r}")
-        comparison = ComparisonRecord(
-            title=plan["title"],
-            suite=plan["suite"],
-            scale=plan.get("scale"),
-            command=plan["command"],
-            groups=[list(names) for names in plan.get("groups", [group])],
-            rows={name: entry["row"] for name, entry in plan.get("entries", {}).items()},
-            recipe=plan.get("recipe") or {},
-            seeds=[int(seed) for seed in plan["seeds"]],
-            grid=plan["grid"],
-            chosen_learning_rate=plan.get("chosen_learning_rate", {}),
-            notes=plan["notes"],
-            runs=[],
-        )
-        if comparison.grid is not None:
-            itemgetter("seed", "learning_rates")(comparison.grid)
+    plan = read_record(directory / "compare.json", COMPARISON, AGAIN)
+    baseline = plan["baseline"]
+    group = [baseline, *(name for name in plan["architectures"] if name != baseline)]
+    comparison = ComparisonRecord(
+        title=plan["title"],
+        suite=plan["suite"],
+        scale=plan.get("scale"),
+        command=plan["command"],
+        groups=plan.get("groups", [group]),
+        rows={name: entry["row"] for name, entry in plan.get("entries", {}).items()},
+        recipe=plan.get("recipe") or {},
+        seeds=plan["seeds"],
+        grid=plan["grid"],
+        chosen_learning_rate=plan.get("chosen_learning_rate", {}),
+        notes=plan["notes"],
+        runs=[],
+    )
     runs: dict[tuple[str, str, int, float | None], tuple[Path, Run]] = {}
     for path in sorted(directory.glob("runs/*/record.json")):
-        with _reading(path) as record:
+        with reading(path, AGAIN) as record:
             run = Run.from_record(record)
         if not comparison.asks_for(run):
             continue
@@ -325,16 +305,3 @@ def _check_places(comparison: ComparisonRecord, runs: Iterable[tuple[Path, Run]]
                 f"{path.parent.name} ran on {place}, {other_path.parent.name} on {known}: a pair is of one machine and "
                 "precision. Remove one of the two directories and run the comparison again on the machine of the other"
             )
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the file's JSON; an error that the body finds in it becomes one line that names the file."""
-    content = read_json(path)
-    again = "remove it and run the comparison again"
-    try:
-        yield content
-    except KeyError as error:
-        raise LeanError(f"{path}: field {error} is missing; {again}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise LeanError(f"{path} cannot be read: {error}; {again}") from None

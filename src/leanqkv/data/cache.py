@@ -13,11 +13,11 @@ from ..files import (
     leftovers,
     make_directory,
     partial_name,
-    read_json,
     remove,
     remove_leftovers,
     write_json,
 )
+from ..records import CACHED, Shape, read_record
 
 # What describes a directory's content, and what says how far one that is not complete has come.
 ABOUT = "data.json"
@@ -68,7 +68,8 @@ def made_once(kind: str, content: str, fill: Callable[[Path], dict[str, Any]]) -
         finally:
             if not (partial / MANIFEST).exists():
                 remove(partial)
-    return {**read_json(directory / ABOUT), "directory": directory}
+    about = read_record(directory / ABOUT, CACHED[kind], f"delete the folder {directory} and start again")
+    return {**about, "directory": directory}
 
 
 def _take_over(directory: Path, partial: Path) -> None:
@@ -80,11 +81,12 @@ def _take_over(directory: Path, partial: Path) -> None:
                 left.rename(partial)
 
 
-def remembered(files: Sequence[Path], what: str, compute: Callable[[], Any]) -> Any:
+def remembered(files: Sequence[Path], what: str, shape: Shape, compute: Callable[[], Any]) -> Any:
     """Return `compute()`, a JSON value of all the bytes of `files`; of large files it is kept in the cache.
 
     Args:
         what: names the value.
+        shape: of the value; one of another shape is computed again.
     """
     facts = [file.stat() for file in files]
     if sum(fact.st_size for fact in facts) < REMEMBERED_BYTES:
@@ -93,8 +95,9 @@ def remembered(files: Sequence[Path], what: str, compute: Callable[[], Any]) -> 
         [what, *(f"{file.resolve()}\0{f.st_size}\0{f.st_mtime_ns}" for file, f in zip(files, facts, strict=True))]
     )
     place = cache_directory() / "facts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if not place.exists():
-        value = compute()
-        make_directory(place.parent)
-        write_json(place, {"what": what, "value": value})
-    return read_json(place)["value"]
+    with suppress(LeanError):
+        return read_record(place, {"value": shape}, "")["value"]
+    value = compute()
+    make_directory(place.parent)
+    write_json(place, {"what": what, "value": value})
+    return value

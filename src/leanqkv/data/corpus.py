@@ -1,9 +1,12 @@
 """Corpora: where documents come from, and a hash that identifies their content."""
 
+import bz2
+import codecs
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import re
 import sysconfig
@@ -15,17 +18,21 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
+from typing import BinaryIO, cast
 
 from ..errors import LeanError, UnreachableError, first_line
 from ..files import hash_files, looks_like_path
 from .cache import remembered
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
+OPEN = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 # A record a line, as C4 and Dolma have it under `.json.gz`.
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+JSONL = (".jsonl", ".ndjson")
+JSONL_SUFFIXES = (*JSONL, *(f"{kind}{packed}" for packed in OPEN for kind in (*JSONL, ".json")))
 # What is read of a folder, and what may be data that is not: a folder's description counts it.
-READ = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), *JSONL_SUFFIXES, ".parquet")
-TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+READ = (*TEXT_SUFFIXES, *(f"{kind}{packed}" for packed in OPEN for kind in TEXT_SUFFIXES), *JSONL_SUFFIXES, ".parquet")
+TABLES = tuple(f"{kind}{packed}" for packed in ("", *OPEN) for kind in (".csv", ".tsv"))
 UNREAD = (*TABLES, ".json", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow", ".pdf", ".html")
 BUILT_IN = ("stdlib", "prose")
 # Corpora that the papers and others train on, and where the hub has them.
@@ -33,6 +40,23 @@ HUB_NAMES = {
     "fineweb-edu": "HuggingFaceFW/fineweb-edu",
     "openwebtext": "Skylion007/openwebtext",
     "slimpajama": "cerebras/SlimPajama-627B",
+}
+# How files begin that are no UTF-8 text, what they are, and what to do about it.
+CONVERT, UNPACK = "save it as UTF-8 (iconv -t UTF-8 -f", "unpack it first"
+FOREIGN = {
+    **dict.fromkeys((b"\xff\xfe\0\0", b"\0\0\xfe\xff"), ("UTF-32 text", f"{CONVERT} UTF-32)")),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), ("UTF-16 text", f"{CONVERT} UTF-16)")),
+    b"\x28\xb5\x2f\xfd": ("a Zstandard file", "unpack it first (zstd -d)"),
+    b"\x1f\x8b": ("a gzip file", "give its name the ending .gz"),
+    b"\xfd7zXZ\0": ("an xz file", "give its name the ending .xz"),
+    b"BZh": ("a bzip2 file", "give its name the ending .bz2"),
+    **dict.fromkeys((b"PK\3\4", b"PK\5\6"), ("a zip archive", UNPACK)),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", UNPACK),
+    b"Rar!\x1a\x07": ("a rar archive", UNPACK),
+    b"\x04\x22\x4d\x18": ("an lz4 file", UNPACK),
+    b"PAR1": ("a Parquet file", "give its name the ending .parquet"),
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), ("an Arrow file", "write its text as JSONL or Parquet")),
+    b"%PDF": ("a PDF", "extract its text first"),
 }
 # A file longer than this is read in pieces cut at line ends, so that no document has to fit into memory whole.
 PIECE_CHARACTERS = 2**20
@@ -63,9 +87,9 @@ def open_corpus(source: str | None, text_field: str = "text") -> Corpus:
     Args:
         source: None or "stdlib" for the Python source of this interpreter's standard library; "prose" for English text
             from the documentation of Python and of packages; a text, JSONL or Parquet file, or a folder of them, the
-            first two also as `.gz`; else the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or `NAME:CONFIG`;
-            `fineweb-edu`, `openwebtext` and `slimpajama` are short for their repositories. A `.json` file is read as
-            JSONL where it is named itself, and left out of a folder, where it may be a configuration.
+            first two also as `.gz`, `.xz` or `.bz2`; else the name of a Hugging Face dataset, `NAME`, `OWNER/NAME` or
+            `NAME:CONFIG`; `fineweb-edu`, `openwebtext` and `slimpajama` are short for their repositories. A `.json`
+            file is read as JSONL where it is named itself, and left out of a folder, where it may be a configuration.
         text_field: the field of JSONL records, Parquet files and datasets that holds the text.
 
     Raises:
@@ -92,7 +116,7 @@ def reading(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LeanError(f"{file} cannot be read: {error.strerror or first_line(error)}") from None
-    except (EOFError, zlib.error) as error:  # of gzip
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise LeanError(f"{file} is cut off or damaged: {first_line(error)}") from None
 
 
@@ -120,7 +144,8 @@ def _standard_library() -> Corpus:
     ]
     if not files:
         raise LeanError(f"this interpreter has no standard library source at {root}; give --data")
-    return _files_corpus("Python standard library source", root, files, "text")
+    # With their byte order marks, which some files of its tests have: the tokens of every run on it were made so.
+    return _files_corpus("Python standard library source", root, files, "text", "utf-8")
 
 
 def _prose() -> Corpus:
@@ -161,7 +186,10 @@ def _local_files(path: Path, text_field: str) -> Corpus:
     unread = f"; not read: {counts}" if counts else ""
     if not files:
         shown = " ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES[:2], ".parquet"))
-        raise LeanError(f"no text in {path}: looked for files ending in {shown}, or .gz behind it{unread}")
+        advice = ". Unpack archives first" if counts else ""
+        raise LeanError(
+            f"no text in {path}: looked for files ending in {shown}, or {' '.join(OPEN)} behind it{unread}{advice}"
+        )
     return _files_corpus(f"{path.name or path} ({len(files)} files{unread})", path, files, text_field)
 
 
@@ -169,16 +197,20 @@ def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:
     return file.name.lower().endswith(suffixes)
 
 
-def _files_corpus(description: str, root: Path, files: Sequence[Path], text_field: str) -> Corpus:
+def _files_corpus(
+    description: str, root: Path, files: Sequence[Path], text_field: str, encoding: str = "utf-8-sig"
+) -> Corpus:
     digest = hashlib.sha256(text_field.encode())
     size, parts = 0, []
     for file in files:
         with reading(file):
             state = _state(file)
-            content = remembered([file], "sha256", partial(hash_files, file))
+            content = remembered([file], "sha256", str, partial(hash_files, file))
             size += file.stat().st_size
+            if encoding == "utf-8-sig" and _beginning(file).startswith(codecs.BOM_UTF8):
+                content += " without its mark"  # tokens made before it was dropped are another text's
         digest.update(b"\0" + os.fsencode(file.relative_to(root)) + b"\0" + content.encode())
-        parts.append(partial(_documents, file, text_field, state))
+        parts.append(partial(_documents, file, text_field, state, encoding))
     if not size:
         raise LeanError(f"the data is empty: {description} in {root} has no bytes")
     shown = os.fsencode(description).decode(errors="backslashreplace")  # a file's name may be no UTF-8
@@ -191,39 +223,55 @@ def _state(file: Path) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
-def _documents(file: Path, text_field: str, state: tuple[int, int]) -> Iterator[str]:
+def _documents(file: Path, text_field: str, state: tuple[int, int], encoding: str) -> Iterator[str]:
     """Yield the documents of a file, which is to stay in the state in which it was hashed."""
     if _ends_in(file, (*JSONL_SUFFIXES, ".json")):
         yield from _read_jsonl(file, text_field)
     elif file.suffix.lower() == ".parquet":
         yield from _read_parquet(file, text_field)
     else:
-        yield from read_pieces(file)
+        yield from read_pieces(file, encoding)
     with reading(file):
         if _state(file) != state:
             raise LeanError(f"{file} was changed while it was read; start again when it is complete")
 
 
-def read_pieces(file: Path) -> Iterator[str]:
-    """Yield a text file in pieces of about a Mi characters, cut at line ends.
+def read_pieces(file: Path, encoding: str = "utf-8-sig") -> Iterator[str]:
+    """Yield a text file in pieces of about a Mi characters, cut at line ends, without a byte order mark before it.
 
     Raises:
         LeanError: unreadable, or no text in UTF-8.
     """
     try:
-        with reading(file), _open(file) as binary, io.TextIOWrapper(binary, encoding="utf-8") as stream:
+        with reading(file), _open(file) as binary, io.TextIOWrapper(binary, encoding=encoding) as stream:
             while piece := stream.read(PIECE_CHARACTERS):
                 if len(piece) == PIECE_CHARACTERS:
                     piece += stream.readline(PIECE_CHARACTERS)
                 if "\0" in piece:
-                    raise LeanError(f"{file} is not text: it contains NUL bytes")
+                    raise LeanError(_foreign(file) or f"{file} is not text: it contains NUL bytes")
                 yield piece
     except UnicodeDecodeError as error:
-        raise LeanError(f"{file} is not UTF-8 text: byte 0x{error.object[error.start]:02x} cannot be read") from None
+        raise LeanError(
+            _foreign(file) or f"{file} is not UTF-8 text: byte 0x{error.object[error.start]:02x} cannot be read"
+        ) from None
 
 
-def _open(file: Path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.open(file) if _ends_in(file, (".gz",)) else file.open("rb")
+def _open(file: Path) -> BinaryIO:
+    return cast(BinaryIO, OPEN.get(file.suffix.lower(), open)(file, "rb"))
+
+
+def _beginning(file: Path) -> bytes:
+    with reading(file), _open(file) as stream:
+        return stream.read(512)
+
+
+def _foreign(file: Path) -> str | None:
+    """Return what a file is that is no UTF-8 text, and what to do; None if its beginning does not say."""
+    beginning = _beginning(file)
+    found = next((kind for start, kind in FOREIGN.items() if beginning.startswith(start)), None)
+    if beginning[257:262] == b"ustar":
+        found = ("a tar archive", UNPACK)
+    return None if found is None else f"{file} is {found[0]}, not UTF-8 text; {found[1]}"
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
@@ -234,7 +282,10 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise LeanError(f"{file} line {number} is not JSON: {error}; every line is to be a record") from None
+                other = _foreign(file) if number == 1 else None
+                raise LeanError(
+                    other or f"{file} line {number} is not JSON: {error}; every line is to be a record"
+                ) from None
             except RecursionError:
                 raise LeanError(f"{file} line {number} cannot be read: its JSON is nested too deeply") from None
             if text := _field(record, text_field, f"{file} line {number}"):
@@ -272,11 +323,18 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
         yield from (text for text in texts if text)
 
 
-def _field(record: object, text_field: str, place: str) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise LeanError(f"{place} has no text in field {text_field!r} (found: {fields}); give --text-field")
-    return encodable(record[text_field], place)
+def _field(record: object, text_field: str, place: str) -> str | None:
+    """Return the text of a record; None where it is null, which is a record without text."""
+    if not isinstance(record, dict):
+        raise LeanError(f"{place} is a {type(record).__name__}, not a record such as {{{text_field!r}: ...}}")
+    if text_field not in record:
+        fields = shorten(", ".join(record), 200) or "none"
+        raise LeanError(f"{place} has no field {text_field!r} (found: {fields}); give --text-field")
+    if (text := record[text_field]) is None:
+        return None
+    if not isinstance(text, str):
+        raise LeanError(f"{place}: field {text_field!r} holds a {type(text).__name__}, not text; give --text-field")
+    return encodable(text, place)
 
 
 def _hub_dataset(source: str, text_field: str) -> Corpus:
@@ -311,8 +369,7 @@ def _hub_dataset(source: str, text_field: str) -> Corpus:
                 raise UnreachableError(
                     f"the dataset {source} could not be read further: {first_line(error)}. The same command goes on"
                 ) from None
-            # As of Parquet files: a row without text is none.
-            if record.get(text_field, "") is not None and (text := _field(record, text_field, source)):
+            if text := _field(record, text_field, source):
                 yield text
 
     parts = [partial(part, number) for number in range(stream.num_shards)]

@@ -1,6 +1,7 @@
 """Token files, read as one array: shards of our own, nanoGPT's and Megatron's."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from ..checkpoints.tokenizer import Framing, framing, load_tokenizer
+from ..checkpoints.tokenizer import Framing, framing, load_tokenizer, vocabulary
 from ..errors import LeanError
 from ..files import hash_files
 from .cache import remembered
@@ -123,13 +124,25 @@ class TokenData:
         return arrays[0] if arrays else np.empty(0, self.dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
-        """Return the tokenizer, or None for files of tokens without one."""
+        """Return the tokenizer, or None for files of tokens without one.
+
+        A folder of that name beside other programs' files may be anything: it is theirs if it has all of their tokens.
+        """
         return self._tokenizer
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast | None:
         directory = self.directory / "tokenizer"
-        return load_tokenizer(directory) if directory.is_dir() else None
+        if not directory.is_dir():
+            return None
+        if self.bytes_per_token is not None:
+            return load_tokenizer(directory)
+        with suppress(LeanError):
+            tokenizer = load_tokenizer(directory)
+            names = {name for name, _, _ in (*self.train_shards, *self.validation_shards)}
+            if vocabulary(tokenizer) > max(_extremes(self.directory / name, self.dtype)[1] for name in names):
+                return tokenizer
+        return None
 
     @property
     def around(self) -> Framing | None:
@@ -208,7 +221,7 @@ def _stored(
 ) -> TokenData:
     directory = path if path.is_dir() else path.parent
     files = [directory / name for name in dict.fromkeys(name for name, _, _ in (*train, *validation))]
-    sha256 = remembered(files, "sha256", lambda: hash_files(*files))
+    sha256 = remembered(files, "sha256", str, lambda: hash_files(*files))
     return TokenData(directory, f"{path.name} ({kind})", dtype, sha256, vocab_size, None, train, validation)
 
 
@@ -244,17 +257,22 @@ def _nanogpt(file: Path, vocab_size: int) -> Shard:
     return file.name, 0, size // 2
 
 
-def _check_tokens(file: Path, dtype: str, vocab_size: int) -> None:
-    """Check that the model has every token of a file."""
-    if not file.stat().st_size:
-        raise LeanError(f"the data is empty: {file} has no bytes")
+def _extremes(file: Path, dtype: str) -> list[int]:
+    """Return the least and the largest token of a file."""
 
     def extremes() -> list[int]:
         tokens = np.memmap(file, dtype=dtype, mode="r")
         pieces = [tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24)]
         return [min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)]
 
-    least, found = remembered([file], f"extremes {dtype}", extremes)
+    return remembered([file], f"extremes {dtype}", [int, int], extremes)
+
+
+def _check_tokens(file: Path, dtype: str, vocab_size: int) -> None:
+    """Check that the model has every token of a file."""
+    if not file.stat().st_size:
+        raise LeanError(f"the data is empty: {file} has no bytes")
+    least, found = _extremes(file, dtype)
     if least < 0:
         raise LeanError(f"{file} has token {least}; a token is a number of the vocabulary, from 0 on")
     if found >= vocab_size:

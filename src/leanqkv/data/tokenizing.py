@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from ..checkpoints.tokenizer import Framing, check_ids, framing, vocabulary
 from ..compat import panics_are_errors
 from ..errors import LeanError
-from ..files import hash_files, read_json, write_json
+from ..files import hash_files, write_json
+from ..records import SHARDS_WRITTEN, read_record
 from ..workers import children_ignore_interrupts, end_with_parent
 from .cache import MANIFEST
 from .corpus import Corpus
@@ -184,7 +185,8 @@ def write_tokens(
         LeanError: there is no document.
     """
     manifest, dtype = directory / MANIFEST, np.dtype(token_type(tokenizer))
-    ends = [Point(**end) for end in read_json(manifest)["shards"]] if manifest.exists() else []
+    begun = read_record(manifest, SHARDS_WRITTEN, "start again") if manifest.exists() else {"shards": []}
+    ends = [Point(**end) for end in begun["shards"]]
     at = replace(ends[-1], shard=len(ends), tokens=0) if ends else Point()
     source = _Documents(corpus, at.part, at.first)
     limit = None if max_documents is None else max_documents - at.first

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ from ..eliminate.elimination import CERTIFICATE
 from ..environment import record_header
 from ..errors import LeanError
 from ..evaluate import sequence_losses
-from ..files import check_place, make_directory, read_json, write_json
+from ..files import check_place, make_directory, write_json
 from ..inference import Decoder
 from ..model.cache import cache_bytes
 from ..ranges import check_fields
+from ..records import DEMO, read_record
+from ..records import RECORD as RUN_RECORD
 
 RECORD = "demo.json"
+AGAIN = "run the demo again in another --out"
 COMPARISON, CONVERTED, ELIMINATED = "comparison", "converted", "eliminated"
 PHASES = ("training", "conversion", "elimination", "evaluation", "decoding")
 Progress = Callable[[int, int], None]
@@ -85,12 +89,12 @@ def claim(out: Path, settings: Settings, device: str) -> dict[str, Any]:
     check_place(out)
     file = out / RECORD
     if file.exists():
-        record = read_json(file)
+        record = read_record(file, DEMO, "choose another --out")
         for name, value in asdict(settings).items():
-            if (stored := record.get("settings", {}).get(name)) != value:
+            if (stored := record["settings"].get(name)) != value:
                 raise LeanError(
-                    f"{out} holds a demo with other settings: {name} is {stored!r} there and {value!r} here. "
-                    "Choose another --out or delete it."
+                    f"{out} holds a demo with other settings: {name} is {shorten(repr(stored), 80)} there and "
+                    f"{value!r} here. Choose another --out or delete it."
                 )
         return record
     if out.exists() and any(out.iterdir()):
@@ -113,7 +117,8 @@ def check_data(record: dict[str, Any], data: TokenData) -> None:
 
 def run_directories(out: Path) -> dict[str, Path]:
     """Return the directories of the trained models by name."""
-    return {read_json(file)["name"]: file.parent for file in sorted(out.glob(f"{COMPARISON}/runs/*/record.json"))}
+    files = sorted(out.glob(f"{COMPARISON}/runs/*/record.json"))
+    return {read_record(file, RUN_RECORD, AGAIN)["name"]: file.parent for file in files}
 
 
 def model_directories(out: Path, settings: Settings) -> dict[str, Path]:
@@ -133,7 +138,7 @@ def training_results(out: Path, settings: Settings, data: TokenData) -> dict[str
     Raises:
         LeanError: a run diverged.
     """
-    records = {name: read_json(run / "record.json") for name, run in run_directories(out).items()}
+    records = {name: read_record(run / "record.json", RUN_RECORD, AGAIN) for name, run in run_directories(out).items()}
     for name, record in records.items():
         if record["final"] is None:
             raise LeanError(f"{name} diverged, and the demo ends here. Delete {out} and run it with other --steps.")
@@ -159,7 +164,7 @@ def convert(out: Path, settings: Settings, data: TokenData, progress: Progress) 
     """Convert the baseline to first-layer values, calibrated, and return the conversion's report."""
     source = run_directories(out)[settings.baseline]
     if (out / CONVERTED / REPORT).exists():
-        return read_json(out / CONVERTED / REPORT)
+        return read_record(out / CONVERTED / REPORT, DEMO["conversion?"], AGAIN)
     config = load_config(source)
     tokens = calibration_tokens(data, config, settings.calibration_tokens, config.max_position_embeddings)
     return convert_directory(source, out / CONVERTED, to="skipv1", tokens=tokens, calibrating=progress)
@@ -172,7 +177,7 @@ def eliminate(out: Path, settings: Settings, data: TokenData, message: Callable[
     """
     source = run_directories(out)[settings.baseline]
     if (out / ELIMINATED / CERTIFICATE).exists():
-        certificate = read_json(out / ELIMINATED / CERTIFICATE)
+        certificate = read_record(out / ELIMINATED / CERTIFICATE, DEMO["elimination?"]["certificate"], AGAIN)
     else:
         length = min(64, load_config(source).max_position_embeddings or 64)
         inputs = {"input_ids": collate(data.validation(), [0, length], length)["input_ids"]}

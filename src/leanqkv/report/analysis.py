@@ -10,8 +10,8 @@ from rich.table import Table as TerminalTable
 
 from ..analyze.record import RECORD
 from ..compare.statistics import paired_difference
-from ..files import read_json
 from ..model.config import LeanConfig
+from ..records import reading
 from . import analysis_measures as measures
 from .analysis_figures import drawings
 from .analysis_measures import SCORES, Architecture, Measure, Model, Record
@@ -61,9 +61,9 @@ def write_page(directory: Path) -> Path:
     Raises:
         LeanError: no such record there, or a damaged one.
     """
-    record = read_json(directory / RECORD)
-    content = {"record": record, "tables": tables(record), "figures": drawings(record)}
-    return write_report(directory, "analysis.html.j2", markdown(record), **content)
+    with reading(directory / RECORD, "analyze again into another --out") as record:
+        content = {"record": record, "tables": tables(record), "figures": drawings(record)}
+        return write_report(directory, "analysis.html.j2", markdown(record), **content)
 
 
 # Architectures side by side

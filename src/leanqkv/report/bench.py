@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table as TerminalTable
 
 from ..compare.statistics import Band
-from ..files import read_json
+from ..records import reading
 from . import figures
 from .html import write_report
 from .text import Table, compact
@@ -57,20 +57,20 @@ def write_page(directory: Path) -> Path:
     Raises:
         LeanError: no such record there, or a damaged one.
     """
-    record = read_json(directory / RECORD)
-    models = [
-        [name, compact(model["parameters"]), f"{model['kv_bytes_per_token']:,}", f"{model['weights'] / MB:,.1f} MB"]
-        for name, model in record["models"].items()
-    ]
-    return write_report(
-        directory,
-        "bench.html.j2",
-        markdown(record),
-        record=record,
-        models=Table(("model", "parameters", "KV bytes per token", "weights"), models),
-        measurements=measurements(record),
-        figures=_figures(record),
-    )
+    with reading(directory / RECORD, "measure again into another --out") as record:
+        models = [
+            [name, compact(model["parameters"]), f"{model['kv_bytes_per_token']:,}", f"{model['weights'] / MB:,.1f} MB"]
+            for name, model in record["models"].items()
+        ]
+        return write_report(
+            directory,
+            "bench.html.j2",
+            markdown(record),
+            record=record,
+            models=Table(("model", "parameters", "KV bytes per token", "weights"), models),
+            measurements=measurements(record),
+            figures=_figures(record),
+        )
 
 
 def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:

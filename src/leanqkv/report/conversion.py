@@ -12,8 +12,8 @@ from ..checkpoints.card import CARD, card
 from ..compare.statistics import Band
 from ..convert.conversion import BUDGETED, GQA, MERGED_VALUES, NONLINEAR_QUERY, REDUCED
 from ..convert.conversion import REPORT as RECORD
-from ..errors import LeanError
-from ..files import read_json, write_text
+from ..files import write_text
+from ..records import reading
 from . import figures
 from .html import TEMPLATES, render
 from .text import ABSENT, Table, signed
@@ -49,11 +49,8 @@ def write_pages(directory: Path) -> Path:
     Raises:
         LeanError: no conversion.json there, or a damaged one.
     """
-    record = read_json(directory / RECORD)
-    try:
+    with reading(directory / RECORD, "convert again into another --out") as record:
         page, content = _page(record), model_card(record)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise LeanError(f"{directory / RECORD} is damaged ({error!r}). Convert again into another --out.") from None
     write_text(directory / PAGE, page)
     if not (directory / CARD).exists():
         write_text(directory / CARD, content)

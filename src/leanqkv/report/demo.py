@@ -9,7 +9,8 @@ from ..compare.measure import LOSS
 from ..compare.statistics import Band
 from ..demo.phases import PHASES, RECORD
 from ..errors import LeanError
-from ..files import read_json, write_text
+from ..files import write_text
+from ..records import reading
 from . import figures
 from .html import TEMPLATES, render
 from .text import ABSENT, Table, signed
@@ -46,14 +47,13 @@ def write_page(directory: Path) -> Path:
     Raises:
         LeanError: no such record there, a damaged one, or a demo that is not complete.
     """
-    record = read_json(directory / RECORD)
-    if missing := [phase for phase in PHASES if phase not in record]:
-        raise LeanError(f"{directory} holds a demo without {missing[0]}. Go on with: leanqkv demo --out {directory}")
     page = directory / "report.html"
-    try:
+    with reading(directory / RECORD, "run the demo again in another --out") as record:
+        if missing := [phase for phase in PHASES if phase not in record]:
+            raise LeanError(
+                f"{directory} holds a demo without {missing[0]}. Go on with: leanqkv demo --out {directory}"
+            )
         write_text(page, _html(record))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise LeanError(f"{directory / RECORD} is damaged ({error!r}). Run the demo again in another --out.") from None
     return page
 
 

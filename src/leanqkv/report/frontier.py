@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table as TerminalTable
 
 from ..compare.statistics import Band, half_width
-from ..errors import LeanError
-from ..files import read_json, write_text
+from ..files import write_text
 from ..frontier.measure import RECORD
+from ..records import reading
 from . import figures
 from .html import TEMPLATES, render
 from .text import ABSENT, Table, signed
@@ -162,11 +162,8 @@ def write_pages(directory: Path) -> Path:
     Raises:
         LeanError: no frontier.json there, or a damaged one.
     """
-    record = read_json(directory / RECORD)
-    try:
+    with reading(directory / RECORD, "measure again into another --out") as record:
         page, table = _page(record), markdown(record)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise LeanError(f"{directory / RECORD} is damaged ({error!r}); measure again into another --out") from None
     write_text(directory / TABLE, table)
     write_text(directory / PAGE, page)
     return directory / PAGE

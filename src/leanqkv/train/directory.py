@@ -1,8 +1,11 @@
 """The directory of a run: its owner, its checkpoints, and the files put there at the end."""
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,7 +17,9 @@ from transformers import PreTrainedModel
 from ..checkpoints.card import CARD
 from ..environment import hardware
 from ..errors import LeanError
-from ..files import LOCK, check_place, locked, make_directory, read_json, remove, write_json, write_text
+from ..files import LOCK, check_place, hash_files, locked, make_directory, read_json, remove, write_json, write_text
+from ..records import BEGUN, FINISHED, read_record
+from ..records import RECORD as RUN_RECORD
 from .model_card import model_card
 from .processes import first_decides
 from .spec import RunSpec
@@ -22,7 +27,8 @@ from .tasks import TrainingTask
 
 RECORD = "record.json"
 SPEC = "run.json"
-# Written into a checkpoint last; a checkpoint without it was cut off and is never picked up.
+AGAIN = "delete the run's directory to train again"
+# Written into a checkpoint last, with the hash of each of its files; one without it was cut off and is never picked up.
 COMPLETE = "complete"
 
 
@@ -66,7 +72,12 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
     ]
     if differences:
         raise LeanError(f"{out} holds another run ({'; '.join(differences)}); choose another --out or delete it")
-    return read_json(out / RECORD) if (out / RECORD).exists() else None
+    if not (out / RECORD).exists():
+        return None
+    record = read_record(out / RECORD, FINISHED, AGAIN)
+    if record["diverged"] is None and not (record["final"] and record["evaluations"]):
+        raise LeanError(f"{out / RECORD} has no result; {AGAIN}")
+    return record
 
 
 def note_hardware(out: Path, device: str) -> None:
@@ -76,22 +87,93 @@ def note_hardware(out: Path, device: str) -> None:
 
 def begun_run(out: Path) -> dict[str, Any] | None:
     """Return the record of a finished run in `out`, else the specification of one that was begun, else None."""
-    files = (file for file in (out / RECORD, out / SPEC) if file.exists())
-    return next(map(read_json, files), None)
+    shapes = {out / RECORD: RUN_RECORD, out / SPEC: BEGUN}
+    return next((read_record(file, shape, AGAIN) for file, shape in shapes.items() if file.exists()), None)
+
+
+def checkpoints(out: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by step, in order, those that were cut off included.
+
+    A link, or a folder of another name such as checkpoint-40-backup, is its owner's and is left alone.
+    """
+    folders = (path for path in out.glob("checkpoint-*") if path.is_dir() and not path.is_symlink())
+    steps = {int(name[1]): path for path in folders if (name := re.fullmatch("checkpoint-([1-9][0-9]*)", path.name))}
+    return dict(sorted(steps.items()))
+
+
+def complete_checkpoints(out: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run that were not cut off, by step, in order."""
+    return {step: path for step, path in checkpoints(out).items() if (path / COMPLETE).exists()}
+
+
+def complete(checkpoint: Path, keep_earlier: bool) -> None:
+    """Mark a checkpoint as complete, with the hashes of its files; then remove all but the last two, unless kept."""
+    files = (str(file.relative_to(checkpoint)) for file in sorted(checkpoint.rglob("*")) if file.is_file())
+    write_json(checkpoint / COMPLETE, {"sha256": _hashes(checkpoint, (name for name in files if name != COMPLETE))})
+    for earlier in () if keep_earlier else list(checkpoints(checkpoint.parent).values())[:-2]:
+        remove(earlier)
+
+
+def _hashes(directory: Path, names: Iterable[str]) -> Mapping[str, str | None]:
+    """Return the hashes of files by name, None of one that is missing."""
+
+    def of(name: str) -> str | None:
+        return hash_files(directory / name) if (directory / name).is_file() else None
+
+    names = list(names)
+    with ThreadPoolExecutor() as pool:  # hashing runs beside other threads, and the files are large
+        return dict(zip(names, pool.map(of, names), strict=True))
 
 
 def last_checkpoint(out: Path) -> str | None:
-    """Return the newest complete checkpoint; remove those that were cut off."""
-    for checkpoint in out.glob("checkpoint-*"):
-        if not (checkpoint / COMPLETE).exists():
-            shutil.rmtree(checkpoint)
-    step = last_checkpoint_step(out)
-    return str(out / f"checkpoint-{step}") if step else None
+    """Return the newest complete checkpoint whose files are as they were saved.
+
+    Those that were cut off are removed, and so are, with a warning, damaged ones behind it: the run makes them again.
+
+    Raises:
+        LeanError: all are damaged.
+    """
+    for path in checkpoints(out).values():
+        if not (path / COMPLETE).exists():
+            shutil.rmtree(path)
+    damaged: dict[Path, str] = {}
+    for path in reversed(complete_checkpoints(out).values()):
+        if fault := _damage(path):
+            damaged[path] = fault
+            continue
+        for later, fault in damaged.items():
+            warnings.warn(
+                f"{later} is damaged and is removed ({fault}); the run goes on from {path.name}", RuntimeWarning, 2
+            )
+            remove(later)
+        return str(path)
+    for path, fault in damaged.items():
+        raise LeanError(
+            f"{path} cannot be gone on from: {fault}; there is no earlier checkpoint to take. Put it right, or delete "
+            "the run's checkpoints to train from the start"
+        )
+    return None
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return how a complete checkpoint differs from the one that was saved; None if it does not."""
+    if not (checkpoint / COMPLETE).stat().st_size:
+        return "it has no hashes of its files, as an earlier version left it; that version can go on with it"
+    try:
+        saved = read_json(checkpoint / COMPLETE).get("sha256")
+    except LeanError as error:
+        return str(error)
+    if not isinstance(saved, dict) or not saved:
+        return f"{COMPLETE} lists no files"
+    for name, digest in _hashes(checkpoint, saved).items():
+        if digest != saved[name]:
+            return f"{name} is missing" if digest is None else f"{name} is not as it was saved"
+    return None
 
 
 def last_checkpoint_step(out: Path) -> int:
     """Return the step of the newest complete checkpoint, or 0."""
-    return max((int(file.parent.name.rpartition("-")[2]) for file in out.glob(f"checkpoint-*/{COMPLETE}")), default=0)
+    return max(complete_checkpoints(out), default=0)
 
 
 def finish(
@@ -136,18 +218,13 @@ def clean(out: Path, record: dict[str, Any]) -> None:
                 remove(path)
 
 
-def _is_evaluated(checkpoint: Path, record: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of a step with a validation, and not of one where the time was up."""
-    step = checkpoint.name.rpartition("-")[2]
-    return not step.isdecimal() or int(step) in {entry["step"] for entry in record["evaluations"]}
-
-
 def _remains(out: Path, record: dict[str, Any]) -> list[Path]:
     """Return what a finished run has no use for: checkpoints, or their state of training if they are kept; its lock."""
     remains = [path for path in (out / ".partial", out / LOCK) if path.exists()]
     kept = record.get("checkpoints_kept")  # None: by an earlier version, which left what was to be kept
-    for checkpoint in out.glob("checkpoint-*") if kept is not None else ():
-        if not kept or not _is_evaluated(checkpoint, record):
+    evaluated = {entry["step"] for entry in record["evaluations"]} if kept else {}  # at others the time was up
+    for step, checkpoint in checkpoints(out).items() if kept is not None else ():
+        if step not in evaluated:
             remains.append(checkpoint)
             continue
         for file in checkpoint.iterdir():

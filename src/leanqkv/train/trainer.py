@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback
 from ..compat import shard_on_cpus
 from ..errors import LeanError
 from ..presets import Recipe
-from .directory import COMPLETE
+from .directory import complete
 from .precision import Precision
 from .processes import first_decides
 from .sharding import whole_model
@@ -56,8 +56,9 @@ class LeanTrainer(Trainer):
         teacher: Any = None,
         progress: Progress = lambda *_: None,
         max_hours: float | None = None,
+        keep_checkpoints: bool = False,
     ):
-        self.watch = Watch(spec, progress, max_hours)
+        self.watch = Watch(spec, progress, max_hours, keep_checkpoints)
         if spec.gradient_checkpointing:
             checkpoint_activations(model)
         precision.apply(model)
@@ -96,7 +97,7 @@ class LeanTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
-        if self.args.fsdp and self.args.save_total_limit is None:  # the checkpoints are to be kept
+        if self.args.fsdp and self.watch.keep_checkpoints:
             trained: Any = self.model
             whole = whole_model(trained)
             if self.is_world_process_zero():
@@ -162,14 +163,16 @@ class LeanTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
-    """Report progress, stop runs that diverge or whose time is up, and mark checkpoints as complete.
+    """Report progress, stop runs that diverge or whose time is up, and complete checkpoints.
 
     Attributes:
         time_is_up: whether the run was stopped before `max_hours` of this process had passed.
     """
 
-    def __init__(self, spec: RunSpec, progress: Progress, max_hours: float | None = None):
-        self.spec, self.progress, self.max_hours = spec, progress, max_hours
+    def __init__(
+        self, spec: RunSpec, progress: Progress, max_hours: float | None = None, keep_checkpoints: bool = False
+    ):
+        self.spec, self.progress, self.max_hours, self.keep_checkpoints = spec, progress, max_hours, keep_checkpoints
         self.loss: float | None = None
         self.rate: float | None = None
         self.time_is_up = False
@@ -208,7 +211,7 @@ class Watch(TrainerCallback):
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             for weights in checkpoint.glob("*.safetensors"):  # written for their owner alone
                 shutil.copymode(checkpoint / "config.json", weights)
-            (checkpoint / COMPLETE).touch()
+            complete(checkpoint, self.keep_checkpoints)
 
 
 def _hours_of_this_process() -> float:

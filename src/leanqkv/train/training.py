@@ -72,7 +72,7 @@ def train(
         teacher_config = open_checkpoint(teacher).config
         check_teacher(spec.name, config, teacher.name, teacher_config, spec.context_length)
     connect(device, spec.shard)
-    arguments = _arguments(spec, out, device, keep_checkpoints, report_to)
+    arguments = _arguments(spec, out, device, report_to)
     if data.sha256 != spec.data_sha256:
         raise LeanError(f"{spec.name} was to be trained on other data than this ({data.description})")
     for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
@@ -92,7 +92,7 @@ def train(
         if spec.only_changed and teaching is not None:
             train_only_changed(model, teaching)
         task.configure(model)
-        trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours)
+        trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours, keep_checkpoints)
         started = time.perf_counter()
         with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL), denormals_as_zero(device):
             checkpoint = first_decides(lambda: last_checkpoint(out))
@@ -150,9 +150,7 @@ def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float
     }
 
 
-def _arguments(
-    spec: RunSpec, out: Path, device: str, keep_checkpoints: bool, report_to: Sequence[str]
-) -> TrainingArguments:
+def _arguments(spec: RunSpec, out: Path, device: str, report_to: Sequence[str]) -> TrainingArguments:
     recipe = spec.recipe
     micro, accumulation = split_batch(recipe.batch_size, spec.micro_batch_size, process_count())
     arguments = TrainingArguments(
@@ -172,7 +170,6 @@ def _arguments(
         eval_strategy="steps",
         eval_steps=spec.evaluate_every,
         save_steps=spec.evaluate_every,
-        save_total_limit=None if keep_checkpoints else 2,
         report_to=list(report_to) or "none",
         run_name=out.name,
         disable_tqdm=True,
