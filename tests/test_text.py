@@ -8,6 +8,7 @@ from leanqkv.errors import LeanError
 from leanqkv.inference.text import (
     TextStream,
     check_chat_template,
+    encode_chat,
     end_tokens,
     longest_token,
     render_chat,
@@ -205,3 +206,13 @@ def test_a_conversation_begins_once():
     reader = PromptReader(tokenizer, tiny("llama", vocab_size=400))
     ids = reader.chat([{"role": "user", "content": "the"}], {}).tolist()
     assert ids == reader.text("the").tolist() == [begin, *tokenizer("the", add_special_tokens=False)["input_ids"]]
+
+
+def test_a_conversation_whose_pattern_backtracks_without_end_is_refused():
+    from tokenizers import Regex
+
+    backend = byte_level()
+    split = pre_tokenizers.Split(Regex("(a+a+)+x"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    with pytest.raises(LeanError, match="the conversation cannot be tokenized"):
+        encode_chat(PreTrainedTokenizerFast(tokenizer_object=backend), "a" * 40)

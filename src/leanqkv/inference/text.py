@@ -11,6 +11,7 @@ from tokenizers import models, pre_tokenizers
 from torch import Tensor
 
 from ..checkpoints.tokenizer import check_ids
+from ..compat import panics_are_errors
 from ..data.corpus import encodable
 from ..errors import LeanError
 
@@ -122,7 +123,8 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]], variables: dict[
 
 def encode_chat(tokenizer: Any, text: str) -> Tensor:
     """Return the token ids of a conversation in its template, [1, length]; those around texts are in the template."""
-    return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.long)
+    with panics_are_errors("the conversation"):
+        return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.long)
 
 
 def check_chat_template(tokenizer: Any) -> None:
