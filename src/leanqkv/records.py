@@ -20,7 +20,7 @@ WHOLE, NUMBER = Range(0, 2**63 - 1, whole=True), Range(-1e300, 1e300, words="a n
 POSITIVE = Range(1e-300, 1e300, words="a positive number")
 PRECISION = {"choice": str, "milliseconds_per_step?": {str: NUMBER}}
 HARDWARE = {"device": str, "cpu": str, "threads": (COUNT,), "instructions?": str}
-RECIPE = {
+RECIPE: Shape = {
     **dict.fromkeys(("steps", "batch_size"), COUNT),
     **dict.fromkeys(("min_learning_rate", "weight_decay"), NUMBER),
     "learning_rate": POSITIVE,
@@ -112,7 +112,7 @@ SHARDS_WRITTEN = {
     "shards": [dict.fromkeys(("shard", "tokens", "validation_tokens", "documents", "bytes", "part", "first"), WHOLE)]
 }
 # Of demo.json.
-DEMO = {
+DEMO: Shape = {
     "settings": dict,
     "training?": {"data": {"sha256": str}},
     "conversion?": {"kv_bytes_per_token_bf16": [POSITIVE, POSITIVE]},

@@ -12,21 +12,21 @@ import re
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ..errors import LeanError, UnreachableError, first_line
 from ..files import hash_files, looks_like_path
 from .cache import remembered
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
-OPEN = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+OPEN: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 # A record a line, as C4 and Dolma have it under `.json.gz`.
 JSONL = (".jsonl", ".ndjson")
 JSONL_SUFFIXES = (*JSONL, *(f"{kind}{packed}" for packed in OPEN for kind in (*JSONL, ".json")))
@@ -329,7 +329,7 @@ def _field(record: object, text_field: str, place: str) -> str | None:
         raise LeanError(f"{place} is a {type(record).__name__}, not a record such as {{{text_field!r}: ...}}")
     if text_field not in record:
         fields = shorten(", ".join(record), 200) or "none"
-        raise LeanError(f"{place} has no field {text_field!r} (found: {fields}); give --text-field")
+        raise LeanError(f"{place} has no text in field {text_field!r} (found: {fields}); give --text-field")
     if (text := record[text_field]) is None:
         return None
     if not isinstance(text, str):

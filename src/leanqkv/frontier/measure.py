@@ -21,12 +21,16 @@ from ..errors import LeanError
 from ..evaluate import spread_windows
 from ..files import locked, make_directory, read_json, remove, write_json
 from ..model.config import LeanConfig
+from ..records import NUMBER, read_record
 from .points import Candidate, Precision
 from .scoring import Scorer, decode_speed
 
 RECORD, JOB = "frontier.json", "job.json"
 MODEL = "model"  # the one that is being measured
 SCORES = ("loss_difference", "divergence", "agreement")
+
+# What is read of a point or a fit that an interrupted run has left.
+TIMED, AGAIN = {"seconds": NUMBER}, "remove it and start again"
 
 
 class Frontier:
@@ -203,7 +207,7 @@ class Frontier:
         for candidate in self.candidates:
             for precision in self._precisions_of(candidate):
                 files = [self._file(candidate, precision, number) for number in range(len(self.samples))]
-                points += [read_json(file) for file in files if file.exists()]
+                points += [read_record(file, TIMED, AGAIN) for file in files if file.exists()]
         fitting = [self._fitting_file(number) for number in range(len(self.samples))]
         return {
             **record_header("frontier", self.source.directory.name, self.device.type),
@@ -215,7 +219,7 @@ class Frontier:
             "calibration": {
                 "samples": len(self.samples),
                 "tokens": int(self.samples[0].size),
-                "seconds": [read_json(file)["seconds"] for file in fitting if file.exists()],
+                "seconds": [read_record(file, TIMED, AGAIN)["seconds"] for file in fitting if file.exists()],
             },
             "seconds": sum(point["seconds"] for point in points),
             "texts": [text.record() for text in self._texts],
