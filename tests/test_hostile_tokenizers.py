@@ -134,11 +134,6 @@ CASES: dict[str, Callable[[Files], Any]] = {
     "additional are numbers": said(additional_special_tokens=[1, 2]),
     "spaces": said(add_prefix_space="x", clean_up_tokenization_spaces=[1]),
 }
-# Where the library that tokenizes panics, or says nothing until it is used.
-NOT_YET = {
-    *("ids repeated", "one id twice", "catastrophic regex", "normalizer without end", "normalizer empties all"),
-    *("template of unknown tokens", "longest is a text"),
-}
 COMMANDS = {
     "generate": f"generate odd --prompt {'a' * 28}{'x' * 25}z --temperature 0 --max-new-tokens 2",
     "eval": "eval odd --data text.txt",
@@ -156,9 +151,7 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.xfail(strict=False)) if case in NOT_YET else case for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_taken_or_refused(case, source, monkeypatch, cli):
     monkeypatch.chdir(source)
     monkeypatch.setenv("LEANQKV_CACHE", str(source / "cache"))

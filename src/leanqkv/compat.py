@@ -45,14 +45,14 @@ def set_backend(tokenizer: Any, backend: Any) -> None:
 
 @contextmanager
 def panics_are_errors(place: str) -> Iterator[None]:
-    """Turn a panic of tokenizers' Rust code, which is no Exception, into a LeanError; `place` says whose text it was.
+    """Turn errors of tokenizers' Rust code into a LeanError; `place` says whose text it was.
 
-    Patterns that backtrack without end cause one.
+    They are bare Exceptions, and panics, which are none: patterns that backtrack without end cause one.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise LeanError(f"{place} cannot be tokenized: {first_line(error)}") from None
 

@@ -81,7 +81,9 @@ def has_tokenizer(name: str | Path) -> bool:
 
 def _read(name: str | Path) -> Any:
     with _unreadable(name), quiet_transformers():
-        return load_gguf_tokenizer(Path(name)) if is_gguf(name) else _from_files(str(name))
+        tokenizer = load_gguf_tokenizer(Path(name)) if is_gguf(name) else _from_files(str(name))
+        tokenizer("a")  # much that is wrong is noticed by then
+        return tokenizer
 
 
 @contextmanager

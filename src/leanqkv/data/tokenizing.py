@@ -105,7 +105,8 @@ def plain(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
 
     A tokenizer's file may ask to cut and to pad texts. What looks like a special token in a document is text.
     """
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    with panics_are_errors("the text"):
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
