@@ -164,6 +164,10 @@ class Batch:
             if not row.max_new_tokens:
                 continue
             token, own = likeliest[number], logits[number : number + 1]
+            if not own.amax().isfinite():  # the likeliest of such logits is none, silently
+                row.cancelled = True
+                events.append((row, RuntimeError("the model's logits are NaN or infinite; its weights are too large")))
+                continue
             if row.warpers or row.generator is not None:
                 try:
                     token = row.choose(own.float())
