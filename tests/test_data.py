@@ -197,12 +197,15 @@ def test_a_tokenizer_beside_token_files_is_theirs_if_it_has_their_tokens(tmp_pat
     """Any folder may be called so."""
     (np.arange(1000, dtype=np.uint16) % 280).tofile(tmp_path / "all.bin")
     (tmp_path / "tokenizer").mkdir()
-    data = prepare_data(str(tmp_path / "all.bin"), vocab_size=300)
-    assert data.tokenizer() is None  # no tokenizer at all
+
+    def tokenizer():
+        return prepare_data(str(tmp_path / "all.bin"), vocab_size=300).tokenizer()
+
+    assert tokenizer() is None  # no tokenizer at all
     train_tokenizer(iter(TEXT), 270).save_pretrained(tmp_path / "tokenizer")
-    assert data.tokenizer() is None
+    assert tokenizer() is None
     train_tokenizer(iter(TEXT), 300).save_pretrained(tmp_path / "tokenizer")
-    assert data.tokenizer() is not None
+    assert tokenizer() is not None
 
 
 def _numbers() -> bytes:

@@ -416,7 +416,7 @@ def test_tokenizers_that_do_not_fit(checkpoints, cli, local_tasks, tmp_path):
     assert "it has no tokenizer.json" in refused(cli, checkpoints / "bare", *data)
     LeanForCausalLM(tiny("gpt")).save_pretrained(tmp_path / "small")
     load_tokenizer(checkpoints / "gpt").save_pretrained(tmp_path / "small")
-    message = "and the model's vocabulary ends at 96; take it out of the text"
+    message = "and the model's vocabulary ends at 96; leave it out"
     assert message in refused(cli, tmp_path / "small", *data)
     assert message in refused(cli, tmp_path / "small", "--tasks", "animals", "--include-path", local_tasks)
 

@@ -504,8 +504,10 @@ def test_tokenizer_of_another_vocabulary(refused, edited):
     larger = train_tokenizer(iter([" ".join(words * 9)]), 500)
     larger.save_pretrained(edited)
     assert len(larger) > 300
-    for command in (STORED["generate"], STORED["eval"]):
-        assert f"has {len(larger)} tokens" in refused(*command)
+    Path("words").write_text(" ".join(words))
+    model = STORED["eval"][1]
+    for command in (("generate", model, "--prompt", "word0399"), ("eval", model, "--data", "words")):
+        assert "and the model's vocabulary ends at 299; leave it out" in refused(*command)
 
 
 def test_prompts_that_are_no_text(refused, cli, monkeypatch):

@@ -14,6 +14,7 @@ LAYERS = (
     "errors",
     "ranges",
     "files",
+    "records",
     "compat",
     "environment",
     "memory",

@@ -312,7 +312,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"patch_size": 3}, ("patch_size (3)", "divide", "image_size (4)")),
     ({"patch_size": 0}, ("patch_size", "0")),
     ({"num_channels": 0}, ("num_channels", "0")),
-    ({"num_labels": 1}, ("num_labels", "at least 2", "1")),
+    ({"num_labels": 1}, ("num_labels", "from 2 to", "1")),
     ({"id2label": {0: "a", 1: "b"}}, ("num_labels (3)", "id2label (2)")),
     ({"vocab_size": 100}, ("vocab_size", "no vocabulary")),
     ({"tie_word_embeddings": True}, ("tie_word_embeddings", "no vocabulary")),

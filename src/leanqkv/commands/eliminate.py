@@ -147,9 +147,10 @@ def _inputs(source: Path, text: Path | None) -> "dict[str, Tensor] | None":
 
     if text is None:
         return None
-    config, tokenizer = open_checkpoint(source).config, load_tokenizer(source)
+    config, beginning = open_checkpoint(source).config, next(read_pieces(text), "")
+    tokenizer = load_tokenizer(source)
     around = framing(tokenizer)
-    ids = around.frame(tokenizer(next(read_pieces(text), ""), add_special_tokens=False)["input_ids"])[:-1]
+    ids = around.frame(tokenizer(beginning, add_special_tokens=False)["input_ids"])[:-1]
     check_ids(ids, config.vocab_size, tokenizer, str(text))
     length = min(64, config.max_position_embeddings, len(ids) // 2)
     if length < 1:
