@@ -147,6 +147,7 @@ def test_losses_of_finished_models_are_split(comparison, out, run, refused):
     assert "holds no trained models" in refused(copying, *options)
 
 
+@pytest.mark.exhaustive
 def test_the_baseline_is_converted_with_equal_tokens(out, run, refused, cli, monkeypatch):
     """Seeds measured one after another have one rate; every number is that of the commands that it names."""
 

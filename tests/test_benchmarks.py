@@ -126,6 +126,7 @@ def interrupted(bench, save):
     raise KeyboardInterrupt
 
 
+@pytest.mark.exhaustive
 def test_the_record_of_a_pretrained_checkpoint_grows_by_parts(tiny, monkeypatch, capsys):
     tiny("--parts", "conversion")
     first = json.loads(Path("new/record.json").read_text())

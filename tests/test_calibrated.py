@@ -163,6 +163,7 @@ def test_progress_is_reported() -> None:
     assert done[0] == 0 and done == sorted(set(done)) and done[-1] == total
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_more_freedom_loses_less() -> None:
     for shape, mechanisms, fields in (("gpt", (), {}), ("llama", ("gqa",), BIASES | {"norm_bias": False})):
@@ -476,6 +477,7 @@ for sequences in (128, 512):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a child's memory alone is read from Linux's /proc")
 def test_memory_does_not_grow_with_the_tokens() -> None:

@@ -99,6 +99,7 @@ def test_two_processes_are_one_with_accumulation(place, cli):
     assert (place / "one" / "model.safetensors").read_bytes() == (place / "two" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_comparison_leaves_no_process_behind(place):
     models = (f"tiny{SHAPE}", MODEL)

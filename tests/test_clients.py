@@ -179,6 +179,7 @@ STATIC: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["skipv1", "windows in some layers", "prefix"])
 def test_a_compiled_step_sees_masks_of_one_shape(what: str) -> None:

@@ -186,6 +186,7 @@ def show(directory: Path) -> None:
     comparison_page._facts(comparison), comparison_page._recipes(comparison), comparison_page._runs(comparison)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("file", ["compare.json", "runs/final-tiny-0-*/record.json", "runs/grid-*/record.json"])
 def test_a_record_with_any_wrong_field_is_shown_or_refused(tmp_path: Path, file: str) -> None:
     names = ["tiny", "tiny+skipv1"]

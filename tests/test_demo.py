@@ -125,6 +125,7 @@ def test_the_page_is_made_from_the_record_alone(whole, tmp_path, cli):
     assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page), "the page needs nothing from elsewhere"
 
 
+@pytest.mark.exhaustive
 def test_killed_in_any_phase_it_goes_on(whole, place, cli, monkeypatch):
     for phase in ("convert", "eliminate", "evaluate", "decode"):
         with monkeypatch.context() as patch:

@@ -61,6 +61,7 @@ def local(monkeypatch):
     torch.set_num_threads(threads)  # a job, which knows of no fixture, may have chosen more
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_jobs_go_on_and_the_records_are_the_same(data, tmp_path, local):
     run_comparison(SWEEP, data, tmp_path / "undisturbed", precision="fp32", device="cpu", jobs=1)

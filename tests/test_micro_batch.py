@@ -115,6 +115,7 @@ def test_the_largest_micro_batch_that_fits_is_chosen():
     assert choose_micro_batch([step, wide], math.ceil(sizes[6] / USABLE_SHARE)).size < 6
 
 
+@pytest.mark.exhaustive
 def test_the_published_batch_of_gpt2_is_split():
     step = Step(preset("gpt2-124m"), 480, 1024, "cpu")
     assert step.bytes(480) > 500e9, "480 sequences of 1,024 tokens fit no machine"

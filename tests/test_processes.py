@@ -108,6 +108,7 @@ def torchrun_with(processes, *arguments):
     return run.returncode, run.stdout, run.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_first_process_chooses_for_both_and_alone_speaks(place, cli):
     model, options = f"tiny{SHAPE}", ("--data", "corpus.txt", "--steps", "20", "--evaluate-every", "5")
     code, out, err = torchrun("train", model, *options, "--device", "cpu", "--out", "two")
@@ -162,6 +163,7 @@ def interrupted(arguments, ready):
     assert "Traceback" not in err
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_train_and_uptrain(place, cli):
     assert cli("train", MODEL, *TRAIN, "--out", "whole")[0] == 0
     interrupted(("train", MODEL, *TRAIN, "--out", "stopped"), "stopped/checkpoint-*/complete")
@@ -331,6 +333,7 @@ def killed_after(step, processes, out, arguments):
     assert not any(worker.is_running() and worker.status() != "zombie" for worker in workers)
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_run_goes_on_with_another_number_of_processes(place, cli):
     """One process, killed; two, of which one is killed; one again: the curve of a run that was never interrupted.
 

@@ -40,6 +40,7 @@ def test_numbers_that_follow_from_others():
     assert plan.fits
 
 
+@pytest.mark.exhaustive
 def test_sharding_and_checkpointing_take_less():
     wide = "tiny+num_hidden_layers=24"
     plan = planned(wide)

@@ -333,6 +333,7 @@ def test_an_interrupted_layer_is_started_again(little: Little, wholes, tmp_path:
     assert first[-1] == second[0]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupted_anywhere(little: Little, wholes, tmp_path: Path, monkeypatch, kind: str) -> None:
     """At every pass of a batch through a block: of the source once in either sweep, of each reduction's in the second.

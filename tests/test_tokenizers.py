@@ -63,7 +63,6 @@ def putting(tokenizer: Tokenizer, before: str = "<s>", after: str = "") -> Token
 
 
 digits = pre_tokenizers.Digits(individual_digits=True)
-# Of tests with cases that take long the first and the sixth are run by `make test`.
 FORMS = {
     "pieces, begun": lambda: putting(pieces_form()),
     "bytes": bytes_form,

@@ -58,6 +58,7 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the training code catches it."""
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("at", [4, 17, 29])
 def test_a_killed_run_goes_on_bit_identically(data, finished, tmp_path, at):
     out, record = finished
@@ -228,6 +229,7 @@ DAMAGES = {
 CONTINUED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json")
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", [*CONTINUED, "complete"])
 def test_a_damaged_checkpoint_is_passed_over_or_refused(data, finished, stopped, tmp_path, name):
     """The one before gives the weights of the uninterrupted run; where there is none, nothing is trained."""
@@ -293,6 +295,7 @@ def test_a_finished_run_is_not_trained_again(data, finished):
     assert again == json.loads(json.dumps(record))
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("file", ["record.json", "run.json"])
 def test_a_run_whose_record_has_any_wrong_field_is_gone_on_with_or_refused(data, finished, tmp_path, file):
     """Whatever a repeated command reads of it: what was asked, the outcome, and what is left to be removed."""
@@ -572,6 +575,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(finished, tmp_path):
         load_model(open_checkpoint(other))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 @pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])
 def test_a_process_on_the_cpu_keeps_the_memory_that_it_frees(device, kept):
