@@ -331,7 +331,7 @@ def test_bad_evaluations_are_refused_before_any_long_work(place, unwrapped, monk
 
 
 def test_too_little_memory_is_refused_first(place, unwrapped, monkeypatch):
-    monkeypatch.setattr("leanqkv.environment.free_memory", lambda device: 1000)
+    monkeypatch.setattr("leanqkv.commands.converting.free_memory", lambda device: 1000)
     code, _, err = unwrapped(*FROM_CORPUS, "--evaluate", "other.txt")
     assert code == 2 and "--evaluate holds source and result in float32: 0.0 GB of memory" in err
 
