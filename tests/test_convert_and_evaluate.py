@@ -17,10 +17,10 @@ from shapes import randomize, tiny
 from test_paired_scores import VOCABULARY, model, text
 from transformers import AutoModelForCausalLM
 
-from leanqkv import LeanError, LeanForCausalLM, evaluate
+from leanqkv import LeanError, LeanForCausalLM, progress
 from leanqkv.checkpoints.card import origin
 from leanqkv.checkpoints.open import load_model, open_causal_lm
-from leanqkv.commands import convert as command_module
+from leanqkv.commands import converting
 from leanqkv.convert import conversion as conversion_module
 from leanqkv.data import evaluation_text
 from leanqkv.data.tokenizer import train_tokenizer
@@ -281,19 +281,19 @@ def test_texts_of_different_kinds_are_warned_of(place, unwrapped):
 
 def test_a_short_evaluation_text_makes_the_texts_no_slower_to_compare(place, unwrapped, monkeypatch):
     """As many calibration tokens are scored as of any other text, from all over them."""
-    rows, losses = [], evaluate.sequence_losses
+    rows, losses = [], converting.sequence_losses
 
     def seen(model, tokens, starts, *rest):
         rows.append(tokens.reshape(len(starts), -1) if len(tokens) % 32 == 0 else None)
         return losses(model, tokens, starts, *rest)
 
     sample: list[np.ndarray] = []
-    compare = command_module.Comparison.compare_domains
+    compare = converting.Comparison.compare_domains
     monkeypatch.setattr(
-        command_module.Comparison, "compare_domains", lambda self, *at: sample.append(at[0]) or compare(self, *at)
+        converting.Comparison, "compare_domains", lambda self, *at: sample.append(at[0]) or compare(self, *at)
     )
-    monkeypatch.setattr(evaluate, "sequence_losses", seen)
-    monkeypatch.setattr(command_module, "COMPARED_TOKENS", 320)
+    monkeypatch.setattr(converting, "sequence_losses", seen)
+    monkeypatch.setattr(converting, "COMPARED_TOKENS", 320)
     Path("short.txt").write_text("the quick brown fox")
     assert unwrapped(*FROM_CORPUS, "--evaluate", "short.txt")[0] == 0
     assert rows[0].shape == (10, 32)
@@ -331,7 +331,7 @@ def test_bad_evaluations_are_refused_before_any_long_work(place, unwrapped, monk
 
 
 def test_too_little_memory_is_refused_first(place, unwrapped, monkeypatch):
-    monkeypatch.setattr("leanqkv.environment.free_memory", lambda device: 1000)
+    monkeypatch.setattr("leanqkv.commands.converting.free_memory", lambda device: 1000)
     code, _, err = unwrapped(*FROM_CORPUS, "--evaluate", "other.txt")
     assert code == 2 and "--evaluate holds source and result in float32: 0.0 GB of memory" in err
 
@@ -403,11 +403,11 @@ def test_the_base_model_has_its_name_on_the_hub(tmp_path, directory, name):
 
 
 def test_the_record_names_the_device_of_the_calibration(tmp_path):
-    made = command_module._about(tmp_path / "source", tmp_path / "result", "mps")
+    made = converting.about_conversion(tmp_path / "source", tmp_path / "result", "mps")
     assert made["hardware"]["device"] == "mps"
 
 
 def test_layers_are_printed_in_logs_or_when_asked_for(place, unwrapped, monkeypatch):
-    monkeypatch.setattr(type(command_module.console), "is_terminal", True)
+    monkeypatch.setattr(type(progress.console), "is_terminal", True)
     assert "layer 1: heads" not in unwrapped(*FROM_CORPUS)[1]
     assert "layer 1: heads" in unwrapped(*FROM_CORPUS, "--verbose", "--out", "verbose")[1]

@@ -20,6 +20,7 @@ LAYERS = (
     "memory",
     "workers",
     "model",
+    "auto_classes",
     "presets",
     "checkpoints",
     "data",

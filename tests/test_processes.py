@@ -220,13 +220,13 @@ def test_a_run_keeps_the_micro_batch_it_began_with(place, cli, monkeypatch):
     """Whatever memory is free when it goes on."""
     step = Step(preset(f"tiny{SHAPE}"), 8, 32, "cpu", parse_precision("fp32"))
     arguments = ("train", f"tiny{SHAPE}", *TRAIN, "--steps", "20")
-    monkeypatch.setattr("leanqkv.train.free_memory", lambda device: int(step.bytes(2) / USABLE_SHARE) + 1)
+    monkeypatch.setattr("leanqkv.commands.training.free_memory", lambda device: int(step.bytes(2) / USABLE_SHARE) + 1)
     with monkeypatch.context() as patch:
         patch.setattr("leanqkv.train.trainer.Watch.on_save", interrupt_after_saving)
         code, out, _ = cli(*arguments, "--out", "small")
         assert code == 130
     assert "micro-batch 2 of 8 (4 accumulation steps): " in out
-    monkeypatch.setattr("leanqkv.train.free_memory", lambda device: 10**12)
+    monkeypatch.setattr("leanqkv.commands.training.free_memory", lambda device: 10**12)
     code, out, err = cli(*arguments, "--out", "small")
     assert code == 0, err
     assert "micro-batch" not in out

@@ -1,28 +1,24 @@
 """leanqkv: transformers with fewer attention weights and a smaller KV cache."""
 
-from . import startup  # noqa: F401  # first: loading the libraries takes seconds, in which Ctrl-C may come
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# isort: split
-import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-)
+from . import auto_classes, startup  # noqa: F401
 
-from . import eliminate
-from .errors import LeanError
-from .model.cache import LeanQuantizedCache, cache_bytes
-from .model.causal_lm import LeanForCausalLM
-from .model.config import LeanConfig
-from .model.image_classification import LeanForImageClassification
-from .model.masked_lm import LeanForMaskedLM
-from .model.plan import ParameterCount, Plan
-from .model.registry import ConfigError
-from .model.transformer import LeanModel
-from .presets import Recipe, preset, recipe
+if TYPE_CHECKING:
+    import torch
+
+    from . import eliminate
+    from .errors import LeanError
+    from .model.cache import LeanQuantizedCache, cache_bytes
+    from .model.causal_lm import LeanForCausalLM
+    from .model.config import LeanConfig
+    from .model.image_classification import LeanForImageClassification
+    from .model.masked_lm import LeanForMaskedLM
+    from .model.plan import ParameterCount, Plan
+    from .model.registry import ConfigError
+    from .model.transformer import LeanModel
+    from .presets import Recipe, preset, recipe
 
 __version__ = "0.1.0"
 
@@ -47,23 +43,46 @@ __all__ = [
     "recipe",
 ]
 
-AutoConfig.register("leanqkv", LeanConfig)
-AutoModel.register(LeanConfig, LeanModel)
-AutoModelForCausalLM.register(LeanConfig, LeanForCausalLM)
-AutoModelForMaskedLM.register(LeanConfig, LeanForMaskedLM)
-AutoModelForImageClassification.register(LeanConfig, LeanForImageClassification)
+# By module: a name is imported when it is first used, because torch and transformers take seconds to load.
+_NAMES = {
+    "errors": ("LeanError",),
+    "model.cache": ("LeanQuantizedCache", "cache_bytes"),
+    "model.causal_lm": ("LeanForCausalLM",),
+    "model.config": ("LeanConfig",),
+    "model.image_classification": ("LeanForImageClassification",),
+    "model.masked_lm": ("LeanForMaskedLM",),
+    "model.plan": ("ParameterCount", "Plan"),
+    "model.registry": ("ConfigError",),
+    "model.transformer": ("LeanModel",),
+    "presets": ("Recipe", "preset", "recipe"),
+}
 
 
-def plan(config: LeanConfig) -> Plan:
+def __getattr__(name: str) -> Any:
+    if name == "eliminate":
+        return import_module(".eliminate", __name__)
+    for module, names in _NAMES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(f".{module}", __name__), name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def plan(config: "LeanConfig") -> "Plan":
     """Per layer: which key and value heads are computed, which are borrowed and from where, what is cached."""
     return config.plan
 
 
-def count_parameters(config: LeanConfig) -> ParameterCount:
+def count_parameters(config: "LeanConfig") -> "ParameterCount":
     """`.total` and `.non_embedding`, from the plan; no model is built. Tied tensors count once."""
     return config.plan.count_parameters()
 
 
-def kv_bytes_per_token(config: LeanConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of cache per token and sequence, over all layers, for elements of `dtype`."""
-    return config.plan.kv_bytes_per_token(dtype)
+def kv_bytes_per_token(config: "LeanConfig", dtype: "torch.dtype | None" = None) -> int:
+    """Bytes of cache per token and sequence, over all layers, for elements of `dtype`; bfloat16 by default."""
+    import torch
+
+    return config.plan.kv_bytes_per_token(dtype or torch.bfloat16)

@@ -5,6 +5,8 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from tempfile import NamedTemporaryFile
 from textwrap import shorten
 from typing import Annotated, Any
@@ -12,30 +14,70 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from .commands import (
-    analyze,
-    checkpoints,
-    compare,
-    convert,
-    demo,
-    eliminate,
-    evaluate,
-    frontier,
-    inference,
-    inspect,
-    plan_run,
-    presets,
-    tokenize,
-    train,
-)
+from . import __version__
 from .commands.options import with_checked_numbers
 from .errors import LeanError, first_line
-from .startup import interrupts_are_raised
 
+# By name: the module under commands/ and its function.
+COMMANDS = {
+    "demo": ("demo", "demo"),
+    "train": ("train", "train"),
+    "uptrain": ("train", "uptrain"),
+    "plan-run": ("plan_run", "plan_run"),
+    "tokenize": ("tokenize", "tokenize"),
+    "compare": ("compare", "compare"),
+    "report": ("compare", "report"),
+    "inspect": ("inspect", "inspect"),
+    "eliminate": ("eliminate", "eliminate"),
+    "verify": ("eliminate", "verify"),
+    "convert": ("convert", "convert"),
+    "frontier": ("frontier", "frontier"),
+    "import": ("checkpoints", "import_checkpoint"),
+    "export": ("checkpoints", "export_checkpoint"),
+    "generate": ("inference", "generate"),
+    "serve": ("inference", "serve"),
+    "bench": ("inference", "bench"),
+    "eval": ("evaluate", "evaluate"),
+    "analyze": ("analyze", "analyze"),
+    "presets": ("presets", "presets"),
+}
 # Of Typer's options, whichever copy of Click it brings.
 USAGE_ERROR: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "UsageError")
+
+
+class Commands(Mapping[str, Any]):
+    """The commands by name. The module of each is imported when the command is asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __getitem__(self, name: str) -> Any:
+        module, function = COMMANDS[name]
+        alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        alone.command(name)(with_checked_numbers(getattr(import_module(f".commands.{module}", __package__), function)))
+        return get_command(alone)
+
+
+class Group(TyperGroup):
+    """A group whose commands are made when they are asked for."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.commands = Commands()  # type: ignore[assignment]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names, in the order of the help."""
+        return list(COMMANDS)
+
+
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -44,40 +86,24 @@ app = typer.Typer(
 errors = Console(stderr=True)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"leanqkv {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error; LEANQKV_DEBUG=1 does the same.")
     ] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and stop.")
+    ] = False,
 ) -> None:
     """Transformers with fewer attention weights and a smaller KV cache."""
     if debug:
         os.environ["LEANQKV_DEBUG"] = "1"
-
-
-for command, name in (
-    (demo.demo, None),
-    (train.train, None),
-    (train.uptrain, None),
-    (plan_run.plan_run, "plan-run"),
-    (tokenize.tokenize, None),
-    (compare.compare, None),
-    (compare.report, None),
-    (inspect.inspect, None),
-    (eliminate.eliminate, None),
-    (eliminate.verify, None),
-    (convert.convert, None),
-    (frontier.frontier, None),
-    (checkpoints.import_checkpoint, "import"),
-    (checkpoints.export_checkpoint, "export"),
-    (inference.generate, None),
-    (inference.serve, None),
-    (inference.bench, None),
-    (evaluate.evaluate, "eval"),
-    (analyze.analyze, None),
-    (presets.presets, None),
-):
-    app.command(name)(with_checked_numbers(command))
 
 
 def main() -> None:
@@ -87,7 +113,6 @@ def main() -> None:
 
 def run(app: typer.Typer) -> None:
     """Run a command line and exit. An error is one line: exit code 2 if its user can mend it, 1 if it is a defect."""
-    interrupts_are_raised()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:

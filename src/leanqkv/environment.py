@@ -10,12 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from .errors import LeanError
 from .files import RECORD_FORMAT
@@ -23,6 +21,8 @@ from .files import RECORD_FORMAT
 
 def default_device() -> str:
     """Return the accelerator that torch finds, else "cpu"."""
+    import torch
+
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
@@ -42,6 +42,8 @@ def check_device(device: str | None) -> str:
 
 def free_memory(device: str) -> int:
     """Return the bytes that this process can still take on `device`; processes on one CPU share its memory evenly."""
+    import torch
+
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     if device == "mps":
@@ -81,6 +83,8 @@ def denormals_as_zero(device: str) -> Iterator[None]:
     A softmax over scores that lie far apart is full of such numbers, and many CPUs are slow with them. On a processor
     that cannot do without them nothing changes.
     """
+    import torch
+
     if device != "cpu" or torch.tensor(1e-40) * 1 == 0:  # another caller's choice, which stays
         yield
         return
@@ -99,6 +103,8 @@ def return_freed_memory() -> None:
 
 def hardware(device: str) -> dict[str, Any]:
     """Return a record's entry on the machine."""
+    import torch
+
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "cpu": _processor(),
@@ -131,6 +137,8 @@ def same_place(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python and of `packages`, by default of those that a training run depends on."""
+    from importlib.metadata import version
+
     packages = packages or ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from filelock import FileLock, Timeout
 
 from .errors import LeanError
@@ -25,6 +24,13 @@ RECORD_FORMAT = 1
 LOCK, PATIENCE = ".lock", 5.0  # seconds
 # Levels of a JSON file: more than that is nobody's, and copying it would exceed Python's own limit.
 DEEPEST = 100
+# What goes on in a directory of its own: the file that tells, and what is said of another directory.
+JOBS = {
+    "run": ("run.json", "is not empty and not a run of leanqkv; choose another --out"),
+    "comparison": ("compare.json", "is not empty and not a comparison; choose another --out"),
+    "demo": ("demo.json", "is not empty and not a demo. Choose another --out."),
+    "frontier": ("job.json", "exists, is not empty and holds no frontier; choose another --out"),
+}
 # Processes of several machines may write to one directory, and know only their own machine's process numbers.
 NODE = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:63] or "node"
 
@@ -157,6 +163,25 @@ def check_place(out: Path, *sources: Path | None) -> None:
             raise LeanError(f"{shown} lies in {source}, which would change; choose an --out outside of it")
 
 
+def check_free(out: Path, *sources: Path) -> None:
+    """Raise a LeanError if `out` is no new or empty directory, or in a source: nothing is ever written over."""
+    check_place(out, *sources)
+    if out.is_dir() and any(out.iterdir()):
+        raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another --out")
+
+
+def check_out(out: Path, job: str, *sources: Path | None) -> None:
+    """Check that one of JOBS can be started or continued in `out`.
+
+    Raises:
+        LeanError: `out` cannot be a directory, lies in a source, or holds something else.
+    """
+    check_place(out, *sources)
+    own, refusal = JOBS[job]
+    if out.exists() and not (out / own).exists() and any(not file.name.startswith(".") for file in out.iterdir()):
+        raise LeanError(f"{out} {refusal}")
+
+
 def is_directory(path: Path) -> bool:
     """Whether a directory is there; a name that is none of a file, such as one too long, has none."""
     try:
@@ -221,6 +246,8 @@ def _parts(whole: Any) -> Iterable[Any]:
 
 def read_yaml(file: Path) -> Any:
     """Return the content of a data file of this package."""
+    import yaml
+
     # libyaml reads ten times as fast; not every build of PyYAML has it.
     return yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 

@@ -5,28 +5,30 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 
-def _exit_quietly(*_: Any) -> None:
-    # Nothing is open yet, and a KeyboardInterrupt in the middle of an import prints the import's traceback.
-    os._exit(130)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, as Python does, but end the process in the middle of an import.
+
+    Libraries take seconds to load, catch what they should not, and print tracebacks.
+    """
+    above = frame
+    while above is not None:
+        if above.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(130)
+        above = above.f_back
+    signal.default_int_handler(number, frame)
 
 
-def _interrupts_are_quiet() -> None:
-    """End the process quietly on Ctrl-C from now on, if it is the command line; called before they are loaded."""
+def quiet_imports() -> None:
+    """Let Ctrl-C end the process quietly while it imports, if it is the command line's."""
     name = Path(sys.argv[0]).stem if sys.argv else ""
     started = name == "leanqkv" or (name == "-m" and bool({"leanqkv", "leanqkv.cli"} & set(sys.orig_argv)))
     # Another handler, or none, is someone else's decision, as in the workers of a comparison.
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if started and default and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _exit_quietly)
+        signal.signal(signal.SIGINT, _interrupt)
 
 
-def interrupts_are_raised() -> None:
-    """Raise KeyboardInterrupt on Ctrl-C again, as Python does."""
-    if signal.getsignal(signal.SIGINT) is _exit_quietly:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-_interrupts_are_quiet()
+quiet_imports()

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from ..environment import versions
 from ..errors import LeanError
-from ..files import LOCK, check_place, hash_files, locked, make_directory, read_json, remove, replacing, write_json
+from ..files import LOCK, check_free, hash_files, locked, make_directory, read_json, remove, replacing, write_json
 from ..model.config import LeanConfig
 from ..presets.edit import with_fields
 from .dense import with_norm_offset, written_out
@@ -31,13 +31,6 @@ from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer
 SHARD_BYTES = 2**30
 JOB = "job.json"
 Progress = Callable[[int, int], None]
-
-
-def check_free(out: Path, *sources: Path) -> None:
-    """Raise a LeanError if `out` is no new or empty directory, or in a source: nothing is ever written over."""
-    check_place(out, *sources)
-    if out.is_dir() and any(out.iterdir()):
-        raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another --out")
 
 
 def as_stock(

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from ..environment import check_device, default_device
+from ..errors import LeanError
+from ..files import check_place, make_directory, write_json
 from ..progress import progress_bar
 from .compare import learning_rates
 from .options import ContextLength, DataOptions, Device, TextOptions, console, option_groups, prepare
@@ -37,18 +40,15 @@ def analyze(
 
     leanqkv analyze runs/baseline runs/skipv1 --data FILE --probe-steps 4000 --samples 256 --out runs/analysis
     """
-    from ..analyze.record import RECORD, Settings, analyze_models
-    from ..analyze.subjects import common_context, open_subjects, shared_tokenizer
-    from ..data import TokenData, stored_tokens
-    from ..environment import check_device, default_device
-    from ..errors import LeanError
-    from ..files import check_place, make_directory, write_json
-    from ..report.analysis import terminal, write_page
-
     check_place(out, *models)
     if out.exists() and any(out.iterdir()):
         raise LeanError(f"{out} is not empty, and nothing is ever overwritten; choose another --out")
     rates = tuple(sorted(learning_rates("--probe-rates", probe_rates, below=1)))
+    from ..analyze.record import RECORD, Settings, analyze_models
+    from ..analyze.subjects import common_context, open_subjects, shared_tokenizer
+    from ..data import TokenData, stored_tokens
+    from ..report.analysis import terminal, write_page
+
     device = check_device(device or default_device())
     subjects = open_subjects(models)
     settings = Settings(common_context(subjects, context_length), samples, probe_steps, probe_batch_size, rates)

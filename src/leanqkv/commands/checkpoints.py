@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ..errors import LeanError
+from ..files import check_free
 from ..progress import progress_bar
 from .options import SOURCE, Out, as_dtype, console
 
@@ -34,20 +36,18 @@ def export_checkpoint(
 
     leanqkv export runs/a --format stock --out hf/a
     """
-    from ..errors import LeanError
-
     if format != "stock":
         raise LeanError(f"--format is stock, found {format!r}")
     _convert(source, out, dtype, stock=True, family=family)
 
 
 def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family: str | None = None) -> None:
+    check_free(out, source)
     from ..checkpoints.memory import give_back_freed_memory
     from ..checkpoints.open import open_checkpoint
     from ..checkpoints.tensors import finite
-    from ..checkpoints.write import check_free, write_model
+    from ..checkpoints.write import write_model
 
-    check_free(out, source)
     give_back_freed_memory()
     opened = open_checkpoint(source)
     config, tensors = opened.config, finite(opened.tensors)

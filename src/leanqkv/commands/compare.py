@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import LeanError
+from ..files import check_out
 from .options import (
     NAME_HELP,
     ClusterOptions,
@@ -95,16 +97,14 @@ def compare(
 
     leanqkv compare gpt2-124m gpt2-124m+skipv1 --launcher submitit --partition gpu --out runs/gpt2
     """
-    from ..compare.suites import choose
-    from ..errors import LeanError
-    from ..files import check_place
-
-    check_place(out)
-    where = cluster.chosen()
+    check_out(out, "comparison")
     if lr_grid is not None and recipe.learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
     if grid_steps is not None and lr_grid is None:
         raise LeanError("--grid-steps goes with --lr-grid; leave it out")
+    from ..compare.suites import choose
+
+    where = cluster.chosen()
     chosen = choose(names or [], suite, scale)
     comparison = replace(
         chosen,
@@ -171,8 +171,6 @@ def learning_rates(option: str, text: str, below: float = math.inf) -> tuple[flo
     Raises:
         LeanError: not positive numbers under `below` between commas, or one of them twice.
     """
-    from ..errors import LeanError
-
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:

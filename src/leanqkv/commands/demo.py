@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..environment import check_device, default_device
+from ..files import check_out, read_json, write_json
 from ..progress import progress_bar
 from .compare import train_with_display
 from .options import DataOptions, Device, console, prepare
@@ -26,15 +28,14 @@ def demo(
 
     leanqkv demo --out runs/demo
     """
+    started = time.monotonic()
+    check_out(out, "demo")
     import torch
 
     from ..data import check_plan
     from ..demo.phases import PHASES, Settings, claim
-    from ..environment import check_device, default_device
-    from ..files import read_json
     from ..report.demo import RECORD, SCALE, terminal_table, write_page
 
-    started = time.monotonic()
     device = check_device(device or default_device())
     if device == "cpu":
         torch.set_num_threads(1)  # as the runs do: models this small are slower on several threads
@@ -55,7 +56,6 @@ def demo(
 def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device: str) -> None:
     """Run the phases that the record does not have yet; it is stored after each."""
     from ..demo import phases
-    from ..files import write_json
     from ..presets import preset
     from ..report.comparison_page import write_report
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ..errors import LeanError
+from ..files import check_free
 from ..progress import continued_when_repeated, progress_bar
 from .options import SOURCE, Dtype, Out, as_dtype, console
 
@@ -54,14 +56,14 @@ def eliminate(
 
     leanqkv eliminate hf/llama --remove block-diagonal --format stock --out hf/llama-vo
     """
-    from ..checkpoints.memory import give_back_freed_memory
-    from ..eliminate import eliminate_directory, parse_request
-    from ..errors import LeanError
-
     if format not in ("strict", "stock"):
         raise LeanError(f"--format is strict or stock, found {format!r}")
     if family is not None and format != "stock":
         raise LeanError("--family chooses a class of transformers; it needs --format stock")
+    check_free(out, source)
+    from ..checkpoints.memory import give_back_freed_memory
+    from ..eliminate import eliminate_directory, parse_request
+
     request = parse_request(remove, layer, max_condition=max_condition, balance=not plain)
     settings = {"dtype": as_dtype(dtype), "stock": format == "stock", "family": family, "inputs": _inputs(source, text)}
     give_back_freed_memory()
@@ -143,7 +145,6 @@ def _inputs(source: Path, text: Path | None) -> "dict[str, Tensor] | None":
     from ..checkpoints.open import open_checkpoint
     from ..checkpoints.tokenizer import check_ids, framing, load_tokenizer
     from ..data import read_pieces
-    from ..errors import LeanError
 
     if text is None:
         return None

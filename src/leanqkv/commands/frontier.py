@@ -5,7 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ..environment import check_device, command_line
+from ..errors import LeanError
+from ..files import check_out, write_json
 from ..progress import continued_when_repeated, progress_bar
+from .convert import read_share
 from .options import SOURCE, console
 
 TOKENS, EVALUATED_TOKENS, SAMPLES = 12_288, 4096, 3
@@ -46,20 +50,19 @@ def frontier(
 
     leanqkv frontier hf/llama --budgets 84%,75% --calibrations 1 --evaluate book.txt --out runs/frontier
     """
+    check_out(out, "frontier", source)
+    shares = [read_share(part, "--budgets") for part in budgets.split(",")]
+    decoded = _contexts(contexts)
     import torch
 
     from ..checkpoints.open import open_causal_lm
     from ..convert.conversion import check_sequence_length
-    from ..environment import check_device, command_line
-    from ..files import check_place, write_json
     from ..frontier import PRECISIONS, candidates
     from ..frontier.measure import RECORD, Frontier
     from ..model.cache_kivi import BLOCK
     from ..report import frontier as pages
 
-    check_place(out, source)
     opened = open_causal_lm(source)
-    shares = [_share(part) for part in budgets.split(",")]
     length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
     found, refused = candidates(opened.config, opened.tensors, _kinds(kinds, shares))
@@ -74,7 +77,7 @@ def frontier(
     texts = _texts(source, opened.config.vocab_size, evaluate, calibration)
     taken = _samples(opened, calibration, calibrations, tokens, length)
     limit = opened.config.cached_positions
-    timed = [context for context in _contexts(contexts) if limit is None or context + 64 <= limit]
+    timed = [context for context in decoded if limit is None or context + 64 <= limit]
     with continued_when_repeated(), progress_bar("reading") as bar:
         measured = Frontier(
             opened,
@@ -99,15 +102,8 @@ def frontier(
     console.print(f"{page}, {out / RECORD}", highlight=False, soft_wrap=True)
 
 
-def _share(text: str, option: str = "--budgets") -> float:
-    from .convert import read_share
-
-    return read_share(text, option)
-
-
 def _kinds(text: str, shares: list[float]) -> dict[str, list[float]]:
     """Return the kinds of a list like "latents,separate-latents:84%", with the budgets of each."""
-    from ..errors import LeanError
     from ..frontier.points import FITTED_TO_SIZE, KINDS
     from ..model.registry import suggest
 
@@ -118,13 +114,11 @@ def _kinds(text: str, shares: list[float]) -> dict[str, list[float]]:
             raise LeanError(f"--kinds: there is no kind {kind!r}: {suggest(kind, KINDS[1:])}")
         if own and kind not in FITTED_TO_SIZE:
             raise LeanError(f"--kinds: {kind} takes no budget; {' and '.join(FITTED_TO_SIZE)} do")
-        kinds[kind] = [_share(share, f"the budget of {kind} in --kinds") for share in own] or shares
+        kinds[kind] = [read_share(share, f"the budget of {kind} in --kinds") for share in own] or shares
     return kinds
 
 
 def _contexts(text: str) -> list[int]:
-    from ..errors import LeanError
-
     if not all(part.strip().isdecimal() for part in text.split(",")):
         raise LeanError(f"--contexts is a list like 512,4096, or 0, found {text[:80]!r}")
     return [int(part) for part in text.split(",") if int(part)]

@@ -6,14 +6,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from ..environment import check_device
+from ..errors import LeanError
+from ..files import check_place, make_directory, write_json
 from ..progress import progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
-from .options import NAME_HELP, SOURCE, Device, console
+from .options import NAME_HELP, SOURCE, Device, as_dtype, console
 
 ENGINES = ("leanqkv", "vllm")
 
@@ -47,13 +51,11 @@ def generate(
 
     leanqkv generate runs/assistant --interactive --chat
     """
-    from ..checkpoints.open import load_model, open_causal_lm
-    from ..environment import check_device
-    from ..errors import LeanError
-    from ..inference import Decoder
-
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
+    from ..checkpoints.open import load_model, open_causal_lm
+    from ..inference import Decoder
+
     opened = open_causal_lm(directory)
     tokenizer = _tokenizer(directory, chat)
     model = load_model(opened).to(check_device(device))
@@ -85,7 +87,6 @@ def _tokenizer(directory: Path, chat: bool) -> Any:
         LeanError: there is none, or `chat` is true and its chat template is missing or cannot be applied.
     """
     from ..checkpoints.tokenizer import load_tokenizer
-    from ..errors import LeanError
     from ..inference.text import check_chat_template
 
     tokenizer = load_tokenizer(directory)
@@ -111,7 +112,6 @@ def _print_answer(
     import torch
 
     from ..data.tokenizer import encode_prompt
-    from ..errors import LeanError
     from ..inference.cache import token_bytes
     from ..inference.decoder import last_position, position_limit
     from ..inference.text import TextStream, check_tokens, encode_chat, end_tokens, render_chat
@@ -192,12 +192,6 @@ def serve(
 
     leanqkv serve runs/skipv1 --engine vllm -- --max-model-len 2048
     """
-    from importlib.util import find_spec
-
-    from ..environment import check_device
-    from ..errors import LeanError
-    from .options import as_dtype
-
     if engine not in ENGINES:
         raise LeanError(f"--engine is {' or '.join(ENGINES)}, found {engine!r}")
     if engine == "vllm":
@@ -220,7 +214,6 @@ def serve(
 
 def _serve_with_vllm(directory: Path, host: str, port: int, options: list[str], ours: dict[str, Any]) -> NoReturn:
     """Become vLLM's server."""
-    from ..errors import LeanError
     from ..inference.vllm_engine import vllm_command
 
     if given := next((name for name, value in ours.items() if value is not None), None):
@@ -245,20 +238,17 @@ def bench(
 
     leanqkv bench runs/baseline runs/skipv1 --out runs/bench
     """
-    from ..environment import check_device
-    from ..errors import LeanError
-    from ..files import check_place, make_directory, write_json
-    from ..inference.bench import DTYPES, bench_record
-    from ..report.bench import RECORD, table, write_page
-
     check_place(out, *map(Path, models))
     if out.exists() and any(out.iterdir()):
         raise LeanError(f"{out} is not empty and nothing is overwritten; choose another --out")
     if len(set(models)) < len(models):
         raise LeanError("a model is named twice; every model is measured once")
+    contexts, batches = _numbers(context, "--context", COUNT), _numbers(batch, "--batch", BATCH)
+    from ..inference.bench import DTYPES, bench_record
+    from ..report.bench import RECORD, table, write_page
+
     if dtype not in DTYPES:
         raise LeanError(f"--dtype is {' or '.join(DTYPES)}, found {dtype!r}")
-    contexts, batches = _numbers(context, "--context", COUNT), _numbers(batch, "--batch", BATCH)
     device = check_device(device)
     sizes = {"new_tokens": new_tokens, "rounds": rounds}
     with progress_bar("measuring") as bar:
@@ -270,8 +260,6 @@ def bench(
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:
-    from ..errors import LeanError
-
     parts = text.split(",")
     if not all(part.strip().isdecimal() and len(part) < 20 for part in parts):
         raise LeanError(f"{option} is positive numbers between commas, such as 1,8; found {text!r}")

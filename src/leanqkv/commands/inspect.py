@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import LeanError
 from ..progress import progress_bar
 from .options import NAME_HELP, console
 
@@ -31,7 +32,6 @@ def inspect(
     from ..checkpoints.open import open_checkpoint
     from ..checkpoints.tensors import finite
     from ..eliminate import audit
-    from ..errors import LeanError
     from ..inspect import condition_line, findings_table, layer_table, query_output_line, spectra_table, summary
     from ..presets import preset
 

@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
+from ..errors import LeanError
 from ..progress import console, progress_bar
 from .options import NAME_HELP, ContextLength, MicroBatchSize, RecipeOptions, option_groups, recipe_overrides
 
@@ -41,7 +43,6 @@ def plan_run(
     leanqkv plan-run llama-130m --flops 165e12 --memory 24 --devices 1
     """
     from .. import presets
-    from ..errors import LeanError
     from ..train.processes import check_shard
     from ..train.run_plan import plan_run as plan
     from ..train.tasks import check_context
@@ -77,7 +78,6 @@ def _device(name: str, flops: float | None, memory: float | None) -> "Accelerato
     Raises:
         LeanError: one that is not known.
     """
-    from ..errors import LeanError
     from ..train.run_plan import ACCELERATORS, Accelerator
 
     if name not in ACCELERATORS:
@@ -87,8 +87,6 @@ def _device(name: str, flops: float | None, memory: float | None) -> "Accelerato
 
 
 def _print(plans: "dict[str, RunPlan]", device: "Accelerator", devices: int, utilization: float) -> None:
-    from rich.table import Table
-
     title = f"{devices} devices of {device.flops / 1e12:,.0f} TFLOP/s and {device.memory / 1e9:,.0f} GB at "
     table = Table("", title=f"{title}{utilization:.0%} of their peak")
     for name in plans:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import LeanError
 from ..progress import console
 from .options import NAME_HELP, DataOptions, option_groups, prepare
 
@@ -22,7 +23,6 @@ def tokenize(
     leanqkv tokenize gpt2-355m --data fineweb-edu:sample-10BT --tokenizer gpt2 --workers 32
     """
     from .. import presets
-    from ..errors import LeanError
     from ..train.tasks import task_of
 
     configs = [presets.preset(name) for name in names]

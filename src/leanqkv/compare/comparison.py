@@ -13,7 +13,7 @@ import torch
 
 from ..environment import available_cores, check_device, default_device, hardware, place_of
 from ..errors import LeanError
-from ..files import check_place, make_directory, partial_name, write_json
+from ..files import check_out, make_directory, partial_name, write_json
 from ..presets import Recipe, preset
 from ..records import COMPARISON as PLAN
 from ..records import read_record
@@ -141,7 +141,7 @@ class _Directory:
         Raises:
             LeanError: `out` holds something else.
         """
-        check_place(out)
+        check_out(out, "comparison")
         self.out, self.comparison, self.data_sha256 = out, comparison, data_sha256
         wanted, file = self._plan(), out / COMPARISON
         if file.exists():
@@ -158,8 +158,6 @@ class _Directory:
                 shown = "; ".join(f"{key}: {there[key]} there, {asked[key]} asked" for key in different)
                 raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
             return
-        if out.exists() and any(out.iterdir()):
-            raise LeanError(f"{out} is not empty and not a comparison; choose another --out")
         self.content = wanted
 
     def begin(self, asked: Precision | None, device: str | None) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import finite
-from ..checkpoints.write import Progress, check_free, source_hashes, write_model
+from ..checkpoints.write import Progress, source_hashes, write_model
 from ..data import TokenData
 from ..environment import versions
 from ..errors import LeanError
-from ..files import locked, make_directory, remove, write_json
+from ..files import check_free, locked, make_directory, remove, write_json
 from ..model.config import LeanConfig
 from ..model.registry import suggest
 from .calibrated import Settings, calibrated

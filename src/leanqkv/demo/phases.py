@@ -19,7 +19,7 @@ from ..eliminate.elimination import CERTIFICATE
 from ..environment import record_header
 from ..errors import LeanError
 from ..evaluate import sequence_losses
-from ..files import check_place, make_directory, write_json
+from ..files import check_out, make_directory, write_json
 from ..inference import Decoder
 from ..model.cache import cache_bytes
 from ..ranges import check_fields
@@ -86,7 +86,7 @@ def claim(out: Path, settings: Settings, device: str) -> dict[str, Any]:
     Raises:
         LeanError: `out` holds something else, or a demo of other settings.
     """
-    check_place(out)
+    check_out(out, "demo")
     file = out / RECORD
     if file.exists():
         record = read_record(file, DEMO, "choose another --out")
@@ -97,8 +97,6 @@ def claim(out: Path, settings: Settings, device: str) -> dict[str, Any]:
                     f"{value!r} here. Choose another --out or delete it."
                 )
         return record
-    if out.exists() and any(out.iterdir()):
-        raise LeanError(f"{out} is not empty and not a demo. Choose another --out.")
     make_directory(out)
     record = {**record_header("demo", settings.comparison().title, device), "settings": asdict(settings)}
     write_json(file, record)

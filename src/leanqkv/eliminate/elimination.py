@@ -13,9 +13,9 @@ from ..checkpoints.card import CARD, card, origin
 from ..checkpoints.disabled_norms import norms_disabled
 from ..checkpoints.open import MODELS, open_checkpoint
 from ..checkpoints.tensors import finite, weights_hash
-from ..checkpoints.write import Progress, check_free, write_model
+from ..checkpoints.write import Progress, write_model
 from ..errors import LeanError
-from ..files import write_json, write_text
+from ..files import check_free, write_json, write_text
 from ..model.config import LeanConfig
 from .certify import certificate
 from .transform import MAX_CONDITION, Message, Request, no_message, parse_request, transform

@@ -19,7 +19,7 @@ from ..data import EvaluationText
 from ..environment import record_header, versions
 from ..errors import LeanError
 from ..evaluate import spread_windows
-from ..files import locked, make_directory, read_json, remove, write_json
+from ..files import check_out, locked, make_directory, read_json, remove, write_json
 from ..model.config import LeanConfig
 from ..records import NUMBER, read_record
 from .points import Candidate, Precision
@@ -83,8 +83,7 @@ class Frontier:
         Raises:
             LeanError: `out` holds something else.
         """
-        if self.out.is_dir() and any(self.out.iterdir()) and not (self.out / JOB).exists():
-            raise LeanError(f"{self.out} exists, is not empty and holds no frontier; choose another --out")
+        check_out(self.out, "frontier")
         make_directory(self.out / "points")
         with locked(self.out, "measuring"):
             if (self.out / JOB).exists() and read_json(self.out / JOB) != json.loads(json.dumps(self._job)):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.card import CARD
 from ..environment import hardware
 from ..errors import LeanError
-from ..files import LOCK, check_place, hash_files, locked, make_directory, read_json, remove, write_json, write_text
+from ..files import LOCK, check_out, hash_files, locked, make_directory, read_json, remove, write_json, write_text
 from ..records import BEGUN, FINISHED, read_record
 from ..records import RECORD as RUN_RECORD
 from .model_card import model_card
@@ -40,17 +40,6 @@ def only_here(out: Path) -> Iterator[None]:
         yield
 
 
-def check_out(out: Path, *sources: Path | None) -> None:
-    """Check that a run can be started or continued in `out`.
-
-    Raises:
-        LeanError: `out` cannot be a directory, lies in a source, or holds something that is not a run.
-    """
-    check_place(out, *sources)
-    if out.exists() and not (out / SPEC).exists() and any(not file.name.startswith(".") for file in out.iterdir()):
-        raise LeanError(f"{out} is not empty and not a run of leanqkv; choose another --out")
-
-
 def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
     """Write the specification to `out`, or compare it with the one there; return the record of a finished run.
 
@@ -58,7 +47,7 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
         LeanError: `out` holds another run, or something that is not a run.
     """
     if not (out / SPEC).exists():
-        check_out(out)
+        check_out(out, "run")
         make_directory(out)
         write_json(out / SPEC, spec.as_json())
         return None

@@ -1,0 +1,134 @@
+"""The texts of `leanqkv convert`, and the comparison of its result with the source."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..checkpoints.card import origin
+from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
+from ..convert.conversion import calibration_tokens
+from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
+from ..environment import command_line, free_memory, git_commit, hardware, versions
+from ..errors import LeanError
+from ..evaluate import paired_record, sequence_losses, spread_windows
+from ..progress import Bar, progress_bar, terminal
+
+EVALUATED_TOKENS = 16_384
+# The source's bits per byte are compared on so many tokens of the calibration text and of the evaluation text. Texts
+# that are further apart than this factor are of other kinds: another language, or code.
+COMPARED_TOKENS, DOMAIN_FACTOR = 4096, 1.5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The source, and the text on which it is compared with what becomes of it."""
+
+    source: Checkpoint
+    text: EvaluationText
+    tokens: int
+    length: int
+
+    def windows(self, tokens: int) -> list[tuple[int, int]]:
+        """Return windows with so many tokens to score."""
+        return spread_windows(len(self.text.tokens), self.length, max(1, tokens // self.length))
+
+    def evaluate(self, directory: Path, bar: Bar) -> dict[str, Any]:
+        """Return the comparison with the model in `directory`, for the report."""
+        bar.start("reading both models")
+        before, after = (load_model(opened, torch.float32) for opened in (self.source, open_causal_lm(directory)))
+        bar.start("comparing source and result, tokens")
+        return paired_record(before, after, self.text, self.windows(self.tokens), self.length, progress=bar)
+
+    def compare_domains(self, sample: np.ndarray, data: TokenData) -> float | None:
+        """Return the source's bits per byte of the calibration text; warn if the evaluation text is of another kind.
+
+        Args:
+            sample: [sequences, length], the calibration tokens; `data` is their text.
+
+        Returns:
+            None where one of the texts is known as tokens alone.
+        """
+        if data.bytes_per_token is None or self.text.bytes is None:
+            return None
+        windows, width = self.windows(COMPARED_TOKENS), sample.shape[1]
+        count = min(len(sample), max(1, COMPARED_TOKENS // width))
+        rows = sample[np.linspace(0, len(sample) - 1, count).astype(int)]
+        with progress_bar("comparing calibration and evaluation text"):
+            model = load_model(self.source, torch.float32)
+            calibration = sequence_losses(model, rows.reshape(-1), [i * width for i in range(len(rows))], width - 1, 1)
+            evaluation = sequence_losses(model, self.text.tokens, [at for at, _ in windows], windows[0][1], 1)
+        bytes_per_token = data.bytes_per_token, self.text.bytes / len(self.text.tokens)
+        first, second = (
+            losses.mean().item() / math.log(2) / size
+            for losses, size in zip((calibration, evaluation), bytes_per_token, strict=True)
+        )
+        # A mixture's kinds are its owner's choice.
+        if not data.parts and not 1 / DOMAIN_FACTOR <= first / second <= DOMAIN_FACTOR:
+            terminal.print(
+                f"warning: the calibration text takes the source {first:.2f} bits per byte, the evaluation text "
+                f"{second:.2f}, more than a factor of {DOMAIN_FACTOR} apart. They are of different kinds; calibrate on "
+                "text like what the model is for.",
+                highlight=False,
+                soft_wrap=True,
+            )
+        return first
+
+
+def read_evaluation(
+    source: Path, evaluate: str | None, tokens: int | None, length: int, calibration: str | None
+) -> Comparison | None:
+    """Return what is to be compared on the text `evaluate`, or None of no text.
+
+    Raises:
+        LeanError: no such text, too short, or read by the calibration too; or too little memory for both models.
+    """
+    if evaluate is None:
+        if tokens is not None:
+            raise LeanError("--evaluate-tokens goes with --evaluate FILE; leave it out")
+        return None
+    opened = open_causal_lm(source)
+    needed, free = 2 * 4 * opened.config.plan.count_parameters().total, free_memory("cpu")
+    if needed > free:
+        raise LeanError(
+            f"--evaluate holds source and result in float32: {needed / 1e9:,.1f} GB of memory, and "
+            f"{free / 1e9:,.1f} GB are free. Leave it out, and score both with leanqkv eval"
+        )
+    with progress_bar("reading the evaluation text") as bar:
+        split = unseen_split(evaluate, calibration)
+        text = evaluation_text(
+            evaluate,
+            tokenizer=source,
+            vocab_size=opened.config.vocab_size,
+            split=split,
+            progress=bar.describe,
+        )
+    if tokens is not None and tokens > (there := len(text.tokens) - 1):
+        raise LeanError(
+            f"--evaluate-tokens {tokens:,} are asked for, the {split} text of {evaluate} has {there:,}. Give more "
+            "text, or fewer tokens"
+        )
+    return Comparison(opened, text, tokens or EVALUATED_TOKENS, min(length, len(text.tokens) - 1))
+
+
+def about_conversion(source: Path, out: Path, device: str) -> dict[str, Any]:
+    """Return the report's entries on how it was made; no path of this machine."""
+    return {
+        "name": out.resolve().name,
+        **origin(source),
+        "command": command_line(),
+        "hardware": hardware(device),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def read_tokens(source: Checkpoint, text: str, tokens: int, length: int) -> tuple[np.ndarray, TokenData]:
+    """Return calibration tokens [sequences, length] of the tokenizer beside `source`, and their text."""
+    size, tokenizer = source.config.vocab_size, str(source.directory)
+    with progress_bar("reading the calibration text") as bar:
+        data = prepare_data(text, vocab_size=size, tokenizer=tokenizer, progress=bar.describe)
+    return calibration_tokens(data, source.config, tokens, length), data
