@@ -1,0 +1,166 @@
+"""Runs the tests against mutants of the package, one at a time, and records which test catches each.
+
+mutants.txt has a block of lines for each mutant: `room.name  file  tests`, the code that is replaced (`-`) and its
+replacement (`+`). The tests are files, the most specific first. matrix.json has the results. A mutant with a result is
+not run again, so the same command resumes an interrupted run.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MUTANTS, MATRIX = HERE / "mutants.txt", HERE / "matrix.json"
+COPIED = ("src", "tests", "experiments", "benchmarks", "plugins", "docs", "results")
+SECONDS = 600
+PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", "-m", "not exhaustive")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`original`, which `file` has exactly once, becomes `replacement`."""
+
+    name: str
+    file: str
+    tests: tuple[str, ...]
+    original: str
+    replacement: str
+
+    def apply(self, root: Path = ROOT) -> str:
+        """Return the content of the mutated file.
+
+        Raises:
+            ValueError: the original is not found exactly once.
+        """
+        content = (root / self.file).read_text(encoding="utf-8")
+        if (count := content.count(self.original)) != 1:
+            raise ValueError(f"{self.name}: its original is found {count} times in {self.file}")
+        return content.replace(self.original, self.replacement)
+
+
+def read_mutants() -> list[Mutant]:
+    """Return the mutants of mutants.txt, in its order."""
+    return [_parse(block) for block in MUTANTS.read_text(encoding="utf-8").strip().split("\n\n")]
+
+
+def _parse(block: str) -> Mutant:
+    (name, file, *tests), *lines = block.split("\n")[0].split(), *block.split("\n")[1:]
+    parts = ["\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+"]
+    original, replacement = (part if "\n" in part else part.strip() for part in parts)
+    return Mutant(name, f"src/leanqkv/{file}", tuple(f"tests/{test}.py" for test in tests), original, replacement)
+
+
+def read_matrix() -> dict[str, dict]:
+    """Return the results so far, by the mutant's name."""
+    return json.loads(MATRIX.read_text(encoding="utf-8")) if MATRIX.exists() else {}
+
+
+def record(name: str, result: dict | None) -> None:
+    """Add a result, or remove it; the file is read anew, since another run may have written to it."""
+    matrix = read_matrix() | {name: result}
+    kept = {name: entry for name, entry in sorted(matrix.items()) if entry is not None}
+    partial = MATRIX.with_suffix(f".{os.getpid()}")
+    partial.write_text("{\n" + ",\n".join(f" {json.dumps(n)}: {json.dumps(e)}" for n, e in kept.items()) + "\n}\n")
+    partial.replace(MATRIX)
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the tree, in which files may be changed."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        root = Path(directory)
+        for name in COPIED:
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        for file in ROOT.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, root / file.name)
+        yield root
+
+
+def first_failure(root: Path, tests: tuple[str, ...]) -> str | None:
+    """Return the first test that fails, or None where all pass."""
+    environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, *PYTEST, *tests]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"no end within {SECONDS} seconds"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with what the tests have started
+                process.wait()
+        output.seek(0)
+        printed = output.read()
+    if process.returncode == 0:
+        return None
+    if failed := re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - |$)", printed, re.MULTILINE):
+        return failed[1]
+    raise RuntimeError(f"pytest ended with {process.returncode} and names no test:\n{printed[-2000:]}")
+
+
+def run(mutants: list[Mutant]) -> None:
+    """Try each mutant; print and record what catches it."""
+    passing: set[str] = set()
+    with copied() as root:
+        for mutant in mutants:
+            started = time.perf_counter()
+            file = root / mutant.file
+            file.write_text(mutant.apply(), encoding="utf-8")
+            caught = first_failure(root, mutant.tests)
+            seconds = round(time.perf_counter() - started)
+            shutil.copyfile(ROOT / mutant.file, file)
+            if caught and "::" in caught and caught not in passing:
+                if first_failure(root, (caught,)) is not None:
+                    raise SystemExit(f"{caught} fails without a mutant too; mend it first")
+                passing.add(caught)
+            record(mutant.name, {"caught_by": caught, "seconds": seconds})
+            print(f"{mutant.name:36} {caught or 'SURVIVED':90} {seconds:5} s", flush=True)
+
+
+def main() -> None:
+    """Run the chosen mutants that have no result yet; exit with 1 if any is stale or survives."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="those whose name matches this regular expression")
+    parser.add_argument("--sample", type=int, help="so many of them, drawn at random")
+    parser.add_argument("--again", action="store_true", help="those with a result too")
+    chosen = parser.parse_args()
+    mutants = [mutant for mutant in read_mutants() if re.search(chosen.only, mutant.name)]
+    if chosen.sample is not None:
+        mutants = random.sample(mutants, min(chosen.sample, len(mutants)))
+    if chosen.again:
+        for mutant in mutants:
+            record(mutant.name, None)
+    stale = []
+    for mutant in mutants:
+        try:
+            mutant.apply()
+        except (ValueError, FileNotFoundError) as error:
+            stale.append(mutant)
+            print(f"stale: {error}")
+    done = read_matrix()
+    run([mutant for mutant in mutants if mutant not in stale and mutant.name not in done])
+    results = read_matrix()
+    survivors = [mutant.name for mutant in mutants if mutant not in stale and results[mutant.name]["caught_by"] is None]
+    print(f"{len(mutants)} mutants: {len(survivors)} survived, {len(stale)} stale", *survivors, sep="\n  ")
+    sys.exit(bool(stale or survivors))
+
+
+if __name__ == "__main__":
+    main()
