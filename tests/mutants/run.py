@@ -26,7 +26,8 @@ ROOT = HERE.parents[1]
 MUTANTS, MATRIX = HERE / "mutants.txt", HERE / "matrix.json"
 COPIED = ("src", "tests", "experiments", "benchmarks", "plugins", "docs", "results")
 SECONDS = 600
-PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", "-m", "not exhaustive")
+SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", "not exhaustive")
 
 
 @dataclass(frozen=True)
@@ -90,61 +91,74 @@ def copied() -> Iterator[Path]:
         yield root
 
 
-def first_failure(root: Path, tests: tuple[str, ...]) -> str | None:
-    """Return the first test that fails, or None where all pass."""
-    environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, *PYTEST, *tests]
+def failures(root: Path, *arguments: str, seconds: float | None = None) -> list[str]:
+    """Run pytest in `root`; return the tests that fail, or that there was no end."""
+    cache = root / "cache"  # a mutant must not leave data where others read it
+    environment = os.environ | {"PYTHONPATH": str(root / "src"), "XDG_CACHE_HOME": str(cache), **SETTINGS}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *PYTEST, *arguments],
+            cwd=root,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
-            process.wait(SECONDS)
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return f"no end within {SECONDS} seconds"
+            return [f"no end within {seconds} s"]
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with what the tests have started
                 process.wait()
+            shutil.rmtree(cache, ignore_errors=True)
         output.seek(0)
         printed = output.read()
-    if process.returncode == 0:
-        return None
-    if failed := re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - |$)", printed, re.MULTILINE):
-        return failed[1]
-    raise RuntimeError(f"pytest ended with {process.returncode} and names no test:\n{printed[-2000:]}")
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - |$)", printed, re.MULTILINE)
+    if bool(found) != bool(process.returncode):
+        raise RuntimeError(f"pytest ended with {process.returncode}, failing tests {found}:\n{printed[-2000:]}")
+    return found
 
 
 def run(mutants: list[Mutant]) -> None:
-    """Try each mutant; print and record what catches it."""
-    passing: set[str] = set()
+    """Try each mutant that has no result, record what catches it, and print all results."""
     with copied() as root:
         for mutant in mutants:
-            started = time.perf_counter()
-            file = root / mutant.file
-            file.write_text(mutant.apply(), encoding="utf-8")
-            caught = first_failure(root, mutant.tests)
-            seconds = round(time.perf_counter() - started)
-            shutil.copyfile(ROOT / mutant.file, file)
-            if caught and "::" in caught and caught not in passing:
-                if first_failure(root, (caught,)) is not None:
-                    raise SystemExit(f"{caught} fails without a mutant too; mend it first")
-                passing.add(caught)
-            record(mutant.name, {"caught_by": caught, "seconds": seconds})
-            print(f"{mutant.name:36} {caught or 'SURVIVED':90} {seconds:5} s", flush=True)
+            if (result := read_matrix().get(mutant.name)) is None:
+                started = time.perf_counter()
+                (root / mutant.file).write_text(mutant.apply(), encoding="utf-8")
+                caught = next(iter(failures(root, "-x", *mutant.tests, seconds=SECONDS)), None)
+                shutil.copyfile(ROOT / mutant.file, root / mutant.file)
+                result = {"caught_by": caught, "seconds": round(time.perf_counter() - started)}
+                record(mutant.name, result)
+            print(f"{mutant.name:32} {result['caught_by'] or 'SURVIVED':90} {result['seconds']:5} s", flush=True)
+        confirm(root, mutants)
+
+
+def confirm(root: Path, mutants: list[Mutant]) -> None:
+    """Forget the results that rest on a test that fails without a mutant too."""
+    matrix = read_matrix()
+    caught_by = {mutant.name: matrix[mutant.name]["caught_by"] or "" for mutant in mutants}
+    tests = sorted({test for test in caught_by.values() if "::" in test})
+    failing = failures(root, *tests) if tests else []
+    for name, test in caught_by.items():
+        if test in failing:
+            record(name, None)
+            print(f"{name}: {test} fails without the mutant too; mend it first")
 
 
 def main() -> None:
     """Run the chosen mutants that have no result yet; exit with 1 if any is stale or survives."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="those whose name matches this regular expression")
-    parser.add_argument("--sample", type=int, help="so many of them, drawn at random")
+    parser.add_argument("--sample", type=int, help="so many of them, drawn at random, run again")
     parser.add_argument("--again", action="store_true", help="those with a result too")
     chosen = parser.parse_args()
     mutants = [mutant for mutant in read_mutants() if re.search(chosen.only, mutant.name)]
     if chosen.sample is not None:
         mutants = random.sample(mutants, min(chosen.sample, len(mutants)))
-    if chosen.again:
+    if chosen.again or chosen.sample is not None:
         for mutant in mutants:
             record(mutant.name, None)
     stale = []
@@ -154,10 +168,10 @@ def main() -> None:
         except (ValueError, FileNotFoundError) as error:
             stale.append(mutant)
             print(f"stale: {error}")
-    done = read_matrix()
-    run([mutant for mutant in mutants if mutant not in stale and mutant.name not in done])
+    mutants = [mutant for mutant in mutants if mutant not in stale]
+    run(mutants)
     results = read_matrix()
-    survivors = [mutant.name for mutant in mutants if mutant not in stale and results[mutant.name]["caught_by"] is None]
+    survivors = [mutant.name for mutant in mutants if not results.get(mutant.name, {}).get("caught_by")]
     print(f"{len(mutants)} mutants: {len(survivors)} survived, {len(stale)} stale", *survivors, sep="\n  ")
     sys.exit(bool(stale or survivors))
 
