@@ -20,7 +20,7 @@ from transformers import (
 
 from leanqkv import LeanError, LeanForCausalLM
 from leanqkv.checkpoints.open import load_model, open_causal_lm
-from leanqkv.checkpoints.tokenizer import SAMPLE, framing, load_tokenizer
+from leanqkv.checkpoints.tokenizer import SAMPLE, check_ids, framing, load_tokenizer
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.data import IGNORED, collate, evaluation_text, prepare_data
 from leanqkv.data.tokenizer import encode_prompt
@@ -380,3 +380,10 @@ def test_tokens_that_never_occur_are_no_reason_to_refuse(tmp_path, texts, cli):
     assert code == 2 and f"document 1 of the text has token {size + 1}, 'image', and the model" in message
     with pytest.raises(LeanError, match=f"document 1 of the text has token {size + 1}, 'image'"):
         prepare_data(str(texts), vocab_size=size, tokenizer=model)
+
+
+def test_the_first_number_behind_the_vocabulary_is_refused(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path, bytes_form()))
+    check_ids([9, 4], 10, tokenizer, "the text")
+    with pytest.raises(LeanError, match=r"the text has token 10, .*, and the model's vocabulary ends at 9"):
+        check_ids([10, 4], 10, tokenizer, "the text")
