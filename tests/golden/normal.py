@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from leanqkv.environment import versions
 
 # Entries of records that differ from run to run, or from machine to machine.
-CHANGING = re.compile("seconds|tokens_per_second|^(time|hardware|versions|git_commit|lm_eval)$")
+CHANGING = re.compile("seconds|tokens_per_second|^(time|hardware|versions|git_commit|lm_eval|numpy)$")
 HASHED = {"tokenizer.json", ".npy", ".bin"}
 # Entries of records that are sizes of rounding errors.
 NOISE = {"max_abs", "relative", "kl", "distance", "explained"}
@@ -120,8 +120,8 @@ def written(value: Any, indent: str = "") -> str:
     if not isinstance(value, dict | list) or len(indent) + len(line) <= WIDTH:
         return line
     opening, closing = "{}" if isinstance(value, dict) else "[]"
-    items = [(f"{json.dumps(name)}: ", one) for name, one in value.items()] if isinstance(value, dict) else []
-    items = items or [("", one) for one in value]
+    named = {json.dumps(name, ensure_ascii=False): one for name, one in value.items()} if opening == "{" else {}
+    items = [(f"{name}: ", one) for name, one in named.items()] or [("", one) for one in value]
     lines = [f"{indent} {name}{written(one, indent + ' ')}" for name, one in items]
     return "\n".join((opening, ",\n".join(lines), indent + closing))
 
