@@ -4,6 +4,7 @@
 # make test-all   all of them: about 15
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
 # make mutants    the tests against faults put into the package, for hours: ONLY=model, SAMPLE=20, AGAIN=1
+# make golden     write tests/golden/golden.json anew: the results of every command that a change must keep
 # make test-hf    transformers' own tests on ten models of ours; CLONE is a clone of transformers at the installed version
 # make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in an environment of their own
 # make test-vllm-fast  a sample of them, without those that start processes
@@ -19,7 +20,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: setup demo real test test-all test-fast mutants test-hf test-vllm test-vllm-fast lint clean
+.PHONY: setup demo real test test-all test-fast test-hf test-vllm test-vllm-fast golden mutants lint clean
 
 setup: $(VENV)/ready
 
@@ -47,6 +48,10 @@ test-fast: setup
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(AGAIN),--again)
+
+golden: setup
+	OMP_NUM_THREADS=1 WRITE_GOLDEN=1 $(BIN)/python -m pytest tests/golden
+	git diff --stat tests/golden/golden.json
 
 # Their marks are registered by their own conftest.py, so --strict-markers is left out.
 test-hf: setup
