@@ -22,6 +22,8 @@ from leanqkv.compare.comparison import slug
 from leanqkv.environment import command_line, hardware, place_of, versions
 
 FILE = Path(__file__).with_name("golden.json")
+# For changes that are to keep everything; `make test-all` and `make golden` run them.
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module", autouse=True)
