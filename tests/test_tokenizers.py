@@ -306,9 +306,11 @@ def test_training_and_calibration_begin_every_sequence(form, model, texts):
     if begin == end:  # which is not written before the first text
         whole = whole[1:]
     assert tokens == whole[: len(tokens)]
-    batch = collate(data.train(), [0, 7, 30], LENGTH)
+    second = next((place for place, token in enumerate(tokens) if place > LENGTH and token == begin), 2 * LENGTH)
+    starts = [0, 7, second - 4]  # the last one has the beginning of a document within it
+    batch = collate(data.train(), starts, LENGTH)
     rows = (batch[name].tolist() for name in ("input_ids", "shift_labels"))
-    for start, inputs, labels in zip([0, 7, 30], *rows, strict=True):
+    for start, inputs, labels in zip(starts, *rows, strict=True):
         window = tokens[start : start + LENGTH + 1]
         assert inputs == (window[:-1] if begin is None else [begin, *window[1:-1]])
         unpredicted = begin is not None and begin != end
@@ -316,8 +318,8 @@ def test_training_and_calibration_begin_every_sequence(form, model, texts):
     calibration = calibration_tokens(data, open_causal_lm(model).config, 3 * LENGTH, LENGTH)
     assert begin is None or calibration[:, 0].tolist() == [begin] * 3
     loaded = load_model(open_causal_lm(model), torch.float64)
-    losses = sequence_losses(loaded, data.train(), [7], LENGTH, 1)
-    logits, targets = loaded(batch["input_ids"][1:2]).logits[0].float(), batch["shift_labels"][1]
+    losses = sequence_losses(loaded, data.train(), starts[2:], LENGTH, 1)
+    logits, targets = loaded(batch["input_ids"][2:]).logits[0].float(), batch["shift_labels"][2]
     expected = torch.nn.functional.cross_entropy(logits[targets != IGNORED], targets[targets != IGNORED])
     assert losses.item() == pytest.approx(expected.item(), rel=1e-5)
 
