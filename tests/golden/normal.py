@@ -87,13 +87,17 @@ def content(path: Path) -> Any:
 
 
 def without_decimals(value: Any) -> Any:
-    """Return results without numbers that are not whole, as measured ones are."""
+    """Return results without the numbers that can be measured ones: those that are not whole, or are large."""
     if isinstance(value, dict | list):
         names = value if isinstance(value, dict) else range(len(value))
         items = {name: without_decimals(value[name]) for name in names}
         return items if isinstance(value, dict) else list(items.values())
     return (
-        re.sub(r"\d[\d,]*\.\d+", "#", value) if isinstance(value, str) else "#" if isinstance(value, float) else value
+        re.sub(r"\d[\d,]*\.\d+|\b\d{3,}\b", "#", value)
+        if isinstance(value, str)
+        else "#"
+        if isinstance(value, float)
+        else value
     )
 
 
