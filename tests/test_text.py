@@ -77,6 +77,13 @@ def streamed(tokenizer, prompt, new, stops=()) -> str:
     return text + stream.finish()
 
 
+def test_the_first_of_several_stops_counts(tokenizer):
+    new = tokenizer("the lazy dog", add_special_tokens=False)["input_ids"]
+    whole = streamed(tokenizer, [], new)
+    for stops in (["dog", "lazy"], ["lazy", "dog"]):
+        assert streamed(tokenizer, [], new, stops) == whole[: whole.index("lazy")]
+
+
 def test_text_is_what_the_new_tokens_add_to_the_prompt(tokenizer):
     """At every place of a text, within a character too, except where a byte changes how those before it are written."""
     for text in TEXTS:

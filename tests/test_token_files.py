@@ -311,7 +311,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long_cases
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_processes_leave_none_behind(tmp_path, how):
