@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -279,7 +280,7 @@ Pieces = AsyncIterator[tuple[Choice, str, list[Score]]]
 
 
 @dataclass
-class Answer:
+class Answer(ABC):
     """The answer to a request on its way. Each endpoint has a subclass: how it reads prompts and writes answers."""
 
     id: str
@@ -293,9 +294,9 @@ class Answer:
     fields = dict[str, Rule]()
 
     @staticmethod
+    @abstractmethod
     def encode(body: dict[str, Any], reader: PromptReader) -> list[Tensor]:
         """Return the token ids of the prompts in a request."""
-        raise NotImplementedError
 
     @staticmethod
     def echoes(body: dict[str, Any], tokenizer: Any) -> list[str]:
@@ -307,13 +308,13 @@ class Answer:
         """Return for how many tokens of every position a logarithm of their probability is asked; None: for none."""
         return None
 
+    @abstractmethod
     async def whole(self, pieces: Pieces) -> dict[str, Any]:
         """Return the answer in one piece."""
-        raise NotImplementedError
 
+    @abstractmethod
     def events(self, pieces: Pieces) -> AsyncIterator[str]:
         """Yield the answer as server-sent events."""
-        raise NotImplementedError
 
     @property
     def lengths(self) -> tuple[int, int]:
