@@ -11,6 +11,7 @@ import psutil
 import pytest
 from corpus import SHAPE, write_corpus
 
+from leanqkv.cli import _as_options, app
 from leanqkv.train.trainer import Watch
 
 MODEL = f"tiny+skipv1{SHAPE}"
@@ -224,3 +225,12 @@ def test_prompts_beyond_the_positions_are_refused(cli, trained):
     code, _, err = cli("generate", str(trained), "--prompt", "the " * 20, "--max-new-tokens", "30")
     assert code == 2
     assert "--max-new-tokens can be" in err
+
+
+def test_parameters_that_the_library_names_are_shown_as_options(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["leanqkv", "convert", "model", "--to", "gqa"])
+    said = (
+        "`source` is a `to=gqa`; `sequence_length` or `choose=False`, `device`, but neither `nothing` nor `two words`"
+    )
+    shown = "SOURCE is a --to gqa; --sequence-length or --no-choose, --device, but neither `nothing` nor `two words`"
+    assert _as_options(said, app) == shown

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from tempfile import NamedTemporaryFile
 from textwrap import shorten
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -124,8 +124,10 @@ def run(app: typer.Typer) -> None:
         if isinstance(error, USAGE_ERROR) and type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # the help, which Typer gives where nothing is asked
             sys.exit(2)
-        message = _mendable(error)
-        _fail(_unforeseen(error) if message is None else message, 1 if message is None else _exit_code(error))
+        message = _user_message(error)
+        if message is None:
+            _fail(_unforeseen(error), 1)
+        _fail(_as_options(message, app), _exit_code(error))
 
 
 def _refuse_empty(arguments: list[str]) -> None:
@@ -140,7 +142,7 @@ def _exit_code(error: Exception) -> int:
     return error.exit_code if isinstance(error, LeanError) else 2
 
 
-def _mendable(error: Exception) -> str | None:
+def _user_message(error: Exception) -> str | None:
     """Return what a person should read about an error that they or their machine caused; None of any other."""
     if isinstance(error, USAGE_ERROR):
         command = error.ctx.command_path if error.ctx is not None else "leanqkv"
@@ -161,6 +163,26 @@ def _mendable(error: Exception) -> str | None:
     from .model.registry import ConfigError
 
     return str(error) if isinstance(error, ConfigError) else None
+
+
+def _as_options(message: str, app: typer.Typer) -> str:
+    """Replace parameters that the library names, `steps` or `to=gqa`, by the options of the command that is run."""
+    command: Any = get_command(app)
+    if (subcommands := getattr(command, "commands", None)) is not None:
+        command = next((subcommands[word] for word in sys.argv[1:] if word in subcommands), command)
+    parameters = {parameter.name: parameter for parameter in command.params}
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if (parameter := parameters.get(name)) is None:
+            return found[0]
+        if parameter.param_type_name == "argument":
+            return name.upper()
+        if value == "False":
+            return str(parameter.secondary_opts[0])
+        return f"{parameter.opts[0]} {value}" if value else str(parameter.opts[0])
+
+    return re.sub(r"`(\w+)(?:=([^\s`]+))?`", option, message)
 
 
 def _unforeseen(error: Exception) -> str:
@@ -188,7 +210,7 @@ def _shortened(line: str) -> str:
     return line if len(line) <= 1500 else f"{line[:1000]}…{line[-400:]}"
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     line = _shortened(" ".join(message.split()))
     # Neither a terminal's control characters nor bytes that are no text come from a message.
     printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

@@ -26,10 +26,10 @@ LOCK, PATIENCE = ".lock", 5.0  # seconds
 DEEPEST = 100
 # What goes on in a directory of its own: the file that tells, and what is said of another directory.
 JOBS = {
-    "run": ("run.json", "is not empty and not a run of leanqkv; choose another --out"),
-    "comparison": ("compare.json", "is not empty and not a comparison; choose another --out"),
-    "demo": ("demo.json", "is not empty and not a demo. Choose another --out."),
-    "frontier": ("job.json", "exists, is not empty and holds no frontier; choose another --out"),
+    "run": ("run.json", "is not empty and not a run of leanqkv; choose another `out`"),
+    "comparison": ("compare.json", "is not empty and not a comparison; choose another `out`"),
+    "demo": ("demo.json", "is not empty and not a demo. Choose another `out`."),
+    "frontier": ("job.json", "exists, is not empty and holds no frontier; choose another `out`"),
 }
 # Processes of several machines may write to one directory, and know only their own machine's process numbers.
 NODE = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:63] or "node"
@@ -141,7 +141,7 @@ def check_place(out: Path, *sources: Path | None) -> None:
     """
     shown = str(out) if len(str(out)) <= 80 else f"{str(out)[:77]}..."
     if out.name in ("", ".."):
-        raise LeanError(f"--out is the name of a directory, found {shown!r}; give it a name")
+        raise LeanError(f"`out` is the name of a directory, found {shown!r}; give it a name")
     # The second is the longest name that will be written beside it.
     for path in (out, partial_name(out)):
         try:
@@ -150,24 +150,24 @@ def check_place(out: Path, *sources: Path | None) -> None:
             pass
         except NotADirectoryError:
             above = next(parent for parent in out.parents if parent.exists() and not parent.is_dir())
-            raise LeanError(f"{shown} cannot be made: {above} is a file; choose another --out") from None
+            raise LeanError(f"{shown} cannot be made: {above} is a file; choose another `out`") from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise LeanError(f"{shown} cannot be made: {reason}; choose another --out") from None
+            raise LeanError(f"{shown} cannot be made: {reason}; choose another `out`") from None
     if os.path.lexists(out) and not out.is_dir():
         what = "is a file" if out.exists() else "is a link to nothing"
-        raise LeanError(f"{shown} {what}, and nothing is ever written over; choose another --out")
+        raise LeanError(f"{shown} {what}, and nothing is ever written over; choose another `out`")
     above_out = [parent for parent in Path(os.path.realpath(out)).parents if parent.exists()]
     for source in sources:
         if source is not None and is_directory(source) and any(parent.samefile(source) for parent in above_out):
-            raise LeanError(f"{shown} lies in {source}, which would change; choose an --out outside of it")
+            raise LeanError(f"{shown} lies in {source}, which would change; choose an `out` outside of it")
 
 
 def check_free(out: Path, *sources: Path) -> None:
     """Raise a LeanError if `out` is no new or empty directory, or in a source: nothing is ever written over."""
     check_place(out, *sources)
     if out.is_dir() and any(out.iterdir()):
-        raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another --out")
+        raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another `out`")
 
 
 def check_out(out: Path, job: str, *sources: Path | None) -> None:
