@@ -20,6 +20,7 @@ from ..environment import versions
 from ..errors import LeanError
 from ..files import LOCK, check_free, hash_files, locked, make_directory, read_json, remove, replacing, write_json
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
 from ..presets.edit import with_fields
 from .dense import with_norm_offset, written_out
 from .disabled_norms import disable_norms
@@ -74,7 +75,7 @@ def write_model(
         finish: writes more files into the directory, whose weights and configuration are complete.
     """
     stock_config: Any = None
-    shapes: Mapping[str, tuple[int, ...]] = config.plan.parameter_shapes
+    shapes: Mapping[str, tuple[int, ...]] = parameter_shapes(config)
     if stock:
         stock_config, tensors = as_stock(config, tensors, family)
         shapes = tensors.shapes
@@ -193,12 +194,8 @@ def source_hashes(source: Checkpoint) -> dict[str, str]:
 
 def save_config(config: LeanConfig, directory: Path) -> None:
     """Write config.json and the model's code, as `save_pretrained` does, without building the model."""
-    from transformers.dynamic_module_utils import custom_object_save
-
-    model = MODELS[config.task].__new__(MODELS[config.task])  # it is only asked for its class and its configuration
     config = type(config).from_dict(config.to_dict())
-    config.architectures = [type(model).__name__]
-    custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
+    config.architectures = [MODELS[config.task].__name__]
     config.save_pretrained(directory)
 
 

@@ -47,6 +47,7 @@ def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family:
     from ..checkpoints.open import open_checkpoint
     from ..checkpoints.tensors import finite
     from ..checkpoints.write import write_model
+    from ..model.shapes import count_parameters
 
     give_back_freed_memory()
     opened = open_checkpoint(source)
@@ -56,4 +57,4 @@ def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family:
         name = write_model(
             opened, out, config, tensors, stored, stock=stock, family=family, exact=dtype is None, progress=bar
         )
-    console.print(f"{out}: {name}, {config.plan.count_parameters().total:,} parameters", highlight=False)
+    console.print(f"{out}: {name}, {count_parameters(config).total:,} parameters", highlight=False)

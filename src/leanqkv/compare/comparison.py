@@ -14,6 +14,7 @@ import torch
 from ..environment import available_cores, check_device, default_device, hardware, place_of
 from ..errors import LeanError
 from ..files import check_out, make_directory, partial_name, write_json
+from ..model.shapes import count_parameters
 from ..presets import Recipe, preset
 from ..records import COMPARISON as PLAN
 from ..records import read_record
@@ -268,7 +269,7 @@ class _Directory:
         """
         device = check_device(device or default_device())
         models = [preset(entry.model) for entry in self.comparison.entries.values()]
-        largest = max(config.plan.count_parameters().total for config in models)
+        largest = max(count_parameters(config).total for config in models)
         workers = min(self.comparison.runs, jobs or default_jobs(device, largest))
         # Kept, because sums in another number of threads round differently: a run goes on as it began.
         threads = torch.get_num_threads()  # of all cores, or what OMP_NUM_THREADS says

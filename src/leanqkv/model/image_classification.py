@@ -10,7 +10,6 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from .config import LeanConfig
-from .moe import load_balancing_loss
 from .transformer import LeanModel, LeanPreTrainedModel, require_task
 
 
@@ -44,14 +43,9 @@ class LeanForImageClassification(LeanPreTrainedModel):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
-            if outputs.router_logits is not None:
-                balance = load_balancing_loss(self.config, outputs.router_logits, None)
-                loss = loss + (self.config.router_aux_loss_coef or 0.0) * balance
+            loss, _ = self.add_balance(loss, outputs.router_logits, None, labels, None)
             if (items := kwargs.get("num_items_in_batch")) is not None:
                 loss = loss * len(labels) / items  # a micro-batch's part of the mean over the whole batch
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-
-LeanForImageClassification.register_for_auto_class("AutoModelForImageClassification")
