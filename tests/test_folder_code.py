@@ -32,9 +32,9 @@ OTHERS: dict[str, tuple[LeanConfig, Any, int]] = {
     "latents": (tiny("llama", "latent-keys", "values-from-keys", "gqa"), LeanForCausalLM, 2),
     "latent and skipv1": (tiny("llama", "mla", "skipv1"), LeanForCausalLM, 3),
     "mlp-query in layer 0": (tiny("gpt", "mlp-query:layers=0"), LeanForCausalLM, 1),
-    "body": (tiny("gpt"), LeanModel, -1),
-    "encoder": (tiny("gpt", task="masked_lm"), LeanForMaskedLM, 0),
-    "images": (preset("vit-digits", num_hidden_layers=2), LeanForImageClassification, 1),
+    "body": (tiny("gpt"), LeanModel, -2),
+    "encoder": (tiny("gpt", task="masked_lm"), LeanForMaskedLM, -1),
+    "images": (preset("vit-digits", num_hidden_layers=2), LeanForImageClassification, 0),
 }
 
 

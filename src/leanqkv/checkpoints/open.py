@@ -164,7 +164,7 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """
     parameters, tensors = dict(model.named_parameters()), finite(tensors)
     with torch.no_grad():
-        for name in parameter_shapes(model.config):
+        for name in parameter_shapes(model.config):  # type: ignore[arg-type]
             stored = tensors[name]
             dtype = parameters[name].copy_(stored).dtype
             if torch.finfo(dtype).max < torch.finfo(stored.dtype).max and count_nonfinite(parameters[name]):

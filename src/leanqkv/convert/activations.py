@@ -122,7 +122,7 @@ class Layers:
 def recording(block: LeanBlock) -> Iterator[Recorder]:
     """Record the attention of a block."""
     recorder = Recorder()
-    block.self_attn.attend = recorder  # type: ignore[assignment]
+    block.self_attn.attend = recorder
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
         recorder.projected_key = output

@@ -14,19 +14,17 @@ from .cache import dynamic_cache
 from .cache_quantized import LeanQuantizedCache
 from .config import LeanConfig
 from .position import static_masks
-from .transformer import LeanModel, LeanPreTrainedModel, require_task
+from .transformer import LeanHeadModel
 
 
-class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
+class LeanForCausalLM(LeanHeadModel, GenerationMixin):
     """Decoder-only language model of any architecture a LeanConfig describes."""
 
+    builds = "causal_lm"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LeanConfig):
-        require_task(config, "causal_lm", type(self))
         super().__init__(config)
-        self.model = LeanModel(config)
-        self._initial_seed = self.model._initial_seed
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # Which tokens an expert gets is known only when it runs.
         self._can_compile_fullgraph = config.mlp_type != "moe"

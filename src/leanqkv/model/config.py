@@ -48,8 +48,9 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 # What numbers must be, in words and as a test; null is for the settings that may be left out.
 NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(SIZES, ("a whole number, at least 1", lambda number: type(number) is int and number >= 1)),
-    **dict.fromkeys(OPTIONAL_SIZES, ("a whole number, at least 1", lambda number: type(number) is int and number >= 1)),
+    **dict.fromkeys(
+        (*SIZES, *OPTIONAL_SIZES), ("a whole number, at least 1", lambda number: type(number) is int and number >= 1)
+    ),
     **dict.fromkeys(TOKENS, (f"from -1 to {LARGEST_SIZE:,}", lambda number: -1 <= number <= LARGEST_SIZE)),  # -1: none
     **dict.fromkeys(MULTIPLIERS, ("positive and finite", lambda number: 0 < number < inf)),
     **dict.fromkeys(
@@ -460,7 +461,7 @@ class LeanConfig(PreTrainedConfig):
         """As in transformers, with the code that loads the checkpoint: the files that this configuration needs."""
         classes = {"AutoConfig": "config.LeanConfig", **AUTO_CLASSES.get((self.architectures or [""])[0], {})}
         self.auto_map = {**(getattr(self, "auto_map", None) or {}), **classes}
-        if not Path(save_directory).is_file():  # which transformers refuses
+        if self._auto_class is None and not Path(save_directory).is_file():  # else transformers copies, or refuses
             self._save_code(Path(save_directory), {place.partition(".")[0] for place in classes.values()})
         super().save_pretrained(save_directory, *args, **kwargs)
 

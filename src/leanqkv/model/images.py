@@ -80,13 +80,7 @@ class Images:
         return PatchEmbedding(config)
 
     @staticmethod
-    def embed(
-        embedding: nn.Module,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        pixel_values: Tensor | None,
-        attention_mask: Tensor | None,
-    ) -> Tensor:
+    def embed(embedding: nn.Module, input_ids, inputs_embeds, pixel_values, attention_mask) -> Tensor:
         """[batch, 1 + patches, hidden_size], of pixels [batch, num_channels, image_size, image_size]."""
         if pixel_values is None or any(given is not None for given in (input_ids, inputs_embeds, attention_mask)):
             raise ValueError(

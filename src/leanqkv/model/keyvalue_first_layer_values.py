@@ -71,7 +71,7 @@ class FirstLayerValues(KeyValue):
         kept = n - shared
         if layer <= source:
             pools = layer == source and self.injection == "pooling" and shared > 0
-            derived = {"mixer": PooledHeads, "derived_value_heads": shared} if pools else {}
+            derived: dict[str, Any] = {"mixer": PooledHeads, "derived_value_heads": shared} if pools else {}
             return shared_layout(counts, layer, layer, **derived)
         own = heads(layer, 0, kept)
         if not self.inject:
@@ -82,8 +82,9 @@ class FirstLayerValues(KeyValue):
             keys = (*heads(layer, 0, kept_keys), *heads(source, kept_keys, counts.num_key_heads))
         elif self.middle_keys and layer > (middle := counts.num_layers // 2 - 1):
             keys = heads(middle, 0, counts.num_key_heads)
-        adds = {"mixer": AddedHeads, "mixed_with": source} if self.injection == "resformer" and kept > 0 else {}
-        return HeadLayout(counts.num_query_heads, keys, own + self._injected(layer, n, shared), **adds)
+        adds = self.injection == "resformer" and kept > 0
+        values, mixer = own + self._injected(layer, n, shared), AddedHeads if adds else None
+        return HeadLayout(counts.num_query_heads, keys, values, mixer, mixed_with=source if adds else None)
 
     def _injected(self, layer: int, n: int, shared: int) -> tuple[HeadSource, ...]:
         """The source layer's heads that `layer` attends with after its own."""

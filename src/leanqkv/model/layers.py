@@ -166,13 +166,7 @@ class Text:
         return ScaledEmbedding(*size, config.embedding_multiplier) if scaled else nn.Embedding(*size)
 
     @staticmethod
-    def embed(
-        embedding: nn.Module,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        pixel_values: Tensor | None,
-        attention_mask: Tensor | None,
-    ) -> Tensor:
+    def embed(embedding: nn.Module, input_ids, inputs_embeds, pixel_values, attention_mask) -> Tensor:
         """[batch, positions, hidden_size], of token ids or of embeddings that are given."""
         if pixel_values is not None:
             raise ValueError("pixel_values need a model of images; this one reads input_ids")

@@ -8,19 +8,17 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from .config import LeanConfig
-from .transformer import LeanModel, LeanPreTrainedModel, require_task
+from .transformer import LeanHeadModel
 
 
-class LeanForMaskedLM(LeanPreTrainedModel):
+class LeanForMaskedLM(LeanHeadModel):
     """Every real token sees every other; the head predicts the token at each position itself."""
 
+    builds = "masked_lm"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LeanConfig):
-        require_task(config, "masked_lm", type(self))
         super().__init__(config)
-        self.model = LeanModel(config)
-        self._initial_seed = self.model._initial_seed
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

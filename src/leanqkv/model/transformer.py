@@ -57,17 +57,7 @@ class LeanBlock(GradientCheckpointingLayer):
         config = self.config
         return make_norm(config, config.hidden_size) if config.norm_placement in placements else nn.Identity()
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        layer: LayerPlan,
-        attention_mask: Tensor | None = None,
-        position_embeddings: Rotations | None = None,
-        borrowed: dict[int, KeyValues] | None = None,
-        past_key_values: Cache | None = None,
-        mlp_hidden: Tensor | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, KeyValues, Tensor]:
+    def forward(self, hidden_states: Tensor, layer: LayerPlan, **kwargs) -> tuple[Tensor, KeyValues, Tensor]:
         """One layer; arguments as LeanAttention.forward.
 
         Returns:
@@ -75,16 +65,7 @@ class LeanBlock(GradientCheckpointingLayer):
             hands out beside its output (see layers.py).
         """
         normed = self.input_layernorm(hidden_states)
-        attended, _, key_values = self.self_attn(
-            normed,
-            layer,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            borrowed=borrowed,
-            past_key_values=past_key_values,
-            mlp_hidden=mlp_hidden,
-            **kwargs,
-        )
+        attended, _, key_values = self.self_attn(normed, layer, **kwargs)
         attended = self._scaled(self.attention_output_layernorm(attended))
         if self.config.block_type == "serial":
             hidden_states = hidden_states + attended if self.config.attention_skip else attended
@@ -355,9 +336,17 @@ def _tell_peft(model_type: str) -> None:
         known.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.setdefault(model_type, ["down_proj"])
 
 
-def require_task(config: LeanConfig, task: str, model: type) -> None:
-    """Refuse a configuration that another class builds."""
-    if config.task != task:
-        raise ConfigError(
-            f"{model.__name__} builds models of task {task!r}, found {config.task!r} in the configuration"
-        )
+class LeanHeadModel(LeanPreTrainedModel):
+    """A body with a head for `builds`, the task that the configuration must have."""
+
+    builds: str
+
+    def __init__(self, config: LeanConfig):
+        if config.task != self.builds:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name} builds models of task {self.builds!r}, found {config.task!r} in the configuration"
+            )
+        super().__init__(config)
+        self.model = LeanModel(config)
+        self._initial_seed = self.model._initial_seed
