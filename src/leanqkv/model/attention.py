@@ -125,7 +125,7 @@ class LeanAttention(Attention):
             hidden_states: [batch, positions, hidden_size], after the block's norm.
             layer: where the heads come from and what is cached.
             position_embeddings: rotary `(cos, sin)` by the name of their parameters, or None without RoPE.
-            attention_mask: as `masks.py` makes it for the attention implementation in use.
+            attention_mask: as `make_masks` makes it for the attention implementation in use.
             borrowed: keys and values of the earlier layers that this one borrows from.
             past_key_values: the cache; what this layer computes is appended to it.
             mlp_hidden: [batch, positions, intermediate_size], of the previous block, for `mlp-query`.

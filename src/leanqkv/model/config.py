@@ -87,6 +87,8 @@ _TRANSFORMERS_KEYS = {
     # Only models with experts have it: by its presence clients such as TRL know them.
     "output_router_logits",
 }
+# Keys that earlier checkpoints and records hold and that never decided the function: read over.
+_RETIRED_KEYS = ("fuse_projections",)
 # Passed along beside the keys of a file: other tools may have written some of them.
 _READ_FROM_FILE = "_read_from_file"
 
@@ -253,6 +255,8 @@ class LeanConfig(PreTrainedConfig):
 
     def _take_unknown(self, given: dict[str, Any]) -> dict[str, Any]:
         """Take the keys out of `given` that mean nothing here: refused, but for those of a file."""
+        for name in _RETIRED_KEYS:
+            given.pop(name, None)
         known, from_file = self._known_keys(), given.pop(_READ_FROM_FILE, False)
         unknown = {name: given.pop(name) for name in [*given] if name not in known}
         for name in unknown:

@@ -187,7 +187,7 @@ class BlockWeights:
     @property
     def key_columns(self) -> tuple[int, ...] | None:
         """Complex columns of the keys' latent, by frequency; None: there are none."""
-        return getattr(self.key, "columns", None)
+        return self.key.columns
 
     def build_mixer(self, config) -> Any:
         """Return the module that new values pass through before they are cached (see HeadLayout), or None."""

@@ -126,7 +126,7 @@ def _make_layers(config) -> list[LayerPlan]:
             attention_divisor=i + 1 if config.scale_attn_by_inverse_layer_idx else 1,
             caches=config.mask_type != "bidirectional",
         )
-        (_refuse_latent if latent else _refuse)(config, layer)
+        _refuse(config, layer)
         layers.append(layer)
     _refuse_across(config, layers)
     for layer in layers:  # a compiled forward pass cannot fill a cached_property (Python 3.11)
@@ -160,12 +160,18 @@ def _rope(config, layer: int, window: int | None) -> str | None:
 
 
 def _refuse(config, layer: LayerPlan) -> None:
-    for slot, mechanism, heads in (
-        ("query", layer.query, layer.num_query_heads),
-        ("key", layer.key, layer.computed_key_heads),
-        ("value", layer.value, layer.computed_value_heads),
-        ("output", layer.output, layer.num_query_heads),
+    """Refuse what one layer cannot have."""
+    if layer.latent is not None:
+        _refuse_latent(config, layer)
+    for slot, heads in (
+        ("query", layer.num_query_heads),
+        ("key", layer.computed_key_heads),
+        ("value", layer.computed_value_heads),
+        ("output", layer.num_query_heads),
     ):
+        if layer.latent is not None and slot in ("key", "value"):
+            continue
+        mechanism = getattr(layer, slot)
         if reason := mechanism.clash(config, heads):
             raise ConfigError(f"{slot} {mechanism.kind!r} in layer {layer.layer}: {reason}")
         named = {index for spec in getattr(config, slot) for index in spec.get("layers") or ()}
@@ -208,9 +214,6 @@ def _refuse_latent(config, layer: LayerPlan) -> None:
             "qk_norm cannot act with a latent (kv_lora_rank): it norms every head's key, and the keys are never made "
             "when decoding from the latent"
         )
-    for slot, mechanism in (("query", layer.query), ("output", layer.output)):
-        if reason := mechanism.clash(config, layer.num_query_heads):
-            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {layer.layer}: {reason}")
 
 
 def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:

@@ -38,6 +38,7 @@ class Projection(Mechanism):
     linear_in_first_layer = False
     reuses_keys = False  # a value that is the key
     reads_keys = False  # a value that is made of keys too
+    columns: tuple[int, ...] | None = None  # complex ones of a key's latent, by frequency
     attention = "heads"  # the attention that can compute it, in mechanisms.py
 
     def in_layer(self, config, num_heads: int, rope: str | None) -> "Projection":
