@@ -18,7 +18,18 @@ from transformers import PreTrainedConfig
 
 from ..environment import versions
 from ..errors import LeanError
-from ..files import LOCK, check_free, hash_files, locked, make_directory, read_json, remove, replacing, write_json
+from ..files import (
+    LOCK,
+    check_free,
+    hash_files,
+    is_locked,
+    locked,
+    make_directory,
+    read_json,
+    remove,
+    replacing,
+    write_json,
+)
 from ..model.config import LeanConfig
 from ..presets.edit import with_fields
 from .dense import with_norm_offset, written_out
@@ -160,6 +171,9 @@ def write_checkpoint(
         if out.exists():
             out.rmdir()  # empty, as checked
         partial.replace(out)
+    # What an interrupted conversion to `out` has left, which another command has now taken the place of.
+    if not is_locked(calibration := out.with_name(f".{out.name}.calibration")):
+        remove(calibration)
 
 
 def _whole_shards(partial: Path, job: Mapping[str, Any], sizes: Mapping[str, int]) -> set[str]:

@@ -5,12 +5,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import LeanError
+from ..files import check_apart
 from ..progress import console, progress_bar
 from ..ranges import check_options
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from ..model.config import LeanConfig
     from ..train.tasks import Data as PreparedData
 
+TEXTS = ("data", "calibration", "evaluate")  # options that name texts
 NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"
 
 SOURCE = (
@@ -236,12 +239,17 @@ def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
 
 
 def with_checked_numbers(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with every number among its options checked before anything else is done."""
+    """Return the command with every number among its options, and the place of its results, checked before it runs."""
     signature = inspect.signature(command)
 
     @wraps(command)
     def run(**values: Any) -> None:
         check_options(values)
+        if isinstance(values.get("out"), Path):
+            given = [values.get(name) or [] for name in TEXTS]
+            check_apart(
+                values["out"], *chain.from_iterable([text] if isinstance(text, str) else text for text in given)
+            )
         command(**values)
 
     run.__signature__ = signature  # type: ignore[attr-defined]

@@ -84,11 +84,12 @@ class Frontier:
             LeanError: `out` holds something else.
         """
         check_out(self.out, "frontier")
-        make_directory(self.out / "points")
+        make_directory(self.out)
         with locked(self.out, "measuring"):
             if (self.out / JOB).exists() and read_json(self.out / JOB) != json.loads(json.dumps(self._job)):
                 raise LeanError(f"{self.out} holds a frontier of another source, text or version; choose another --out")
             write_json(self.out / JOB, self._job)
+            make_directory(self.out / "points")
             for number in range(len(self.samples)):
                 self._measure_sample(number)
             remove(self.out / MODEL)
