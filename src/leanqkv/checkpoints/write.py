@@ -35,8 +35,9 @@ from ..presets.edit import with_fields
 from .dense import with_norm_offset, written_out
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors, norm_offset_of
-from .open import MODELS, Checkpoint
-from .tensors import WEIGHTS, LazyTensors
+from .memory import give_back_freed_memory
+from .open import MODELS, Checkpoint, open_checkpoint
+from .tensors import WEIGHTS, LazyTensors, finite
 from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer
 
 SHARD_BYTES = 2**30
@@ -59,6 +60,28 @@ def as_stock(
         config, tensors = with_norm_offset(config, tensors, norm_offset_of(config.norm_placement))
     chosen = choose_family(config, family)
     return chosen.to_stock(config), export_tensors(chosen, config, tensors)
+
+
+def rewrite(
+    source: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    stock: bool = False,
+    family: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[str, int]:
+    """Write a checkpoint as one of ours, or of a class of transformers; return its class's name and its parameters.
+
+    Args:
+        dtype: of the stored weights; None: as stored, and tensors that this would round are refused.
+        stock, family: as in `write_model`.
+    """
+    give_back_freed_memory()
+    opened = open_checkpoint(source)
+    config, tensors, stored = opened.config, finite(opened.tensors), dtype or opened.dtype
+    options: Any = {"stock": stock, "family": family, "exact": dtype is None, "progress": progress}
+    return write_model(opened, out, config, tensors, stored, **options), config.plan.count_parameters().total
 
 
 def write_model(
