@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import LeanError
-from ..files import check_out
+from ..job import check_out
 from .options import (
     NAME_HELP,
     ClusterOptions,
@@ -138,10 +138,10 @@ def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
 
 def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:
     """Run a comparison with a bar for every run; `options` are those of `run_comparison`."""
-    from ..compare.comparison import Job, Update, run_comparison
+    from ..compare.comparison import PlannedRun, Update, run_comparison
     from ..progress import training_display
 
-    def label(job: Job) -> str:
+    def label(job: PlannedRun) -> str:
         role = f" lr {job.spec.recipe.learning_rate:g}" if job.spec.role == "grid" else ""
         return f"{job.spec.name}{role} seed {job.spec.seed}"
 

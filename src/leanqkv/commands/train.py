@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..files import check_out
+from ..job import check_out
 from .options import (
     NAME_HELP,
     SOURCE,

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 
 from ..environment import available_cores, check_device, default_device, hardware, place_of
 from ..errors import LeanError
-from ..files import check_out, make_directory, partial_name, write_json
+from ..files import partial_name
+from ..job import Job
 from ..presets import Recipe, preset
 from ..records import COMPARISON as PLAN
-from ..records import read_record
 from ..train import (
     Precision,
     RunSpec,
@@ -30,7 +29,7 @@ from ..train.directory import RECORD
 from ..train.micro_batch import split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
-from .jobs import Job, Update, run_jobs
+from .jobs import PlannedRun, Update, run_jobs
 from .launch import Cluster, Launcher
 from .places import as_begun, to_train_here
 from .suite import Comparison, Entry, shortened
@@ -58,7 +57,7 @@ def run_comparison(
     jobs: int | None = None,
     cluster: Cluster | None = None,
     on_message: Callable[[str], None] = lambda text: None,
-    on_jobs: Callable[[Sequence[Job]], None] = lambda jobs: None,
+    on_jobs: Callable[[Sequence[PlannedRun]], None] = lambda jobs: None,
     on_update: Callable[[Update], None] = lambda update: None,
 ) -> None:
     """Train what is not trained yet; `out` then holds compare.json and one directory per run under runs/.
@@ -96,7 +95,7 @@ def run_comparison(
     chosen, workers = directory.settle(asked, "cpu" if elsewhere else device, jobs, on_message, of_cluster)
     threads, settings = directory.content["threads"], {"device": device, "batches": out / "batches"}
 
-    def train_all(todo: list[Job]) -> dict[Path, dict[str, Any]]:
+    def train_all(todo: list[PlannedRun]) -> dict[Path, dict[str, Any]]:
         on_jobs(todo)
         todo = sorted(todo, key=lambda job: not (job.out / RECORD).exists())  # first what is done
         if launcher is None:
@@ -130,7 +129,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", name)
 
 
-class _Directory:
+class _Directory(Job):
     """The directory of a comparison: compare.json, and under runs/ one directory per run."""
 
     def __init__(self, out: Path, comparison: Comparison, data_sha256: str):
@@ -141,24 +140,20 @@ class _Directory:
         Raises:
             LeanError: `out` holds something else.
         """
-        check_out(out, "comparison")
         self.out, self.comparison, self.data_sha256 = out, comparison, data_sha256
-        wanted, file = self._plan(), out / COMPARISON
-        if file.exists():
-            self.content = read_record(file, PLAN, f"choose another --out or delete {out}")
-            # A key that an earlier version did not write yet says nothing against it.
-            compared = wanted.keys() & self.content.keys() - {"command", "title", "notes"}
-            different = [key for key in wanted if key in compared and self.content[key] != wanted[key]]
-            if different and _has_grown(different, self.content, wanted):
-                self.content |= {key: wanted[key] for key in (*different, "command", "title", "notes")}
-            elif different:
-                there, asked = (
-                    {key: shorten(str(plan[key]), 80) for key in different} for plan in (self.content, wanted)
-                )
-                shown = "; ".join(f"{key}: {there[key]} there, {asked[key]} asked" for key in different)
-                raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
-            return
-        self.content = wanted
+        super().__init__(out, self._plan(), COMPARISON)
+        again = f"choose another `out` or delete {out}"
+        self.claim("comparison", PLAN, again, ignored=("command", "title", "notes"), grows=self._grows)
+
+    def _grows(self, different: Sequence[str], there: Mapping[str, Any]) -> bool:
+        """Whether this plan has all of the one there, and models or seeds besides."""
+        return (
+            {*different} <= {*GROWING}
+            and len(there["groups"]) == len(self.spec["groups"])
+            and all(own == more[: len(own)] for own, more in zip(there["groups"], self.spec["groups"], strict=True))
+            and there["entries"].items() <= self.spec["entries"].items()
+            and {*there["seeds"]} <= {*self.spec["seeds"]}
+        )
 
     def begin(self, asked: Precision | None, device: str | None) -> None:
         """Write the plan, unless a run of it could not be made.
@@ -171,7 +166,6 @@ class _Directory:
         self._check_micro_batch()
         if (begun := self._begun(device)) is not None:
             self._refuse_another(asked, begun)
-        make_directory(self.out)
         self.write()
 
     def _check_runs(self, precision: Precision) -> None:
@@ -204,9 +198,8 @@ class _Directory:
     def _begun(self, device: str | None) -> Precision | None:
         """Return the precision that an earlier start settled for this machine; of None: for those of a cluster."""
         here = self.content.get("cluster_hardware") if device is None else self.hardware(device)
-        by_place = self.content.get("places")
-        record = self.content.get("precision") if by_place is None else here and by_place.get(place_of(here))
-        return None if record is None else parse_precision(record["choice"])
+        record = here and self.content.get("places", {}).get(place_of(here))
+        return parse_precision(record["choice"]) if record else None
 
     def _refuse_another(self, asked: Precision | None, begun: Precision) -> None:
         if asked is not None and asked != begun:
@@ -238,16 +231,9 @@ class _Directory:
         steps = self.comparison.grid_steps
         return grid if steps is None else {**grid, "steps": steps}
 
-    def write(self, **changes: Any) -> None:
-        self.content |= changes
-        write_json(self.out / COMPARISON, self.content)
-
     def is_settled(self, device: str | None) -> bool:
         """Whether `settle` has nothing to choose on this machine; of None: on those of a cluster."""
-        if "places" not in self.content:
-            return "precision" in self.content  # an earlier version's holds everywhere
-        here = self.content.get("cluster_hardware") if device is None else self.hardware(device)
-        return here is not None and place_of(here) in self.content["places"]
+        return self._begun(device) is not None
 
     def hardware(self, device: str | None) -> dict[str, Any]:
         """Return this machine as records name it, with the threads that the comparison's runs have."""
@@ -282,14 +268,11 @@ class _Directory:
     def _settle_micro_batch(
         self, asked: Precision | None, device: str, workers: int, on_message: Callable[[str], None]
     ) -> None:
-        """Set the micro-batch of every run: the one asked for, else the one begun with, else what fits for every model.
-
-        Runs that an earlier version began without one take whole batches.
-        """
+        """Set the micro-batch of every run: the one asked for, else the one begun with, else what fits every model."""
         comparison, context_length = self.comparison, self.comparison.context_length
         if comparison.micro_batch_size is not None:
             return
-        if "chosen_micro_batch_size" not in self.content and "precision" not in self.content:
+        if "chosen_micro_batch_size" not in self.content:
             assert context_length is not None
             recipes = {label: entry.full_recipe(comparison.recipe) for label, entry in comparison.entries.items()}
             steps = [
@@ -299,17 +282,14 @@ class _Directory:
             chosen = choose_micro_batch(steps, free_memory(device) // workers)
             on_message(str(chosen))
             self.write(chosen_micro_batch_size=chosen.size)
-        chosen_size = self.content.get("chosen_micro_batch_size")
-        self.comparison = replace(comparison, micro_batch_size=chosen_size)
+        self.comparison = replace(comparison, micro_batch_size=self.content["chosen_micro_batch_size"])
 
     def _settle_precision(
         self, asked: Precision | None, device: str, place: str, on_message: Callable[[str], None]
     ) -> Precision:
         """Return the precision of runs at a place: the one begun in, else the one asked for, else the fastest."""
         by_place = self.content.get("places", {})
-        earlier = "precision" in self.content and not by_place  # an earlier version's holds everywhere
-        record = self.content["precision"] if earlier else by_place.get(place)
-        if record is None:
+        if (record := by_place.get(place)) is None:
             baseline = next(iter(self.comparison.entries.values()))
             recipe, context_length = baseline.full_recipe(self.comparison.recipe), self.comparison.context_length
             assert context_length is not None
@@ -326,11 +306,10 @@ class _Directory:
         if begun is None:
             raise LeanError(f"{self.out / COMPARISON} names no precision that was chosen, found {record['choice']!r}")
         self._refuse_another(asked, begun)
-        if not earlier:
-            self.write(precision=record, places=by_place | {place: record})
+        self.write(precision=record, places=by_place | {place: record})
         return replace(begun, timings=record["milliseconds_per_step"])
 
-    def job(self, label: str, seed: int, learning_rate: float, role: str, precision: Precision) -> Job:
+    def job(self, label: str, seed: int, learning_rate: float, role: str, precision: Precision) -> PlannedRun:
         entry = self.comparison.entries[label]
         overrides = {**self.comparison.recipe, "learning_rate": learning_rate}
         if role == "grid" and self.comparison.grid_steps is not None:
@@ -347,20 +326,7 @@ class _Directory:
             role=role,
         )
         out = self.out / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}"
-        return Job(spec, out)
-
-
-def _has_grown(different: Sequence[str], there: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a plan that differs from the one there has all of it, and models or seeds besides."""
-    if not {*different} <= {*GROWING} or not {*GROWING} <= there.keys():
-        return False
-    groups = zip(there["groups"], wanted["groups"], strict=False)
-    return (
-        len(there["groups"]) == len(wanted["groups"])
-        and all(own == more[: len(own)] for own, more in groups)
-        and there["entries"].items() <= wanted["entries"].items()
-        and {*there["seeds"]} <= {*wanted["seeds"]}
-    )
+        return PlannedRun(spec, out)
 
 
 def _settled(
@@ -373,7 +339,7 @@ def _settled(
     return directory
 
 
-def _best_rates(grid: Sequence[Job], records: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
+def _best_rates(grid: Sequence[PlannedRun], records: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
     """Return each architecture's learning rate of lowest validation loss."""
     losses: dict[str, dict[float, float]] = {job.spec.name: {} for job in grid}
     for job in grid:

@@ -198,7 +198,7 @@ def batch_plan(directory: Path, make: Callable[..., BatchPlan] = make_batch_plan
             "-{evaluation_sequences}-of-{validation_tokens}"
         )
     file = directory / f"{stem.format(**sizes)}.json"
-    remove_leftovers(directory, file.name)  # another process may have made it while one that was killed was writing
+    remove_leftovers(file)  # another process may have made it while one that was killed was writing
     plan = make(**sizes)
     if not file.exists():
         make_directory(directory)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..compat import dataset_fingerprint
 from ..errors import LeanError, first_line
 from ..files import looks_like_path
-from .cache import made_once
+from .cache import cached_directory
 
 FORMAT = 1
 DIGITS = "digits"
@@ -108,7 +108,7 @@ def prepare_images(source: str | None = None, *, progress: Progress = lambda doi
             **_write(directory, source, train, test, image, label, progress),
         }
 
-    about = made_once("images", f"{FORMAT}\0{key}", fill)
+    about = cached_directory("images", f"{FORMAT}\0{key}", fill)
     return ImageData(**{**about, "labels": tuple(about["labels"])})
 
 

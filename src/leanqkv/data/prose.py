@@ -14,7 +14,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from .cache import made_once
+from .cache import cached_directory
 
 FORMAT = 1
 # Packages that leanqkv needs, so that every machine has them, by their import names and the names they install under.
@@ -63,7 +63,7 @@ def prose() -> dict[str, Any]:
                 size += len(encoded)
         return {"bytes": size, "sha256": digest.hexdigest()}
 
-    made = made_once("prose", content, fill)
+    made = cached_directory("prose", content, fill)
     return {**made, "file": made["directory"] / "prose.jsonl"}
 
 
