@@ -99,11 +99,6 @@ CACHED = {
         **dict.fromkeys(("train_shards", "validation_shards"), SHARDS),
         "parts?": [dict],
     },
-    "images": {
-        **dict.fromkeys(("description", "sha256"), str),
-        **dict.fromkeys(("train_images", "test_images", "channels", "height", "width"), COUNT),
-        "labels": [str],
-    },
     "prose": {"bytes": WHOLE, "sha256": str},
     "tokenizer": {},
 }

@@ -12,6 +12,7 @@ import typer
 
 from ..errors import LeanError
 from ..job import check_out
+from . import options
 from .options import (
     NAME_HELP,
     ClusterOptions,
@@ -91,8 +92,6 @@ def compare(
 
     leanqkv compare --suite kv-sharing --scale small --seeds 3 --out runs/kv-sharing
 
-    leanqkv compare vit-digits vit-digits+skipv1 --data digits --out runs/images
-
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
 
     leanqkv compare gpt2-124m gpt2-124m+skipv1 --launcher submitit --partition gpu --out runs/gpt2
@@ -115,7 +114,7 @@ def compare(
         context_length=context_length,
         micro_batch_size=micro_batch_size,
         evaluate_every=evaluate_every or chosen.evaluate_every,
-        command=shlex.join(["leanqkv", *sys.argv[1:]]),
+        command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
     )
     prepared = _prepare(comparison, data)
     sequences = evaluation_sequences or prepared.evaluation_size(chosen.evaluation_sequences)
@@ -128,12 +127,9 @@ def compare(
 
 def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
     """The data of the command line, or else the comparison's own."""
-    from ..presets import preset
-
     if options.data is None:
         options = replace(options, data=comparison.data, tokenizer=options.tokenizer or comparison.tokenizer)
-    configs = [preset(entry.model) for entry in comparison.entries.values()]
-    return prepare(options, configs)
+    return prepare(options, [*comparison.configs.values()])
 
 
 def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:
