@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..train.tasks import Data as PreparedData
 
 TEXTS = ("data", "calibration", "evaluate")  # options that name texts
+PROGRAM = "leanqkv"  # as records name the command that made them
 NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"
 
 SOURCE = (
@@ -38,8 +39,7 @@ Data = Annotated[
     typer.Option(
         help="Text, JSONL or Parquet file or folder, nanoGPT's or Megatron's .bin, stdlib, prose (English, of "
         "docstrings), a Hugging Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this "
-        "Python's standard library. For a model of images: digits (the default), cifar10, cifar100, or a folder or "
-        "dataset of images with class labels.",
+        "Python's standard library.",
         show_default=False,
     ),
 ]
@@ -51,11 +51,11 @@ TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datase
 MaxDocuments = Annotated[int | None, typer.Option(help="Read no more documents than that.")]
 Workers = Annotated[int, typer.Option(help="Processes that tokenize a text on first use. One uses some cores, too.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the warm-up scales along.")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences or images per step, over all processes.")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences per step, over all processes.")]
 MicroBatchSize = Annotated[
     int | None,
     typer.Option(
-        help="Sequences or images a process takes at a time; the rest is accumulated. Default: what fits in memory.",
+        help="Sequences a process takes at a time; the rest is accumulated. Default: what fits in memory.",
         show_default=False,
     ),
 ]
@@ -116,7 +116,7 @@ class RunOptions:
     evaluation_sequences: Annotated[
         int | None,
         typer.Option(
-            help="Validation sequences, the same each time. Default: 128; of images the whole test split.",
+            help="Validation sequences, the same each time. Default: 128.",
             show_default=False,
         ),
     ] = None
