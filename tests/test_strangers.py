@@ -148,7 +148,7 @@ def test_a_directory_that_was_just_claimed_is_gone_on_with(folder, cli):
     command = "frontier model --kinds latents --budgets 75% --calibrations 1 --tokens 640 --sequence-length 32"
     command += " --calibration text.txt --evaluate text.txt --evaluate-tokens 64 --contexts 16 --out o"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leanqkv.frontier.measure.write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("leanqkv.job.write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert cli(*command.split())[0] == 130
     assert not [file for file in Path("o").iterdir() if not file.name.startswith(".")]
     code, _, err = cli(*command.split())
