@@ -2,6 +2,7 @@
 
 import pytest
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import preset
 from leanqkv.model.shapes import count_parameters
 from leanqkv.presets import recipe

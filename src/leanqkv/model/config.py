@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -221,6 +222,9 @@ class LeanConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name} {value!r} is not known: {suggest(str(value), choices)}")
+        dtype = getattr(self, "dtype", None)
+        if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ConfigError(f"dtype {dtype!r} is not known; say float32, bfloat16 or float16")
         TASKS[self.task].check(self, kwargs.get("num_labels"))
         self._check_numbers()
         if self.num_key_value_heads is None:
