@@ -245,7 +245,8 @@ def bench(
         raise LeanError("a model is named twice; every model is measured once")
     contexts, batches = _numbers(context, "--context", COUNT), _numbers(batch, "--batch", BATCH)
     from ..inference.bench import DTYPES, bench_record
-    from ..report.bench import RECORD, table, write_page
+    from ..report.bench import KIND
+    from ..report.page import written
 
     if dtype not in DTYPES:
         raise LeanError(f"--dtype is {' or '.join(DTYPES)}, found {dtype!r}")
@@ -254,9 +255,10 @@ def bench(
     with progress_bar("measuring") as bar:
         record = bench_record(models, contexts, batches, **sizes, dtype=dtype, device=device, progress=bar.show)
     make_directory(out)
-    write_json(out / RECORD, record)
-    console.print(table(record))
-    console.print(f"report: {write_page(out)}", highlight=False, soft_wrap=True)
+    write_json(out / KIND.file, record)
+    page = KIND.write(out)
+    console.print(KIND.terminal(record))
+    console.print(written(page), highlight=False, soft_wrap=True)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

@@ -1,6 +1,6 @@
 """The figures of an analysis."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,9 +69,9 @@ def _spectrum(groups: Sequence[Architecture], matrix: str) -> Figure:
 
 
 def _head_map(record: Record, score: str, title: str) -> Figure:
-    scores = {label: model["heads"][score] for label, model in record["models"].items()}
     blocks = {}
-    for label, rows in scores.items():
+    for label, model in record["models"].items():
+        rows = model["heads"][score]
         blocks[label] = np.full((len(rows), max(map(len, rows))), np.nan)  # layers may differ in their number of heads
         for layer, row in enumerate(rows):
             blocks[label][layer, : len(row)] = row
@@ -79,9 +79,8 @@ def _head_map(record: Record, score: str, title: str) -> Figure:
     return caption, heat_map(f"map-{title}", blocks, "heads", "layer", f"{title} score", caption)
 
 
-def _similarity_maps(group: Architecture, place: int) -> list[Figure]:
+def _similarity_maps(group: Architecture, place: int) -> Iterator[Figure]:
     """Heads of the first model, since those of two seeds have nothing to do with each other; tokens of all models."""
-    figures = []
     for name, models, side, what in (
         ("heads", [group.first], "head", "heads before W_O, of its first model"),
         ("contributions", [group.first], "head", "heads after W_O, of its first model"),
@@ -90,6 +89,4 @@ def _similarity_maps(group: Architecture, place: int) -> list[Figure]:
         maps = np.mean([[layer["map"] for layer in model["similarity"][name]] for model in models], axis=0)
         blocks = {f"layer {layer}": block for layer, block in enumerate(maps)}
         caption = f"{group.name}: cosine similarity of {what}, layer by layer."
-        drawing = heat_map(f"map-{name}{place}", blocks, f"{side}, by layer", side, "cosine similarity", caption)
-        figures.append((caption, drawing))
-    return figures
+        yield caption, heat_map(f"map-{name}{place}", blocks, f"{side}, by layer", side, "cosine similarity", caption)

@@ -1,8 +1,8 @@
 """How numbers, lists and tables are written."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 
 import numpy as np
@@ -17,12 +17,16 @@ ABSENT = "–"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text, with a note below it. The first column holds names; a cell's further lines are remarks on it."""
+    """A table of text, with a note below it. The first column holds names; a cell's further lines are remarks on it.
+
+    remarks: on a page, by name, what stands below a row's second cell: its class and its words.
+    """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
     note: str = ""
+    remarks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def markdown(self) -> str:
         """Return the table for GitHub, without title and note; cells are Markdown, but for line breaks and bars."""
