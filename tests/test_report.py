@@ -239,7 +239,7 @@ def test_what_weakens_a_comparison_is_said_beside_its_table(finished: Path, tmp_
 def test_the_last_differences_of_the_figure_are_those_of_the_table(finished: Path, monkeypatch: Any) -> None:
     drawn: list[figures.Series] = []
 
-    def keep(series: list[figures.Series], measure: Any) -> figures.Drawing:
+    def keep(name: str, series: list[figures.Series], measure: Any) -> figures.Drawing:
         drawn.extend(series)
         return figures.Drawing("", "")
 

@@ -25,7 +25,9 @@ def drawings(record: Record) -> list[Figure]:
     return figures + [figure for place, group in enumerate(groups) for figure in _similarity_maps(group, place)]
 
 
-def _lines(groups: Sequence[Architecture], curves: Callable[[Model], list[Curve]], caption: str, **axes: Any) -> Figure:
+def _lines(
+    name: str, groups: Sequence[Architecture], curves: Callable[[Model], list[Curve]], caption: str, **axes: Any
+) -> Figure:
     """Mean and range of every architecture's curves, of which points without a value are left out."""
     series = []
     for style, group in enumerate(groups):
@@ -33,13 +35,13 @@ def _lines(groups: Sequence[Architecture], curves: Callable[[Model], list[Curve]
         known = [{at: value for at, value in curve.items() if value is not None} for curve in drawn]
         if points := average(dict(enumerate(known))):
             series.append(Series(group.name, style, points))
-    return caption, measured_lines(series=series, description=caption, **axes)
+    return caption, measured_lines(name, series=series, description=caption, **axes)
 
 
 def _by_layer(groups: Sequence[Architecture], measure: Measure) -> Figure:
     caption = f"{measure.title}, by layer; mean and range over seeds."
-    axes = {"name": measure.name, "across": "layer", "up": measure.unit, "from_zero": False}
-    return _lines(groups, lambda model: [dict(enumerate(measure.of(model)))], caption, **axes)
+    axes = {"across": "layer", "up": measure.unit, "from_zero": False}
+    return _lines(measure.name, groups, lambda model: [dict(enumerate(measure.of(model)))], caption, **axes)
 
 
 def _over_training(groups: Sequence[Architecture], measure: Measure) -> Figure:
@@ -49,8 +51,8 @@ def _over_training(groups: Sequence[Architecture], measure: Measure) -> Figure:
         return [{stage["step"]: measure.mean(stage) for stage in model["training"]}]
 
     caption = f"{measure.title}, over training; mean over layers, mean and range over seeds."
-    axes = {"name": f"{measure.name}-training", "across": "step", "up": measure.unit, "from_zero": False}
-    return _lines(groups, curves, caption, **axes)
+    axes = {"across": "step", "up": measure.unit, "from_zero": False}
+    return _lines(f"{measure.name}-training", groups, curves, caption, **axes)
 
 
 def _spectrum(groups: Sequence[Architecture], matrix: str) -> Figure:
@@ -65,7 +67,7 @@ def _spectrum(groups: Sequence[Architecture], matrix: str) -> Figure:
         ]
 
     caption = f"Singular values of {matrix} over the largest; mean and range over layers and seeds."
-    return _lines(groups, curves, caption, name=f"spectrum-{matrix}", across="rank, %", up="σ / σ₁")
+    return _lines(f"spectrum-{matrix}", groups, curves, caption, across="rank, %", up="σ / σ₁")
 
 
 def _head_map(record: Record, score: str, title: str) -> Figure:

@@ -62,7 +62,7 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
     measure, results = comparison.measure, comparison.results
     if series := [*_training_curves(comparison)]:
         name, per_step = measure.name, {run.recipe["batch_size"] * run.context_length for run in comparison.finals}
-        drawing = figures.curves(series, measure, per_step.pop() if len(per_step) == 1 else None)
+        drawing = figures.curves("loss", series, measure, per_step.pop() if len(per_step) == 1 else None)
         title = f"{name[0].upper()}{name[1:]} during training"
         yield Figure(drawing, f"Lines are means over seeds.{figures.edge_note(series)}", title)
     # Of losses alone: an accuracy begins near zero for every model.
@@ -72,7 +72,7 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
     if series := [figures.Series(name, styles[name], points) for name, points in curves.items() if points]:
         pairs = {name: len(own.keys() & others.keys()) for name, (own, others) in compared.items()}
         yield Figure(
-            figures.difference_curves(series, measure),
+            figures.difference_curves("difference", series, measure),
             "Validation loss minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
             f"zero is better. {_intervals(comparison, pairs, 'bands')}"
             + (" Wide bands of early evaluations may be cut off." if max(pairs.values()) > 1 else ""),
@@ -80,7 +80,7 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
         )
     if series := [*_search(comparison)]:
         yield Figure(
-            figures.learning_rate_grid(series),
+            figures.learning_rate_grid("grid", series),
             "Validation loss at the end of one run per architecture and peak learning rate; a ring marks the best of "
             "each architecture, a cross a run that diverged.",
             "The learning rate search",
@@ -89,7 +89,7 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
     if len({result.kv_bytes for result in sized}) > 1:
         pairs = {r.name: len(r.losses.keys() & r.baseline.losses.keys()) for r in results if r.baseline}
         yield Figure(
-            figures.cache_scatter([figures.Series(one.name, one.style, [_paired_loss(one)]) for one in sized]),
+            figures.cache_scatter("cache", [figures.Series(one.name, one.style, [_paired_loss(one)]) for one in sized]),
             "Down and to the left is better. Marks are means over seeds; equal caches stand side by side; the dashed "
             f"line is the loss of {comparison.baselines[0]}. {_intervals(comparison, pairs, 'bars')}",
             "Validation loss and KV cache",

@@ -140,12 +140,12 @@ def _figures(record: dict[str, Any]) -> list[Figure]:
     ]
     return [
         Figure(
-            figures.curves(curves, LOSS, training["tokens_per_step"]),
+            figures.curves("loss", curves, LOSS, training["tokens_per_step"]),
             f"One run each, on the same batches.{figures.edge_note(curves)}",
             "Validation loss during training",
         ),
         Figure(
-            figures.cache_scatter(points),
+            figures.cache_scatter("cache", points),
             "Down and to the left is better. The dashed line is the baseline's loss; equal caches stand side by side.",
             "Validation loss and KV cache",
         ),

@@ -5,12 +5,12 @@ Every figure is drawn twice, wide and narrow, so that its text stays legible on 
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from html import escape
 from operator import attrgetter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
@@ -22,6 +22,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (7, 1.5, 1.5
 MARKERS = "osD^vP*Xh"
 ROUND = [1, 2, 2.5, 5, 10]  # what distances between ticks may be, times a power of ten
 PREFIXES = {"G": 1e9, "M": 1e6, "k": 1e3}
+
+P = ParamSpec("P")
 
 # Colors Matplotlib can write and nothing else in a figure has; they become CSS in `_inline`.
 _INK = "#fedc00"
@@ -140,147 +142,152 @@ class _Canvas:
         self.names("training step", up)
 
 
-def curves(series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> Drawing:
+def _chart(plot: Callable[Concatenate[_Canvas, P], str]) -> Callable[Concatenate[str, P], Drawing]:
+    """Make a function that returns a drawing, of its name and the other arguments, of one that draws on a canvas.
+
+    plot: returns the figure's description; the names of a page's figures differ.
+    """
+
+    @wraps(plot)
+    def draw(name: str, *arguments: P.args, **options: P.kwargs) -> Drawing:
+        return Drawing(
+            *(
+                _svg(f"{name}-{version}", version == "narrow", lambda canvas: plot(canvas, *arguments, **options))
+                for version in ("wide", "narrow")
+            )
+        )
+
+    return draw
+
+
+@_chart
+def curves(canvas: _Canvas, series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> str:
     """Draw the measure's means over training; the first steps may run off the edge, see `edge_note`."""
-
-    def plot(canvas: _Canvas) -> None:
-        canvas.means(series)
-        if shown := [band.mean for one in series for band in one.settled]:
-            canvas.limits(shown, 0.05)
-        for one in series:
-            canvas.crosses(one)
-        canvas.step_axis(measure.name)
-        if tokens_per_step is not None:
-            to_tokens = (partial(np.multiply, tokens_per_step), partial(np.multiply, 1 / tokens_per_step))
-            tokens = canvas.axes.secondary_xaxis("top", functions=to_tokens)
-            canvas.ticks(tokens.xaxis, (4, 7), _prefixed)
-            tokens.set_xlabel("tokens")
-
-    return _draw("loss", plot, f"Line chart: {measure.name} over training steps, one line per architecture.")
+    canvas.means(series)
+    if shown := [band.mean for one in series for band in one.settled]:
+        canvas.limits(shown, 0.05)
+    for one in series:
+        canvas.crosses(one)
+    canvas.step_axis(measure.name)
+    if tokens_per_step is not None:
+        to_tokens = (partial(np.multiply, tokens_per_step), partial(np.multiply, 1 / tokens_per_step))
+        tokens = canvas.axes.secondary_xaxis("top", functions=to_tokens)
+        canvas.ticks(tokens.xaxis, (4, 7), _prefixed)
+        tokens.set_xlabel("tokens")
+    return f"Line chart: {measure.name} over training steps, one line per architecture."
 
 
-def difference_curves(series: Sequence[Series], measure: Measure) -> Drawing:
+@_chart
+def difference_curves(canvas: _Canvas, series: Sequence[Series], measure: Measure) -> str:
     """Draw differences to the baseline and their intervals; the last evaluation's intervals are whole."""
-
-    def plot(canvas: _Canvas) -> None:
-        canvas.axes.axhline(0, color=_INK, linewidth=1.4, zorder=1.5)
-        canvas.bands(series)
-        means = [band.mean for one in series for band in one.settled]
-        canvas.limits([0, *means, *(end for one in series for end in (one.points[-1].low, one.points[-1].high))], 0.06)
-        canvas.axes.yaxis.set_major_formatter(lambda y, _: f"{y:+g}".replace("-", "−") if y else "0")
-        canvas.step_axis(f"difference in {measure.name}")
-
-    description = f"Line chart: difference in {measure.name} to the baseline over training steps."
-    return _draw("difference", plot, description)
+    canvas.axes.axhline(0, color=_INK, linewidth=1.4, zorder=1.5)
+    canvas.bands(series)
+    means = [band.mean for one in series for band in one.settled]
+    canvas.limits([0, *means, *(end for one in series for end in (one.points[-1].low, one.points[-1].high))], 0.06)
+    canvas.axes.yaxis.set_major_formatter(lambda y, _: f"{y:+g}".replace("-", "−") if y else "0")
+    canvas.step_axis(f"difference in {measure.name}")
+    return f"Line chart: difference in {measure.name} to the baseline over training steps."
 
 
-def learning_rate_grid(series: Sequence[Series]) -> Drawing:
+@_chart
+def learning_rate_grid(canvas: _Canvas, series: Sequence[Series]) -> str:
     """Draw loss against learning rate: a ring on each architecture's best, a cross on the edge where it diverged.
 
     A point's `step` is its learning rate.
     """
-    losses = [point.mean for one in series for point in one.points]
-
-    def plot(canvas: _Canvas) -> None:
-        canvas.axes.set_xscale("log")
-        for one in series:
-            points = sorted(one.points, key=attrgetter("step"))
-            canvas.line(one, [point.step for point in points], [point.mean for point in points])
-        if losses:
-            # A rate far too high must not flatten the rest; its line then leaves over the top.
-            best = min(losses)
-            canvas.limits([best, min(max(losses), best + 5 * (float(np.median(losses)) - best))], 0.07)
-        for one in series:
-            if one.points:
-                best_point = min(one.points, key=attrgetter("mean"))
-                ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none"}
-                canvas.mark("best of its line", [best_point.step], [best_point.mean], one.style, **ring)
-            canvas.crosses(one)
-        rates = {point.step for one in series for point in one.points} | {x for one in series for x, _ in one.diverged}
-        canvas.ticks_at(canvas.axes.xaxis, sorted(rates), lambda rate, _: f"{rate:g}")
-        canvas.axes.margins(x=0.08)
-        canvas.names("peak learning rate", "validation loss")
-
-    return _draw("grid", plot, "Line chart: validation loss against peak learning rate, one line per architecture.")
+    canvas.axes.set_xscale("log")
+    for one in series:
+        points = sorted(one.points, key=attrgetter("step"))
+        canvas.line(one, [point.step for point in points], [point.mean for point in points])
+    if losses := [point.mean for one in series for point in one.points]:
+        # A rate far too high must not flatten the rest; its line then leaves over the top.
+        best = min(losses)
+        canvas.limits([best, min(max(losses), best + 5 * (float(np.median(losses)) - best))], 0.07)
+    for one in series:
+        if one.points:
+            best_point = min(one.points, key=attrgetter("mean"))
+            ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none"}
+            canvas.mark("best of its line", [best_point.step], [best_point.mean], one.style, **ring)
+        canvas.crosses(one)
+    rates = {point.step for one in series for point in one.points} | {x for one in series for x, _ in one.diverged}
+    canvas.ticks_at(canvas.axes.xaxis, sorted(rates), lambda rate, _: f"{rate:g}")
+    canvas.axes.margins(x=0.08)
+    canvas.names("peak learning rate", "validation loss")
+    return "Line chart: validation loss against peak learning rate, one line per architecture."
 
 
-def cache_scatter(series: Sequence[Series]) -> Drawing:
+@_chart
+def cache_scatter(canvas: _Canvas, series: Sequence[Series]) -> str:
     """Draw loss against cache size, down and to the left is better; a line's one point has KV bytes as its `step`."""
     sizes = [one.points[0].step for one in series]
     right = 1.12 * max(sizes, default=1)
-
-    def plot(canvas: _Canvas) -> None:
-        for place, one in enumerate(series):
-            point = one.points[0]
-            if one.style == 0:
-                canvas.axes.axhline(point.mean, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
-            # Equal caches stand side by side, so that no mark hides another.
-            equal = sizes.count(point.step)
-            shift = sizes[:place].count(point.step) - (equal - 1) / 2
-            gap = min(0.035 if canvas.narrow else 0.016, 0.2 / equal)  # many of them stay within the axes
-            reach = [[point.mean - point.low], [point.high - point.mean]]
-            look = canvas.look(one.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
-            at = [point.step + shift * right * gap], [point.mean]
-            canvas.legend[one.label] = canvas.axes.errorbar(*at, reach, linestyle="none", capsize=4, **look).lines[0]
-        canvas.axes.set_xlim(0, right)
-        canvas.axes.margins(y=0.12)
-        canvas.ticks(canvas.axes.xaxis, (4, 7), "{x:,.0f}", integer=True)
-        canvas.names("KV cache, bytes per token (bfloat16)", "validation loss")
-
-    return _draw("cache", plot, "Scatter plot: final validation loss against KV cache bytes per token.")
+    for place, one in enumerate(series):
+        point = one.points[0]
+        if one.style == 0:
+            canvas.axes.axhline(point.mean, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
+        # Equal caches stand side by side, so that no mark hides another.
+        equal = sizes.count(point.step)
+        shift = sizes[:place].count(point.step) - (equal - 1) / 2
+        gap = min(0.035 if canvas.narrow else 0.016, 0.2 / equal)  # many of them stay within the axes
+        reach = [[point.mean - point.low], [point.high - point.mean]]
+        look = canvas.look(one.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
+        at = [point.step + shift * right * gap], [point.mean]
+        canvas.legend[one.label] = canvas.axes.errorbar(*at, reach, linestyle="none", capsize=4, **look).lines[0]
+    canvas.axes.set_xlim(0, right)
+    canvas.axes.margins(y=0.12)
+    canvas.ticks(canvas.axes.xaxis, (4, 7), "{x:,.0f}", integer=True)
+    canvas.names("KV cache, bytes per token (bfloat16)", "validation loss")
+    return "Scatter plot: final validation loss against KV cache bytes per token."
 
 
+@_chart
 def measured_lines(
-    name: str, series: Sequence[Series], across: str, up: str, description: str, from_zero: bool = True
-) -> Drawing:
+    canvas: _Canvas, series: Sequence[Series], across: str, up: str, description: str, from_zero: bool = True
+) -> str:
     """Draw a quantity against another, from zero unless that would hide it; a point's `step` is its place across."""
-
-    def plot(canvas: _Canvas) -> None:
-        canvas.bands(series)
-        points = [point for one in series for point in one.points]
-        if from_zero:
-            canvas.axes.set_xlim(0, 1.05 * max(point.step for point in points))
-            canvas.axes.set_ylim(0, 1.05 * max(point.high for point in points))
-        canvas.ticks(canvas.axes.xaxis, (4, 8), _prefixed, integer=True)
-        canvas.axes.yaxis.set_major_formatter(_prefixed)
-        canvas.names(across, up)
-
-    return _draw(name, plot, description)
+    canvas.bands(series)
+    points = [point for one in series for point in one.points]
+    if from_zero:
+        canvas.axes.set_xlim(0, 1.05 * max(point.step for point in points))
+        canvas.axes.set_ylim(0, 1.05 * max(point.high for point in points))
+    canvas.ticks(canvas.axes.xaxis, (4, 8), _prefixed, integer=True)
+    canvas.axes.yaxis.set_major_formatter(_prefixed)
+    canvas.names(across, up)
+    return description
 
 
-def frontier_lines(name: str, series: Sequence[Series], description: str) -> Drawing:
+@_chart
+def frontier_lines(canvas: _Canvas, series: Sequence[Series]) -> str:
     """Draw loss above the source's against the share of its cache in percent, a point's `step`; small losses wide."""
-
-    def plot(canvas: _Canvas) -> None:
-        canvas.bands(series)
-        canvas.axes.axhline(0, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
-        # Linear up to a hundredth of a nat, where most of what is worth choosing lies, and by powers of ten above.
-        canvas.axes.set_yscale("symlog", linthresh=0.01, linscale=1.0)
-        canvas.ticks_at(canvas.axes.yaxis, [-0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3], "{x:g}")
-        canvas.ticks(canvas.axes.xaxis, (5, 10), "{x:g}%", integer=True)
-        canvas.names("KV cache, share of the source's in bfloat16", "loss above the source's, nats")
-
-    return _draw(name, plot, description)
+    canvas.bands(series)
+    canvas.axes.axhline(0, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
+    # Linear up to a hundredth of a nat, where most of what is worth choosing lies, and by powers of ten above.
+    canvas.axes.set_yscale("symlog", linthresh=0.01, linscale=1.0)
+    canvas.ticks_at(canvas.axes.yaxis, [-0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3], "{x:g}")
+    canvas.ticks(canvas.axes.xaxis, (5, 10), "{x:g}%", integer=True)
+    canvas.names("KV cache, share of the source's in bfloat16", "loss above the source's, nats")
+    return "Loss above the source's against the share of its KV cache, one line per kind of reduction and precision."
 
 
-def stacked_bars(name: str, bars: dict[str, dict[str, float]], along: str, description: str) -> Drawing:
+@_chart
+def stacked_bars(canvas: _Canvas, bars: Mapping[str, Mapping[str, float]], along: str, description: str) -> str:
     """Draw one bar for every label, of parts that add up; `along` names the quantity."""
-
-    def plot(canvas: _Canvas) -> None:
-        names = [label.replace("+", "\n+") if canvas.narrow else label for label in bars]
-        ends = np.zeros(len(bars))
-        for style, part in enumerate(next(iter(bars.values()), {})):
-            sizes = np.array([parts[part] for parts in bars.values()])
-            color = _SERIES[style % COLORS]
-            canvas.legend[part] = canvas.axes.barh(names, sizes, left=ends, color=color, height=0.6)
-            ends = ends + sizes
-        canvas.axes.invert_yaxis()
-        canvas.axes.set_xlabel(along)
-
-    return _draw(name, plot, description)
+    names = [label.replace("+", "\n+") if canvas.narrow else label for label in bars]
+    ends = np.zeros(len(bars))
+    for style, part in enumerate(next(iter(bars.values()), {})):
+        sizes = np.array([parts[part] for parts in bars.values()])
+        color = _SERIES[style % COLORS]
+        canvas.legend[part] = canvas.axes.barh(names, sizes, left=ends, color=color, height=0.6)
+        ends = ends + sizes
+    canvas.axes.invert_yaxis()
+    canvas.axes.set_xlabel(along)
+    return description
 
 
-def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, measure: str, description: str) -> Drawing:
+@_chart
+def heat_map(
+    canvas: _Canvas, blocks: Mapping[str, np.ndarray], across: str, up: str, measure: str, description: str
+) -> str:
     """Draw matrices side by side on one scale of colors, each over its name; row 0 is at the bottom.
 
     blocks: [rows, columns] each; `across` and `up` name columns and rows, `measure` the quantity.
@@ -293,20 +300,17 @@ def heat_map(name: str, blocks: dict[str, np.ndarray], across: str, up: str, mea
     ]
     ends = np.cumsum([block.shape[1] for block in padded])
     centres = [end - gap - block.shape[1] / 2 for end, block in zip(ends, blocks.values(), strict=True)]
-
-    def plot(canvas: _Canvas) -> None:
-        axes = canvas.axes
-        axes.grid(False)
-        mesh = axes.pcolormesh(np.ma.masked_invalid(np.hstack(padded)), cmap="viridis")
-        axes.figure.colorbar(mesh, ax=axes, label=measure, aspect=30).outline.set_visible(False)
-        labels = [label.replace("+", "\n+") for label in blocks]
-        axes.set_xticks(centres, labels, rotation=60 if canvas.narrow and len(labels) > 2 else 0)
-        axes.set_yticks(np.arange(height) + 0.5, [str(row) for row in range(height)])
-        axes.tick_params(length=0)
-        axes.spines[["left", "bottom"]].set_visible(False)
-        canvas.names(across, up)
-
-    return _draw(name, plot, description)
+    axes = canvas.axes
+    axes.grid(False)
+    mesh = axes.pcolormesh(np.ma.masked_invalid(np.hstack(padded)), cmap="viridis")
+    axes.figure.colorbar(mesh, ax=axes, label=measure, aspect=30).outline.set_visible(False)
+    labels = [label.replace("+", "\n+") for label in blocks]
+    axes.set_xticks(centres, labels, rotation=60 if canvas.narrow and len(labels) > 2 else 0)
+    axes.set_yticks(np.arange(height) + 0.5, [str(row) for row in range(height)])
+    axes.tick_params(length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    canvas.names(across, up)
+    return description
 
 
 def edge_note(series: Sequence[Series]) -> str:
@@ -321,14 +325,7 @@ def _prefixed(value: float, place: int | None = None) -> str:
     return f"{value / size:g}{letter}"
 
 
-def _draw(name: str, plot: Callable[[_Canvas], None], description: str) -> Drawing:
-    def version(kind: str) -> str:
-        return _inline(_svg(f"{name}-{kind}", plot, kind == "narrow"), f"{name}-{kind}", description)
-
-    return Drawing(version("wide"), version("narrow"))
-
-
-def _svg(name: str, plot: Callable[[_Canvas], None], narrow: bool) -> str:
+def _svg(name: str, narrow: bool, plot: Callable[[_Canvas], str]) -> str:
     """One version as SVG, 1 unit = 1 CSS pixel at its full size; the salt makes equal input equal bytes."""
     import matplotlib.figure
     import matplotlib.style
@@ -339,7 +336,7 @@ def _svg(name: str, plot: Callable[[_Canvas], None], narrow: bool) -> str:
     with matplotlib.style.context(["default", style]):
         figure = matplotlib.figure.Figure(layout="constrained")
         canvas = _Canvas(figure.add_subplot(), narrow, matplotlib)
-        plot(canvas)
+        description = plot(canvas)
         longest = max(map(len, canvas.legend), default=0)
         columns = max(1, int(width // (0.6 * font * longest + 4.5 * font)))
         rows = -(-len(canvas.legend) // columns)
@@ -351,7 +348,7 @@ def _svg(name: str, plot: Callable[[_Canvas], None], narrow: bool) -> str:
             figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=metadata, transparent=True)
-    return buffer.getvalue()
+    return _inline(buffer.getvalue(), name, description)
 
 
 def _inline(svg: str, name: str, description: str) -> str:

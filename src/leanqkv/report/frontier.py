@@ -200,8 +200,7 @@ def _figure(record: dict[str, Any]) -> Drawing:
         Series(label, style, sorted(bands, key=attrgetter("step")))
         for style, (label, bands) in enumerate(kinds.items(), 1)
     ]
-    words = "Loss above the source's against the share of its KV cache, one line per kind of reduction and precision."
-    return frontier_lines("frontier", series, words)
+    return frontier_lines("frontier", series)
 
 
 def _facts(record: dict[str, Any]) -> dict[str, str | list[str]]:
