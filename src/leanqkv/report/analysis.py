@@ -278,10 +278,4 @@ def _head_differences(split: Sequence[tuple[Architecture, dict[str, Places]]]) -
     return Table(("heads", *SCORE_COLUMNS), rows)
 
 
-KIND = Kind(
-    "analysis.json",
-    "analyze again into another directory",
-    page,
-    terminal,
-    lambda record: {"table.md": markdown(record)},
-)
+KIND = Kind("analysis.json", "analyze again into another directory", page, terminal, markdown)

@@ -124,10 +124,4 @@ def _series(record: dict[str, Any], batch: int, quantity: str) -> list[Series]:
     ]
 
 
-KIND = Kind(
-    "bench.json",
-    "measure again into another directory",
-    page,
-    terminal,
-    lambda record: {"table.md": markdown(record)},
-)
+KIND = Kind("bench.json", "measure again into another directory", page, terminal, markdown)

@@ -231,11 +231,4 @@ def _value(value: Any) -> str:
     return "none" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
-KIND = Kind(
-    "compare.json",
-    AGAIN,
-    page,
-    text.terminal_report,
-    lambda comparison: {"table.md": text.markdown(comparison)},
-    load=lambda directory, plan: load_comparison(directory),
-)
+KIND = Kind("compare.json", AGAIN, page, text.terminal_report, text.markdown, load=lambda at, plan: load_comparison(at))

@@ -1,7 +1,7 @@
 """A conversion as a table, a page and a model card, from conversion.json alone."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..checkpoints.card import CARD, card
 from ..compare.statistics import Band
 from .figures import Series, measured_lines
 from .page import Figure, Kind, Page, Section, described, footer
-from .text import ABSENT, Table, signed
+from .text import ABSENT, Table, plus_minus, signed
 
 SIZES = {"parameters": "parameters", "kv_bytes_per_token_bf16": "KV cache, bytes per token (bf16)"}
 # Of what `loss_figures` returns, with the digits that are shown.
@@ -52,8 +52,8 @@ def result_table(record: dict[str, Any]) -> Table:
             change = signed(round(after - before, digits) + 0.0, digits)
             change = _with_width(evaluation["loss_difference"]) if name == "loss" else change
             rows.append([words, f"{before:,.{digits}f}", f"{after:,.{digits}f}", change])
-    divergence = _with_width(evaluation["divergence"], "{:.4f}")
-    agreement = _with_width(evaluation["agreement"], "{:.1%}")
+    divergence = _with_width(evaluation["divergence"], write="{:.4f}".format)
+    agreement = _with_width(evaluation["agreement"], ".1%", "{:.1%}".format)
     rows += [["KL(source ‖ result), nats per token", ABSENT, ABSENT, divergence]]
     rows += [["same likeliest token", ABSENT, ABSENT, agreement]]
     return Table(("", "source", "result", "change"), rows, note=_scored_on(evaluation))
@@ -279,19 +279,12 @@ def _scored_on(evaluation: dict[str, Any]) -> str:
     )
 
 
-def _with_width(measured: dict[str, float | None], form: str = "") -> str:
-    """The mean in `form`, by default with its sign, and half its interval."""
+def _with_width(measured: dict[str, float | None], form: str = ".4f", write: Callable[[float], str] = signed) -> str:
+    """The mean, and half its interval."""
     mean = round(measured["mean"] or 0, 4) + 0.0  # + 0.0: no minus sign before a zero
-    width = "" if measured["half_width"] is None else f" ± {(form or '{:.4f}').format(measured['half_width'])}"
-    return f"{form.format(mean) if form else signed(mean)}{width}"
+    return plus_minus(write(mean), measured["half_width"], form)
 
 
-KIND = Kind(
-    "conversion.json",
-    "convert again into another directory",
-    page,
-    terminal,
-    lambda record: {CARD: model_card(record)},
-    kept=CARD,
-    html="conversion.html",
-)
+AGAIN = "convert again into another directory"
+# A model card is its owner's to edit.
+KIND = Kind("conversion.json", AGAIN, page, terminal, model_card, CARD, kept=True, html="conversion.html")

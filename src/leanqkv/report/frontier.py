@@ -11,7 +11,7 @@ from rich.table import Table as TerminalTable
 from ..compare.statistics import Band, half_width
 from .figures import Drawing, Series, frontier_lines
 from .page import Figure, Kind, Page, Section, described, footer
-from .text import ABSENT, Table, signed
+from .text import ABSENT, Table, plus_minus, signed
 
 # Shares of the source's cache for which the best point is named.
 BUDGETS = (0.84, 0.75, 0.5, 0.375, 0.25)
@@ -128,7 +128,7 @@ def points_table(record: dict[str, Any]) -> Table:
     rows = [
         (
             *point.cells,
-            *(signed(mean) + (f" ± {width:.4f}" if width is not None else "") for mean, width in point.losses),
+            *(plus_minus(signed(mean), width) for mean, width in point.losses),
             *(f"{point.divergence:.4f}", f"{point.agreement:.1%}", f"{point.greedy:.1%}"),
             *(f"{point.speeds[c]:.1f}" if c in point.speeds else ABSENT for c in contexts),
         )
@@ -225,11 +225,4 @@ def _facts(record: dict[str, Any]) -> dict[str, str | list[str]]:
     return {term: text for term, text in facts.items() if text}
 
 
-KIND = Kind(
-    "frontier.json",
-    "measure again into another directory",
-    page,
-    terminal,
-    lambda record: {"table.md": markdown(record)},
-    html="frontier.html",
-)
+KIND = Kind("frontier.json", "measure again into another directory", page, terminal, markdown, html="frontier.html")

@@ -95,7 +95,7 @@ class Kind:
         file: the record's name.
         again: what to do about a damaged one.
         page, terminal: of a record.
-        texts: files beside the page, by name; of `kept` ones those that are there already stay as they are.
+        markdown: of a record, the text of the file `beside` the page; one that is there already may be `kept`.
         html: the page's name.
         load: of the directory and its record, which is all of it by default.
     """
@@ -104,27 +104,28 @@ class Kind:
     again: str
     page: Callable[[Any], Page]
     terminal: Callable[[Any], RenderableType]
-    texts: Callable[[Any], Mapping[str, str]] = lambda record: {}
-    kept: str = ""
+    markdown: Callable[[Any], str] | None = None
+    beside: str = "table.md"
+    kept: bool = False
     html: str = "report.html"
     load: Callable[[Path, dict[str, Any]], Any] = lambda directory, record: record
 
     def write(self, directory: Path) -> Path | None:
-        """Write the page and the texts from the record alone; return the page's path, None without the extra `report`.
+        """Write page and Markdown from the record alone; return the page's path, None without the extra `report`.
 
         Raises:
             LeanError: no such record there, or a damaged one.
         """
-        place = directory / self.html
+        place, beside = directory / self.html, directory / self.beside
         with reading(directory / self.file, self.again) as record:
             loaded = self.load(directory, record)
-            texts = {**self.texts(loaded)}
-            if drawn := all(map(find_spec, ("jinja2", "matplotlib"))):
-                texts[self.html] = self.page(loaded).html()
-        for name, text in texts.items():
-            if name != self.kept or not (directory / name).exists():
-                write_text(directory / name, text)
-        return place if drawn else None
+            drawn = self.page(loaded).html() if all(map(find_spec, ("jinja2", "matplotlib"))) else None
+            if self.markdown and not (self.kept and beside.exists()):
+                write_text(beside, self.markdown(loaded))
+        if drawn is None:
+            return None
+        write_text(place, drawn)
+        return place
 
     def show(self, directory: Path) -> RenderableType:
         """Return what a terminal shows of the record in `directory`."""

@@ -11,7 +11,7 @@ import numpy as np
 from ..compare.records import ComparisonRecord, Result, Run
 from ..compare.statistics import paired_difference
 from ..compare.suite import PAPER, Published, Suite
-from .text import ABSENT, Table, compact, listed, signed
+from .text import ABSENT, Table, compact, listed, plus_minus, signed
 
 HEADERS = ("model", "published", "published difference\nto its baseline", "difference here")
 NOT_RUN = "not run"
@@ -110,8 +110,8 @@ def _ours(result: Result, metric: Metric) -> str:
         return "diverged" if any(run.diverged for run in result.finals.values()) else ABSENT
     relative = 100 * difference.mean / float(np.mean([reference[seed] for seed in difference.by_seed]))
     width = difference.half_width if metric.trained else None
-    spread = "" if width is None else f" ± {width:.{metric.digits}f}"
-    return f"{signed(difference.mean, metric.digits)}{spread} ({signed(relative, 2)}%)"
+    ours = plus_minus(signed(difference.mean, metric.digits), width, f".{metric.digits}f")
+    return f"{ours} ({signed(relative, 2)}%)"
 
 
 def _values(result: Result, metric: Metric) -> dict[int, float]:
