@@ -168,7 +168,7 @@ def test_a_complete_demo_is_only_drawn_again(whole, cli):
     [
         ((*DEMO, "notes"), "notes is not empty and not a demo"),
         ((*DEMO, "notes/precious.txt"), "precious.txt is a file"),
-        (("demo", "--steps", "13", "--out", "whole"), "steps is 12 there and 13 here"),
+        (("demo", "--steps", "13", "--out", "whole"), "holds another demo (steps: 12 there, 13 asked)"),
         ((*DEMO, "new", "--device", "gpu"), "no device 'gpu'"),
         (("report", "begun"), "without training. Go on with: leanqkv demo --out begun"),
         (("report", "damaged"), "damaged/demo.json is damaged"),

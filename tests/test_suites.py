@@ -23,8 +23,7 @@ from leanqkv.compare.suites import SUITES, choose, load_suite
 from leanqkv.presets import recipe
 from leanqkv.report.comparison import markdown, reading, terminal_report
 from leanqkv.report.comparison_page import KIND
-from leanqkv.report.published import METRICS, number
-from leanqkv.report.stability import outcome
+from leanqkv.report.papers import METRICS, number, outcome
 
 RESULTS = Path(__file__).parent.parent / "results"
 AT_EVERY_SCALE = [(name, scale) for name, suite in SUITES.items() for scale in suite.scales]

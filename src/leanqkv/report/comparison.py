@@ -13,11 +13,9 @@ from rich.text import Text
 from ..compare.measure import LOSS
 from ..compare.records import ComparisonRecord, Result
 from ..compare.statistics import standard_deviation
-from ..compare.suites import SUITES
 from ..compare.trend import FRACTIONS, FURTHER, trend
 from ..presets import recipe_differences
-from .published import published_tables
-from .stability import stability_table
+from .papers import suite_claims, suite_tables
 from .text import ABSENT, Table, compact, listed, percent, seeds, signed, with_interval
 
 # Fewer are warned of: at two seeds Student's t is 12.7, at three 4.3.
@@ -96,7 +94,7 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
 def terminal_report(comparison: ComparisonRecord) -> RenderableType:
     """Return the result in 100 columns; of a suite also the papers' numbers beside it and its outcomes."""
     parts: list[RenderableType] = [terminal_table(comparison)]
-    for table in [*length_tables(comparison), *sections(comparison)]:
+    for table in [*length_tables(comparison), *suite_tables(comparison)]:
         rows = [[_folded(name), *cells] for name, *cells in table.rows]
         parts += ["", replace(table, rows=rows).terminal()]
     if claims := suite_claims(comparison):
@@ -125,21 +123,12 @@ def markdown(comparison: ComparisonRecord) -> str:
     """Return the same tables for GitHub."""
     result = result_table(comparison)
     parts = [result.markdown(), f"{result.note}\n"]
-    for table in [*length_tables(comparison), *sections(comparison)]:
+    for table in [*length_tables(comparison), *suite_tables(comparison)]:
         parts += [f"{table.title}\n", table.markdown()]
         parts += [f"{table.note}\n"] if table.note else []
     if claims := suite_claims(comparison):
         parts.append("".join(f"- {claim}\n" for claim in claims))
     return "\n".join(parts)
-
-
-def sections(comparison: ComparisonRecord) -> list[Table]:
-    """Return a suite's further tables: outcomes of its runs, the papers' numbers beside ours."""
-    suite = SUITES.get(comparison.suite or "")
-    if suite is None:
-        return []
-    outcomes = [stability_table(comparison)] if suite.stability else []
-    return outcomes + published_tables(comparison, suite)
 
 
 def length_tables(comparison: ComparisonRecord) -> list[Table]:
@@ -163,11 +152,6 @@ def length_tables(comparison: ComparisonRecord) -> list[Table]:
         "the line does. Before the end the learning rate has not come down yet: a run that ends there has another loss."
     )
     return [Table(headers, rows, "Differences by length of training", note)]
-
-
-def suite_claims(comparison: ComparisonRecord) -> list[str]:
-    suite = SUITES.get(comparison.suite or "")
-    return list(suite.claims) if suite else []
 
 
 def reading(comparison: ComparisonRecord) -> str:

@@ -13,6 +13,7 @@ from ..compare.statistics import Band, average, difference_curve, paired_differe
 from . import comparison as text
 from . import figures
 from .page import Code, Figure, Kind, Note, Page, Section
+from .papers import suite_claims, suite_tables
 from .text import ABSENT, Table, listed, signed
 
 
@@ -25,7 +26,7 @@ def page(comparison: ComparisonRecord) -> Page:
     warnings = [Note(warning, "warning") for warning in text.warnings(comparison)]
     unit = f"{text.interval_note(comparison)} {comparison.measure.unit}; s.d. is the standard deviation over seeds."
     recipes = _recipes(comparison)
-    papers = [*(Section(table.title, [table]) for table in text.sections(comparison)), text.suite_claims(comparison)]
+    papers = [*(Section(table.title, [table]) for table in suite_tables(comparison)), suite_claims(comparison)]
     measured = [
         _facts(comparison),
         Section("To reproduce", [Code(comparison.command)]),
