@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 import torch
 import yaml
 from corpus import write_corpus
-from shapes import randomize, tiny
 from test_paired_scores import VOCABULARY, model, text
 from transformers import AutoModelForCausalLM
 
-from leanqkv import LeanError, LeanForCausalLM, progress
+from leanqkv import LeanError, progress
 from leanqkv.checkpoints.card import origin
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.commands import converting
@@ -68,25 +66,6 @@ def test_eval_against(place, unwrapped):
     assert both["figures"] == both["after"] and both["name"] == "second" and both["against"]["name"] == "source"
     assert both["loss_difference"]["mean"] == pytest.approx(both["after"]["loss"] - both["before"]["loss"])
     assert len({both["weights_sha256"], both["against"]["weights_sha256"]}) == 2
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"vocab_size": 400}, "has 400 tokens, the first model 300: not comparable"),
-        ({"max_position_embeddings": 16}, "has 16 positions; give --context-length 16 or less"),
-        ("tokenizer", "has another tokenizer; compare the bits per byte"),
-    ],
-)
-def test_eval_against_refuses(place, unwrapped, change, message):
-    fields = {"vocab_size": VOCABULARY, "max_position_embeddings": 32} | (change if isinstance(change, dict) else {})
-    randomize(LeanForCausalLM(tiny("gpt", **fields)), std=0.1).save_pretrained("odd")
-    seen = "another text" if change == "tokenizer" else Path("corpus.txt").read_text()
-    train_tokenizer(iter([seen]), VOCABULARY).save_pretrained("odd")
-    code, _, err = unwrapped("eval", "second", "--against", "odd", "--data", "other.txt")
-    assert code == 2 and message in err
-    code, _, err = unwrapped("eval", "second", "--against", "source", "--tasks", "p3")
-    assert code == 2 and "--against goes with --data" in err
 
 
 class Page(HTMLParser):
@@ -298,36 +277,6 @@ def test_a_short_evaluation_text_makes_the_texts_no_slower_to_compare(place, unw
     assert unwrapped(*FROM_CORPUS, "--evaluate", "short.txt")[0] == 0
     assert rows[0].shape == (10, 32)
     assert (rows[0][0] == sample[0][0]).all() and (rows[0][-1] == sample[0][-1]).all()
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--evaluate", "nothing.txt"), "no data at nothing.txt"),
-        (("--evaluate", "empty.txt"), "empty"),
-        (("--evaluate", "other.txt,code.txt"), "is a mixture, which is for training and calibration"),
-        (
-            ("--evaluate", "other.txt", "--evaluate-tokens", "10000000"),
-            "10,000,000 are asked for, the whole text of other",
-        ),
-        (("--evaluate", "folder"), "1 of the 2 documents of folder are in the calibration text corpus.txt too"),
-        (("--evaluate", "other.txt", "--dtype", "fp8"), "--dtype is one of"),
-        (("--evaluate-tokens", "100"), "--evaluate-tokens goes with --evaluate FILE"),
-        (("--evaluate", "corpus.txt,"), "has an empty name"),
-        (("--calibration", "corpus.txt,code.txt:2"), "a share that is not between 0 and 1"),
-        (("--calibration", "small.txt", "--evaluate", "small.txt"), "the validation text of small.txt"),
-    ],
-)
-def test_bad_evaluations_are_refused_before_any_long_work(place, unwrapped, monkeypatch, arguments, message):
-    monkeypatch.setattr(conversion_module, "calibrated", lambda *_, **__: pytest.fail("calibrated"))
-    Path("empty.txt").touch()
-    Path("small.txt").write_text("the quick")
-    Path("folder").mkdir()
-    shutil.copy("corpus.txt", "folder/a.txt")
-    shutil.copy("other.txt", "folder/b.txt")
-    code, _, err = unwrapped(*FROM_CORPUS, *arguments)
-    assert code == 2 and message in err and err.count("error:") == 1
-    assert not Path("result").exists() and not list(place.glob(".result*"))
 
 
 def test_too_little_memory_is_refused_first(place, unwrapped, monkeypatch):

@@ -130,13 +130,6 @@ def test_ctrl_c_ends_a_single_one(cli, model, interrupted):
     assert out.startswith("def ")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--prompt", "a", "--interactive")])
-def test_one_way_to_be_prompted(unwrapped, model, arguments):
-    code, out, err = unwrapped("generate", str(model), *arguments)
-    assert (code, out) == (2, "")
-    assert "generate takes either --prompt or --interactive" in err
-
-
 def test_bytes_of_tokens_and_the_room_for_more_are_told_apart(cli, model, tmp_path):
     """An answer that ends early has room left."""
     from leanqkv.checkpoints.tokenizer import load_tokenizer

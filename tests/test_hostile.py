@@ -139,55 +139,6 @@ def test_every_number_of_the_command_line_has_a_range():
                 assert parameter.name in RANGES, (command, parameter.name)
 
 
-# Numbers in their ranges that do not fit this data, this model or this memory, and a word of the answer.
-UNFIT = [
-    ("--steps", "2000000000", "a plan has 4,294,967,296 at most"),
-    ("--steps", "99999999999999", "2,147,483,647"),
-    ("--batch-size", "1000000000", "1,048,576"),
-    ("--evaluation-sequences", "100000000", "held-out"),
-    ("--min-learning-rate", "1", "above the peak"),
-    ("--warmup-steps", "100000", "longer than the schedule"),
-    ("--context-length", "65", "64 positions"),
-    ("--context-length", "100000000", "64 positions"),
-    ("--micro-batch-size", "5", "does not divide"),
-    ("--sequence-length", "65", "64 positions"),
-    ("--tokens", "100000000", "calibration tokens"),
-    ("--samples", "100000000", "held-out"),
-    ("--probe-steps", "2000000000", "a plan has 4,294,967,296 at most"),
-    ("--max-new-tokens", "1000000000", "64 positions"),
-    ("--stride", "65", "windows"),
-    ("--new-tokens", "1000000000", "positions"),
-    ("--seed", str(2**64 - 1), "--seed"),
-    ("--seed", str(2**70), "--seed"),
-    ("--lr-grid", "nan", "--lr-grid"),
-    ("--lr-grid", "1e-3,inf", "--lr-grid"),
-    ("--lr-grid", "1e-3,", "--lr-grid"),
-    ("--probe-rates", "nan", "--probe-rates"),
-    ("--probe-rates", "2", "below 1"),
-    ("--context", "0", "--context"),
-    ("--context", "8,-1", "--context"),
-    ("--context", "1000000000", "positions"),
-    ("--batch", "1000000000", "--batch"),
-    ("--batch", "1e3", "--batch"),
-    ("--batch", "9" * 5000, "--batch"),
-]
-
-
-@pytest.mark.parametrize(
-    "command, option, value, word",
-    [(command, *unfit) for unfit in UNFIT for command in takes(unfit[0])],
-)
-def test_numbers_against_data_and_model(refused, command, option, value, word):
-    line = refused(*COMMANDS[command], option, value)
-    assert word in line
-
-
-def test_memory_of_rotary_models(refused, folder):
-    """Rotary positions have no end; what ends is the memory."""
-    rotary = f"{MODEL}+position_embedding_type=rope"
-    assert "GB are free" in refused("bench", rotary, "--context", "2000000000", "--batch", "1000000", *OUT)
-
-
 # --- settings of the Python API ---------------------------------------------------------------------------------------
 
 BAD = (math.nan, math.inf, -1, "1", True, 2**70)
@@ -333,23 +284,6 @@ def test_text(refused, folder, command, option, text):
         assert Path(name).name in line
 
 
-TOKENIZERS = {
-    "missing": missing,
-    "absolute": lambda folder: "/nope",
-    "empty": lambda folder: "",
-    "no-files": lambda folder: "binary",
-}
-
-
-@pytest.mark.parametrize("command", takes("--tokenizer"))
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_tokenizer(refused, folder, command, tokenizer):
-    CORPORA["no-text"](folder)
-    line = refused(*COMMANDS[command], "--tokenizer", TOKENIZERS[tokenizer](folder))
-    assert "Repo id" not in line
-    assert "tokenizer" in line
-
-
 # --- paths: everything that is no checkpoint, for every command that opens one ----------------------------------------
 
 
@@ -381,43 +315,6 @@ def test_paths(refused, folder, command, path):
 
 
 # --- words: every option that takes one of several --------------------------------------------------------------------
-
-WORDS = {
-    "--device": ("gpu", "cuda:99", "cpu0"),
-    "--precision": ("fp8", "fp32+fast", "bf16+sdpa+eager", "+"),
-    "--dtype": ("int8", "float32", "FP32"),
-    "--method": ("none", "svdd"),
-    "--to": ("skipv9", "SKIPV1"),
-    "--format": ("ggml",),
-    "--family": ("bert",),
-    "--split": ("test", "wholes"),
-    "--layer": ("-1", "0,0", "one", "99"),
-    "--remove": ("queries", "query,query", ","),
-    "--text-field": ("nope",),
-    "--suite": ("nope",),
-    "--scale": ("huge",),
-    "--nonsense": ("1",),
-    "--ou": ("x",),
-}
-
-
-@pytest.mark.parametrize(
-    "command, option, value",
-    [
-        (command, option, value)
-        for option, values in WORDS.items()
-        for value in values
-        for command in (takes(option) or COMMANDS)
-        if option != "--text-field"
-    ],
-)
-def test_words(refused, command, option, value):
-    refused(*COMMANDS[command], option, value)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_given(refused, command):
-    assert "See" in refused(command)
 
 
 # --- configurations: every field, in a model's name and in config.json ------------------------------------------------
@@ -521,16 +418,6 @@ def test_prompts_that_are_no_text(refused, cli, monkeypatch):
     assert code == 0
     assert err.count("new tokens") == 2, "the prompts around the bad one are answered"
     assert err.count("error:") == 1
-
-
-def test_a_run_that_diverges_says_so(cli, folder):
-    steps = ("--steps", "20", "--batch-size", "4", "--learning-rate", "1e30", "--warmup-steps", "0")
-    code, _, err = cli(*COMMANDS["train"], *steps, "--evaluate-every", "10", "--device", "cpu")
-    record = json.loads(Path("result/record.json").read_text())
-    shutil.rmtree("result")
-    assert code == 2
-    assert err.count("\n") == 1
-    assert f"diverged at step {record['diverged']['step']}" in err
 
 
 def test_an_unforeseen_error_names_the_file_of_its_traceback(cli, monkeypatch, tmp_path):

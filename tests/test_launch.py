@@ -144,23 +144,6 @@ def test_a_job_that_has_to_make_room_is_submitted_again():
     assert again.function() == (3, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--launcher", "slurm"], "--launcher is local or submitit, found 'slurm'"),
-        (["--partition", "gpu"], "--partition goes with --launcher submitit"),
-        (["--launcher", "submitit"], "there is no srun here"),
-        (["--launcher", "submitit", "--cluster", "pbs"], "--cluster is slurm or local, found 'pbs'"),
-        (["--launcher", "submitit", "--slurm", "account"], "--slurm takes NAME=VALUE"),
-        (["--launcher", "submitit", "--hours-per-run", "0"], "--hours-per-run must be a positive number"),
-    ],
-)
-def test_bad_options(unwrapped, tmp_path, options, message):
-    code, _, err = unwrapped("compare", "tiny", "tiny+skipv1", "--out", str(tmp_path / "out"), *options)
-    assert code == 2 and message in err
-    assert not (tmp_path / "out").exists()
-
-
 def test_without_submitit_its_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LeanError, match=r"pip install 'leanqkv\[cluster\]'"):

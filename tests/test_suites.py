@@ -18,7 +18,7 @@ from leanqkv.cli import main
 from leanqkv.compare.comparison import run_comparison
 from leanqkv.compare.records import Run, load_comparison
 from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry
-from leanqkv.compare.suites import SUITES, choose, load_suite
+from leanqkv.compare.suites import SUITES, load_suite
 from leanqkv.presets import recipe
 from leanqkv.report.comparison import markdown, reading, terminal_report
 from leanqkv.report.comparison_page import write_report
@@ -330,24 +330,6 @@ def test_what_a_person_asks_for_goes_over_the_entries():
         with pytest.raises(LeanError, match=r"differ in (learning rate|weight decay); leave it to them"):
             replace(stability, recipe=asked, learning_rates=learning_rates)
     replace(SUITES["kv-sharing"].scales[TINY], recipe={"learning_rate": 1e-3})
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ((["quickstart"], None, "small"), "quickstart exists only at tiny, found --scale small"),
-        (([], "quickstart", "paper"), "quickstart exists only at tiny"),
-        (([], "kv-sharing", "large"), "scale 'large' is not known: did you mean|scale 'large' is not known: valid"),
-        (([], "kv-sharring", None), "there is no suite 'kv-sharring': did you mean 'kv-sharing'"),
-        ((["tiny"], "query", None), "--suite query names what is compared; leave out tiny"),
-        ((["tiny", "small"], None, "tiny"), "--scale is for suites"),
-        (([], None, None), "nothing to compare"),
-    ],
-)
-def test_what_cannot_be_chosen_is_refused(asked, message):
-    with pytest.raises(LeanError, match=message) as error:
-        choose(*asked)
-    assert "\n" not in str(error.value)
 
 
 def test_the_command_line_lists_and_runs_suites(monkeypatch, capsys):
