@@ -92,24 +92,6 @@ def test_a_run_that_diverges_says_so(place, cli):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_two_processes_are_one_with_accumulation(place, cli):
-    model = f"tiny{SHAPE}"
-    arguments = (*TRAIN[2:], "--batch-size", "8", "--micro-batch-size", "4")
-    assert cli("train", model, *arguments, "--out", "one")[0] == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "leanqkv.cli", "train", model, *arguments, "--device", "cpu", "--out", "two"]
-    run = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    one, two = (json.loads((place / d / "record.json").read_text()) for d in ("one", "two"))
-    assert two["hardware"]["processes"] == 2
-    assert two["evaluations"] == one["evaluations"]
-    assert (place / "one" / "model.safetensors").read_bytes() == (place / "two" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
 def test_a_killed_comparison_leaves_no_process_behind(place):
     models = (f"tiny{SHAPE}", MODEL)
     options = ("--data", "corpus.txt", "--steps", "100000", "--precision", "fp32", "--jobs", "2", "--device", "cpu")

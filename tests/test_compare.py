@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comparing import COMPARISON, NAMES, models
 from corpus import SHAPE
 
 from leanqkv import LeanError
@@ -15,29 +16,11 @@ from leanqkv.compare.comparison import default_jobs, run_comparison, slug
 from leanqkv.compare.jobs import Job
 from leanqkv.compare.places import to_train_here
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.suite import Comparison, Entry
+from leanqkv.compare.suite import Entry
 from leanqkv.environment import same_place
 from leanqkv.report.comparison_page import write_report
 
 pytestmark = pytest.mark.slow
-
-
-def models(*names):
-    """One group, the first its baseline."""
-    return (tuple(map(Entry, names)),)
-
-
-NAMES = tuple(f"tiny{mechanism}{SHAPE}" for mechanism in ("", "+identity-query", "+skipv1"))
-COMPARISON = Comparison(
-    title="Three models",
-    groups=models(*NAMES),
-    seeds=(0, 1),
-    recipe={"steps": 12, "batch_size": 4},
-    command="leanqkv compare ...",
-    learning_rates=(1e-3, 3e-3),
-    evaluation_sequences=8,
-    evaluate_every=6,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -269,17 +252,17 @@ def test_a_search_shortens_what_was_asked_for(data, tmp_path):
 
 def test_the_search_may_be_shorter(data, tmp_path):
     """Its schedule is as short, its runs are others' alone, and the report says how long they were."""
-    shorter = replace(COMPARISON, groups=models(*NAMES[:2]), seeds=(0,), grid_steps=6)
+    shorter = replace(COMPARISON, groups=models(*NAMES[:2]), seeds=(0,), grid_steps=3)
     records = run(shorter, data, tmp_path / "out")
     for record in records.values():
-        steps = 6 if record["role"] == "grid" else 12
+        steps = 3 if record["role"] == "grid" else 6
         assert record["recipe"]["steps"] == steps and record["tokens"] == steps * 4 * 32
     plan = json.loads((tmp_path / "out/compare.json").read_text())
-    assert plan["grid"] == {"seed": 1, "learning_rates": [1e-3, 3e-3], "steps": 6}
+    assert plan["grid"] == {"seed": 1, "learning_rates": [1e-3, 3e-3], "steps": 3}
     page = write_report(tmp_path / "out").read_text()
-    assert "after 6 steps" in page
+    assert "after 3 steps" in page
     assert "is the least or the largest that was tried" in page
-    assert "Rates were searched in runs of 6 steps" in page
+    assert "Rates were searched in runs of 3 steps" in page
 
 
 ANOTHER = {"device": "cpu", "cpu": "Another CPU", "instructions": "AVX2", "threads": 1}

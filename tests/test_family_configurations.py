@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from shapes import tiny
-from test_families import LOCAL, LONG, SIZES, SOME_WINDOWS
+from stock_models import LOCAL, LONG, SIZES, SOME_WINDOWS
 
 from leanqkv import LeanError
 from leanqkv.checkpoints.families import FAMILIES, choose_family, export_tensors

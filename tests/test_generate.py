@@ -178,7 +178,7 @@ def test_a_template_that_is_not_applied_is_told(cli, assistant, model):
 
 def with_tokenizer(model, directory, chat_template: str | None = None, **special: str):
     """The same model with a tokenizer as LLaMA's; returns the tokenizer."""
-    from test_text import sentencepiece
+    from text_tokenizers import sentencepiece
     from transformers import PreTrainedTokenizerFast
 
     LeanForCausalLM.from_pretrained(model).save_pretrained(directory)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from comparing import COMPARISON, models
 from corpus import SHAPE
-from test_compare import COMPARISON, models
 
 from leanqkv import LeanError
 from leanqkv.compare.comparison import run_comparison

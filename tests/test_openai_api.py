@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
+from serving import TEMPLATE, save
 from starlette.testclient import TestClient
-from test_serve import TEMPLATE, save
 from transformers import PreTrainedTokenizerFast
 
 from leanqkv import LeanForCausalLM

@@ -12,7 +12,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -22,7 +21,7 @@ import openai
 import psutil
 import pytest
 import torch
-from shapes import randomize, tiny
+from serving import POSITIONS, TEMPLATE, save
 
 from leanqkv import LeanForCausalLM
 from leanqkv.inference import Decoder
@@ -30,23 +29,8 @@ from leanqkv.inference.batch import Scheduler
 
 pytestmark = pytest.mark.slow
 
-# So many that an answer over all of them takes minutes: whoever waits for its end does not get there.
-POSITIONS = 100_000
-TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{{ undefined_function() if fail else '' }}"
 NO_END = {"logit_bias": {"0": -100}}  # the end of a text, which would end an answer that is to be long
 PROMPTS = [f"def function_{n}(" for n in range(50)]
-
-
-def save(directory: Path, chat_template: str | None = None, positions: int = POSITIONS) -> None:
-    from leanqkv.data.tokenizer import train_tokenizer
-
-    model = randomize(
-        LeanForCausalLM(tiny("gpt", "skipv1", vocab_size=300, max_position_embeddings=positions)), std=0.2
-    )
-    model.save_pretrained(directory)
-    tokenizer = train_tokenizer(iter(["def function(argument): return argument\n"] * 50), 300)
-    tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained(directory)
 
 
 @pytest.fixture(scope="module")
@@ -535,6 +519,7 @@ while not ended.wait(0.02):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_hostile_crowd_harms_nobody_else(server):
     """All other answers are those of each client alone, /health answers meanwhile, and the memory comes back."""
     expected = {n: complete(server, PROMPTS[n], 40, seed=n, temperature=n % 3 / 2)[0] for n in range(0, 50, 2)}

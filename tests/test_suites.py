@@ -1,7 +1,6 @@
 """The suites: every entry can be built, recipes and numbers are the papers', pairs and divergence are reported."""
 
 import json
-import math
 import re
 import sys
 from dataclasses import replace
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 from comparison_record import record as a_record
 from corpus import SHAPE
+from pages import Page
 from rich.console import Console
-from test_report import Page
 
 from leanqkv import LeanError, count_parameters, kv_bytes_per_token, preset
 from leanqkv.cli import main
@@ -129,41 +128,6 @@ def test_committed_comparisons_are_what_their_suites_still_ask_for(plan):
 
 
 # --- what is printed agrees with itself and with what is built --------------------------------------------------------
-
-
-@pytest.mark.parametrize(("suite", "source"), [("gqa-mla", "P3 Table 2"), ("llama-sizes", "P3 Figure 5(a)")])
-def test_printed_perplexities_are_those_of_the_printed_losses(suite, source):
-    losses, perplexities = (published(suite, source, metric) for metric in ("validation loss", "perplexity"))
-    assert losses.keys() == perplexities.keys()
-    for row, loss in losses.items():
-        # Both are rounded: three digits of the loss, two of the perplexity.
-        tolerance = 0.0005 * float(perplexities[row]) + 0.005
-        assert math.exp(float(loss)) == pytest.approx(float(perplexities[row]), abs=1.1 * tolerance), row
-
-
-def test_tables_that_share_a_model_print_the_same_loss():
-    sizes = published("llama-sizes", "P3 Figure 5(a)", "validation loss")
-    ratios = published("skip-ratio", "P3 Table 7", "validation loss")
-    assert (ratios["0"], ratios["1/2"]) == (sizes["1B"], sizes["1B skipv1"])
-    assert published("injection", "P3 Table 13", "validation loss")["skipv1"] == sizes["350M skipv1"]
-    p2, sweep = (published(suite, "P2 Table 1", "validation loss") for suite in ("query", "query-sweep"))
-    assert [*p2.values()] == [*sweep.values()]
-
-
-def test_means_over_seeds_are_those_of_the_seeds():
-    means = published("llama-sizes", "P3 Table 5", "validation loss")
-    [claim] = SUITES["llama-sizes"].claims
-    by_seed = [re.findall(r"\d\.\d{3}", text)[:3] for text in claim.split("SkipV1Former")]
-    assert [f"{sum(map(float, losses)) / 3:.3f}" for losses in by_seed] == [*means.values()]
-    first = published("llama-sizes", "P3 Figure 5(a)", "validation loss")
-    assert [losses[0] for losses in by_seed] == [first["1B"], first["1B skipv1"]]
-
-
-def test_improvements_of_p2_are_those_of_its_losses():
-    baseline, *others = map(float, published("query", "P2 Table 1", "validation loss").values())
-    printed = re.findall(r"(\d\.\d\d)%", SUITES["query"].claims[0])
-    # Losses have three digits, so that a difference of 0.03 is known to 0.001.
-    assert [100 * (baseline - loss) / baseline for loss in others] == pytest.approx([*map(float, printed)], abs=0.035)
 
 
 @pytest.mark.parametrize("metric", ["parameters, millions", "non-embedding parameters, millions"])
