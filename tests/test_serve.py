@@ -389,10 +389,10 @@ def live(tmp_path, monkeypatch):
     """A server on a thread of this process, with small limits."""
     from leanqkv.checkpoints import load_model, open_checkpoint
     from leanqkv.checkpoints.tokenizer import load_tokenizer
-    from leanqkv.inference import serve
+    from leanqkv.inference import connections, serve
 
     monkeypatch.setattr(serve, "MAX_REQUESTS", 60)
-    monkeypatch.setattr(serve, "REQUEST_SECONDS", 2)
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 2)
     save(tmp_path, TEMPLATE)
     app, generator = serve.build_app(load_model(open_checkpoint(tmp_path)), load_tokenizer(tmp_path), "random")
     server = serve.Server(app, generator)
@@ -439,6 +439,62 @@ def test_a_slow_client_is_told_and_let_go(live, caplog, parts):
 
 def test_a_silent_client_is_let_go(live):
     assert say(live.port).startswith(b"HTTP/1.1 408 ")
+
+
+CHUNKED = HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked")
+
+
+@pytest.mark.parametrize("chunk, status", [(b"1\r\nx\r\n", 400), (b"200000\r\n" + b" " * 2**21 + b"\r\n", 413)])
+def test_a_chunked_body_without_end_is_cut_off(live, monkeypatch, chunk, status):
+    """Tiny chunks at once, large ones some megabytes beyond the limit; the event loop has no more than that to do."""
+    longest, run = [0.0], asyncio.Handle._run
+
+    def timed(handle):
+        start = time.thread_time()
+        run(handle)
+        longest[0] = max(longest[0], time.thread_time() - start)
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    body, sent = CHUNKED + chunk * max(1, 2**16 // len(chunk)), 0
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.settimeout(0.5)
+        with suppress(ConnectionError, TimeoutError):
+            while sent < 2**26:
+                connection.sendall(body)
+                sent, body = sent + len(body), chunk * max(1, 2**16 // len(chunk))
+        answer = b""
+        with suppress(ConnectionError):
+            answer = connection.recv(4096)
+    assert sent < 2**26
+    assert not answer or answer.startswith(b"HTTP/1.1 %d " % status)  # it is lost where more was sent than was read
+    assert longest[0] < 0.1
+
+
+def test_one_connection_asks_again_without_waiting(live):
+    """The median of a request on a connection that stays is below 5 ms, where an acknowledgement takes 40."""
+    seconds = []
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        for _ in range(21):
+            start = time.monotonic()
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            while not connection.recv(4096).endswith(b"}"):
+                pass
+            seconds.append(time.monotonic() - start)
+    assert median(seconds) < 0.02
+
+
+def test_idle_connections_make_room_for_others(live, monkeypatch):
+    from leanqkv.inference.connections import Connection
+
+    monkeypatch.setattr(Connection, "most", 20)
+    idle = [socket.create_connection(("127.0.0.1", live.port), timeout=10) for _ in range(60)]
+    start = time.monotonic()
+    with urlopen(live.address.removesuffix("/v1") + "/health", timeout=10) as answer:
+        assert answer.status == 200
+    assert time.monotonic() - start < 1
+    assert len(live.server.server_state.connections) <= 21
+    for connection in idle:
+        connection.close()
 
 
 def test_half_a_body_leaves_no_trace(live, caplog):
@@ -547,7 +603,9 @@ def test_a_hostile_crowd_harms_nobody_else(server):
 
 def test_no_callback_keeps_the_event_loop(live, monkeypatch):
     """By the processor time that it takes, which does not depend on what else the machine does."""
-    monkeypatch.setattr("leanqkv.inference.serve.REQUEST_SECONDS", 30)  # 8 MB may take more than 2 on a busy machine
+    monkeypatch.setattr(
+        "leanqkv.inference.connections.REQUEST_SECONDS", 30
+    )  # 8 MB may take more than 2 on a busy machine
     longest, run = [0.0, ""], asyncio.Handle._run
 
     def timed(handle):

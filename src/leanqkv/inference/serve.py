@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import h11
 import psutil
 import torch
 import uvicorn
@@ -37,7 +36,6 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..checkpoints.memory import give_back_freed_memory
 from ..checkpoints.open import load_model, open_causal_lm
@@ -46,6 +44,7 @@ from ..compat import quiet_transformers
 from ..errors import LeanError
 from . import Decoder
 from .batch import Row, Scheduler
+from .connections import Connection, most_connections
 from .decoder import CountPenalty, last_position, position_limit
 from .openai_api import (
     ENDPOINTS,
@@ -68,9 +67,9 @@ from .text import TextStream, check_chat_template, end_tokens
 DEFAULT_NEW_TOKENS = 1024
 # Of a body: JSON is parsed in one go, and nothing else runs meanwhile (512 KiB take up to 60 milliseconds).
 MAX_BODY_BYTES, BODY_BYTES_PER_POSITION, BODY_BYTES_BESIDE = 2**19, 16, 2**16
+DROPPED_BODY_BYTES = 2**24  # beyond a body's limit, before the connection is closed
 MAX_REQUESTS = 256
 RETRY_SECONDS = 10
-REQUEST_SECONDS = 20  # for a client to send a request, headers and body
 SHUTDOWN_SECONDS = 3  # for clients that are slow to read the rest of an answer
 # Settings of a generation_config.json that would change the text, and that Decoder does not have.
 UNUSED_SETTINGS = {"no_repeat_ngram_size", "typical_p", "bad_words_ids", "suppress_tokens", "sequence_bias"}
@@ -189,13 +188,16 @@ async def _read_body(request: Request, limit: int) -> bytes:
     try:
         async for chunk in request.stream():
             length += len(chunk)
-            # The rest is read as well: many clients take no answer before they have sent everything.
+            # Some more is read and dropped: many clients take no answer before they have sent everything.
+            if length > limit + DROPPED_BODY_BYTES:
+                break
             if length <= limit:
                 content += chunk
     except ClientDisconnect as error:
         raise ApiError(400, DISCONNECTED) from error
     if length > limit:
-        raise ApiError(413, f"the body is larger than {limit:,} bytes; send less")
+        headers = {"Connection": "close"}
+        raise ApiError(413, f"the body is larger than {limit:,} bytes; send less", headers=headers)
     return bytes(content)
 
 
@@ -375,48 +377,11 @@ def _listen(host: str, port: int) -> socket.socket:
         raise LeanError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
 
 
-class TimedProtocol(H11Protocol):
-    """HTTP that ends a connection whose client takes more than REQUEST_SECONDS for a request."""
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_request()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._await_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._cancel()
-
-    def _await_request(self) -> None:
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._cancel()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_SECONDS, self._expire)
-
-    def _cancel(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _expire(self) -> None:
-        # Nothing can be said to who is being answered already, nor to who has sent nothing.
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and self.conn.their_state is not h11.ERROR:
-            headers = [("connection", "close"), ("content-length", "0")]
-            response = h11.Response(status_code=408, headers=headers, reason=b"Request Timeout")
-            self.transport.write(self.conn.send(response))
-        self.transport.close()
-
-
 class Server(uvicorn.Server):
     """A server whose shutdown does not wait for answers to be complete, which may take minutes."""
 
     def __init__(self, app: FastAPI, generator: Generator):
-        options: Any = {"log_level": "warning", "access_log": False, "http": TimedProtocol}
+        options: Any = {"log_level": "warning", "access_log": False, "http": Connection}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SHUTDOWN_SECONDS, **options))
         self.generator = generator
 
@@ -447,6 +412,7 @@ def serve(
     opened = open_causal_lm(directory)
     tokenizer = load_tokenizer(directory)
     check_chat_template(tokenizer)
+    Connection.most = most_connections()
     with _listen(host, port) as listener:  # before the weights, which may take long
         name = directory.resolve().name
         app, generator = build_app(load_model(opened, dtype).to(device), tokenizer, name)
