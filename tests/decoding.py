@@ -9,11 +9,6 @@ from leanqkv.presets import MECHANISMS
 PROMPT = 9
 # Of rows decoded together.
 LENGTHS, NEW = (9, 3, 17, 1, 9, 12), (12, 5, 20, 9, 1, 30)
-# Of the same layer, of the layer below and of the first one, not the last heads.
-SCATTERED = {
-    "type": "borrowed_values",
-    "heads": [[0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0]],
-}
 
 
 def build(shape: str, *mechanisms: str, **fields) -> LeanForCausalLM:

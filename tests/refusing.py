@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import yaml
+
 
 def state(folder: Path) -> dict[str, bytes | None]:
     """Every file and directory, hidden ones too."""
@@ -17,3 +19,9 @@ def refused(cli, folder: Path, arguments: list[str]) -> str:
     assert err.startswith("error: ")
     assert state(folder) == before
     return err
+
+
+def table(name: str) -> list[tuple]:
+    """The rows of a table in refusals/, lists in them as tuples."""
+    rows = yaml.safe_load((Path(__file__).parent / "refusals" / f"{name}.yaml").read_text())
+    return [tuple(tuple(part) if isinstance(part, list) else part for part in row) for row in rows]

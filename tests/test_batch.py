@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from decoding import LENGTHS, NEW, SCATTERED, build, names, run
+from decoding import LENGTHS, NEW, build, names, run
 from shapes import tokens
+from variants import SCATTERED
 
 from leanqkv.inference import Decoder
 from leanqkv.inference.batch import Row, Scheduler

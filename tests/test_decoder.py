@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
-from decoding import PROMPT, SCATTERED, build, names
+from decoding import PROMPT, build, names
 from shapes import tokens
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
+from variants import SCATTERED
 
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.inference import Decoder, allocate_cache

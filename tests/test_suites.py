@@ -201,88 +201,11 @@ def test_the_rates_of_the_nonlinear_query_are_those_of_its_rows():
             assert full.weight_decay == 2**-5
 
 
-def test_the_recipes_of_identity_queries_and_controls():
-    for scale in SCALES:
-        base = recipe(entry("query", scale, "baseline").model)
-        p1 = recipe_at("query", scale, "P1 baseline")
-        assert p1.schedule_steps == 6 * p1.steps
-        for row in ("P1 W_Q = Id", "P1 W_Q = Id, larger MLP"):
-            assert recipe_at("query", scale, row) == replace(p1, weight_decay=2**-5)
-        for suite in ("query", "query-sweep"):
-            scaled = recipe_at(suite, scale, "MLP 4.75 scaled")
-            assert base.learning_rate / scaled.learning_rate == pytest.approx(1.125**0.5, rel=1e-5)
-            assert base.min_learning_rate / scaled.min_learning_rate == pytest.approx(1.125**0.5, rel=1e-5)
-        for row in ("W_Q = Id", "W_Q = Id, larger MLP"):
-            p1b, theirs = recipe_at("query", scale, row), recipe_at("query", PAPER, row)
-            assert p1b.weight_decay == 0.1
-            assert p1b.min_learning_rate / p1b.learning_rate == pytest.approx(
-                theirs.min_learning_rate / theirs.learning_rate, rel=1e-5
-            )
-            assert p1b.learning_rate > base.learning_rate if scale == PAPER else p1b.learning_rate == base.learning_rate
-
-
-def test_the_settings_of_stability_are_those_of_their_labels():
-    for scale in SCALES:
-        standard = recipe(next(iter(SUITES["stability"].scales[scale].entries.values())).model)
-        peak, minimum = standard.learning_rate, standard.min_learning_rate
-        for one in SUITES["stability"].scales[scale].entries.values():
-            setting, full = one.label.partition(", ")[2], one.full_recipe({})
-            decay = float(setting.rpartition(" ")[2]) if setting.startswith("weight decay") else standard.weight_decay
-            factor = float(setting.rpartition(" ")[2]) if setting.startswith("rate times") else 1
-            end = {"constant rate": peak, "rate down to 1/200": peak / 200}.get(setting, factor * minimum)
-            expected = (factor * peak, end, decay)
-            assert (full.learning_rate, full.min_learning_rate, full.weight_decay) == pytest.approx(expected, rel=1e-5)
-
-
 def test_p3_trains_with_dropout_on_gpt2_alone():
     scales = SUITES["kv-sharing"].scales[PAPER].entries, SUITES["llama-sizes"].scales[PAPER].entries
     assert [{preset(one.model).hidden_dropout for one in entries.values()} for entries in scales] == [{0.2}, {0.0}]
     sizes = {one.model.partition("+")[0] for one in scales[0].values()}
     assert sizes == {f"gpt2-{size.lower()}" for size in re.findall(r"\d+M", SUITES["kv-sharing"].published[0].setting)}
-
-
-def test_ours_keep_the_papers_proportions():
-    for scale in SCALES:
-        d = preset(entry("query", scale, "baseline").model).hidden_size
-        assert preset(entry("query", scale, "smaller d").model).hidden_size == d * 31 / 32
-        assert preset(entry("query", scale, "larger d").model).hidden_size == d * 34 / 32
-        assert preset(entry("query", scale, "smaller MLP").model).intermediate_size == 3.5 * d
-        assert preset(entry("query", scale, "W_Q = Id, larger MLP").model).intermediate_size == 4.5 * d
-        for row in ("4.333", "4.5", "4.625", "4.75", "5"):
-            width = preset(entry("query-sweep", scale, f"MLP {row}").model).intermediate_size
-            assert width == pytest.approx(float(row) * d, abs=1)
-        lengths = [recipe_at("llama-sizes", scale, size).steps for size in ("60M", "130M", "350M")]
-        assert [steps / lengths[0] for steps in lengths] == [1, 2, 6]
-        ratios = [entry("skip-ratio", scale, row) for row in ("0", "1/4", "1/2", "3/4", "1")]
-        heads = [layer.computed_value_heads for one in ratios for layer in preset(one.model).plan.layers[1:2]]
-        assert [count / heads[0] for count in heads] == [1, 0.75, 0.5, 0.25, 0]
-
-
-@pytest.mark.parametrize("scale", [TINY, SMALL])
-@pytest.mark.parametrize("suite", P3)
-def test_llamas_are_divided_as_their_labels_say(suite, scale):
-    for one in SUITES[suite].scales[scale].entries.values():
-        size, slash, divisor = one.label.partition("+")[0].partition("/")
-        if not slash:
-            continue
-        ours, theirs, base = preset(one.model), preset(size), preset(scale)
-        assert ours.hidden_size == theirs.hidden_size // int(divisor)
-        assert ours.intermediate_size == round(theirs.intermediate_size / int(divisor))
-        assert theirs.num_attention_heads % ours.num_attention_heads == 0
-        assert 1 < theirs.num_hidden_layers / ours.num_hidden_layers < int(divisor)
-        assert (ours.vocab_size, ours.max_position_embeddings) == (base.vocab_size, base.max_position_embeddings)
-        assert (one.full_recipe({}).learning_rate, one.full_recipe({}).weight_decay) == (
-            2e-3,
-            recipe(size).weight_decay,
-        )
-
-
-def test_p3s_models_share_one_learning_rate():
-    """At tiny the preset of skipv1 has one of its own."""
-    assert recipe("tiny+skipv1").learning_rate != recipe("tiny").learning_rate
-    for suite in ("kv-sharing", "skip-ratio", "skip-layer", "kv-both"):
-        entries = SUITES[suite].scales[TINY].entries.values()
-        assert len({one.full_recipe({}).learning_rate for one in entries}) == 1
 
 
 def test_what_a_person_asks_for_goes_over_the_entries():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_models import IDS, ROUNDING, build, logits, relative, small, weights
+from exact_models import BIASES, IDS, ROUNDING, SKIPLESS, build, logits, relative, small, weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,8 +21,6 @@ from leanqkv.eliminate import certify, eliminate, eliminate_directory, eliminati
 from leanqkv.eliminate.certify import logits as logits_of
 from leanqkv.eliminate.transform import Transformed
 
-BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
-SKIPLESS = {"attention_skip": False, "mlp_skip": False}
 CASES: dict[str, tuple[dict[str, Any], str, int | None]] = {
     "one query": (BIASES, "query", 1),
     "all queries, tied": ({"mlp_skip": False, **BIASES}, "query", None),

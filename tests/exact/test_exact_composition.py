@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from exact_models import IDS, ROUNDING, elements, logits, random_config, relative, small, tolerance, weights
+from exact_models import (
+    BIASES,
+    IDS,
+    ROUNDING,
+    SKIPLESS,
+    elements,
+    logits,
+    random_config,
+    relative,
+    small,
+    tolerance,
+    weights,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -16,9 +28,6 @@ from leanqkv.checkpoints.dense import written_out
 from leanqkv.checkpoints.write import as_stock
 from leanqkv.eliminate import parse_request, transform
 from leanqkv.eliminate.transform import Transformed
-
-BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
-SKIPLESS = {"attention_skip": False, "mlp_skip": False}
 
 
 def apply(start: tuple[LeanConfig, dict[str, Tensor]], *steps: tuple[str, int | None]) -> list[Transformed]:

@@ -6,14 +6,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from exact_models import logits, relative, small, tolerance, weights, with_condition
+from exact_models import SKIPLESS, logits, relative, small, tolerance, weights, with_condition
 from torch import Tensor
 
 from leanqkv import LeanConfig, LeanError
 from leanqkv.eliminate import linalg, parse_request, transform
 from leanqkv.eliminate.transform import Transformed
-
-SKIPLESS = {"attention_skip": False, "mlp_skip": False}
 
 
 def attention(slot: str, layer: int) -> str:
