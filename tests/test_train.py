@@ -58,17 +58,23 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the training code catches it."""
 
 
+def kill(made, data, out, at):
+    """Train up to this step."""
+
+    def progress(step, *_):
+        if step == at:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(made, data, out, device="cpu", progress=progress)
+
+
 @pytest.mark.long_cases
 @pytest.mark.parametrize("at", [4, 17, 29])
 def test_a_killed_run_goes_on_bit_identically(data, finished, tmp_path, at):
     out, record = finished
 
-    def kill(step, *_):
-        if step == at:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(spec(data), data, tmp_path / "run", device="cpu", progress=kill)
+    kill(spec(data), data, tmp_path / "run", at)
     assert not (tmp_path / "run" / "record.json").exists()
     first_step = []
     again = train(spec(data), data, tmp_path / "run", device="cpu", progress=lambda step, *_: first_step.append(step))
@@ -81,12 +87,7 @@ def test_a_killed_run_goes_on_bit_identically(data, finished, tmp_path, at):
 def test_a_checkpoint_between_two_log_entries_goes_on_bit_identically(data, tmp_path):
     odd = spec(data, evaluate_every=7, log_every=5)
 
-    def kill(step, *_):
-        if step == 17:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(odd, data, tmp_path / "run", device="cpu", progress=kill)
+    kill(odd, data, tmp_path / "run", 17)
     again = train(odd, data, tmp_path / "run", device="cpu")
     assert losses(again) == losses(train(odd, data, tmp_path / "whole", device="cpu"))
     assert again["tokens"] == 30 * 8 * 32
@@ -185,12 +186,7 @@ def test_the_first_loss_that_is_not_finite_is_named(data, tmp_path):
 
 
 def test_a_half_written_checkpoint_is_not_picked_up(data, finished, tmp_path):
-    def kill(step, *_):
-        if step == 25:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(spec(data), data, tmp_path / "run", device="cpu", progress=kill)
+    kill(spec(data), data, tmp_path / "run", 25)
     checkpoint = tmp_path / "run" / "checkpoint-20"
     (checkpoint / "complete").unlink()
     (checkpoint / "model.safetensors").write_bytes(b"cut off")
@@ -203,12 +199,7 @@ def stopped(data, tmp_path_factory):
     """A run killed behind its second checkpoint."""
     out = tmp_path_factory.mktemp("stopped") / "run"
 
-    def kill(step, *_):
-        if step == 21:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(spec(data), data, out, device="cpu", progress=kill)
+    kill(spec(data), data, out, 21)
     return out
 
 
@@ -255,10 +246,6 @@ def test_only_the_runs_own_checkpoints_are_taken_or_removed(data, finished, tmp_
     """Folders and links of its owner beside them stay as they are, whether their names look like a step or not."""
     run = tmp_path / "run"
 
-    def kill(step, *_):
-        if step == 21:
-            raise Killed
-
     def add_own():
         shutil.copytree(run / "checkpoint-20", run / "checkpoint-20-backup")
         shutil.copytree(run / "checkpoint-20", tmp_path / "elsewhere")
@@ -270,8 +257,7 @@ def test_only_the_runs_own_checkpoints_are_taken_or_removed(data, finished, tmp_
         (run / "checkpoint-").mkdir()
         (run / "checkpoint-nowhere").symlink_to("nothing")
 
-    with pytest.raises(Killed):
-        train(spec(data), data, run, device="cpu", progress=kill)
+    kill(spec(data), data, run, 21)
     add_own()
     own = {path for path in run.glob("checkpoint-*") if path.name not in ("checkpoint-10", "checkpoint-20")}
     files = {path: path.read_bytes() for path in [*run.glob("checkpoint-*-backup/*"), *tmp_path.glob("elsewhere/*")]}

@@ -143,20 +143,6 @@ def test_a_model_like_its_teacher_has_nothing_to_train(tmp_path, data, source):
         train(made, data, tmp_path / "out", initial=directory, teacher=directory)
 
 
-def test_a_run_of_an_earlier_release_goes_on(tmp_path, data, source):
-    """Its specification has not the fields that came later."""
-    directory, _, made = source
-    record = train(made, data, tmp_path / "out", initial=directory)
-    file = tmp_path / "out" / "run.json"
-    earlier = json.loads(file.read_text())
-    for name in ("distillation_temperature", "only_changed"):
-        del earlier[name]
-    file.write_text(json.dumps(earlier))
-    assert train(made, data, tmp_path / "out", initial=directory) == record
-    with pytest.raises(LeanError, match="holds another run"):
-        train(replace(made, distillation_temperature=2.0), data, tmp_path / "out", initial=directory)
-
-
 def test_other_weights_are_refused(tmp_path, data, source):
     directory, model, made = source
     randomize(model, std=0.2).save_pretrained(directory)
