@@ -218,7 +218,7 @@ def test_bf16_is_near_and_the_text_hash_is_not_the_tokenizers(checkpoints, cli, 
     train_tokenizer(iter(["x"]), 257).save_pretrained(other)
     records = []
     for directory, precision in ((checkpoints / "gpt", "fp32"), (checkpoints / "gpt", "bf16+eager"), (other, "fp32")):
-        out = tmp_path / "record.json"
+        out = tmp_path / f"record{len(records)}.json"
         arguments = ("--data", str(source), "--precision", precision, "--out", str(out))
         assert cli("eval", str(directory), *arguments)[0] == 0
         records.append(json.loads(out.read_text()))
@@ -295,6 +295,7 @@ def test_a_local_task_by_hand(checkpoints, cli, local_tasks, tmp_path, name):
     assert (figures["examples"], figures["of"], figures["shots"], figures["version"]) == (4, 4, 0, 3.0)
     assert record["mean_acc"] == figures["acc"] and record["lm_eval"]
     assert str(tmp_path) not in out.read_text()
+    out.unlink()
     assert cli("eval", str(checkpoints / name), *arguments, "--limit", "2", "--precision", "bf16")[0] == 0
     record = json.loads(out.read_text())
     assert (record["tasks"]["animals"]["examples"], record["tasks"]["animals"]["of"], record["limit"]) == (2, 4, 2)

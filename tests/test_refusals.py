@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from shapes import SHAPES, randomize
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel, PreTrainedModel
 
+import experiments.vision  # noqa: F401, there are models of images too
 from leanqkv import LeanForCausalLM, LeanForImageClassification, LeanForMaskedLM, preset
 from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data.tokenizer import train_tokenizer

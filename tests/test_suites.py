@@ -12,6 +12,7 @@ from corpus import SHAPE
 from pages import Page
 from rich.console import Console
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import LeanError, count_parameters, kv_bytes_per_token, preset
 from leanqkv.cli import main
 from leanqkv.compare.comparison import run_comparison
