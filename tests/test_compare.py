@@ -45,7 +45,7 @@ def done(data, tmp_path_factory):
 def test_every_model_sees_the_same_batches(done):
     out, records = done
     finals = [record for record in records.values() if record["role"] == "final"]
-    assert sorted((r["name"], r["seed"]) for r in finals) == sorted((name, s) for name in NAMES for s in (0, 1))
+    assert sorted((r["name"], r["seed"]) for r in finals) == sorted((name, s) for name in NAMES[:2] for s in (0, 1))
     plans = {seed: {r["batch_plan"]["sha256"] for r in finals if r["seed"] == seed} for seed in (0, 1)}
     assert all(len(plan) == 1 for plan in plans.values())
     assert plans[0] != plans[1]
@@ -56,10 +56,10 @@ def test_every_model_sees_the_same_batches(done):
 def test_the_grid_has_a_seed_of_its_own_and_its_best_rate_is_used(done):
     out, records = done
     grid = [record for record in records.values() if record["role"] == "grid"]
-    assert len(grid) == 6
+    assert len(grid) == 4
     assert {record["seed"] for record in grid} == {2}
     chosen = json.loads((out / "compare.json").read_text())["chosen_learning_rate"]
-    for name in NAMES:
+    for name in NAMES[:2]:
         tried = {r["recipe"]["learning_rate"]: r["final"]["validation_loss"] for r in grid if r["name"] == name}
         assert chosen[name] == min(tried, key=tried.get)
         finals = [r for r in records.values() if r["role"] == "final" and r["name"] == name]
@@ -83,7 +83,7 @@ def test_it_goes_on_where_it_was_stopped(data, done, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(COMPARISON, data, tmp_path / "out", on_update=stop)
-    assert 0 < len(list(tmp_path.glob("out/runs/*/record.json"))) < 12
+    assert 0 < len(list(tmp_path.glob("out/runs/*/record.json"))) < 8
     write_report(tmp_path / "out")  # what there is can be looked at
     assert losses(run(COMPARISON, data, tmp_path / "out")) == losses(done[1])
 

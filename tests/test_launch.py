@@ -25,6 +25,7 @@ SWEEP = replace(
     seeds=(0,),
     recipe={"steps": 60, "batch_size": 4},
     learning_rates=None,
+    evaluate_every=6,
 )
 CHANGING = ("last_session_seconds", "seconds", "tokens_per_second", "hardware", "git_commit", "command")
 
