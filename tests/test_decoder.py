@@ -22,7 +22,7 @@ from leanqkv.inference.attention import (
 )
 from leanqkv.inference.cache import AllocatedLayer
 from leanqkv.inference.linear import PackedLinear, can_pack, packed
-from leanqkv.model.value_latent import LatentAndKeys
+from leanqkv.model.latent_heads import LatentAndKeys
 
 NEW = 12
 SHAPES = [

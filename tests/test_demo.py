@@ -14,6 +14,7 @@ from leanqkv import count_parameters, kv_bytes_per_token, preset, progress
 from leanqkv.checkpoints import load_config
 from leanqkv.demo import phases
 from leanqkv.eliminate import verify
+from leanqkv.records import PHASES
 
 pytestmark = pytest.mark.slow
 BASELINE, VARIANT = f"tiny{SHAPE}", f"tiny+skipv1{SHAPE}"
@@ -165,13 +166,13 @@ def test_a_complete_demo_is_only_drawn_again(whole, cli):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("demo", "--steps", "13", "--out", "whole"), "steps is 12 there and 13 here"),
+        (("demo", "--steps", "13", "--out", "whole"), "holds another demo (steps: 12 there, 13 asked)"),
         (("report", "damaged"), "damaged/demo.json is damaged"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(whole, place, cli, arguments, message):
     (place / "damaged").mkdir(exist_ok=True)
-    (place / "damaged" / "demo.json").write_text(json.dumps({key: {} for key in ("settings", *phases.PHASES)}))
+    (place / "damaged" / "demo.json").write_text(json.dumps({key: {} for key in ("settings", *PHASES)}))
     code, _, err = cli(*arguments)
     assert code == 2
     assert err.startswith("error: ") and message in err

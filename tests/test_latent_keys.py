@@ -13,8 +13,8 @@ from transformers import DynamicCache, StaticCache
 from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, kv_bytes_per_token
 from leanqkv.inference import Decoder
 from leanqkv.inference.linear import PackedLinear
-from leanqkv.model import attention, key_latent
-from leanqkv.model.key_latent import ComplexUp, absorbing_keys_pays
+from leanqkv.model import latent, latent_heads
+from leanqkv.model.latent import ComplexUp, absorbing_pays
 
 CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("llama", ("latent-keys",), {}),
@@ -41,7 +41,7 @@ def test_absorbed_is_expanded(case, implementation: str, monkeypatch: pytest.Mon
     model.set_attn_implementation(implementation)
     found = []
     for absorbed in (True, False):
-        monkeypatch.setattr(attention, "absorbing_keys_pays", lambda *_, absorbed=absorbed: absorbed)
+        monkeypatch.setattr(latent_heads, "absorbing_pays", lambda *_, absorbed=absorbed: absorbed)
         found.append(results(model))
     assert_same_results(*found)
 
@@ -52,7 +52,7 @@ def test_the_form_with_fewer_multiplications_is_taken(up: nn.Module) -> None:
     a position and 128 take it into a position's queries; of a linear one 128 and 256. A score takes 8 in both forms."""
 
     def absorbs(queries: int, keys: int) -> bool:
-        return absorbing_keys_pays(up, torch.zeros(1, 4, queries, 8), torch.zeros(1, 1, keys, 8))
+        return absorbing_pays(up, torch.zeros(1, 4, queries, 8), keys, 8)
 
     assert absorbs(1, 3) and absorbs(10, 21) and absorbs(1, 1000)
     assert not absorbs(1, 2) and not absorbs(10, 20) and not absorbs(7, 7)
@@ -63,7 +63,7 @@ def test_scores_of_a_wide_latent_count() -> None:
     up = ComplexUp(4, (3, 3, 3, 3))  # 192 multiplications for the keys of a position
 
     def absorbs(queries: int, keys: int) -> bool:
-        return absorbing_keys_pays(up, torch.zeros(1, 4, queries, 8), torch.zeros(1, 1, keys, 24))
+        return absorbing_pays(up, torch.zeros(1, 4, queries, 8), keys, 24)
 
     assert absorbs(1, 2) and absorbs(2, 7) and not absorbs(2, 6)
     assert not absorbs(3, 1000) and not absorbs(4, 1000)
@@ -77,7 +77,7 @@ def test_decoding_never_makes_the_key_heads(case, kind, monkeypatch: pytest.Monk
     cache = DynamicCache(config=config) if kind is DynamicCache else StaticCache(config, max_cache_len=64)
     with torch.no_grad():
         model(tokens(1, 40), past_key_values=cache)
-        monkeypatch.setattr(attention, "expand", lambda *_: pytest.fail("expanded in a decoding step"))
+        monkeypatch.setattr(latent_heads, "expand", lambda *_: pytest.fail("expanded in a decoding step"))
         model(tokens(1, 1), past_key_values=cache)
     for stored, layer in zip(cache.layers, config.plan.layers, strict=True):
         assert stored.keys.shape[1::2] == (1, layer.key_rank)
@@ -131,8 +131,7 @@ def test_the_absorbed_form_passes_no_change_over(shape: str, how: str) -> None:
     """It reads the weight of the up-projection without calling it."""
     model = randomize(LeanForCausalLM(tiny(shape, "latent-keys"))).eval()
     assert_enlarged(model, "k_up_proj", how)
-    up, scores = model.model.layers[0].self_attn.k_up_proj, torch.zeros(1, 4, 1, 8)
-    assert not absorbing_keys_pays(up, scores, torch.zeros(1, 1, 99, 16))
+    assert not absorbing_pays(model.model.layers[0].self_attn.k_up_proj, torch.zeros(1, 4, 1, 8), 99, 16)
 
 
 @every
@@ -178,7 +177,7 @@ def test_every_way_to_make_a_model(case, tmp_path) -> None:
     """From a file, copied, or on the meta device with weights put in; all train after a pass in inference mode."""
     model = randomize(LeanForCausalLM(config_of(case))).eval()
     ids = tokens(2, 9)
-    key_latent._kept_index.cache_clear()
+    latent._kept_index.cache_clear()
     with torch.inference_mode():
         expected = model(ids).logits
     model.save_pretrained(tmp_path)

@@ -14,7 +14,8 @@ from transformers import DynamicCache, StaticCache
 
 from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanQuantizedCache, cache_bytes
 from leanqkv.inference import Decoder, allocate_cache
-from leanqkv.model import attention
+from leanqkv.model import latent_heads
+from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.position import history_positions
 
 EXACT = 1000 * torch.finfo(torch.float64).eps  # sums in another order, after a few layers of large weights
@@ -305,8 +306,10 @@ def test_absorbed_is_expanded(case: str, implementation: str, monkeypatch: pytes
     model.set_attn_implementation(implementation)
     found = []
     for keys, values in ((False, False), (True, False), (False, True), (True, True)):
-        monkeypatch.setattr(attention, "absorbing_keys_pays", lambda *_, absorbed=keys: absorbed)
-        monkeypatch.setattr(attention, "absorbing_pays", lambda *_, absorbed=values: absorbed)
+        monkeypatch.setattr(latent_heads, "absorbing_pays", lambda *_, absorbed=keys: absorbed)
+        monkeypatch.setattr(
+            LatentHeadsAttention, "_absorbs_values", lambda made, *_, on=values: on and made.v_up_proj is not None
+        )
         found.append(results(model))
     for other in found[1:]:
         assert_same_results(other, found[0])
