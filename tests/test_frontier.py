@@ -18,7 +18,7 @@ from leanqkv.frontier import PRECISIONS
 from leanqkv.frontier.measure import calibration_samples
 from leanqkv.frontier.points import Precision
 from leanqkv.frontier.scoring import Scorer, decode_speed
-from leanqkv.model.cache_kivi import BLOCK
+from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.report.frontier import best_within, read_points, recommendations, write_pages
 
 VOCABULARY = 300

@@ -61,7 +61,7 @@ def test_every_entry_can_be_built_and_trained(suite, scale):
     for one in comparison.entries.values():
         config, full = preset(one.model), one.full_recipe({})
         assert full.warmup_steps < full.steps
-        assert config.plan.count_parameters().total < (10e6 if scale == TINY else 30e6 if scale == SMALL else 4e9)
+        assert count_parameters(config).total < (10e6 if scale == TINY else 30e6 if scale == SMALL else 4e9)
         # YAML reads 3e-3 as a word and 800.0 as no count.
         assert {name: type(value) for name, value in one.recipe.items()} == {
             name: int if name.endswith("steps") or name == "batch_size" else float for name in one.recipe
@@ -336,12 +336,12 @@ def test_what_a_person_asks_for_goes_over_the_entries():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ((["quickstart"], None, "small"), "quickstart exists only at tiny, found --scale small"),
+        ((["quickstart"], None, "small"), "quickstart exists only at tiny, found `scale=small`"),
         (([], "quickstart", "paper"), "quickstart exists only at tiny"),
         (([], "kv-sharing", "large"), "scale 'large' is not known: did you mean|scale 'large' is not known: valid"),
         (([], "kv-sharring", None), "there is no suite 'kv-sharring': did you mean 'kv-sharing'"),
-        ((["tiny"], "query", None), "--suite query names what is compared; leave out tiny"),
-        ((["tiny", "small"], None, "tiny"), "--scale is for suites"),
+        ((["tiny"], "query", None), "`suite=query` names what is compared; leave out tiny"),
+        ((["tiny", "small"], None, "tiny"), "`scale` is for suites"),
         (([], None, None), "nothing to compare"),
     ],
 )

@@ -75,7 +75,9 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_text(file: Path, content: str) -> None:
-    """Write `content` as UTF-8, atomically."""
+    """Write `content` as UTF-8, atomically. Names in Markdown cannot bring HTML with them: only `<br>` stays a tag."""
+    if file.suffix == ".md":
+        content = re.sub(r"(?ms)(^```.*?^```$)|<(?!br>)", lambda found: found[1] or "&lt;", content)
     with replacing(file) as partial:
         partial.write_text(content, encoding="utf-8")
 
@@ -113,6 +115,21 @@ def check_place(out: Path, *sources: Path | None) -> None:
     for source in sources:
         if source is not None and is_directory(source) and any(parent.samefile(source) for parent in above_out):
             raise LeanError(f"{shown} lies in {source}, which would change; choose an `out` outside of it")
+
+
+def check_new_file(out: Path) -> None:
+    """Raise a LeanError unless a file can be made at `out`, in a folder that exists: nothing is ever written over."""
+    if not out.name or not is_directory(out.parent):
+        raise LeanError(f"`out` {out} cannot be written; give a file, in a folder that exists")
+    if os.path.lexists(out):
+        raise LeanError(f"{out} exists, and nothing is ever written over; choose another `out`")
+
+
+def check_apart(out: Path, *texts: str | None) -> None:
+    """Raise a LeanError if `out` lies in a folder of texts, alone or in a mixture: its files would become texts."""
+    for text in filter(None, texts):
+        names = [text, *(name for part in text.split(",") for name in (part.strip(), part.strip().rpartition(":")[0]))]
+        check_place(out, *(Path(name) for name in names if name))
 
 
 def check_free(out: Path, *sources: Path) -> None:

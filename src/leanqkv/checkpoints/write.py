@@ -16,15 +16,17 @@ from transformers import PreTrainedConfig
 
 from ..environment import versions
 from ..errors import LeanError
-from ..files import check_free, hash_files, replacing, write_json
-from ..job import Job, beside, unfinished
+from ..files import check_free, hash_files, remove, replacing, write_json
+from ..job import Job, beside, is_locked, unfinished
 from ..model.config import LeanConfig
+from ..model.shapes import count_parameters, parameter_shapes
 from ..presets.edit import with_fields
 from .dense import with_norm_offset, written_out
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors, norm_offset_of
-from .open import MODELS, Checkpoint
-from .tensors import WEIGHTS, LazyTensors
+from .memory import give_back_freed_memory
+from .open import MODELS, Checkpoint, open_checkpoint
+from .tensors import WEIGHTS, LazyTensors, finite
 from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer
 
 SHARD_BYTES = 2**30
@@ -46,6 +48,28 @@ def as_stock(
         config, tensors = with_norm_offset(config, tensors, norm_offset_of(config.norm_placement))
     chosen = choose_family(config, family)
     return chosen.to_stock(config), export_tensors(chosen, config, tensors)
+
+
+def rewrite(
+    source: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    stock: bool = False,
+    family: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[str, int]:
+    """Write a checkpoint as one of ours, or of a class of transformers; return its class's name and its parameters.
+
+    Args:
+        dtype: of the stored weights; None: as stored, and tensors that this would round are refused.
+        stock, family: as in `write_model`.
+    """
+    give_back_freed_memory()
+    opened = open_checkpoint(source)
+    config, tensors, stored = opened.config, finite(opened.tensors), dtype or opened.dtype
+    options: Any = {"stock": stock, "family": family, "exact": dtype is None, "progress": progress}
+    return write_model(opened, out, config, tensors, stored, **options), count_parameters(config).total
 
 
 def write_model(
@@ -72,7 +96,7 @@ def write_model(
         finish: writes more files into the directory, whose weights and configuration are complete.
     """
     stock_config: Any = None
-    shapes: Mapping[str, tuple[int, ...]] = config.plan.parameter_shapes
+    shapes: Mapping[str, tuple[int, ...]] = parameter_shapes(config)
     if stock:
         stock_config, tensors = as_stock(config, tensors, family)
         shapes = tensors.shapes
@@ -143,6 +167,9 @@ def write_checkpoint(
             write_json(partial / "model.safetensors.index.json", index)
         finish(partial)
         work.publish(out)
+    # What an interrupted conversion to `out` has left, which another command has now taken the place of.
+    if not is_locked(calibration := beside(out, "calibration")):
+        remove(calibration)
 
 
 def source_hashes(source: Checkpoint) -> dict[str, str]:
@@ -158,12 +185,8 @@ def source_hashes(source: Checkpoint) -> dict[str, str]:
 
 def save_config(config: LeanConfig, directory: Path) -> None:
     """Write config.json and the model's code, as `save_pretrained` does, without building the model."""
-    from transformers.dynamic_module_utils import custom_object_save
-
-    model = MODELS[config.task].__new__(MODELS[config.task])  # it is only asked for its class and its configuration
     config = type(config).from_dict(config.to_dict())
-    config.architectures = [type(model).__name__]
-    custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
+    config.architectures = [MODELS[config.task].__name__]
     config.save_pretrained(directory)
 
 

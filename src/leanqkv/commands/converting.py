@@ -15,6 +15,7 @@ from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, uns
 from ..environment import command_line, free_memory, git_commit, hardware, versions
 from ..errors import LeanError
 from ..evaluate import paired_record, sequence_losses, spread_windows
+from ..model.shapes import count_parameters
 from ..progress import Bar, progress_bar, terminal
 
 EVALUATED_TOKENS = 16_384
@@ -91,7 +92,7 @@ def read_evaluation(
             raise LeanError("--evaluate-tokens goes with --evaluate FILE; leave it out")
         return None
     opened = open_causal_lm(source)
-    needed, free = 2 * 4 * opened.config.plan.count_parameters().total, free_memory("cpu")
+    needed, free = 2 * 4 * count_parameters(opened.config).total, free_memory("cpu")
     if needed > free:
         raise LeanError(
             f"--evaluate holds source and result in float32: {needed / 1e9:,.1f} GB of memory, and "

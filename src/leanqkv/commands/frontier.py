@@ -60,7 +60,7 @@ def frontier(
     from ..convert.conversion import check_sequence_length
     from ..frontier import PRECISIONS, candidates
     from ..frontier.measure import RECORD, Frontier
-    from ..model.cache_kivi import BLOCK
+    from ..model.cache_quantized import BLOCK
     from ..report import frontier as pages
 
     opened = open_causal_lm(source)

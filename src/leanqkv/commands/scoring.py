@@ -16,6 +16,7 @@ from ..environment import git_commit, hardware, versions
 from ..errors import LeanError
 from ..evaluate import loss_figures, paired_record, strided_losses, strided_windows
 from ..evaluate.harness import load_tasks, mean_accuracy, task_figures
+from ..model.shapes import count_parameters
 from ..progress import console, progress_bar
 from ..report.conversion import terminal_table
 from ..train import Precision, parse_precision
@@ -149,10 +150,10 @@ def _compare(scored: Scored, other: Scored, text: EvaluationText, context: int, 
             autocast=lambda: scored.precision.autocast(scored.device),
             progress=bar,
         )
-    plans = [one.checkpoint.config.plan for one in (other, scored)]
+    configs = [one.checkpoint.config for one in (other, scored)]
     sizes = {
-        "parameters": [plan.count_parameters().total for plan in plans],
-        "kv_bytes_per_token_bf16": [plan.kv_bytes_per_token(torch.bfloat16) for plan in plans],
+        "parameters": [count_parameters(config).total for config in configs],
+        "kv_bytes_per_token_bf16": [config.plan.kv_bytes_per_token(torch.bfloat16) for config in configs],
     }
     console.print(terminal_table({**sizes, "evaluation": figures}))
     about = {"name": other.checkpoint.directory.resolve().name, "config": other.checkpoint.config.as_overrides()}

@@ -66,9 +66,9 @@ def remembered(files: Sequence[Path], what: str, shape: Shape, compute: Callable
     facts = [file.stat() for file in files]
     if sum(fact.st_size for fact in facts) < REMEMBERED_BYTES:
         return compute()
-    key = "\0".join(
-        [what, *(f"{file.resolve()}\0{f.st_size}\0{f.st_mtime_ns}" for file, f in zip(files, facts, strict=True))]
-    )
+    # The second time is of the last change of any kind, and cannot be set back.
+    states = [(file.resolve(), f.st_size, f.st_mtime_ns, f.st_ctime_ns) for file, f in zip(files, facts, strict=True)]
+    key = "\0".join([what, *(f"{part}" for state in states for part in state)])
     place = cache_directory() / "facts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     with suppress(LeanError):
         return read_record(place, {"value": shape}, "")["value"]

@@ -21,6 +21,7 @@ from ..evaluate import sequence_losses
 from ..inference import Decoder
 from ..job import Job
 from ..model.cache import cache_bytes
+from ..model.shapes import count_parameters
 from ..ranges import check_fields
 from ..records import DEMO, read_record
 from ..records import RECORD as RUN_RECORD
@@ -194,7 +195,7 @@ def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progre
         model = _load(directory, device)
         losses = sequence_losses(model, data.validation(), plan.evaluation_starts, context, batch_size=8)
         models[name] = {
-            "parameters": model.config.plan.count_parameters().total,
+            "parameters": count_parameters(model.config).total,
             "kv_bytes_per_token_bf16": model.config.plan.kv_bytes_per_token(torch.bfloat16),
             "loss": losses.mean().item(),
         }

@@ -17,6 +17,7 @@ from ..files import RECORD_FORMAT, is_directory
 from ..memory import PeakMemory, check_cache
 from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
+from ..model.shapes import count_parameters
 from ..presets import preset
 from . import Decoder
 from .decoder import last_position, position_limit
@@ -55,7 +56,7 @@ def bench_record(
         "record": RECORD_FORMAT,
         "models": {
             name: {
-                "parameters": model.config.plan.count_parameters().total,
+                "parameters": count_parameters(model.config).total,
                 "kv_bytes_per_token": model.config.plan.kv_bytes_per_token(DTYPES[dtype]),
                 "weights": model.get_memory_footprint(),
                 "config": model.config.as_overrides(),

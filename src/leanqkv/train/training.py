@@ -17,6 +17,7 @@ from ..environment import check_device, denormals_as_zero, git_commit, hardware,
 from ..errors import LeanError, TimeIsUpError
 from ..files import RECORD_FORMAT, disk_full_is_an_error
 from ..model.config import LeanConfig
+from ..model.shapes import count_parameters
 from .directory import claim, clean, exclusive, finish, last_checkpoint, note_hardware
 from .micro_batch import split_batch
 from .precision import parse_precision
@@ -156,7 +157,7 @@ def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float
     return {
         "record": RECORD_FORMAT,
         **trainer.spec.as_json(),
-        "parameters": asdict(plan.count_parameters()),
+        "parameters": asdict(count_parameters(config)),
         "kv_bytes_per_token": {name: plan.kv_bytes_per_token(getattr(torch, name)) for name in ("bfloat16", "float32")},
         "data": data.record(),
         "batch_plan": trainer.task.plan.record(),
