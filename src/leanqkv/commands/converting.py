@@ -12,7 +12,7 @@ from ..checkpoints.card import origin
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
 from ..convert.conversion import calibration_tokens
 from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
-from ..environment import command_line, free_memory, git_commit, hardware, versions
+from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
 from ..evaluate import paired_record, sequence_losses, spread_windows
 from ..model.shapes import count_parameters
@@ -121,9 +121,7 @@ def about_conversion(source: Path, out: Path, device: str) -> dict[str, Any]:
         "name": out.resolve().name,
         **origin(source),
         "command": command_line(),
-        "hardware": hardware(device),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **made_on(device),
     }
 
 

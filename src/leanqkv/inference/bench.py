@@ -11,7 +11,7 @@ import torch
 
 from ..checkpoints.gguf_format import is_gguf
 from ..checkpoints.open import load_model, open_checkpoint
-from ..environment import git_commit, hardware, versions
+from ..environment import made_on
 from ..errors import LeanError
 from ..files import RECORD_FORMAT, is_directory
 from ..memory import PeakMemory, check_cache
@@ -68,9 +68,7 @@ def bench_record(
         "rounds": rounds,
         "threads": torch.get_num_threads(),
         "rows": rows,
-        "hardware": hardware(torch.device(device).type),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **made_on(torch.device(device).type),
     }
 
 
