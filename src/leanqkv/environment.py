@@ -36,7 +36,7 @@ def check_device(device: str | None) -> str:
     device = device or default_device()
     available = {"cpu", default_device()}
     if device not in available:
-        raise LeanError(f"there is no device {device!r} here; --device can be {' or '.join(sorted(available))}")
+        raise LeanError(f"there is no device {device!r} here; `device` can be {' or '.join(sorted(available))}")
     return device
 
 
@@ -136,11 +136,14 @@ def same_place(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python and of `packages`, by default of those that a training run depends on."""
-    from importlib.metadata import version
+    """Return the versions of Python and of those `packages` that are installed, by default a training run's."""
+    from importlib.metadata import PackageNotFoundError, version
 
-    packages = packages or ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    found = {"python": platform.python_version()}
+    for name in packages or ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def record_header(kind: str, name: str, device: str = "cpu") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..errors import LeanError
 from ..files import LOCK, check_free, hash_files, locked, make_directory, read_json, remove, replacing, write_json
 from ..model.config import LeanConfig
 from ..presets.edit import with_fields
-from .dense import with_norm_offset, written_out
+from .dense import to_dense, with_norm_offset
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors, norm_offset_of
 from .memory import give_back_freed_memory
@@ -42,7 +42,7 @@ def as_stock(
     A model without norms becomes a GPT-2 whose norms an epsilon disables, if its stream has mean zero. `family` is the
     class's model_type; None stands for the plainest that can hold the model. Raises a LeanError if no class can.
     """
-    config, tensors = written_out(config, tensors)
+    config, tensors = to_dense(config, tensors)
     if config.norm_type == "none":
         config, tensors = disable_norms(config, tensors)
     if config.norm_type == "rmsnorm":
@@ -240,7 +240,7 @@ def _write_shard(
         if narrower and (count := int((shard[name] != tensor).sum())):
             raise LeanError(
                 f"{name} is computed, and {str(dtype).removeprefix('torch.')} would round {count:,} of its "
-                f"{tensor.numel():,} values; store all of them with --dtype fp32, or round with --dtype bf16"
+                f"{tensor.numel():,} values; store all of them with `dtype=fp32`, or round with `dtype=bf16`"
             )
         yield sum(tensor.nbytes for tensor in shard.values())
     try:

@@ -23,27 +23,14 @@ Text = Annotated[
 
 def eliminate(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    remove: Annotated[
-        str,
-        typer.Option(help="query, key, value, output, several of them between commas; block-diagonal; single-head."),
-    ],
+    remove: str,
     out: Out,
-    layer: Annotated[
-        str, typer.Option(help="Of query, key, value, output: 3, or 0,2, counted from 0; or all.")
-    ] = "all",
-    format: Annotated[str, typer.Option(help="strict: ours, with fewer tensors. stock: a class of transformers.")] = (
-        "strict"
-    ),
-    family: Annotated[
-        str | None, typer.Option(help="Which class with --format stock: llama, gpt2, … Default: the plainest.")
-    ] = None,
+    layer: str = "all",
+    format: str = ("strict"),
+    family: str | None = None,
     dtype: Dtype = "fp32",
-    max_condition: Annotated[
-        float, typer.Option(help="Refuse to solve with a matrix that is worse conditioned.")
-    ] = 1e8,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="The textbook form, not the one that loses least to rounding.")
-    ] = False,
+    max_condition: float = 1e8,
+    plain: bool = False,
     text: Text = None,
 ) -> None:
     """Remove weights from a checkpoint; the result computes the same, and a certificate says how exactly.
@@ -55,6 +42,14 @@ def eliminate(
     leanqkv eliminate runs/skipless --remove query,output --out runs/c
 
     leanqkv eliminate hf/llama --remove block-diagonal --format stock --out hf/llama-vo
+
+    Options:
+        remove: query, key, value, output, several of them between commas; block-diagonal; single-head.
+        layer: Of query, key, value, output: 3, or 0,2, counted from 0; or all.
+        format: strict: ours, with fewer tensors. stock: a class of transformers.
+        family: Which class with --format stock: llama, gpt2, … Default: the plainest.
+        max_condition: Refuse to solve with a matrix that is worse conditioned.
+        plain: The textbook form, not the one that loses least to rounding.
     """
     if format not in ("strict", "stock"):
         raise LeanError(f"--format is strict or stock, found {format!r}")
@@ -77,13 +72,14 @@ def verify(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     other: Annotated[Path, typer.Argument(help="Another, of the same vocabulary.", metavar="DIR")],
     text: Text = None,
-    tolerance: Annotated[
-        float, typer.Option(help="Largest difference of logits in float64, relative to the largest logit.")
-    ] = TOLERANCE,
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Compare two checkpoints on their logits, in float64, float32 and bfloat16; exit code 1 if they differ.
 
     leanqkv verify runs/a runs/b --text book.txt
+
+    Options:
+        tolerance: Largest difference of logits in float64, relative to the largest logit.
     """
     from ..checkpoints.memory import give_back_freed_memory
     from ..eliminate import verify as compare

@@ -16,16 +16,18 @@ def inspect(
         str,
         typer.Argument(help=f"{NAME_HELP}; or a checkpoint: a directory of ours or of transformers, or a .gguf file"),
     ],
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Also print the plan of every layer, every elimination, and every tensor.")
-    ] = False,
-    spectra: Annotated[bool, typer.Option(help="Compute the condition numbers of a checkpoint's projections.")] = True,
+    layers: bool = False,
+    spectra: bool = True,
 ) -> None:
     """Show what a model is, its parameters and KV bytes, and what could be eliminated exactly, or why not.
 
     leanqkv inspect gpt2-124m+skipv1
 
     leanqkv inspect hf/pythia-160m --layers
+
+    Options:
+        layers: Also print the plan of every layer, every elimination, and every tensor.
+        spectra: Compute the condition numbers of a checkpoint's projections.
     """
     from ..checkpoints.gguf_format import is_gguf
     from ..checkpoints.memory import give_back_freed_memory

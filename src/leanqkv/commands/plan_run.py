@@ -7,30 +7,24 @@ from rich.table import Table
 
 from ..errors import LeanError
 from ..progress import console, progress_bar
-from .options import NAME_HELP, ContextLength, MicroBatchSize, RecipeOptions, option_groups, recipe_overrides
+from .options import NAME_HELP, ContextLength, MicroBatchSize, RecipeOptions, recipe_overrides
 
 if TYPE_CHECKING:
     from ..train.run_plan import Accelerator, RunPlan
 
 
-@option_groups
 def plan_run(
     names: Annotated[list[str], typer.Argument(help=NAME_HELP)],
     recipe: RecipeOptions,
-    accelerator: Annotated[str, typer.Option(help="a100 or h100, of 80 GB each.")] = "a100",
-    flops: Annotated[
-        float | None,
-        typer.Option(help="Peak of another device, in operations per second, as 150e12.", show_default=False),
-    ] = None,
-    memory: Annotated[float | None, typer.Option(help="Its memory in GB.", show_default=False)] = None,
-    devices: Annotated[int, typer.Option(help="How many of them.")] = 8,
-    utilization: Annotated[float, typer.Option(help="Share of the peak that the run reaches.")] = 0.4,
+    accelerator: str = "a100",
+    flops: float | None = None,
+    memory: float | None = None,
+    devices: int = 8,
+    utilization: float = 0.4,
     context_length: ContextLength = None,
     micro_batch_size: MicroBatchSize = None,
-    shard: Annotated[
-        str | None, typer.Option(help="fsdp: as `leanqkv train --shard fsdp`.", show_default=False)
-    ] = None,
-    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False,
+    shard: str | None = None,
+    gradient_checkpointing: Annotated[bool, typer.Option()] = False,
 ) -> None:
     """Show memory, arithmetic, time and files of a training run, before it is started; nothing is trained or written.
 
@@ -41,6 +35,15 @@ def plan_run(
     leanqkv plan-run llama-1b+skipv1 --accelerator h100 --devices 32 --shard fsdp --gradient-checkpointing
 
     leanqkv plan-run llama-130m --flops 165e12 --memory 24 --devices 1
+
+    Options:
+        accelerator: a100 or h100, of 80 GB each.
+        flops: Peak of another device, in operations per second, as 150e12.
+        memory: Its memory in GB.
+        devices: How many of them.
+        utilization: Share of the peak that the run reaches.
+        shard: fsdp: as `leanqkv train --shard fsdp`.
+        gradient_checkpointing: Less memory for more time.
     """
     from .. import presets
     from ..train.processes import check_shard

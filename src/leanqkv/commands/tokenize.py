@@ -6,10 +6,9 @@ import typer
 
 from ..errors import LeanError
 from ..progress import console
-from .options import NAME_HELP, DataOptions, option_groups, prepare
+from .options import NAME_HELP, DataOptions, prepare
 
 
-@option_groups
 def tokenize(
     names: Annotated[list[str], typer.Argument(help=NAME_HELP + " Several share one tokenizer.")], data: DataOptions
 ) -> None:
