@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
 from ..errors import LeanError
+from ..files import check_apart
 from ..progress import console, progress_bar
 from ..ranges import check_options
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from ..model.config import LeanConfig
     from ..train.tasks import Data as PreparedData
 
+TEXTS = ("data", "calibration", "evaluate")  # options that name texts
+PROGRAM = "leanqkv"  # as records name the command that made them
 NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"
 
 SOURCE = (
@@ -33,11 +37,11 @@ Out = Annotated[
 Dtype = Annotated[str, typer.Option(help="Of the stored weights: fp64, fp32 or bf16.")]
 TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datasets that holds the text.")]
 MaxDocuments = Annotated[int | None, typer.Option(help="Read no more documents than that.")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences or images per step, over all processes.")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences per step, over all processes.")]
 MicroBatchSize = Annotated[
     int | None,
     typer.Option(
-        help="Sequences or images a process takes at a time; the rest is accumulated. Default: what fits in memory.",
+        help="Sequences a process takes at a time; the rest is accumulated. Default: what fits in memory.",
         show_default=False,
     ),
 ]
@@ -55,8 +59,7 @@ class TextOptions:
     Options:
         data: Text, JSONL or Parquet file or folder, nanoGPT's or Megatron's .bin, stdlib, prose (English, of
             docstrings), a Hugging Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this
-            Python's standard library. For a model of images: digits (the default), cifar10, cifar100, or a folder or
-            dataset of images with class labels.
+            Python's standard library.
         workers: Processes that tokenize a text on first use. One uses some cores, too.
     """
 
@@ -106,7 +109,7 @@ class RunOptions:
         out: Directory of the run; goes on where an earlier start of it left off.
         seed: Of the order of the batches, and of new weights.
         evaluate_every: Steps between validations, which are checkpoints too.
-        evaluation_sequences: Validation sequences, the same each time. Default: 128; of images the whole test split.
+        evaluation_sequences: Validation sequences, the same each time. Default: 128.
         gradient_checkpointing: Less memory for more time.
         shard: fsdp: split weights and optimizer over the processes of torchrun.
         report_to: tensorboard, wandb, trackio, mlflow or another tracker of transformers; may be repeated.
@@ -203,7 +206,7 @@ def check_left_out(options: Any, leader: str) -> None:
 
 
 def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
-    """Return a function for Typer that checks every number and then calls the command.
+    """Return a function for Typer that checks every number and the place of results, and then calls the command.
 
     A parameter is an option; its help stands in the section Options, the last one of the command's docstring. Of a
     parameter that is a dataclass every field is an option, with its help in the docstring of the class. Options without
@@ -225,6 +228,10 @@ def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
     @wraps(command)
     def run(**values: Any) -> None:
         check_options(values)
+        if isinstance(values.get("out"), Path):
+            given = [values.get(name) or [] for name in TEXTS]
+            texts = chain.from_iterable([text] if isinstance(text, str) else text for text in given)
+            check_apart(values["out"], *texts)
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
