@@ -71,7 +71,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-errors = Console(stderr=True)
+errors = Console(stderr=True, highlight=False)
 
 
 def _print_version(asked: bool) -> None:
@@ -202,7 +202,7 @@ def _fail(message: str, code: int) -> NoReturn:
     line = _shortened(" ".join(message.split()))
     # Neither a terminal's control characters nor bytes that are no text come from a message.
     printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    errors.print(f"[bold red]error:[/] {escape(printable)}", highlight=False, soft_wrap=True)
+    errors.print(f"[bold red]error:[/] {escape(printable)}", soft_wrap=True)
     sys.exit(code)
 
 

@@ -18,6 +18,8 @@ import psutil
 from .errors import LeanError
 from .files import RECORD_FORMAT
 
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
 
 def default_device() -> str:
     """Return the accelerator that torch finds, else "cpu"."""
@@ -68,12 +70,11 @@ def keep_freed_memory(device: str) -> None:
     """
     if device != "cpu":
         return
-    trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
     with suppress(OSError, AttributeError, TypeError):
         libc = ctypes.CDLL(None)
         # Before 2.35 glibc takes 32 MB at most. To set one threshold alone would fix the other one at its start.
-        if libc.mallopt(mmap_threshold, 2**30) or libc.mallopt(mmap_threshold, 2**25):
-            libc.mallopt(trim_threshold, -1)
+        if libc.mallopt(MMAP_THRESHOLD, 2**30) or libc.mallopt(MMAP_THRESHOLD, 2**25):
+            libc.mallopt(TRIM_THRESHOLD, -1)
 
 
 @contextmanager
@@ -93,6 +94,16 @@ def denormals_as_zero(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(False)
+
+
+def give_back_freed_memory() -> None:
+    """Return freed memory to the system from now on, so that this process's resident size follows its use.
+
+    glibc raises the size from which a block is mapped by itself up to 32 MiB, and keeps smaller freed blocks, which add
+    up over the tensors of a large model. With another C library nothing changes.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**20)
 
 
 def return_freed_memory() -> None:

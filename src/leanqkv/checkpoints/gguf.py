@@ -14,7 +14,7 @@ from ..errors import LeanError, needs
 from .families import FAMILIES
 from .families.family import Packed
 from .gguf_format import PLAIN, Array, GgufFile
-from .tensors import StoredTensors
+from .tensors import StoredTensors, some
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -134,14 +134,10 @@ class GgufCheckpoint(GgufFile):
         architecture = self.architecture
         names = _stored_names(self.metadata["general.architecture"], tensor_map, config["num_hidden_layers"])
         expected = {names[packed.name] for packed in tensor_map}
-        read_elsewhere = {ROPE_FACTORS} if architecture.rotary else set()
-        for what, wrong in (
-            ("lacks", sorted(expected - set(self.entries))),
-            ("has unknown", sorted(set(self.entries) - expected - read_elsewhere)),
-        ):
+        found = {name for name in self.entries if name != ROPE_FACTORS or not architecture.rotary}
+        for what, wrong in (("lacks", expected - found), ("has unknown", found - expected)):
             if wrong:
-                more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-                raise LeanError(f"{self.path} {what} tensors: {', '.join(wrong[:3])}{more}")
+                raise LeanError(f"{self.path} {what} tensors: {some(sorted(wrong))}")
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config.get("num_key_value_heads", 0)}
         changes = {
             packed.name: _Change(

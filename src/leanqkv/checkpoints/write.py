@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..environment import versions
+from ..environment import give_back_freed_memory, versions
 from ..errors import LeanError
 from ..files import check_free, hash_files, remove, replacing, write_json
 from ..job import Job, beside, is_locked, unfinished
@@ -23,7 +23,6 @@ from ..presets.edit import with_fields
 from .dense import to_dense, with_norm_offset
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors, norm_offset_of
-from .memory import give_back_freed_memory
 from .open import MODELS, Checkpoint, open_checkpoint
 from .tensors import WEIGHTS, LazyTensors, finite
 from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer

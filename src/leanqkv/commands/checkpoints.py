@@ -51,4 +51,4 @@ def _rewrite(source: Path, out: Path, dtype: str | None, *, stock: bool, family:
 
     with progress_bar("writing", in_bytes=True) as bar:
         name, parameters = rewrite(source, out, as_dtype(dtype), stock=stock, family=family, progress=bar)
-    console.print(f"{out}: {name}, {parameters:,} parameters", highlight=False)
+    console.print(f"{out}: {name}, {parameters:,} parameters")

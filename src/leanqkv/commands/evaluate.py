@@ -1,6 +1,5 @@
 """`leanqkv eval`: the loss of a checkpoint on a text, or its accuracy on tasks."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +8,8 @@ import typer
 
 from ..environment import check_device
 from ..errors import LeanError
-from ..files import RECORD_FORMAT, check_new_file, write_json
-from .options import SOURCE, Device, MaxDocuments, TextField, check_left_out, console
+from ..files import check_new_file
+from .options import SOURCE, Device, MaxDocuments, TextField, check_left_out
 
 
 @dataclass(frozen=True)
@@ -85,15 +84,6 @@ def evaluate(
         check_left_out(text, "`data`")
     if out is not None:
         check_new_file(out)
-    from ..checkpoints.open import open_causal_lm
-    from .scoring import Scored, parsed_precision, score_tasks, score_text
+    from .scoring import score
 
-    arithmetic = parsed_precision(precision)
-    device = check_device(device)
-    scored = Scored(open_causal_lm(source), arithmetic, device, batch_size)
-    started = time.perf_counter()
-    figures = score_text(scored, text) if tasks.tasks is None else score_tasks(scored, tasks)
-    if out is not None:
-        seconds = round(time.perf_counter() - started, 2)
-        write_json(out, {"record": RECORD_FORMAT, **scored.record(), **figures, "seconds": seconds})
-        console.print(f"{out}: the record", highlight=False)
+    score(source, text, tasks, batch_size, precision, check_device(device), out)

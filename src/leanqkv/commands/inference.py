@@ -95,7 +95,7 @@ def serve(
     from ..inference.serve import serve as run
 
     def started(name: str, address: str) -> None:
-        console.print(f"{name}: {address} (Ctrl-C ends it)", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{name}: {address} (Ctrl-C ends it)", soft_wrap=True, markup=False)
 
     device = check_device(device)
     try:
@@ -144,7 +144,7 @@ def bench(
     make_directory(out)
     write_json(out / RECORD, record)
     console.print(table(record))
-    console.print(f"report: {write_page(out)}", highlight=False, soft_wrap=True)
+    console.print(f"report: {write_page(out)}", soft_wrap=True)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

@@ -274,7 +274,7 @@ def prepare(options: DataOptions, configs: "Sequence[LeanConfig]") -> "PreparedD
     text = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "data"}
     with progress_bar("reading the data") as bar:
         data = prepare(configs, options.data, bar.describe, **text)
-    console.print(f"data: {data.description}; {data.sizes()}", highlight=False)
+    console.print(f"data: {data.description}; {data.sizes()}")
     return data
 
 

@@ -30,4 +30,4 @@ def tokenize(
             raise LeanError(f"{name} is a model of images, and only text has tokens")
         task_of(config, name)
     prepared = prepare(data, configs)
-    console.print(f"files: {prepared.directory}", highlight=False, soft_wrap=True)
+    console.print(f"files: {prepared.directory}", soft_wrap=True)

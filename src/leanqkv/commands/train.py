@@ -86,7 +86,7 @@ def uptrain(
     has_tokenizer = task_of(config, source.name).has_tokenizer
     data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
     record = train_model(source.name, config, recipe, data, run, source, learns)
-    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}", highlight=False)
+    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}")
 
 
 def _check_out(out: Path, *sources: Path | None) -> None:

@@ -36,11 +36,10 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from ..checkpoints.memory import give_back_freed_memory
 from ..checkpoints.open import load_model, open_causal_lm
 from ..checkpoints.tokenizer import load_tokenizer
 from ..compat import quiet_transformers
-from ..environment import free_memory
+from ..environment import free_memory, give_back_freed_memory
 from ..errors import LeanError
 from . import Decoder
 from .api_fields import ApiError, check_model, checked_fields, error_body
