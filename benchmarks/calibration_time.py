@@ -16,7 +16,7 @@ import torch
 
 from leanqkv import LeanForCausalLM, preset
 from leanqkv.data import prepare_data
-from leanqkv.environment import git_commit, hardware, versions
+from leanqkv.environment import made_on
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
 
 MODEL = "gpt2-124m"
@@ -59,9 +59,7 @@ def main() -> None:
             "peak_resident_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
             "threads": torch.get_num_threads(),
             "conversion": read_json(result / "conversion.json"),
-            "hardware": hardware("cpu"),
-            "versions": versions(),
-            "git_commit": git_commit(),
+            **made_on("cpu"),
         }
     print(table(record))
     if asked.out is not None:

@@ -26,7 +26,7 @@ from harness import Command, run_commands
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.compare.statistics import paired_difference
 from leanqkv.data import prepare_data
-from leanqkv.environment import git_commit, hardware, versions
+from leanqkv.environment import made_on
 from leanqkv.errors import LeanError
 from leanqkv.evaluate import sequence_losses
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
@@ -282,7 +282,7 @@ def main() -> None:
     asked.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(asked)
     record: dict[str, Any] = {"record": RECORD_FORMAT, "name": asked.name, "model": MODEL, "precision": PRECISION}
-    record |= {"hardware": hardware("cpu"), "versions": versions(), "git_commit": git_commit()}
+    record |= made_on("cpu")
     asked.out.mkdir(parents=True, exist_ok=True)
     phases: dict[str, Callable[[], Any]] = {"baseline": lambda: bench.pretrain(""), "conversions": bench.convert}
     if asked.rates is None:

@@ -21,6 +21,7 @@ from leanqkv import LeanConfig
 from leanqkv.data import prepare_data
 from leanqkv.errors import LeanError
 from leanqkv.files import read_json
+from leanqkv.model.shapes import parameter_shapes
 
 LATENTS, MERGED_VALUES = "latents", "merged-values"
 LAYERS = 32  # of LLaMA-7B
@@ -42,9 +43,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     command = ["convert", str(source), "--to", options.to, "--calibration", "stdlib", "--dtype", "bf16"]
     cost = run([*command, "--tokens", str(options.tokens), "--out", str(result)])
     conversion = read_json(result / "conversion.json")
-    block = sum(
-        torch.Size(shape).numel() for name, shape in config.plan.parameter_shapes.items() if "layers.0." in name
-    )
+    block = sum(torch.Size(shape).numel() for name, shape in parameter_shapes(config).items() if "layers.0." in name)
     record = {
         "to": options.to,
         "layers": options.layers,

@@ -27,6 +27,7 @@ from leanqkv.checkpoints.tensors import LazyTensors
 from leanqkv.checkpoints.write import save_config, write_checkpoint
 from leanqkv.errors import LeanError
 from leanqkv.files import read_json
+from leanqkv.model.shapes import parameter_shapes
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def tables(record: dict[str, Any]) -> str:
 def make(config: LeanConfig, directory: Path) -> None:
     """Write a random checkpoint: each matrix from its own seed, N(0, 1 / inputs), with 1.8 times that deviation behind
     the gate, which is 1/2 on average. A large one is drawn row by row in float32 and kept in bfloat16."""
-    shapes = config.plan.parameter_shapes
+    shapes = parameter_shapes(config)
     numbers = {name: number for number, name in enumerate(shapes)}
 
     def draw(name: str) -> torch.Tensor:

@@ -25,6 +25,7 @@ from leanqkv.checkpoints.disabled_norms import without_norms
 from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.eliminate import parse_request, transform, weight_table
 from leanqkv.eliminate.certify import DTYPES, difference, logits, random_inputs
+from leanqkv.model.shapes import count_parameters, parameter_shapes
 
 NONE = {"norm_type": "none"}
 NO_SKIPS = {"attention_skip": False, "mlp_skip": False}
@@ -63,7 +64,7 @@ def big(shape: dict[str, Any]) -> LeanConfig:
 
 def draw(config: LeanConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(shape, generator=generator) * 0.02 for n, shape in config.plan.parameter_shapes.items()}
+    tensors = {n: torch.randn(shape, generator=generator) * 0.02 for n, shape in parameter_shapes(config).items()}
     return {n: tensor + 1 if "norm" in n and n.endswith("weight") else tensor for n, tensor in tensors.items()}
 
 
@@ -95,8 +96,8 @@ def case(name: str, remove: str, layer: int | None, shape: dict[str, Any]) -> di
             "distance": distances(before, after, random_inputs(config)),
         }
         row["parameters"] = {
-            "before": config.plan.count_parameters().total,
-            "after": result.config.plan.count_parameters().total,
+            "before": count_parameters(config).total,
+            "after": count_parameters(result.config).total,
         }
         show = {dtype: f"{pair['result']['relative']:.1e}" for dtype, pair in row[form]["distance"].items()}
         print(f"{name:44} {form:6} condition {row[form]['condition'] or 0:8.0f}  {show}", flush=True)
@@ -137,8 +138,8 @@ def layernorm_free() -> dict[str, Any]:
         "epsilon": trick,
         "distance": distance,
         "parameters": {
-            "before": opened.config.plan.count_parameters().total,
-            "after": result.config.plan.count_parameters().total,
+            "before": count_parameters(opened.config).total,
+            "after": count_parameters(result.config).total,
         },
     }
     print("LayerNorm-free:", {k: measured[k] for k in ("naive", "centred", "condition")}, flush=True)

@@ -84,7 +84,7 @@ def lost(model: Any, text: EvaluationText, kept: Tensor, options: argparse.Names
             return last_states(model, ids)
 
     windows = spread_windows(len(text.tokens), options.length, options.evaluate_tokens // options.length)
-    asked: dict[str, Any] = {"batch_size": BATCH, "states": (last_states, states)}
+    asked: dict[str, Any] = {"batch_size": BATCH, "states": (last_states, [states])}
     return paired_record(model, model, text, windows, options.length, **asked)
 
 

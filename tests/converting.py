@@ -11,6 +11,7 @@ from leanqkv.convert.calibrated import Settings, calibrated
 from leanqkv.convert.heads import ValueHeads
 from leanqkv.convert.methods import METHODS, with_first_layer_values
 from leanqkv.convert.nonlinear_query import with_nonlinear_query
+from leanqkv.model.shapes import parameter_shapes
 
 CONVERSIONS = ("nonlinear-query", *METHODS, "calibrated")
 # Of `conversion_error`: the calibrated method computes in float32 and solves least squares.
@@ -27,7 +28,7 @@ def source(shape: str, *mechanisms: str, **fields) -> tuple[LeanConfig, dict[str
 
 def build(config: LeanConfig, tensors) -> LeanForCausalLM:
     model = LeanForCausalLM(config).double()
-    state = {name: tensors[name].double() for name in config.plan.parameter_shapes}
+    state = {name: tensors[name].double() for name in parameter_shapes(config)}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state)

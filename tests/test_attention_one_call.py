@@ -12,7 +12,7 @@ from shapes import assert_near, tokens
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leanqkv.model.attention_one_call import VLLM, OneCallAttention
+from leanqkv.model.attention import VLLM, OneCallAttention
 from leanqkv.model.registry import ConfigError
 from leanqkv.model.transformer import LeanModel
 

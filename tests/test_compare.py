@@ -17,7 +17,7 @@ from leanqkv.compare.places import to_train_here
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suite import Comparison, Entry
 from leanqkv.environment import same_place
-from leanqkv.report.comparison_page import write_report
+from leanqkv.report.comparison_page import KIND
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def test_it_goes_on_where_it_was_stopped(data, done, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(COMPARISON, data, tmp_path / "out", on_update=stop)
     assert 0 < len(list(tmp_path.glob("out/runs/*/record.json"))) < 12
-    write_report(tmp_path / "out")  # what there is can be looked at
+    KIND.write(tmp_path / "out")  # what there is can be looked at
     assert losses(run(COMPARISON, data, tmp_path / "out")) == losses(done[1])
 
 
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(data, tmp_path,
 
 def test_the_report_has_a_row_for_every_model(done):
     out, records = done
-    page = write_report(out).read_text()
+    page = KIND.write(out).read_text()
     comparison = load_comparison(out)
     for result in comparison.results:
         assert result.name in page
@@ -266,7 +266,7 @@ def test_the_search_may_be_shorter(data, tmp_path):
         assert record["recipe"]["steps"] == steps and record["tokens"] == steps * 4 * 32
     plan = json.loads((tmp_path / "out/compare.json").read_text())
     assert plan["grid"] == {"seed": 1, "learning_rates": [1e-3, 3e-3], "steps": 6}
-    page = write_report(tmp_path / "out").read_text()
+    page = KIND.write(tmp_path / "out").read_text()
     assert "after 6 steps" in page
     assert "is the least or the largest that was tried" in page
     assert "Rates were searched in runs of 6 steps" in page

@@ -19,6 +19,7 @@ from leanqkv.convert.conversion import convert_directory
 from leanqkv.convert.heads import ValueHeads, target_config
 from leanqkv.convert.methods import METHODS, pools, with_first_layer_values
 from leanqkv.convert.nonlinear_query import with_nonlinear_query
+from leanqkv.model.shapes import parameter_shapes
 
 ROUNDING = 1e-12
 
@@ -113,7 +114,7 @@ def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, 
     """The converted model against the source with values swapped by hand, through hooks."""
     config, tensors = source(shape, *mechanisms, **fields)
     new, converted = with_first_layer_values(config, tensors, METHODS[method], 0.5)
-    assert {name: tuple(converted[name].shape) for name in converted} == new.plan.parameter_shapes
+    assert {name: tuple(converted[name].shape) for name in converted} == parameter_shapes(new)
     ids = tokens(2, 9)
     assert_near(logits(new, converted, ids), swapped_by_hand(config, tensors, method, ids), ROUNDING)
 

@@ -25,7 +25,7 @@ from leanqkv.convert import conversion as conversion_module
 from leanqkv.data import evaluation_text
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.evaluate import paired, paired_scores, spread_windows
-from leanqkv.report.conversion import write_pages
+from leanqkv.report.conversion import KIND
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_one_command_converts_evaluates_and_reports(place, unwrapped):
     scored = evaluation_text("other.txt", tokenizer="source", vocab_size=VOCABULARY)
     before, after = (load_model(open_causal_lm(Path(name)), torch.float32) for name in ("source", "result"))
     windows = spread_windows(len(scored.tokens), 32, 20)
-    scores = paired_scores(before, after, scored.tokens, windows, 32)
+    [scores] = paired_scores(before, after, scored.tokens, windows, 32)
     assert evaluation["loss_difference"]["mean"] == pytest.approx((scores.after - scores.before).mean().item())
     assert evaluation["before"]["tokens"] == 640 and evaluation["windows"] == 20 and evaluation["context_length"] == 32
     bits = scores.before.sum().item() / math.log(2) / (scored.bytes * 640 / (len(scored.tokens) - 1))
@@ -197,7 +197,7 @@ def test_columns_of_the_layers_in_words(place, ranks, words):
     layers = [{"layer": i, "missed": 0.1, "ridge": None, "rank": rank} for i, rank in enumerate(ranks)]
     record = {"to": "latents", "parameters": [10, 9], "kv_bytes_per_token_bf16": [4, 3], "layers": layers}
     Path("result/conversion.json").write_text(json.dumps(record | {"cache": 0.75}))
-    page = write_pages(Path("result")).read_text()
+    page = KIND.write(Path("result")).read_text()
     assert f"The cache holds {words} of values" in page and "at most 75% of the source" in page
 
 
@@ -226,7 +226,7 @@ def _check_made_again(result, unwrapped):
     assert unwrapped("report", "result")[0] == 0
     assert (result / "conversion.html").read_bytes() == page and (result / "README.md").read_text() == "mine"
     (result / "README.md").unlink()
-    write_pages(result)
+    KIND.write(result)
     assert (result / "README.md").read_bytes() == card
 
 
@@ -256,11 +256,11 @@ def test_a_record_with_other_entries_of_its_layers_still_makes_a_page(place):
     layers = [{"layer": i, "missed": 0.1, "missed_held_out": 0.2, "rank": 3, "odd": {"a": [1]}} for i in range(3)]
     record = {"to": "skipv1", "parameters": [10, 9], "kv_bytes_per_token_bf16": [4, 3], "layers": layers}
     Path("result/conversion.json").write_text(json.dumps(record))
-    shown = write_pages(Path("result")).read_text()
+    shown = KIND.write(Path("result")).read_text()
     assert "missed held out" in shown and "20.00%" in shown
     Path("result/conversion.json").write_text(json.dumps({"to": "skipv1", "parameters": [10]}))
     with pytest.raises(LeanError, match=r"conversion\.json is damaged"):
-        write_pages(Path("result"))
+        KIND.write(Path("result"))
 
 
 def test_the_validation_split_of_the_calibration_text(place, unwrapped):

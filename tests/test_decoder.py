@@ -20,7 +20,7 @@ from leanqkv.inference.attention import (
 )
 from leanqkv.inference.cache import AllocatedLayer
 from leanqkv.inference.linear import PackedLinear, can_pack, packed
-from leanqkv.model.value_latent import LatentAndKeys
+from leanqkv.model.latent_heads import LatentAndKeys
 from leanqkv.presets import MECHANISMS
 
 PROMPT, NEW = 9, 12

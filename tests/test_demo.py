@@ -14,6 +14,7 @@ from leanqkv import count_parameters, kv_bytes_per_token, preset, progress
 from leanqkv.checkpoints import load_config
 from leanqkv.demo import phases
 from leanqkv.eliminate import verify
+from leanqkv.records import PHASES
 
 pytestmark = pytest.mark.slow
 BASELINE, VARIANT = f"tiny{SHAPE}", f"tiny+skipv1{SHAPE}"
@@ -167,7 +168,7 @@ def test_a_complete_demo_is_only_drawn_again(whole, cli):
     [
         ((*DEMO, "notes"), "notes is not empty and not a demo"),
         ((*DEMO, "notes/precious.txt"), "precious.txt is a file"),
-        (("demo", "--steps", "13", "--out", "whole"), "steps is 12 there and 13 here"),
+        (("demo", "--steps", "13", "--out", "whole"), "holds another demo (steps: 12 there, 13 asked)"),
         ((*DEMO, "new", "--device", "gpu"), "no device 'gpu'"),
         (("report", "begun"), "without training. Go on with: leanqkv demo --out begun"),
         (("report", "damaged"), "damaged/demo.json is damaged"),
@@ -177,7 +178,7 @@ def test_bad_input_is_one_line_and_exit_code_2(whole, place, cli, arguments, mes
     for directory, file, content in (
         ("notes", "precious.txt", "kept"),
         ("begun", "demo.json", '{"record": 1, "settings": {}}'),
-        ("damaged", "demo.json", json.dumps({key: {} for key in ("settings", *phases.PHASES)})),
+        ("damaged", "demo.json", json.dumps({key: {} for key in ("settings", *PHASES)})),
     ):
         (place / directory).mkdir(exist_ok=True)
         (place / directory / file).write_text(content)

@@ -21,7 +21,7 @@ from leanqkv import LeanConfig, LeanForCausalLM, kv_bytes_per_token, preset
 from leanqkv.cli import app
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suites import SUITES
-from leanqkv.model import registry
+from leanqkv.model import mechanisms
 from leanqkv.presets import MECHANISMS, recipe
 from leanqkv.report import analysis, frontier
 from leanqkv.report import bench as inference
@@ -456,9 +456,9 @@ def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_example_of_a_mechanism_is_one(monkeypatch):
-    names: dict = {}
+    names: dict = {"__package__": "leanqkv.model"}
     exec(python_blocks(DOCS / "add-a-mechanism.md")[0], names)
-    monkeypatch.setitem(registry.QUERIES, "gated", names["GatedQuery"])
+    monkeypatch.setitem(mechanisms.QUERIES, "gated", names["Gated"])
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
     config = LeanConfig(**sizes, max_position_embeddings=16, query=[{"type": "gated"}])
     model = LeanForCausalLM(config)
@@ -474,10 +474,10 @@ def test_every_preset_has_a_row(name):
 
 
 def test_every_mechanism_file_has_a_row_and_says_where_it_is_from():
-    tables = (registry.QUERIES, registry.KEYS, registry.VALUES, registry.KEY_VALUES)
+    tables = (mechanisms.QUERIES, mechanisms.KEYS, mechanisms.VALUES, mechanisms.KEY_VALUES)
     for module in {cls.__module__ for table in tables for cls in table.values()}:
         file = ROOT / "src" / Path(*module.split(".")).with_suffix(".py")
         head = file.read_text().split('"""')[1]
         assert "http" in head, f"{file.name} does not open with its source"
-        if module.rpartition(".")[2] != "projection_linear":
+        if module.rpartition(".")[2] != "registry":
             assert f"model/{file.name}" in PAPERS, f"docs/papers.md has no row for {file.name}"

@@ -24,6 +24,7 @@ from leanqkv.checkpoints.families import FAMILIES, choose_family, export_tensors
 from leanqkv.checkpoints.open import Checkpoint, load_model, open_checkpoint
 from leanqkv.checkpoints.tensors import LazyTensors, open_tensors
 from leanqkv.checkpoints.write import write_model
+from leanqkv.model.shapes import parameter_shapes
 from leanqkv.presets.edit import with_fields
 
 SIZES: dict[str, Any] = {
@@ -164,7 +165,7 @@ def stock_model(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 def ours(checkpoint: Checkpoint) -> LeanForCausalLM:
     """A model with exactly the tensors of the checkpoint."""
     tensors = dict(checkpoint.tensors)
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == checkpoint.config.plan.parameter_shapes
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == parameter_shapes(checkpoint.config)
     if checkpoint.config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model = LeanForCausalLM(checkpoint.config).to(checkpoint.dtype)
@@ -614,7 +615,7 @@ def test_own_checkpoints(mechanisms, tied, tmp_path):
     assert checkpoint.family is None and checkpoint.directory == tmp_path
     assert isinstance(checkpoint.tensors, LazyTensors)
     state = model.state_dict()
-    assert list(checkpoint.tensors) == list(checkpoint.config.plan.parameter_shapes)
+    assert list(checkpoint.tensors) == list(parameter_shapes(checkpoint.config))
     for name, tensor in checkpoint.tensors.items():
         assert torch.equal(tensor, state[name]), name
     # A head that is written once more.

@@ -18,8 +18,8 @@ from leanqkv.frontier import PRECISIONS
 from leanqkv.frontier.measure import calibration_samples
 from leanqkv.frontier.points import Precision
 from leanqkv.frontier.scoring import Scorer, decode_speed
-from leanqkv.model.cache_kivi import BLOCK
-from leanqkv.report.frontier import best_within, read_points, recommendations, write_pages
+from leanqkv.model.cache_quantized import BLOCK
+from leanqkv.report.frontier import KIND, best_within, read_points, recommendations
 
 VOCABULARY = 300
 
@@ -100,7 +100,7 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
 
 
 def test_the_page(measured: Path) -> None:
-    page = write_pages(measured).read_text()
+    page = KIND.write(measured).read_text()
     for words in ("For every budget", "latents 84%, 8/4 bits", "What every layer caches", "Time of the fits", "<svg"):
         assert words in page
     record = json.loads((measured / "frontier.json").read_text())
@@ -114,6 +114,14 @@ def test_the_page(measured: Path) -> None:
     assert len(sentences) == 5 and all(sentence.startswith("At most") for sentence in sentences)
 
 
+def test_the_page_is_made_again_from_the_record_alone(measured: Path, unwrapped, tmp_path: Path) -> None:
+    (tmp_path / "frontier.json").write_text((measured / "frontier.json").read_text())
+    code, out, errors = unwrapped("report", str(tmp_path))
+    assert (code, errors) == (0, "") and "latents 84%, 8/4 bits" in out
+    for name in ("frontier.html", "table.md"):
+        assert (tmp_path / name).read_text() == (measured / name).read_text()
+
+
 def test_what_loses_a_nat_is_not_recommended(measured: Path) -> None:
     record = json.loads((measured / "frontier.json").read_text())
     assert not any("gqa" in sentence for sentence in _worse(record, "gqa", 1.01))
@@ -125,7 +133,7 @@ def test_what_loses_a_nat_is_not_drawn(measured: Path) -> None:
     for nats, drawn in ((0.5, True), (1.01, False)):
         _worse(record, "gqa", nats)
         (measured / "frontier.json").write_text(json.dumps(record))
-        page = write_pages(measured).read_text()
+        page = KIND.write(measured).read_text()
         assert ("gqa, 16 bits" in page) == drawn and "gqa, 50% of the heads, 16 bits" in page
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from leanqkv import LeanConfig, LeanForCausalLM
 from leanqkv.inference import joined
 from leanqkv.inference.joined import join_projections
-from leanqkv.model.projection_linear import is_plain_linear, is_rewritten
+from leanqkv.model.latent import is_plain_linear, is_rewritten
 
 CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("gpt", (), {}),

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from leanqkv import LeanForCausalLM, LeanQuantizedCache, cache_bytes
-from leanqkv.model.cache_kivi import KiviLayer, kivi_layers, quantized_bytes_per_token
+from leanqkv.model.cache_quantized import KiviLayer, kivi_layers, quantized_bytes_per_token
 
 BLOCK = 64
 EVERY_BITS = (2, 4, 8)

@@ -18,6 +18,7 @@ from leanqkv.convert.latent_values import step_of, value_latents, value_width
 from leanqkv.convert.latents import Latents
 from leanqkv.convert.low_rank import approximate
 from leanqkv.inference import Decoder
+from leanqkv.model.shapes import parameter_shapes
 
 # --- a layer's heads --------------------------------------------------------------------------------------------------
 
@@ -271,7 +272,7 @@ def test_the_result_is_a_checkpoint(tmp_path: Path) -> None:
         assert (rows.config.value, rows.config.key) == (found.config.value, found.config.key)
 
     target = found.config
-    assert {name: tuple(found.tensors[name].shape) for name in found.tensors} == target.plan.parameter_shapes
+    assert {name: tuple(found.tensors[name].shape) for name in found.tensors} == parameter_shapes(target)
     assert target.plan.kv_bytes_per_token(torch.float32) <= 0.84 * config.plan.kv_bytes_per_token(torch.float32)
     for name, tensor in found.tensors.items():
         assert tensor.dtype == torch.float32

@@ -12,8 +12,8 @@ from transformers import DynamicCache, StaticCache
 from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, kv_bytes_per_token
 from leanqkv.inference import Decoder
 from leanqkv.inference.linear import PackedLinear
-from leanqkv.model import attention, key_latent
-from leanqkv.model.key_latent import ComplexUp, absorbing_keys_pays
+from leanqkv.model import latent, latent_heads
+from leanqkv.model.latent import ComplexUp, absorbing_pays
 
 CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("llama", ("latent-keys",), {}),
@@ -45,7 +45,7 @@ def test_absorbed_is_expanded(case, implementation: str, monkeypatch: pytest.Mon
     labels[0, 3] = -100  # predicted at a padded position
     found = {}
     for absorbed in (True, False):
-        monkeypatch.setattr(attention, "absorbing_keys_pays", lambda *_, absorbed=absorbed: absorbed)
+        monkeypatch.setattr(latent_heads, "absorbing_pays", lambda *_, absorbed=absorbed: absorbed)
         model.zero_grad()
         output = model(input_ids=ids, attention_mask=mask, labels=labels, output_attentions=implementation == "eager")
         output.loss.backward()
@@ -71,7 +71,7 @@ def test_the_form_with_fewer_multiplications_is_taken(up: nn.Module) -> None:
     a position and 128 take it into a position's queries; of a linear one 128 and 256. A score takes 8 in both forms."""
 
     def absorbs(queries: int, keys: int) -> bool:
-        return absorbing_keys_pays(up, torch.zeros(1, 4, queries, 8), torch.zeros(1, 1, keys, 8))
+        return absorbing_pays(up, torch.zeros(1, 4, queries, 8), keys, 8)
 
     assert absorbs(1, 3) and absorbs(10, 21) and absorbs(1, 1000)
     assert not absorbs(1, 2) and not absorbs(10, 20) and not absorbs(7, 7)
@@ -82,7 +82,7 @@ def test_scores_of_a_wide_latent_count() -> None:
     up = ComplexUp(4, (3, 3, 3, 3))  # 192 multiplications for the keys of a position
 
     def absorbs(queries: int, keys: int) -> bool:
-        return absorbing_keys_pays(up, torch.zeros(1, 4, queries, 8), torch.zeros(1, 1, keys, 24))
+        return absorbing_pays(up, torch.zeros(1, 4, queries, 8), keys, 24)
 
     assert absorbs(1, 2) and absorbs(2, 7) and not absorbs(2, 6)
     assert not absorbs(3, 1000) and not absorbs(4, 1000)
@@ -96,7 +96,7 @@ def test_decoding_never_makes_the_key_heads(case, kind, monkeypatch: pytest.Monk
     cache = DynamicCache(config=config) if kind is DynamicCache else StaticCache(config, max_cache_len=64)
     with torch.no_grad():
         model(tokens(1, 40), past_key_values=cache)
-        monkeypatch.setattr(attention, "expand", lambda *_: pytest.fail("expanded in a decoding step"))
+        monkeypatch.setattr(latent_heads, "expand", lambda *_: pytest.fail("expanded in a decoding step"))
         model(tokens(1, 1), past_key_values=cache)
     for stored, layer in zip(cache.layers, config.plan.layers, strict=True):
         assert stored.keys.shape[1::2] == (1, layer.key_rank)
@@ -178,9 +178,7 @@ def test_the_absorbed_form_passes_no_change_over(shape: str, how: str) -> None:
                 up.weight = kind(1.5 * up.weight)
             else:
                 up.__class__ = type("Rewritten", (type(up),), {"forward": lambda up, x, f=forward: 1.5 * f(up, x)})
-            assert not absorbing_keys_pays(
-                layer.self_attn.k_up_proj, torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, 99, 16)
-            )
+            assert not absorbing_pays(layer.self_attn.k_up_proj, torch.zeros(1, 4, 1, 8), 99, 16)
         whole = model(ids).logits[:, -1]
         step = model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values).logits[:, -1]
     assert_near(step, whole, 1e-5)
@@ -230,7 +228,7 @@ def test_every_way_to_make_a_model(case, tmp_path) -> None:
     """From a file, copied, or on the meta device with weights put in; all train after a pass in inference mode."""
     model = randomize(LeanForCausalLM(config_of(case))).eval()
     ids = tokens(2, 9)
-    key_latent._kept_index.cache_clear()
+    latent._kept_index.cache_clear()
     with torch.inference_mode():
         expected = model(ids).logits
     model.save_pretrained(tmp_path)

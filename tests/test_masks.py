@@ -10,7 +10,7 @@ from transformers import AutoModelForMaskedLM, DynamicCache
 
 from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanForMaskedLM, cache_bytes, plan
 from leanqkv.model import transformer
-from leanqkv.model.masks import make_masks
+from leanqkv.model.position import make_masks
 
 SHAPES = ["gpt", "llama"]
 VARIANTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [

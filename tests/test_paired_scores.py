@@ -37,7 +37,7 @@ def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling,
     before, after, tokens, done = model(0, logits_scaling=scaling), model(1), text(), []
     windows = strided_windows(len(tokens), 32, 16)
     progress = lambda *at: done.append(at)  # noqa: E731
-    scores = paired_scores(before, after, tokens, windows, 32, batch_size=batch_size, progress=progress)
+    [scores] = paired_scores(before, after, tokens, windows, 32, batch_size=batch_size, progress=progress)
     expected = []
     for start, scored in windows:
         ids = torch.from_numpy(tokens[start : start + 33].astype(np.int64))
@@ -54,7 +54,8 @@ def test_scores_are_those_of_all_logits_at_once(monkeypatch, at_a_time, scaling,
 
 def test_a_model_loses_nothing_against_itself():
     one = model()
-    figures = paired_figures(paired_scores(one, one, text(), spread_windows(150, 32, 4), 32), 400)
+    [scores] = paired_scores(one, one, text(), spread_windows(150, 32, 4), 32)
+    figures = paired_figures(scores, 400)
     nothing = {"mean": 0.0, "half_width": 0.0}
     assert (figures["loss_difference"], figures["divergence"]) == (nothing, nothing)
     assert figures["agreement"] == {"mean": 1.0, "half_width": 0.0}
@@ -103,4 +104,4 @@ def test_scores_that_are_not_finite_are_refused(monkeypatch):
         return paired.last_states(model, ids).index_fill(1, torch.tensor([0]), math.nan)
 
     with pytest.raises(LeanError, match="not finite in the window at token 4"):
-        paired_scores(model(), model(), text(), [(3, 32)], 32, states=(paired.last_states, states))
+        paired_scores(model(), model(), text(), [(3, 32)], 32, states=(paired.last_states, [states]))

@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shutil
+import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from leanqkv.compare.records import load_comparison
 from leanqkv.compare.statistics import Band
 from leanqkv.report import figures
 from leanqkv.report.comparison import markdown, reading, remarks, terminal_table, warnings
-from leanqkv.report.comparison_page import write_report
+from leanqkv.report.comparison_page import KIND
 
 
 def terminal(directory: Path) -> list[str]:
@@ -73,7 +75,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(finished: Path) -> str:
-    return write_report(finished).read_text()
+    return KIND.write(finished).read_text()
 
 
 def test_markdown_holds_the_numbers(finished: Path) -> None:
@@ -159,7 +161,7 @@ def test_missing_and_diverged_runs_are_shown(finished: Path, tmp_path: Path) -> 
     assert "tiny+identity-query: no finished run yet for seeds 0 and 1." in listed
     assert "tiny+mqa, seed 1: diverged at step 340 (loss is nan); left out of every mean." in listed
     assert "tiny+mqa, learning rate 0.01 of the search: diverged at step 120." in listed
-    text = "".join(Page(write_report(directory).read_text()).text)
+    text = "".join(Page(KIND.write(directory).read_text()).text)
     assert "8 of 12 final runs are there" in text
     assert all(line in text for line in listed)
     assert "tiny+identity-query cannot be compared yet" in text
@@ -177,7 +179,7 @@ def test_nothing_but_the_plan_still_makes_a_report(tmp_path: Path) -> None:
     plan = json.loads((directory / "compare.json").read_text())
     del plan["chosen_learning_rate"]  # not known before the search is done
     (directory / "compare.json").write_text(json.dumps(plan))
-    page = Page(write_report(directory).read_text())
+    page = Page(KIND.write(directory).read_text())
     assert page.count("svg") == 0
     assert "There is no difference to tiny to report yet." in "".join(page.text)
     assert set(markdown_rows(directory)["tiny"]) == {"–", "2 missing", "baseline"}
@@ -190,7 +192,7 @@ def test_one_seed_has_no_interval(finished: Path, tmp_path: Path) -> None:
     assert "known from one seed only, too few to judge" in reading(load_comparison(directory))
     shown = markdown(load_comparison(directory))
     assert "clearly" not in shown.lower() and "±" not in shown
-    text = "".join(Page(write_report(directory).read_text()).text)
+    text = "".join(Page(KIND.write(directory).read_text()).text)
     assert "±" not in text and "95% intervals" not in text
     assert "There are no bands, because one seed gives no interval." in text
     assert "A difference known from one seed has no interval." in text
@@ -201,7 +203,7 @@ def test_what_weakens_a_comparison_is_said_beside_its_table(finished: Path, tmp_
     two_seeds = "Fewer than 3 seeds: intervals are wide, and their width is itself uncertain."
     decay = "Recipes differ in the weight decay (0.03125, 0.1). Part of a difference may come from them."
     assert warnings(load_comparison(directory)) == [decay, two_seeds]
-    page = write_report(directory).read_text()
+    page = KIND.write(directory).read_text()
     assert page.index("</table>") < page.index(two_seeds) < page.index("<h2", page.index("</table>"))
     assert two_seeds in markdown(load_comparison(directory))
 
@@ -237,12 +239,12 @@ def test_what_weakens_a_comparison_is_said_beside_its_table(finished: Path, tmp_
 def test_the_last_differences_of_the_figure_are_those_of_the_table(finished: Path, monkeypatch: Any) -> None:
     drawn: list[figures.Series] = []
 
-    def keep(series: list[figures.Series], measure: Any) -> figures.Drawing:
+    def keep(name: str, series: list[figures.Series], measure: Any) -> figures.Drawing:
         drawn.extend(series)
         return figures.Drawing("", "")
 
     monkeypatch.setattr(figures, "difference_curves", keep)
-    write_report(finished)
+    KIND.write(finished)
     rows = markdown_rows(finished)
     assert len(drawn) == len(ARCHITECTURES) - 1
     for series in drawn:
@@ -257,7 +259,7 @@ def test_the_axes_of_the_curves_hold_most_evaluations(evaluations: int, left_out
     points = [Band(step, *3 * (8 - step / evaluations,)) for step in range(1, evaluations + 1)]
     series = figures.Series("tiny", 0, points)
     assert bool(figures.edge_note([series])) == (left_out > 0)
-    assert len(figures._settled(series)) == evaluations - left_out
+    assert len(series.settled) == evaluations - left_out
 
 
 def test_a_figure_of_runs_under_way_says_what_its_bands_are(finished: Path, tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_a_figure_of_runs_under_way_says_what_its_bands_are(finished: Path, tmp_
         for folder in (*folders(directory, name, 0), *folders(directory, name, 1)):
             edit(folder / "record.json", final=None)
     shutil.rmtree(*folders(directory, "tiny+mqa", 1))
-    text = "".join(Page(write_report(directory).read_text()).text)
+    text = "".join(Page(KIND.write(directory).read_text()).text)
     assert "The bands are 95% intervals of the difference to tiny, over seeds. One seed gives none: tiny+mqa." in text
 
 
@@ -292,10 +294,23 @@ def test_runs_that_cannot_be_paired_are_named(finished: Path, tmp_path: Path) ->
 def test_the_same_records_give_the_same_bytes(finished: Path, page: str, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(finished, tmp_path / "elsewhere"))
     with matplotlib.rc_context({"font.size": 30, "axes.linewidth": 9, "svg.fonttype": "path"}):
-        again = write_report(directory)
+        again = KIND.write(directory)
     assert again == directory / "report.html"
     assert again.read_bytes() == page.encode()
     assert sorted(file.name for file in directory.iterdir()) == ["compare.json", "report.html", "runs", "table.md"]
+
+
+def test_without_matplotlib_there_is_a_table_and_no_page(
+    finished: Path, tmp_path: Path, cli: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    for file in ("report.html", "table.md"):
+        (directory / file).unlink(missing_ok=True)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert KIND.write(directory) is None
+    assert (directory / "table.md").exists() and not (directory / "report.html").exists()
+    code, _, errors = cli("report", str(directory))
+    assert code == 2 and "pip install 'leanqkv[report]'" in errors
 
 
 def test_page_is_well_formed_and_stands_alone(page: str) -> None:
@@ -324,7 +339,7 @@ def test_page_has_every_figure_twice_with_a_caption_and_a_label(page: str) -> No
 
 
 def test_page_without_a_search_has_three_figures(tmp_path: Path) -> None:
-    page = write_report(build(tmp_path, grid=False)).read_text()
+    page = KIND.write(build(tmp_path, grid=False)).read_text()
     assert Page(page).count("figure") == 3
     assert "The learning rate search" not in page
 
@@ -377,5 +392,5 @@ def test_differences_by_length_are_in_the_table_and_on_the_page(tmp_path):
     )
     row = next(line for line in table.splitlines() if line.startswith("| `tiny+skipv1` | **−0.0605"))
     assert "| **+0.0200 ± 0.0000** |" in row and "+0.0659 ± 0.0064" in row
-    page = write_report(directory).read_text()
+    page = KIND.write(directory).read_text()
     assert "Differences by length of training" in page and "a run that ends there has another loss" in page

@@ -4,6 +4,7 @@ import pytest
 
 import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import preset
+from leanqkv.model.shapes import count_parameters
 from leanqkv.presets import recipe
 from leanqkv.train.run_plan import ACCELERATORS, Accelerator, plan_run
 
@@ -19,7 +20,7 @@ def test_operations_are_those_of_the_matrices_and_of_attention(name):
     """6 for each weight of a matrix that a token meets, and 12 for each pair of positions and column of a head."""
     config = preset(name)
     plan = planned(name)
-    counts = config.plan.count_parameters()
+    counts = count_parameters(config)
     matrices = counts.total - config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)
     matrices -= config.max_position_embeddings * config.hidden_size * (config.position_embedding_type == "learned")
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * 128

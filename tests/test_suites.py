@@ -22,9 +22,8 @@ from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry
 from leanqkv.compare.suites import SUITES, choose, load_suite
 from leanqkv.presets import recipe
 from leanqkv.report.comparison import markdown, reading, terminal_report
-from leanqkv.report.comparison_page import write_report
-from leanqkv.report.published import METRICS, number
-from leanqkv.report.stability import outcome
+from leanqkv.report.comparison_page import KIND
+from leanqkv.report.papers import METRICS, number, outcome
 
 RESULTS = Path(__file__).parent.parent / "results"
 AT_EVERY_SCALE = [(name, scale) for name, suite in SUITES.items() for scale in suite.scales]
@@ -61,7 +60,7 @@ def test_every_entry_can_be_built_and_trained(suite, scale):
     for one in comparison.entries.values():
         config, full = preset(one.model), one.full_recipe({})
         assert full.warmup_steps < full.steps
-        assert config.plan.count_parameters().total < (10e6 if scale == TINY else 30e6 if scale == SMALL else 4e9)
+        assert count_parameters(config).total < (10e6 if scale == TINY else 30e6 if scale == SMALL else 4e9)
         # YAML reads 3e-3 as a word and 800.0 as no count.
         assert {name: type(value) for name, value in one.recipe.items()} == {
             name: int if name.endswith("steps") or name == "batch_size" else float for name in one.recipe
@@ -440,7 +439,7 @@ def test_published_differences_stand_beside_ours_and_losses_do_not(sizes):
 @pytest.mark.slow
 def test_page_and_terminal_have_the_papers_too(sizes):
     out, comparison = sizes
-    text = " ".join("".join(Page(write_report(out).read_text()).text).split())
+    text = " ".join("".join(Page(KIND.write(out).read_text()).text).split())
     shown = terminal(comparison)
     assert max(map(len, shown.splitlines())) <= 100
     for where in (text, " ".join(shown.split())):
@@ -480,7 +479,7 @@ def test_divergence_is_caught_and_reported(data, tmp_path):
     assert re.fullmatch(r"diverged at step \d( \(2 seeds\)|<br>diverged at step \d)", outcomes["huge rate"][3].strip())
     assert "huge rate and identity, huge rate diverged." in reading(comparison)
     assert "to report yet" not in reading(comparison)
-    text = "".join(Page(write_report(tmp_path / "out").read_text()).text)
+    text = "".join(Page(KIND.write(tmp_path / "out").read_text()).text)
     for where in (text, terminal(comparison), table):
         assert "diverged at step" in where
         assert SUITES["stability"].claims[0] in " ".join(where.split())

@@ -14,7 +14,8 @@ from transformers import DynamicCache, StaticCache
 
 from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanQuantizedCache, cache_bytes
 from leanqkv.inference import Decoder, allocate_cache
-from leanqkv.model import attention
+from leanqkv.model import latent_heads
+from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.position import history_positions
 
 EXACT = 1000 * torch.finfo(torch.float64).eps  # sums in another order, after a few layers of large weights
@@ -343,8 +344,10 @@ def test_absorbed_is_expanded(case: str, implementation: str, monkeypatch: pytes
     labels[0, 3] = -100  # predicted at a padded position
     found = []
     for keys, values in ((False, False), (True, False), (False, True), (True, True)):
-        monkeypatch.setattr(attention, "absorbing_keys_pays", lambda *_, absorbed=keys: absorbed)
-        monkeypatch.setattr(attention, "absorbing_pays", lambda *_, absorbed=values: absorbed)
+        monkeypatch.setattr(latent_heads, "absorbing_pays", lambda *_, absorbed=keys: absorbed)
+        monkeypatch.setattr(
+            LatentHeadsAttention, "_absorbs_values", lambda made, *_, on=values: on and made.v_up_proj is not None
+        )
         output = model(ids, attention_mask=mask, labels=labels, use_cache=False)
         gradients = torch.autograd.grad(output.loss, list(model.parameters()))
         cached = in_pieces(model, ids, DynamicCache(config=model.config), (5, 3), mask)

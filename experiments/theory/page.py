@@ -8,10 +8,13 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from leanqkv.files import write_text
-from leanqkv.report.html import render
+from leanqkv.report.page import Note, Page, Section
 
 from .check import Check, passed
 from .report import Record
+
+TABLE = Markup('<div class="scroll" role="region" aria-label="{}, table {}" tabindex="0">\n{}</div>')
+FIGURE = Markup('<figure><img alt="{}: the measurements of the tables below" src="data:image/png;base64,{}"></figure>')
 
 
 def write_page(file: Path, checks: Sequence[tuple[Check, Record, Path]]) -> None:
@@ -19,22 +22,36 @@ def write_page(file: Path, checks: Sequence[tuple[Check, Record, Path]]) -> None
 
     checks: each with its record and the directory that holds its figure.png, if it has one.
     """
-    template = Path(__file__).with_name("theory.html.j2")
-    write_text(file, render(template, checks=[_shown(*one) for one in checks]))
+    count = sum(passed(check.findings(record)) for check, record, _ in checks)
+    page = Page(
+        "experiments.theory",
+        "What the papers prove, checked",
+        f"{count} of {len(checks)} checks pass. Each line says what must hold and what was found. Where a paper's "
+        "statement does not hold, the line checks that it fails.",
+        [_section(*one) for one in checks],
+        title=f"Theory: {', '.join(check.name for check, _, _ in checks)}",
+    )
+    write_text(file, page.html())
 
 
-def _shown(check: Check, record: Record, directory: Path) -> dict[str, object]:
-    findings = check.findings(record)
+def _section(check: Check, record: Record, directory: Path) -> Section:
+    outcomes = {True: Markup("<strong>pass</strong>"), False: Markup("<strong>FAIL</strong>")}
+    findings = [
+        Markup("{}: {}: {}").format(outcomes[one.passed], one.what, one.found) for one in check.findings(record)
+    ]
+    figure = None
+    if check.draw is not None:
+        figure = FIGURE.format(check.name, base64.b64encode((directory / "figure.png").read_bytes()).decode())
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    picture = directory / "figure.png"
+    tables = [Markup(markdown.render(table)) for table in check.tables(record).split("\n\n")]
     made = [f"{name} {version}" for name, version in record["versions"].items()]
-    return {
-        "name": check.name,
-        "statement": check.statement,
-        "source": check.source,
-        "findings": findings,
-        "passed": passed(findings),
-        "figure": base64.b64encode(picture.read_bytes()).decode() if check.draw is not None else None,
-        "tables": [Markup(markdown.render(table)) for table in check.tables(record).split("\n\n")],
-        "made": f"Made with {', '.join(made)}.",
-    }
+    return Section(
+        check.name.replace("-", " ").capitalize(),
+        [
+            Markup('<p>{} <span class="note">({})</span></p>').format(check.statement, check.source),
+            findings,
+            figure,
+            *(TABLE.format(check.name, number, table) for number, table in enumerate(tables, 1)),
+            Note(f"Made with {', '.join(made)}."),
+        ],
+    )

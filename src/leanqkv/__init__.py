@@ -10,13 +10,15 @@ if TYPE_CHECKING:
 
     from . import eliminate
     from .errors import LeanError
-    from .model.cache import LeanQuantizedCache, cache_bytes
+    from .model.cache import cache_bytes
+    from .model.cache_quantized import LeanQuantizedCache
     from .model.causal_lm import LeanForCausalLM
     from .model.config import LeanConfig
     from .model.image_classification import LeanForImageClassification
     from .model.masked_lm import LeanForMaskedLM
-    from .model.plan import ParameterCount, Plan
+    from .model.plan import Plan
     from .model.registry import ConfigError
+    from .model.shapes import ParameterCount
     from .model.transformer import LeanModel
     from .presets import Recipe, preset, recipe
 
@@ -46,13 +48,15 @@ __all__ = [
 # By module: a name is imported when it is first used, because torch and transformers take seconds to load.
 _NAMES = {
     "errors": ("LeanError",),
-    "model.cache": ("LeanQuantizedCache", "cache_bytes"),
+    "model.cache": ("cache_bytes",),
+    "model.cache_quantized": ("LeanQuantizedCache",),
     "model.causal_lm": ("LeanForCausalLM",),
     "model.config": ("LeanConfig",),
     "model.image_classification": ("LeanForImageClassification",),
     "model.masked_lm": ("LeanForMaskedLM",),
-    "model.plan": ("ParameterCount", "Plan"),
+    "model.plan": ("Plan",),
     "model.registry": ("ConfigError",),
+    "model.shapes": ("ParameterCount",),
     "model.transformer": ("LeanModel",),
     "presets": ("Recipe", "preset", "recipe"),
 }
@@ -78,7 +82,9 @@ def plan(config: "LeanConfig") -> "Plan":
 
 def count_parameters(config: "LeanConfig") -> "ParameterCount":
     """`.total` and `.non_embedding`, from the plan; no model is built. Tied tensors count once."""
-    return config.plan.count_parameters()
+    from .model import shapes
+
+    return shapes.count_parameters(config)
 
 
 def kv_bytes_per_token(config: "LeanConfig", dtype: "torch.dtype | None" = None) -> int:

@@ -165,16 +165,21 @@ def record_header(kind: str, name: str, device: str = "cpu") -> dict[str, Any]:
         name: which one of that kind.
         device: "cpu", "cuda" or "mps".
     """
+    made = made_on(device)
     return {
         "record": RECORD_FORMAT,
         "kind": kind,
         "name": name,
         "command": command_line(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_commit": git_commit(),
-        "hardware": hardware(device),
-        "versions": versions(),
+        "git_commit": made.pop("git_commit"),
+        **made,
     }
+
+
+def made_on(device: str, **more: Any) -> dict[str, Any]:
+    """Return a record's entries on where it was made: machine, with `more` on it, versions, and commit of the code."""
+    return {"hardware": {**hardware(device), **more}, "versions": versions(), "git_commit": git_commit()}
 
 
 def command_line() -> str:

@@ -20,8 +20,8 @@ from .eliminate.transform import BLOCK_DIAGONAL, SINGLE_HEAD
 from .environment import give_back_freed_memory
 from .errors import LeanError
 from .model.config import MULTIPLIERS, LeanConfig
-from .model.layout import HeadSource
-from .model.plan import LayerPlan
+from .model.layout import HeadSource, LayerPlan
+from .model.shapes import count_parameters
 from .presets import preset
 from .progress import console, progress_bar
 
@@ -85,7 +85,7 @@ def condition_line(spectra: Sequence[Spectrum]) -> str:
 
 def query_output_line(config: LeanConfig) -> str:
     """Return what removing all of Q and P would save, Q and P as Graef's table counts them (P4 section 4)."""
-    table, total = weight_table(config), config.plan.count_parameters().total
+    table, total = weight_table(config), count_parameters(config).total
     saved = table["total weights"] - table["total without Q and P"]
     return (
         f"without any Q and P, were that exact: {saved / total:.0%} fewer of {total:,} weights, "
@@ -150,7 +150,7 @@ def _shape_line(config: LeanConfig, title: str, checkpoint: Checkpoint | None) -
     else:
         outputs = f"vocabulary {config.vocab_size:,}"
     if checkpoint is None:
-        architecture, dtypes, size = MODELS[config.task].__name__, "bfloat16", 2 * config.plan.count_parameters().total
+        architecture, dtypes, size = MODELS[config.task].__name__, "bfloat16", 2 * count_parameters(config).total
     else:
         architecture, stored = checkpoint.architecture, checkpoint.stored
         dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in stored.dtypes.values()}))
@@ -163,7 +163,7 @@ def _shape_line(config: LeanConfig, title: str, checkpoint: Checkpoint | None) -
 
 def _plan_lines(config: LeanConfig) -> list[str]:
     """The block's unusual fields, the parameters and the KV cache."""
-    plan, count = config.plan, config.plan.count_parameters()
+    plan, count = config.plan, count_parameters(config)
     default = LeanConfig()
     fields = [(name, getattr(config, name)) for name in BLOCK_FIELDS if getattr(config, name) != getattr(default, name)]
     lines = ["blocks: " + ", ".join(f"{name} {value}" for name, value in fields)] if fields else []

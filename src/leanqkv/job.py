@@ -75,9 +75,7 @@ class Job:
         there = read_record(self.file, shape, again)
         different = [name for name in self.spec if name not in ignored and there.get(name) != self.spec[name]]
         if different and not grows(different, there):
-            shown = "; ".join(
-                f"{name}: {_short(there.get(name))} there, {_short(self.spec[name])} asked" for name in different
-            )
+            shown = "; ".join(line for name in different for line in _unlike(name, there.get(name), self.spec[name]))
             raise LeanError(f"{self.directory} holds another {kind} ({shown}); choose another `out` or delete it")
         self.content = there | (self.spec if different else {})
         return True
@@ -109,6 +107,16 @@ class Job:
         if out.exists():
             out.rmdir()
         self.directory.replace(out)
+
+
+def _unlike(name: str, there: Any, asked: Any) -> Iterator[str]:
+    """Yield what differs; of objects the fields that do."""
+    if isinstance(there, dict) and isinstance(asked, dict):
+        for field in there | asked:
+            if there.get(field) != asked.get(field):
+                yield from _unlike(field, there.get(field), asked.get(field))
+    else:
+        yield f"{name}: {_short(there)} there, {_short(asked)} asked"
 
 
 def _short(value: Any) -> str:

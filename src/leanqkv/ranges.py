@@ -98,11 +98,6 @@ RANGES: dict[str, Range] = {
 }
 
 
-def option(name: str) -> str:
-    """Return the option of the command line that sets `name`."""
-    return f"--{name.replace('_', '-')}"
-
-
 def check_options(values: dict[str, Any]) -> None:
     """Check every number among the values of a command line's options, by the names of their parameters.
 
@@ -111,7 +106,7 @@ def check_options(values: dict[str, Any]) -> None:
     """
     for name, value in values.items():
         if name in RANGES and value is not None:
-            RANGES[name].check(option(name), value)
+            RANGES[name].check(f"`{name}`", value)
 
 
 def check_fields(settings: Any) -> None:

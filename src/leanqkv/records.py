@@ -106,7 +106,8 @@ CACHED = {
 SHARDS_WRITTEN = {
     "shards": [dict.fromkeys(("shard", "tokens", "validation_tokens", "documents", "bytes", "part", "first"), WHOLE)]
 }
-# Of demo.json.
+# Of demo.json, and the parts that its phases add to it.
+PHASES = ("training", "conversion", "elimination", "evaluation", "decoding")
 DEMO: Shape = {
     "settings": dict,
     "training?": {"data": {"sha256": str}},

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, cache_bytes, kv_bytes_per_token, preset
 from leanqkv.model.plan import make_plan
+from leanqkv.model.shapes import parameter_shapes
 
 pytestmark = pytest.mark.slow
 
@@ -195,7 +196,7 @@ def check(combination: Combination) -> None:
     """Cached in two pieces equals uncached; the cache holds what the plan says; every tensor is the plan's."""
     config = configure(combination)
     model = randomize(LeanForCausalLM(config), std=0.3).double().eval()
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == config.plan.parameter_shapes
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(config)
     ids = tokens(2, 7, vocab_size=19)
     full = model(input_ids=ids, labels=ids)
     assert full.logits.isfinite().all()

@@ -17,7 +17,8 @@ from torch.nn.attention import flex_attention
 from transformers import DynamicCache, StaticCache
 
 from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, count_parameters, kv_bytes_per_token, plan
-from leanqkv.model.registry import KEY_VALUES, KEYS, QUERIES, VALUES
+from leanqkv.model.mechanisms import KEY_VALUES, KEYS, QUERIES, VALUES
+from leanqkv.model.shapes import parameter_shapes
 from leanqkv.presets import MECHANISMS
 
 PAD = 0
@@ -156,7 +157,7 @@ def test_every_sharing_is_covered() -> None:
 def test_parameters_are_the_plans(variant: Variant) -> None:
     config = variant.config()
     built = {name: tuple(p.shape) for name, p in LeanForCausalLM(config).named_parameters()}
-    assert built == plan(config).parameter_shapes
+    assert built == parameter_shapes(config)
     sizes = {name: torch.Size(shape).numel() for name, shape in built.items()}
     count = count_parameters(config)
     assert count.total == sum(sizes.values())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from leanqkv import ConfigError, LeanConfig, LeanForCausalLM, LeanForMaskedLM
+from leanqkv.model.shapes import parameter_shapes
 
 VOCABULARY = 13
 # Rounding of float64 through four layers of matrices some dozen wide, per unit of the condition number.
@@ -33,7 +34,7 @@ def weights(config: LeanConfig, seed: int = 0) -> dict[str, Tensor]:
     start."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in config.plan.parameter_shapes.items():
+    for name, shape in parameter_shapes(config).items():
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         if len(shape) > 1:
             drawn *= 1.0 if "embed_" in name else shape[-1] ** -0.5
@@ -59,7 +60,7 @@ def build(config: LeanConfig, tensors: Mapping[str, Tensor]) -> LeanForCausalLM 
     torch.manual_seed(0)
     model = kind(config).double().eval()
     state = dict(tensors)
-    assert state.keys() == config.plan.parameter_shapes.keys()
+    assert state.keys() == parameter_shapes(config).keys()
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)

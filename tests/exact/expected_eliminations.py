@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Iterable
 import numpy as np
 
 from leanqkv import LeanConfig
-from leanqkv.model.plan import LayerPlan
+from leanqkv.model.layout import LayerPlan
 
 Weight = tuple[str, int]  # slot and the block that holds it
 SLOTS = ("query", "key", "value", "output")

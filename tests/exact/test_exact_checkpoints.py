@@ -23,6 +23,7 @@ from leanqkv.checkpoints.tensors import LazyTensors
 from leanqkv.eliminate import certify, eliminate, eliminate_directory, elimination, parse_request, transform, verify
 from leanqkv.eliminate.certify import logits as logits_of
 from leanqkv.eliminate.transform import Transformed
+from leanqkv.model.shapes import parameter_shapes
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 SKIPLESS = {"attention_skip": False, "mlp_skip": False}
@@ -160,7 +161,7 @@ def damaged(change: Callable[[str, Tensor], Tensor]) -> Callable[..., Transforme
 
     def wrong(*args: Any) -> Transformed:
         result = transform(*args)
-        shapes = result.config.plan.parameter_shapes
+        shapes = parameter_shapes(result.config)
         return replace(result, tensors=LazyTensors(shapes, lambda name: change(name, result.tensors[name])))
 
     return wrong
@@ -208,7 +209,7 @@ def possible_mistakes(case: str) -> list[str]:
     """Of tensors that the result has, and where they can be transposed."""
     fields, remove, layer = CASES[case]
     config = small(**fields)
-    shapes = transform(config, weights(config), parse_request(remove, layer)).config.plan.parameter_shapes
+    shapes = transform(config, weights(config), parse_request(remove, layer)).parameter_shapes(config)
     found = {mistake: shapes.get(f"model.layers.{name}") for mistake, (name, _) in MISTAKES.items()}
     swaps = config.num_attention_heads > 1
     return [mistake for mistake, shape in found.items() if shape in ((12,), (20,)) or (shape == (12, 12) and swaps)]

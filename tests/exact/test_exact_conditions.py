@@ -220,13 +220,13 @@ def test_identity_blocks_report_the_worst_head(side: str, condition: float) -> N
     tensors[name][:4, :4], tensors[name][8:, :4] = with_condition(4, 10, 1), with_condition(4, 100, 2)
     plain = transform(config, tensors, parse_request("block-diagonal", balance=False))
     assert plain.conditions[name] == pytest.approx(condition, rel=0.01)
-    assert getattr(plain.config.plan.layers[1], side).options.start == 0
+    assert getattr(plain.config.plan.layers[1], side).start == 0
     assert error(config, tensors, plain) <= tolerance(plain.conditions)
     with pytest.raises(LeanError, match=re.escape(name)):
         transform(config, tensors, parse_request("block-diagonal", balance=False, max_condition=condition / 2))
     searched = transform(config, tensors, parse_request("block-diagonal"))
     assert searched.conditions[name] < condition / 2
-    start = getattr(searched.config.plan.layers[1], side).options.start
+    start = getattr(searched.config.plan.layers[1], side).start
     blocks = [tensors[name][4 * head : 4 * head + 4, start : start + 4] for head in range(3)]
     worst = max(torch.linalg.cond(block).item() for block in blocks)
     assert searched.conditions[name] == pytest.approx(worst, rel=0.01)

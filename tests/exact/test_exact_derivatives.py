@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leanqkv import LeanConfig
+from leanqkv.model.shapes import count_parameters, parameter_shapes
 
 SKIPLESS = {"attention_skip": False, "mlp_skip": False}
 # Of singular values: those of null vectors are below 1e-14 in these models, all others above 1e-12.
@@ -55,7 +56,7 @@ def jacobian(config: LeanConfig) -> dict[str, Tensor]:
     """Of random combinations of logits, more than there are weights: [combinations, weights] for every tensor."""
     model = build(config, weights(config))
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    count = config.plan.count_parameters().total
+    count = count_parameters(config).total
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (math.ceil(count / 20), 6), generator=generator)
 
@@ -68,7 +69,7 @@ def jacobian(config: LeanConfig) -> dict[str, Tensor]:
         values, pull_back = torch.func.vjp(logits, tensors)
         combinations = torch.randn(count + 20, len(values), generator=generator, dtype=torch.float64)
         (rows,) = torch.func.vmap(pull_back, chunk_size=128)(combinations)
-    return {name: rows[name].flatten(1) for name in config.plan.parameter_shapes}
+    return {name: rows[name].flatten(1) for name in parameter_shapes(config)}
 
 
 def null_vectors(rows: dict[str, Tensor]) -> dict[str, Tensor]:

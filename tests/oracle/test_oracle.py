@@ -6,7 +6,8 @@ from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
 
 import leanqkv
-from leanqkv import LeanConfig, plan
+from leanqkv import LeanConfig
+from leanqkv.model.shapes import parameter_shapes
 
 from . import cases, cases_blocks, cases_latent, cases_masks, cases_sharing
 from .cases import Case
@@ -54,7 +55,7 @@ def test_model_is_its_equations(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
         with torch.no_grad():
             rounded = model(**inputs).logits
         exact_angles(model, monkeypatch)
-    assert set(plan(config).parameter_shapes) == set(dict(model.named_parameters()))
+    assert set(parameter_shapes(config)) == set(dict(model.named_parameters()))
     tensors = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     expected = logits(tensors, config, ids, prefix)
     if config.position_embedding_type == "rope":

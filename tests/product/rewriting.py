@@ -28,6 +28,7 @@ from leanqkv.commands.options import console
 from leanqkv.data import TokenData, collate, prepare_data
 from leanqkv.eliminate import certify, eliminate_directory, parse_request, transform
 from leanqkv.eliminate.projections import Removal, why_not
+from leanqkv.model.shapes import count_parameters
 from leanqkv.presets import Recipe
 from leanqkv.train import Precision, RunSpec
 from leanqkv.train.tasks import TextTask, check_teacher
@@ -97,7 +98,7 @@ def loss_of(model: LeanForCausalLM, remove: str, layers: Iterable[int] | None) -
     """Over the worst condition number of what was solved with, which magnifies rounding."""
     request = parse_request(remove, None if layers is None else ",".join(map(str, layers)))
     result = transform(model.config, tensors_of(model), request)
-    assert result.config.plan.count_parameters() != model.config.plan.count_parameters()
+    assert count_parameters(result.config) != count_parameters(model.config)
     found = logits(build(result.config, result.tensors))
     return relative_error(found, logits(model)) / max([1.0, *result.conditions.values()])
 

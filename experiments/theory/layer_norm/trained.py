@@ -11,6 +11,7 @@ from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data.corpus import open_corpus
 from leanqkv.errors import LeanError
+from leanqkv.model.shapes import parameter_shapes
 
 FLOAT = torch.float64
 EVERY = 40  # one document in this many of the standard library's source, for variety
@@ -35,7 +36,7 @@ def norm_inputs(directory: Path, tokens: int, context: int) -> tuple[str, float,
             is neither LayerNorm nor RMSNorm.
     """
     opened = open_causal_lm(directory)
-    config, shapes = opened.config, opened.config.plan.parameter_shapes
+    config, shapes = opened.config, parameter_shapes(opened.config)
     d = config.hidden_size
     if config.norm_type not in ("layernorm", "rmsnorm"):
         raise LeanError(f"{directory} has the norm {config.norm_type!r}; layernorm or rmsnorm is needed")

@@ -26,7 +26,7 @@ from leanqkv import (
 from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.compare.records import load_comparison
 from leanqkv.report.comparison import markdown
-from leanqkv.report.comparison_page import write_report
+from leanqkv.report.comparison_page import KIND
 from leanqkv.train import RunSpec, choose_precision, train
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_models_of_images_are_compared_by_their_accuracy(cli):
     table = markdown(comparison)
     assert "| test accuracy mean (s.d.) |" in table
     assert "validation loss" not in table
-    page = write_report("both").read_text()
+    page = KIND.write(Path("both")).read_text()
     for text in ("Test accuracy during training", "1,198 to train on, 599 to test on", "16 images of 17 tokens"):
         assert text in page
     assert "perplexity" not in page

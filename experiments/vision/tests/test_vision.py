@@ -25,13 +25,13 @@ from leanqkv import (
     LeanError,
     LeanForCausalLM,
     LeanForImageClassification,
-    count_parameters,
     kv_bytes_per_token,
     plan,
     preset,
     recipe,
 )
 from leanqkv.checkpoints import load_model, open_checkpoint
+from leanqkv.model.shapes import count_parameters, parameter_shapes
 
 TINY = {
     "image_size": 4,
@@ -97,7 +97,7 @@ def test_parameters_are_the_plans_and_all_get_a_gradient(case):
     model = LeanForImageClassification(config).double()
     if not config.attention_skip:
         randomize(model)  # of a start so small, little reaches the last layer without its skip
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == plan(config).parameter_shapes
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(config)
     assert count_parameters(config).total == sum(p.numel() for p in model.parameters())
     model(pixel_values=pixels(config, 8), labels=torch.arange(8) % 3).loss.backward()
     for name, parameter in model.named_parameters():

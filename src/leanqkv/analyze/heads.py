@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..model.causal_lm import LeanForCausalLM
-from ..model.plan import LayerPlan
+from ..model.layout import LayerPlan
 
 
 def value_layers(plan: LayerPlan) -> tuple[int, ...] | None:

@@ -148,15 +148,15 @@ class _Analysis:
 
     def run(self) -> dict[str, Any]:
         """Return the model's part of the record."""
-        tensors = self.subject.opened.tensors
+        opened = self.subject.opened
         return {
             "name": self.subject.name,
             "seed": self.subject.seed,
             "config": self.config.as_overrides(),
-            "weights_sha256": weights_hash(self.subject.opened.directory),
+            "weights_sha256": weights_hash(opened.directory),
             **self.attention(),
-            "spectra": weights.attention_spectra(self.config, tensors, lambda: self.step("weights")),
-            "training": self.over_training(),
+            "spectra": weights.attention_spectra(self.config, opened.tensors, lambda: self.step("weights")),
+            "training": [self.stage(*stage) for stage in self.stages()],
             "probe": self.probes() if self.settings.probe_steps else None,
         }
 
@@ -182,26 +182,6 @@ class _Analysis:
                     variance=torch.tensor(logit_spread(patterns, plan.window) ** 2),
                 )
             self.step("attention on text")
-        copy_loss = self.copying(sums)
-        maps = {name: [layer[name].tolist() for layer in sums] for name in ("heads", "contributions")}
-        maps["tokens"] = [bucketed(layer["tokens"]).tolist() for layer in sums]
-        return {
-            "similarity": {
-                name: [{"mean": off_diagonal_mean(s[name]), "map": m} for s, m in zip(sums, layers, strict=True)]
-                for name, layers in maps.items()
-            },
-            "heads": {
-                "value_layers": [heads.value_layers(plan) for plan in plans],
-                "previous_token": [layer["previous_token"].tolist() for layer in sums],
-                "induction": [layer["induction"].tolist() for layer in sums],
-                "matching": [(layer["matching"] / layer["queries"].clamp_min(1)).tolist() for layer in sums],
-                "copy_loss": copy_loss,
-            },
-            "logit_spread": [layer["variance"].sqrt().item() for layer in sums],
-        }
-
-    def copying(self, sums: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return the losses on the two copies of repeated tokens, and add each layer's induction scores to its sums."""
         losses = np.zeros(2)
         for batch in self.text.repeated:
             tokens, share = batch.to(self.device), len(batch) / self.settings.samples
@@ -210,49 +190,60 @@ class _Analysis:
                 _add(layer, share, induction=heads.induction_scores(patterns))
             self.step("attention on repeated tokens")
         self.check_finite(torch.from_numpy(losses))
-        return {"first": losses[0], "second": losses[1]}
+        return {
+            "similarity": {
+                name: [{"mean": off_diagonal_mean(at[name]), "map": map_of(at[name]).tolist()} for at in sums]
+                for name, map_of in (
+                    ("heads", torch.as_tensor),
+                    ("contributions", torch.as_tensor),
+                    ("tokens", bucketed),
+                )
+            },
+            "heads": {
+                "value_layers": [heads.value_layers(plan) for plan in plans],
+                "previous_token": [layer["previous_token"].tolist() for layer in sums],
+                "induction": [layer["induction"].tolist() for layer in sums],
+                "matching": [(layer["matching"] / layer["queries"].clamp_min(1)).tolist() for layer in sums],
+                "copy_loss": {"first": losses[0], "second": losses[1]},
+            },
+            "logit_spread": [layer["variance"].sqrt().item() for layer in sums],
+        }
 
-    def over_training(self) -> list[dict[str, Any]]:
-        """Return condition numbers and logit spread of the checkpoints that the run still has; and, where the seed of
-        the run is known, of the weights it started from."""
+    def stages(self) -> Iterator[tuple[int, LeanForCausalLM, Mapping[str, Tensor]]]:
+        """Yield the weights that the run started from, where its seed is known, and the checkpoints that are left."""
+        if self.subject.from_seed:
+            assert self.subject.seed is not None
+            start = weights.initial_model(self.config, self.subject.seed)
+            yield 0, start, start.state_dict()
+        for number, path in complete_checkpoints(self.subject.opened.directory).items():
+            checkpoint = open_causal_lm(path)
+            yield number, load_model(checkpoint, torch.float32), checkpoint.tensors
 
-        def stages() -> Iterator[tuple[int, LeanForCausalLM, Mapping[str, Tensor]]]:
-            if self.subject.from_seed:
-                assert self.subject.seed is not None
-                start = weights.initial_model(self.config, self.subject.seed)
-                yield 0, start, start.state_dict()
-            for number, path in complete_checkpoints(self.subject.opened.directory).items():
-                checkpoint = open_causal_lm(path)
-                yield number, load_model(checkpoint, torch.float32), checkpoint.tensors
-
-        result = []
-        for number, model, tensors in stages():
-            spectra = weights.attention_spectra(self.config, tensors)
-            condition = [{name: matrix["condition"] for name, matrix in layer.items()} for layer in spectra]
-            spreads = logit_spreads(model, self.text.samples[0][0])
-            result.append({"step": number, "condition": condition, "logit_spread": spreads})
-            self.step("checkpoints")
-        return result
+    def stage(self, number: int, model: LeanForCausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return condition numbers and logit spread of a stage of training."""
+        spectra = weights.attention_spectra(self.config, tensors)
+        condition = [{name: matrix["condition"] for name, matrix in layer.items()} for layer in spectra]
+        spreads = logit_spreads(model, self.text.samples[0][0])
+        self.step("checkpoints")
+        return {"step": number, "condition": condition, "logit_spread": spreads}
 
     def probes(self) -> dict[str, Any]:
         """Return the loss of every layer's probe at its best rate, and the slopes of the two phases."""
-        rates, parts = self.settings.probe_rates, []
 
-        def batches() -> Iterator[tuple[list[Tensor], Tensor]]:
-            for tokens, targets in self.text.training():
-                states = layer_outputs(self.model, tokens.to(self.device))
-                yield [layer.flatten(0, 1) for layer in states], targets.flatten().to(self.device)
+        def outputs(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], Tensor]]:
+            for tokens, targets in batches:
+                yield layer_outputs(self.model, tokens.to(self.device)), targets.to(self.device)
 
         probes = train_probes(
-            batches(),
+            (([layer.flatten(0, 1) for layer in states], at.flatten()) for states, at in outputs(self.text.training())),
             steps=self.settings.probe_steps,
             vocab_size=self.config.vocab_size,
-            rates=rates,
+            rates=self.settings.probe_rates,
             progress=lambda: self.step("training the probes"),
         )
-        for tokens, targets in self.text.samples:
-            states = layer_outputs(self.model, tokens.to(self.device))
-            parts.append(probe_losses(probes, states, targets.to(self.device)))
+        parts = []
+        for states, targets in outputs(self.text.samples):
+            parts.append(probe_losses(probes, states, targets))
             self.step("loss of the probes")
         losses = torch.cat(parts, dim=-1)
         self.check_finite(losses)
@@ -261,7 +252,7 @@ class _Analysis:
         chosen = losses[torch.arange(len(losses)), best].numpy()
         return {
             "grid": grid.tolist(),
-            "rates": [rates[i] for i in best],
+            "rates": [self.settings.probe_rates[i] for i in best],
             "losses": chosen.mean(1).tolist(),
             "slopes": [_slope(chosen, layers) for layers in phases(len(chosen))],
         }

@@ -14,6 +14,7 @@ from ..evaluate.observe import logit_spreads
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.registry import ConfigError
+from ..model.shapes import parameter_shapes
 
 # Of each spectrum as many singular values are kept, evenly over the ranks, the first and the last among them.
 SPECTRUM_POINTS = 17
@@ -43,7 +44,7 @@ def attention_spectra(
         `stable_rank` (squared Frobenius norm over squared spectral norm) and `singular_values`, SPECTRUM_POINTS of
         them at most; computed in float64.
     """
-    shapes, spectra = config.plan.parameter_shapes, []
+    shapes, spectra = parameter_shapes(config), []
     for plan in config.plan.layers:
         prefix = f"model.layers.{plan.block}.self_attn."
         names = [name for name, shape in shapes.items() if name.startswith(prefix) and len(shape) == 2]

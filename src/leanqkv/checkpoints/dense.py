@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..model.config import LeanConfig
-from ..model.registry import Mechanism
+from ..model.registry import Projection
+from ..model.shapes import parameter_shapes
 from ..presets.edit import with_fields
 from .stream import PROJECTIONS
 from .tensors import LazyTensors
@@ -23,7 +24,7 @@ def to_dense(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanCon
     """
     keys_reused = any(layer.reuses_keys or layer.values_read_keys for layer in config.plan.layers)
     fields: dict[str, Any] = {}
-    dense: dict[str, Mechanism] = {}
+    dense: dict[str, Projection] = {}
     scales: dict[str, float] = {}  # of QK-norm's weights: a scale before the norm would have no effect
     biased = {"attention_bias": config.attention_bias, "attention_output_bias": config.attention_output_bias}
     for slot, projection in PROJECTIONS.items():
@@ -37,29 +38,30 @@ def to_dense(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanCon
             attention = f"model.layers.{layer.block}.self_attn"
             dense[f"{attention}.{projection}"] = mechanism
             if config.qk_norm and slot in ("query", "key"):
-                scales[f"{attention}.{slot[0]}_norm"] = getattr(mechanism.options, "scale", 1.0)
-            if getattr(mechanism.options, "bias", False):
+                scales[f"{attention}.{slot[0]}_norm"] = mechanism.scale
+            if mechanism.bias:
                 biased["attention_output_bias" if slot == "output" else "attention_bias"] = True
     new = with_fields(config, **fields, **biased)
+    shapes = parameter_shapes(new)
 
     def compute(name: str) -> Tensor:
         module, _, kind = name.rpartition(".")
-        shape = new.plan.parameter_shapes[name]
+        shape = shapes[name]
         mechanism = dense.get(module)
         if kind == "bias" and name not in tensors:
             return torch.zeros(shape, dtype=torch.float64)
         if mechanism is None:
             offset = config.norm_offset
             return (tensors[name].double() + offset) * scales[module] - offset if module in scales else tensors[name]
-        scale = 1.0 if config.qk_norm else getattr(mechanism.options, "scale", 1.0)
+        scale = 1.0 if config.qk_norm else mechanism.scale
         if mechanism.kind == "block_identity":
-            return tensors[name] if kind == "bias" else _with_block(config, mechanism.options, module, tensors)
+            return tensors[name] if kind == "bias" else _with_block(config, mechanism, module, tensors)
         if mechanism.kind == "residual":
             matrix = tensors[name].double()
             return scale / 2 * (matrix if kind == "bias" else matrix + torch.eye(*shape, dtype=torch.float64))
         return scale * (tensors[name].double() if kind == "bias" else torch.eye(*shape, dtype=torch.float64))
 
-    return new, LazyTensors(new.plan.parameter_shapes, compute)
+    return new, LazyTensors(shapes, compute)
 
 
 def with_norm_offset(
@@ -73,7 +75,7 @@ def with_norm_offset(
     def compute(name: str) -> Tensor:
         return tensors[name].double() + change if name.endswith("norm.weight") else tensors[name]
 
-    return with_fields(config, norm_offset=offset), LazyTensors(config.plan.parameter_shapes, compute)
+    return with_fields(config, norm_offset=offset), LazyTensors(parameter_shapes(config), compute)
 
 
 def _with_block(config: LeanConfig, options: Any, module: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
 from ..presets.edit import with_fields
 from .stream import Stream, StreamPoint, StreamTensor
 from .tensors import LazyTensors
@@ -98,7 +99,7 @@ def without_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
             return bias_or_zeros(name, len(up)) + up[:, : len(constant)] @ constant
         return tensors[name]
 
-    return new, LazyTensors(new.plan.parameter_shapes, compute)
+    return new, LazyTensors(parameter_shapes(new), compute)
 
 
 def disable_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
@@ -124,7 +125,7 @@ def disable_norms(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[Le
             return torch.full((d,), mean * config.residual_multiplier, dtype=torch.float64)
         return torch.full((d,), math.sqrt(EPSILON) if name.endswith("weight") else 0.0, dtype=torch.float64)
 
-    return new, LazyTensors(new.plan.parameter_shapes, compute)
+    return new, LazyTensors(parameter_shapes(new), compute)
 
 
 def _check_mean_zero(tensor: StreamTensor, values: Tensor) -> None:

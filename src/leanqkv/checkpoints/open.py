@@ -18,8 +18,9 @@ from ..files import read_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.image_classification import LeanForImageClassification
+from ..model.images import MOST_LABELS
 from ..model.masked_lm import LeanForMaskedLM
-from ..model.tasks import MOST_LABELS
+from ..model.shapes import parameter_shapes
 from ..ranges import Range
 from .families import FAMILIES, NOT_THESE, import_tensors
 from .families.family import EMBEDDING, HEAD, INVALID, last_line
@@ -55,7 +56,7 @@ class Checkpoint:
 
     directory: Path  # or a GGUF file
     config: LeanConfig
-    tensors: LazyTensors  # exactly those of `config.plan.parameter_shapes`
+    tensors: LazyTensors  # exactly those of `parameter_shapes(config)`
     stored: StoredTensors  # the tensors of its files, under the names that they have there
     family: str | None  # the model_type of the class of transformers that wrote it; None for one of ours
 
@@ -165,7 +166,7 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """
     parameters, tensors = dict(model.named_parameters()), finite(tensors)
     with torch.no_grad():
-        for name in model.config.plan.parameter_shapes:
+        for name in parameter_shapes(model.config):  # type: ignore[arg-type]
             stored = tensors[name]
             dtype = parameters[name].copy_(stored).dtype
             if torch.finfo(dtype).max < torch.finfo(stored.dtype).max and count_nonfinite(parameters[name]):
@@ -221,7 +222,7 @@ def _wrong_in_general(config: Mapping[str, Any]) -> str | None:
 
 
 def _own_tensors(config: LeanConfig, stored: StoredTensors) -> LazyTensors:
-    shapes, tied = config.plan.parameter_shapes, bool(config.tie_word_embeddings)
+    shapes, tied = parameter_shapes(config), bool(config.tie_word_embeddings)
     check_stored(stored, shapes, lambda name: tied and name == HEAD)
 
     def read(name: str) -> Tensor:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from scipy.cluster.hierarchy import DisjointSet
 
 from ..model.config import LeanConfig
-from ..model.plan import LayerPlan
+from ..model.layout import LayerPlan
+from ..model.shapes import parameter_shapes
 
 PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 
@@ -48,7 +49,7 @@ class Stream:
 
     def __init__(self, config: LeanConfig, centered: bool = False):
         self.config, self.centered = config, centered
-        shapes = config.plan.parameter_shapes
+        shapes = parameter_shapes(config)
         self.tensors = {tensor.name: tensor for tensor in _possible_tensors(config) if tensor.name in shapes}
         points = [StreamPoint(i, middle) for i in range(config.num_hidden_layers) for middle in (False, True)]
         bases = DisjointSet([*points, StreamPoint(config.num_hidden_layers)])
@@ -94,7 +95,7 @@ def _possible_tensors(config: LeanConfig) -> Iterator[StreamTensor]:
         middle, after = after_attention(config, layer.layer), StreamPoint(layer.layer + 1)
         for name in ("q_proj", "q_rope_proj", "k_rope_proj", "kv_down_proj", "k_proj", "v_proj"):
             yield StreamTensor(f"{block}.self_attn.{name}.weight", before)
-        if getattr(layer.key_value.options, "mode", None) == "per_token":  # a gate computed from the stream
+        if getattr(layer.key_value, "mode", None) == "per_token":  # a gate computed from the stream
             yield StreamTensor(f"{block}.self_attn.mixer.weight", before)
         for name in ("up_proj.weight", "gate_proj.weight", "router.weight", "experts.up_proj", "experts.gate_proj"):
             yield StreamTensor(f"{block}.mlp.{name}", middle if config.block_type == "serial" else before)

@@ -19,6 +19,7 @@ from ..errors import LeanError
 from ..files import check_free, hash_files, remove, replacing, write_json
 from ..job import Job, beside, is_locked, unfinished
 from ..model.config import LeanConfig
+from ..model.shapes import count_parameters, parameter_shapes
 from ..presets.edit import with_fields
 from .dense import to_dense, with_norm_offset
 from .disabled_norms import disable_norms
@@ -67,7 +68,7 @@ def rewrite(
     opened = open_checkpoint(source)
     config, tensors, stored = opened.config, finite(opened.tensors), dtype or opened.dtype
     options: Any = {"stock": stock, "family": family, "exact": dtype is None, "progress": progress}
-    return write_model(opened, out, config, tensors, stored, **options), config.plan.count_parameters().total
+    return write_model(opened, out, config, tensors, stored, **options), count_parameters(config).total
 
 
 def write_model(
@@ -94,7 +95,7 @@ def write_model(
         finish: writes more files into the directory, whose weights and configuration are complete.
     """
     stock_config: Any = None
-    shapes: Mapping[str, tuple[int, ...]] = config.plan.parameter_shapes
+    shapes: Mapping[str, tuple[int, ...]] = parameter_shapes(config)
     if stock:
         stock_config, tensors = as_stock(config, tensors, family)
         shapes = tensors.shapes
@@ -183,12 +184,8 @@ def source_hashes(source: Checkpoint) -> dict[str, str]:
 
 def save_config(config: LeanConfig, directory: Path) -> None:
     """Write config.json and the model's code, as `save_pretrained` does, without building the model."""
-    from transformers.dynamic_module_utils import custom_object_save
-
-    model = MODELS[config.task].__new__(MODELS[config.task])  # it is only asked for its class and its configuration
     config = type(config).from_dict(config.to_dict())
-    config.architectures = [type(model).__name__]
-    custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
+    config.architectures = [MODELS[config.task].__name__]
     config.save_pretrained(directory)
 
 

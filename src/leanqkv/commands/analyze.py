@@ -47,7 +47,8 @@ def analyze(
     from ..analyze.record import RECORD, Settings, analyze_models
     from ..analyze.subjects import common_context, open_subjects, shared_tokenizer
     from ..data import TokenData, stored_tokens
-    from ..report.analysis import terminal, write_page
+    from ..report.analysis import KIND
+    from ..report.page import written
 
     device = check_device(device or default_device())
     subjects = open_subjects(models)
@@ -66,6 +67,6 @@ def analyze(
         record = analyze_models(subjects, data, settings, device, progress)
     make_directory(out)
     write_json(out / RECORD, record)
-    page = write_page(out)
-    console.print(terminal(record))
-    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+    page = KIND.write(out)
+    console.print(KIND.terminal(record))
+    console.print(written(page), highlight=False, soft_wrap=True)

@@ -122,7 +122,12 @@ def compare(
     if differing := comparison.recipe_differences:
         console.print(f"recipes: the models differ in {' and '.join(differing)}", highlight=False)
     train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs, cluster=where)
-    _show_report(out)
+    from ..report.comparison_page import KIND
+    from ..report.page import written
+
+    page = KIND.write(out)
+    console.print(KIND.show(out))
+    console.print(written(page), highlight=False, soft_wrap=True)
 
 
 def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
@@ -179,35 +184,17 @@ def learning_rates(option: str, text: str, below: float = math.inf) -> tuple[flo
 
 def report(
     directory: Annotated[
-        Path, typer.Argument(help="Directory of a comparison, a bench, an analysis, a demo or a conversion.")
+        Path,
+        typer.Argument(help="Directory of a comparison, bench, analysis, demo, conversion or frontier."),
     ],
 ) -> None:
     """Make the table and report.html again, from the records alone."""
-    from ..analyze.record import RECORD as ANALYSIS
-    from ..records import reading
-    from ..report import analysis, bench, conversion, demo
+    from ..report.kinds import kind_of
+    from ..report.page import NO_PAGE
 
-    for name, write, table in (
-        (bench.RECORD, bench.write_page, bench.table),
-        (ANALYSIS, analysis.write_page, analysis.terminal),
-        (demo.RECORD, demo.write_page, demo.terminal_table),
-        (conversion.RECORD, conversion.write_pages, conversion.terminal_table),
-    ):
-        if (directory / name).exists():
-            page = write(directory)
-            with reading(directory / name, "make it again in another --out") as record:
-                console.print(table(record))
-            console.print(f"report: {page}", highlight=False, soft_wrap=True)
-            return
-    _show_report(directory)
-
-
-def _show_report(directory: Path) -> None:
-    """Write a comparison's table and page, and print its result."""
-    from ..compare.records import load_comparison
-    from ..report.comparison import terminal_report
-    from ..report.comparison_page import write_report
-
-    page = write_report(directory)
-    console.print(terminal_report(load_comparison(directory)))
+    kind = kind_of(directory)
+    page = kind.write(directory)
+    if page is None:
+        raise LeanError(NO_PAGE)
+    console.print(kind.show(directory))
     console.print(f"report: {page}", highlight=False, soft_wrap=True)

@@ -103,7 +103,8 @@ def convert(
     from ..checkpoints.open import open_checkpoint
     from ..convert.calibrated import Settings, calibrated_target
     from ..convert.conversion import CACHE, REDUCED, check_request, check_sequence_length, convert_directory, reduction
-    from ..report import conversion as pages
+    from ..report.conversion import KIND, layer_lines
+    from ..report.page import NO_PAGE
     from .converting import about_conversion, read_evaluation, read_tokens
 
     heads = Settings.ratio if ratio is None else ratio
@@ -154,13 +155,14 @@ def convert(
             evaluate=lambda directory: (
                 {} if comparison is None else {"evaluation": comparison.evaluate(directory, bar)}
             ),
-            finish=pages.write_pages,
+            finish=KIND.write,
         )
-    console.print(pages.terminal_table(report))
+    console.print(KIND.terminal(report))
     if verbose or not console.is_terminal:
-        for line in pages.layer_lines(report):
+        for line in layer_lines(report):
             console.print(line, highlight=False)
-    console.print(f"{out}: conversion.html, conversion.json, README.md (a model card)", highlight=False)
+    page = KIND.html if (out / KIND.html).exists() else NO_PAGE
+    console.print(f"{out}: {page}, {KIND.file}, README.md (a model card)", highlight=False)
 
 
 def read_share(text: str, option: str = "--cache") -> float:

@@ -12,9 +12,10 @@ from ..checkpoints.card import origin
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
 from ..convert.conversion import calibration_tokens
 from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
-from ..environment import command_line, free_memory, git_commit, hardware, versions
+from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
 from ..evaluate import paired_record, sequence_losses, spread_windows
+from ..model.shapes import count_parameters
 from ..progress import Bar, progress_bar, terminal
 
 EVALUATED_TOKENS = 16_384
@@ -91,7 +92,7 @@ def read_evaluation(
             raise LeanError("--evaluate-tokens goes with --evaluate FILE; leave it out")
         return None
     opened = open_causal_lm(source)
-    needed, free = 2 * 4 * opened.config.plan.count_parameters().total, free_memory("cpu")
+    needed, free = 2 * 4 * count_parameters(opened.config).total, free_memory("cpu")
     if needed > free:
         raise LeanError(
             f"--evaluate holds source and result in float32: {needed / 1e9:,.1f} GB of memory, and "
@@ -120,9 +121,7 @@ def about_conversion(source: Path, out: Path, device: str) -> dict[str, Any]:
         "name": out.resolve().name,
         **origin(source),
         "command": command_line(),
-        "hardware": hardware(device),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **made_on(device),
     }
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..environment import check_device, default_device
-from ..files import read_json
 from ..job import check_out
 from ..progress import progress_bar
+from ..records import PHASES
 from .compare import train_with_display
 from .options import DataOptions, Device, console, prepare
 
@@ -35,8 +35,9 @@ def demo(
     import torch
 
     from ..data import check_plan
-    from ..demo.phases import PHASES, Settings, claim
-    from ..report.demo import RECORD, SCALE, terminal_table, write_page
+    from ..demo.phases import Settings, claim
+    from ..report.demo import KIND, SCALE
+    from ..report.page import written
 
     device = check_device(device or default_device())
     if device == "cpu":
@@ -48,32 +49,32 @@ def demo(
     console.print(SCALE, highlight=False)
     if any(phase not in job.content for phase in PHASES):
         _run_phases(job, settings, device)
-    page = write_page(out)
-    console.print(terminal_table(read_json(out / RECORD)))
+    page = KIND.write(out)
+    console.print(KIND.show(out))
     minutes, seconds = divmod(round(time.monotonic() - started), 60)
     console.print(f"done in {minutes}:{seconds:02} min", highlight=False)
-    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+    console.print(written(page), highlight=False, soft_wrap=True)
 
 
 def _run_phases(job: "Job", settings: "Settings", device: str) -> None:
     """Run the phases that the record does not have yet; it is stored after each."""
     from ..demo import phases
     from ..presets import preset
-    from ..report.comparison_page import write_report
+    from ..report.comparison_page import KIND
 
     data: Any = prepare(DataOptions(settings.data, max_documents=settings.documents), [preset(settings.baseline)])
     out, record = job.directory, job.content
     phases.check_data(record, data)
 
     def begin(phase: str, title: str) -> bool:
-        console.print(f"{phases.PHASES.index(phase) + 1}/{len(phases.PHASES)} {title}", highlight=False, style="bold")
+        console.print(f"{PHASES.index(phase) + 1}/{len(PHASES)} {title}", highlight=False, style="bold")
         return phase not in record
 
     models = f"{settings.baseline} and {settings.variant}"
     if begin("training", f"train {models} on the same batches, {settings.steps:,} steps"):
         # bfloat16 is emulated on many CPUs, and timing what is faster takes as long as these runs.
         train_with_display(settings.comparison(), data, out / phases.COMPARISON, precision="fp32", device=device)
-        write_report(out / phases.COMPARISON)
+        KIND.write(out / phases.COMPARISON)
         job.write(training=phases.training_results(out, settings, data))
     if begin("conversion", f"convert the trained {settings.baseline} to a smaller KV cache"):
         with progress_bar("passes over the calibration text") as bar:

@@ -60,8 +60,9 @@ def frontier(
     from ..convert.conversion import check_sequence_length
     from ..frontier import PRECISIONS, candidates
     from ..frontier.measure import RECORD, Frontier
-    from ..model.cache_kivi import BLOCK
-    from ..report import frontier as pages
+    from ..model.cache_quantized import BLOCK
+    from ..report.frontier import KIND, recommendations
+    from ..report.page import NO_PAGE
 
     opened = open_causal_lm(source)
     length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
@@ -96,11 +97,11 @@ def frontier(
         )
         record = {**measured.run(), "refused": refused, "command": command_line()}
     write_json(out / RECORD, record)
-    page = pages.write_pages(out)
-    console.print(pages.terminal_table(record))
-    for line in pages.recommendations(record):
+    page = KIND.write(out)
+    console.print(KIND.terminal(record))
+    for line in recommendations(record):
         console.print(line, highlight=False)
-    console.print(f"{page}, {out / RECORD}", highlight=False, soft_wrap=True)
+    console.print(f"{page or NO_PAGE}, {out / RECORD}", highlight=False, soft_wrap=True)
 
 
 def _kinds(text: str, shares: list[float]) -> dict[str, list[float]]:

@@ -135,16 +135,18 @@ def bench(
     if dtype not in ("bf16", "fp32"):
         raise LeanError(f"`dtype` is bf16 or fp32, found {dtype!r}")
     from ..inference.bench import bench_record
-    from ..report.bench import RECORD, table, write_page
+    from ..report.bench import KIND
+    from ..report.page import written
 
     device = check_device(device)
     sizes = {"new_tokens": new_tokens, "rounds": rounds}
     with progress_bar("measuring") as bar:
         record = bench_record(models, contexts, batches, **sizes, dtype=dtype, device=device, progress=bar.show)
     make_directory(out)
-    write_json(out / RECORD, record)
-    console.print(table(record))
-    console.print(f"report: {write_page(out)}", soft_wrap=True)
+    write_json(out / KIND.file, record)
+    page = KIND.write(out)
+    console.print(KIND.terminal(record))
+    console.print(written(page), soft_wrap=True)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

@@ -15,15 +15,16 @@ def presets() -> None:
     """List the base sizes and the mechanisms, each with its source."""
     import torch
 
+    from ..model.shapes import count_parameters
     from ..presets import BASES, MECHANISMS, preset
 
     table = Table(title="Bases", title_justify="left")
     for column in ("name", "parameters", "KV B/token (bf16)", "source"):
         table.add_column(column, justify="right" if column[0] in "pK" else "left")
     for name, base in BASES.items():
-        plan = preset(name).plan
-        parameters = f"{plan.count_parameters().total / 1e6:,.1f} M"
-        table.add_row(name, parameters, f"{plan.kv_bytes_per_token(torch.bfloat16):,}", base.source)
+        config = preset(name)
+        parameters = f"{count_parameters(config).total / 1e6:,.1f} M"
+        table.add_row(name, parameters, f"{config.plan.kv_bytes_per_token(torch.bfloat16):,}", base.source)
     console.print(table)
     for source, note in {base.source: base.note for base in BASES.values() if base.note}.items():
         console.print(f"{source}: {note}")
@@ -41,13 +42,13 @@ def presets() -> None:
 def _options(mechanism: "MechanismPreset") -> str:
     """Every option that the mechanism's name can have, with its default."""
     from ..model.depth_average import DEFAULTS
-    from ..model.registry import KEY_VALUES
+    from ..model.mechanisms import KEY_VALUES
     from ..presets.edit import TABLES
 
     if "type" not in mechanism.spec:
         defaults = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
         return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in defaults.items())
     cls = (TABLES | {"key_value": KEY_VALUES})[mechanism.slot][mechanism.spec["type"]]
-    named = [f for f in fields(cls.Options) if not isinstance(f.default, tuple)]  # a name cannot hold rows
+    named = [f for f in fields(cls) if not isinstance(f.default, tuple)]  # a name cannot hold rows
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in named]
     return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))

@@ -13,13 +13,14 @@ from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
 from ..checkpoints.tensors import weights_hash
 from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer
 from ..data import EvaluationText, evaluation_text
-from ..environment import git_commit, hardware, versions
+from ..environment import made_on
 from ..errors import LeanError
 from ..evaluate import loss_figures, paired_record, strided_losses, strided_windows
 from ..evaluate.harness import load_tasks, mean_accuracy, task_figures
 from ..files import RECORD_FORMAT, write_json
+from ..model.shapes import count_parameters
 from ..progress import console, progress_bar
-from ..report.conversion import terminal_table
+from ..report import conversion
 from ..train import Precision, parse_precision
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ class Scored:
             "config": self.checkpoint.config.as_overrides(),
             "weights_sha256": digest,
             "precision": str(self.precision),
-            "hardware": hardware(self.device),
-            "versions": versions(),
-            "git_commit": git_commit(),
+            **made_on(self.device),
             "batch_size": self.batch_size,
         }
 
@@ -169,12 +168,12 @@ def _compare(scored: Scored, other: Scored, text: EvaluationText, context: int, 
             autocast=lambda: scored.precision.autocast(scored.device),
             progress=bar,
         )
-    plans = [one.checkpoint.config.plan for one in (other, scored)]
+    configs = [one.checkpoint.config for one in (other, scored)]
     sizes = {
-        "parameters": [plan.count_parameters().total for plan in plans],
-        "kv_bytes_per_token_bf16": [plan.kv_bytes_per_token(torch.bfloat16) for plan in plans],
+        "parameters": [count_parameters(config).total for config in configs],
+        "kv_bytes_per_token_bf16": [config.plan.kv_bytes_per_token(torch.bfloat16) for config in configs],
     }
-    console.print(terminal_table({**sizes, "evaluation": figures}))
+    console.print(conversion.terminal({**sizes, "evaluation": figures}))
     about = {"name": other.checkpoint.directory.resolve().name, "config": other.checkpoint.config.as_overrides()}
     about["weights_sha256"] = weights_hash(other.checkpoint.directory)
     return {**figures, **sizes, "figures": figures["after"], "against": about}

@@ -14,6 +14,7 @@ from ..environment import available_cores, check_device, default_device, hardwar
 from ..errors import LeanError
 from ..files import partial_name
 from ..job import Job
+from ..model.shapes import count_parameters
 from ..records import COMPARISON as PLAN
 from ..train import (
     Precision,
@@ -242,7 +243,7 @@ class _Directory(Job):
         the machine: another processor may be fast in another one.
         """
         device, comparison = self.device or default_device(), self.comparison
-        largest = max(config.plan.count_parameters().total for config in comparison.configs.values())
+        largest = max(count_parameters(config).total for config in comparison.configs.values())
         workers = min(comparison.runs, self.jobs or default_jobs(device, largest))
         # Kept, because sums in another number of threads round differently: a run goes on as it began.
         threads = torch.get_num_threads()  # of all cores, or what OMP_NUM_THREADS says

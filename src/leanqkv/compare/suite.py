@@ -137,7 +137,7 @@ class Published:
     Attributes:
         source: paper and table or figure.
         setting: size, data and length of training that it was measured at.
-        metric: a name in `report.published.METRICS`.
+        metric: a name in `report.papers.METRICS`.
         groups: row -> printed text; the first row of a group is the baseline of the others. Where a figure has no
             numbers, words say what its text says.
     """

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from ..errors import LeanError
 from ..model.attention import KeyValues, eager_attention
-from ..model.block import LeanBlock
 from ..model.config import LeanConfig
-from ..model.masks import make_masks
-from ..model.position import RotaryEmbeddings
-from ..model.tasks import TASKS
+from ..model.mechanisms import TASKS
+from ..model.position import RotaryEmbeddings, make_masks
+from ..model.transformer import LeanBlock
 from ..presets.edit import with_fields
 from .scratch import Stream
 
@@ -91,8 +90,8 @@ class Layers:
         with torch.device("meta"):
             block = LeanBlock(self.config, weights)
         prefix = f"model.layers.{weights.layer}."
-        names = [name for name in self.plan.parameter_shapes if name.startswith(prefix)]
-        state = {name.removeprefix(prefix): self.tensors[name].to(self.device, torch.float32) for name in names}
+        names = [name for name, _ in block.named_parameters()]
+        state = {name: self.tensors[f"{prefix}{name}"].to(self.device, torch.float32) for name in names}
         block.load_state_dict(state, assign=True)
         return block.eval()
 
@@ -123,7 +122,7 @@ class Layers:
 def recording(block: LeanBlock) -> Iterator[Recorder]:
     """Record the attention of a block."""
     recorder = Recorder()
-    block.self_attn.attend = recorder  # type: ignore[assignment]
+    block.self_attn.attend = recorder
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
         recorder.projected_key = output

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..checkpoints.write import Progress
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
 from ..ranges import check_fields
 from .activations import Activations
 from .heads import (
@@ -246,7 +247,7 @@ class Calibration:
         """Return the converted model's tensors in float32, and a report on each layer that was refitted."""
         converted: dict[int, ConvertedHeads] = {}
         assemble, report = assemble_tensors(self.config, self.tensors, converted.get), []
-        result = LazyTensors(self.target.plan.parameter_shapes, lambda name: assemble(name).float())
+        result = LazyTensors(parameter_shapes(self.target), lambda name: assemble(name).float())
         for layer in self._layers("refitting", 3):
             if layer or self.fits_shared:
                 order = orders[layer]

@@ -23,6 +23,7 @@ from ..files import check_free, remove, write_json
 from ..job import unfinished
 from ..model.config import LeanConfig
 from ..model.registry import suggest
+from ..model.shapes import count_parameters
 from .calibrated import Settings, calibrated
 from .grouped_heads import with_grouped_heads
 from .latents import Latents
@@ -262,8 +263,8 @@ def _hash(tokens: np.ndarray) -> str:
 
 def _sizes(config: LeanConfig, target: LeanConfig) -> dict[str, list[int]]:
     """Parameters and KV bytes, before and after."""
-    plans = config.plan, target.plan
+    configs = config, target
     return {
-        "parameters": [plan.count_parameters().total for plan in plans],
-        "kv_bytes_per_token_bf16": [plan.kv_bytes_per_token(torch.bfloat16) for plan in plans],
+        "parameters": [count_parameters(config).total for config in configs],
+        "kv_bytes_per_token_bf16": [config.plan.kv_bytes_per_token(torch.bfloat16) for config in configs],
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
 from ..presets.edit import with_fields
 from .heads import check_convertible
 
@@ -56,4 +57,4 @@ def with_grouped_heads(
         by_group = tensor.double().unflatten(0, (heads, -1, config.head_dim))
         return by_group.mean(1).flatten(0, 1)
 
-    return target, LazyTensors(target.plan.parameter_shapes, pooled)
+    return target, LazyTensors(parameter_shapes(target), pooled)

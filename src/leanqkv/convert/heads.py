@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from ..model.plan import LayerPlan
+from ..model.layout import LayerPlan
 from ..presets.edit import with_fields
 
 # Projections of which each head is its own rows of every tensor, so that heads can change places.
@@ -58,7 +58,7 @@ def check_convertible(config: LeanConfig) -> None:
     if (kind := config.key_value["type"]) != "projected":  # type: ignore[index]
         raise LeanError(f"it is converted already, or shares values in another way: key_value is {kind!r}")
     for layer in config.plan.layers:
-        for slot, latent in (("key", layer.key_rank is not None), ("value", layer.weights.caches_latent)):
+        for slot, latent in (("key", layer.key_rank is not None), ("value", layer.value_rank is not None)):
             if latent:
                 kind = getattr(layer, slot).kind
                 raise LeanError(f"it is converted already: the {slot} of layer {layer.layer} is {kind!r}")
@@ -80,7 +80,7 @@ def check_reads_the_stream(config: LeanConfig) -> None:
     readers = [
         f"the query of layer {layer.layer} is {layer.query.kind!r}, which reads the MLP below"
         for layer in config.plan.layers
-        if layer.weights.query_reads_mlp
+        if layer.query.reads_mlp
     ]
     if config.depth_average is not None:
         readers.append("its layers read averages over depth (depth_average)")

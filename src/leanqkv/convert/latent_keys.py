@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..model.config import LeanConfig
-from ..model.plan import LayerPlan
+from ..model.layout import LayerPlan
 from .activations import Recorder
 from .low_rank import approximate
 from .sweeps import Grams

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from ..model.plan import LayerPlan
+from ..model.layout import LayerPlan
 from ..presets.edit import set_mechanisms
 from .activations import Recorder
 from .heads import check_convertible, check_reads_the_stream, output_with_bias, split_heads, value_with_bias

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
 from .heads import ConvertedHeads, ValueHeads, assemble_tensors, immovable, split_heads, target_config
 
 Method = Callable[[ValueHeads, int], ConvertedHeads]
@@ -110,7 +111,7 @@ def with_first_layer_values(
             return None
         return method(split_heads(config, tensors, layer), target.plan.layers[layer].computed_value_heads)
 
-    return target, LazyTensors(target.plan.parameter_shapes, assemble_tensors(config, tensors, converted))
+    return target, LazyTensors(parameter_shapes(target), assemble_tensors(config, tensors, converted))
 
 
 def pools(num_heads: int, num_own: int) -> list[list[int]]:

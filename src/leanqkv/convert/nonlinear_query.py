@@ -14,7 +14,8 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from ..model.initial import normal
+from ..model.shapes import parameter_shapes
+from ..model.transformer import normal
 from ..presets.edit import set_mechanisms
 
 
@@ -31,7 +32,7 @@ def with_nonlinear_query(
             raise LeanError(f"the query of layer {layer.layer} is {layer.query.kind!r}; only linear ones are converted")
     spec = {"type": "nonlinear", "anchor": "linear"}
     new = set_mechanisms(config, "query", dict.fromkeys(range(config.num_hidden_layers), spec))
-    shapes = new.plan.parameter_shapes
+    shapes = parameter_shapes(new)
 
     def compute(name: str) -> Tensor:
         _, _, tensor = name.partition(".q_proj.")

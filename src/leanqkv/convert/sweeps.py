@@ -29,8 +29,9 @@ from ..checkpoints.write import Progress
 from ..errors import LeanError
 from ..files import disk_full_is_an_error, read_json, replacing, write_json
 from ..job import Job
-from ..model.block import LeanBlock
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
+from ..model.transformer import LeanBlock
 from .activations import Layers, Recorder, correction, recording
 from .output_fit import Fit, fit_output, token_weights
 from .scratch import Stream
@@ -249,7 +250,7 @@ class Sweeps:
             fitted = load_file(self._file(reduction.name, int(layer))) if module else {}
             return fitted[module] if module in fitted else self.tensors[name].float()
 
-        tensors = LazyTensors(reduction.target.plan.parameter_shapes, read)
+        tensors = LazyTensors(parameter_shapes(reduction.target), read)
         return Converted(reduction.target, tensors, [read_json(report) for report in reports])
 
     def _measure(self, layer: int) -> None:

@@ -1,7 +1,7 @@
 """The phases of the demo. Each returns its part of the record; weights go to directories of their own."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -21,14 +21,16 @@ from ..evaluate import sequence_losses
 from ..inference import Decoder
 from ..job import Job
 from ..model.cache import cache_bytes
+from ..model.shapes import count_parameters
 from ..ranges import check_fields
 from ..records import DEMO, read_record
 from ..records import RECORD as RUN_RECORD
 
 RECORD = "demo.json"
-AGAIN = "run the demo again in another --out"
+AGAIN = "run the demo again in another `out`"
 COMPARISON, CONVERTED, ELIMINATED = "comparison", "converted", "eliminated"
-PHASES = ("training", "conversion", "elimination", "evaluation", "decoding")
+# No end-of-text token: every model generates the same number of tokens.
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "eos_token_id": []}
 Progress = Callable[[int, int], None]
 
 
@@ -86,7 +88,7 @@ def claim(out: Path, settings: Settings, device: str) -> Job:
         LeanError: `out` holds something else, or a demo of other settings.
     """
     job = Job(out, {"settings": asdict(settings)}, RECORD)
-    if not job.claim("demo", DEMO, "choose another --out"):
+    if not job.claim("demo", DEMO, "choose another `out`"):
         job.content = record_header("demo", settings.comparison().title, device) | job.spec
         job.write()
     return job
@@ -99,7 +101,7 @@ def check_data(record: dict[str, Any], data: TokenData) -> None:
         LeanError: they were not, for example because Python, whose library is the data, has been updated since.
     """
     if "training" in record and record["training"]["data"]["sha256"] != data.sha256:
-        raise LeanError(f"The demo was trained on other data than this ({data.description}). Choose another --out.")
+        raise LeanError(f"The demo was trained on other data than this ({data.description}). Choose another `out`.")
 
 
 def run_directories(out: Path) -> dict[str, Path]:
@@ -128,7 +130,7 @@ def training_results(out: Path, settings: Settings, data: TokenData) -> dict[str
     records = {name: read_record(run / "record.json", RUN_RECORD, AGAIN) for name, run in run_directories(out).items()}
     for name, record in records.items():
         if record["final"] is None:
-            raise LeanError(f"{name} diverged, and the demo ends here. Delete {out} and run it with other --steps.")
+            raise LeanError(f"{name} diverged, and the demo ends here. Delete {out} and run it with other `steps`.")
     baseline = records[settings.baseline]
     return {
         "models": {
@@ -194,7 +196,7 @@ def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progre
         model = _load(directory, device)
         losses = sequence_losses(model, data.validation(), plan.evaluation_starts, context, batch_size=8)
         models[name] = {
-            "parameters": model.config.plan.count_parameters().total,
+            "parameters": count_parameters(model.config).total,
             "kv_bytes_per_token_bf16": model.config.plan.kv_bytes_per_token(torch.bfloat16),
             "loss": losses.mean().item(),
         }
@@ -211,33 +213,23 @@ def decode(out: Path, settings: Settings, data: TokenData, device: str, progress
     decoders = {name: Decoder(_load(directory, device)) for name, directory in directories.items()}
     rates: dict[str, list[float]] = {name: [] for name in decoders}
     models: dict[str, Any] = {}
-    for number in range(settings.rounds + 1):
+    for number in range(settings.rounds + 1):  # the first one warms up
         for place, (name, decoder) in enumerate(decoders.items()):
             progress(number * len(decoders) + place, (settings.rounds + 1) * len(decoders))
             torch.manual_seed(0)
             started = time.perf_counter()
-            # No end-of-text token: every model generates the same number of tokens.
-            sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "eos_token_id": []}
-            output = decoder.generate(prompt, max_new_tokens=settings.new_tokens, **sampling)
-            seconds = time.perf_counter() - started
-            if number:  # the first round warms up
-                rates[name].append(settings.new_tokens / seconds)
+            output = decoder.generate(prompt, max_new_tokens=settings.new_tokens, **SAMPLING)
+            rates[name].append(settings.new_tokens / (time.perf_counter() - started))
             assert decoder.cache is not None
             models[name] = {
                 "text": tokenizer.decode(output[0, prompt.shape[1] :]),
                 "cache_bytes": cache_bytes(decoder.cache),
                 "cache_tokens": output.shape[1] - 1,
             }
-    return {
-        "prompt_tokens": prompt.shape[1],
-        "dtype": "float32",
-        "models": {name: {**model, "tokens_per_second": _spread(rates[name])} for name, model in models.items()},
-    }
+    for name, (_, *speeds) in rates.items():
+        models[name]["tokens_per_second"] = {"median": median(speeds), "min": min(speeds), "max": max(speeds)}
+    return {"prompt_tokens": prompt.shape[1], "dtype": "float32", "models": models}
 
 
 def _load(directory: Path, device: str) -> Any:
     return load_model(open_checkpoint(directory)).to(device)
-
-
-def _spread(values: list[float]) -> Mapping[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}

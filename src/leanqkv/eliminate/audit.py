@@ -14,6 +14,7 @@ from ..checkpoints.disabled_norms import norms_disabled, why_norms_stay, without
 from ..checkpoints.stream import PROJECTIONS, Stream
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.shapes import count_parameters
 from . import block_diagonal, single_head
 from .linalg import FULL_SPECTRUM, Factored
 from .projections import Removal, assign_bases, remove_projections, why_not
@@ -138,7 +139,7 @@ def _finding(
 
 
 def _count(config: LeanConfig) -> int:
-    return config.plan.count_parameters().total
+    return count_parameters(config).total
 
 
 def _block_diagonal(config: LeanConfig) -> Finding:

@@ -16,6 +16,7 @@ from ..checkpoints.stream import PROJECTIONS
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
 from ..presets.edit import set_mechanisms
 from .heads import SIDES, Head, HeadClasses, change_heads, free_columns
 from .linalg import Basis, Factored
@@ -101,7 +102,7 @@ def make_blocks_identity(
         heads = heads[:, -width:]
         return torch.cat((heads[..., :start], heads[..., start + width :]), dim=-1).flatten(0, 1)
 
-    return new, LazyTensors(new.plan.parameter_shapes, compute), conditions
+    return new, LazyTensors(parameter_shapes(new), compute), conditions
 
 
 def _best_start(weight: Tensor, search: bool) -> tuple[int, float]:

@@ -19,6 +19,7 @@ from ..checkpoints.tensors import finite
 from ..environment import versions
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.shapes import count_parameters
 from .transform import Message, Request, Transformed, no_message
 
 CERTIFICATE_FORMAT = 1
@@ -191,8 +192,8 @@ def certificate(
     config, inputs = before[0], inputs or random_inputs(before[0])
     centered = norms_disabled(config) and not norms_disabled(result.config)
     original = without_norms(*before) if centered else before
-    plans = {"before": config.plan, "after": result.config.plan}
-    parameters = {when: plan.count_parameters().total for when, plan in plans.items()}
+    configs = {"before": config, "after": result.config}
+    parameters = {when: count_parameters(one).total for when, one in configs.items()}
     message("certifying: the original in fp64")
     reference = logits(*original, inputs, torch.float64)
     exact = None
@@ -214,7 +215,7 @@ def certificate(
         "conditions": result.conditions,
         "max_condition": request.max_condition,
         "parameters": parameters,
-        "kv_bytes_per_token_bf16": {when: plan.kv_bytes_per_token(torch.bfloat16) for when, plan in plans.items()},
+        "kv_bytes_per_token_bf16": {when: one.plan.kv_bytes_per_token(torch.bfloat16) for when, one in configs.items()},
         "config": {"before": config.as_overrides(), "after": result.config.as_overrides()},
         "inputs": {name: list(value.shape) for name, value in inputs.items()},
         "inputs_sha256": _hash_tensors(inputs),

@@ -17,6 +17,7 @@ from ..checkpoints.write import Progress, write_model
 from ..errors import LeanError
 from ..files import check_free, write_json, write_text
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
 from .certify import certificate
 from .transform import MAX_CONDITION, Message, Request, no_message, parse_request, transform
 
@@ -56,7 +57,7 @@ def eliminate(
         if not isinstance(model.config, LeanConfig):
             raise LeanError(f"a {type(model).__name__} is not a model of leanqkv; save it and give its directory")
         config, state = model.config, model.state_dict()
-        tensors = {name: state[name] for name in config.plan.parameter_shapes}
+        tensors = {name: state[name] for name in parameter_shapes(config)}
     else:
         opened = open_checkpoint(Path(model))
         config, tensors = opened.config, opened.tensors

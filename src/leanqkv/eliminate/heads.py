@@ -13,7 +13,8 @@ from torch import Tensor
 from ..checkpoints.stream import PROJECTIONS, computed_heads
 from ..checkpoints.tensors import LazyTensors
 from ..model.config import LeanConfig
-from ..model.plan import LayerPlan
+from ..model.layout import LayerPlan
+from ..model.shapes import parameter_shapes
 from .linalg import Basis
 
 Head = tuple[int, int]  # layer or block of weights, head
@@ -110,7 +111,7 @@ def change_heads(
         changed = heads.view(rows.shape)
         return changed.T if by_columns else changed
 
-    return LazyTensors(config.plan.parameter_shapes, compute)
+    return LazyTensors(parameter_shapes(config), compute)
 
 
 def _held_heads(layer: LayerPlan, slot: str) -> int:

@@ -17,6 +17,7 @@ from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.registry import make_mechanism
+from ..model.shapes import parameter_shapes
 from ..presets.edit import TABLES, set_mechanisms, with_fields
 from .linalg import Basis, Factored
 
@@ -66,11 +67,11 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
         norm, admitted = NORMS[config.norm_type]
         place = "writes the stream precedes" if config.norm_placement == "after" else "reads the stream follows"
         return f"every matrix that {place} {norm}, which admits {admitted}"
-    shape = config.plan.parameter_shapes[weight_name(config, removal)]
+    shape = parameter_shapes(config)[weight_name(config, removal)]
     if shape[0] != shape[1]:
         return f"it is not square ({shape[1]} by {shape[0]}), so it has no inverse{_fewer_heads(config, removal)}"
     identity = make_mechanism(TABLES[removal.slot], removal.slot, {"type": "identity"})
-    if clash := identity.cls.clash(config, shape[0] // config.head_dim, identity.options):  # type: ignore[operator]
+    if clash := identity.clash(config, shape[0] // config.head_dim):  # type: ignore[operator]
         return clash
     if blocked := stream.blocked.get(_basis_of(removal, stream)):
         return f"its change of basis reaches further than its layer, and there {blocked}"
@@ -161,7 +162,7 @@ def remove_projections(
         rows = values.movedim(tensor.axis, -1)
         return basis.write(rows.reshape(-1, rows.shape[-1])).view(rows.shape).movedim(-1, tensor.axis)
 
-    return new, LazyTensors(new.plan.parameter_shapes, compute), {name: partial(factor, name) for name in names}
+    return new, LazyTensors(parameter_shapes(new), compute), {name: partial(factor, name) for name in names}
 
 
 def _basis_of(removal: Removal, stream: Stream) -> StreamPoint:

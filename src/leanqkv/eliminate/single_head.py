@@ -12,6 +12,7 @@ from ..checkpoints.stream import PROJECTIONS
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.shapes import parameter_shapes
 from ..presets.edit import set_mechanisms
 
 # Which projection's weight each of the others is multiplied by.
@@ -69,4 +70,4 @@ def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tupl
             product = product + tensors[f"{attention}.o_proj.bias"].double()
         return product
 
-    return new, LazyTensors(new.plan.parameter_shapes, compute)
+    return new, LazyTensors(parameter_shapes(new), compute)

@@ -11,6 +11,7 @@ from ..checkpoints.stream import PROJECTIONS, Stream
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.registry import suggest
+from ..model.shapes import count_parameters
 from . import block_diagonal, single_head
 from .forms import balance_for_rounding, keep_mean_zero
 from .projections import Removal, assign_bases, is_solved_with, point_of, remove_projections, weight_name, why_not
@@ -142,7 +143,7 @@ def _alternative(removals: list[Removal], stream: Stream) -> str:
     if possible := [str(removal) for removal in removals if why_not(removal, stream) is None]:
         return f"what does go is any one of them alone, {possible[0]} for example"
     numbers = block_diagonal.saved(stream.config)
-    share = numbers / stream.config.plan.count_parameters().total
+    share = numbers / count_parameters(stream.config).total
     return f"possible here: {BLOCK_DIAGONAL}, {share:.2%} of the weights" if numbers else "nothing else applies"
 
 

@@ -56,11 +56,10 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> dict[s
     for name in names:
         try:
             with _quiet():
-                loaded_task = manager.load([name])
+                found = manager.load([name])
         except Exception as error:  # lm-eval and datasets raise many kinds
             raise LeanError(f"the task {name} cannot be loaded: {first_line(error)}") from None
-        for kind, entries in loaded.items():
-            entries.update(loaded_task[kind])
+        loaded = {kind: entries | found[kind] for kind, entries in loaded.items()}
     for name, task in loaded["tasks"].items():
         for reason, attribute in (("runs code that a model wrote", "UNSAFE_CODE"), ("shows images", "MULTIMODAL")):
             if getattr(task, attribute, False):

@@ -65,32 +65,12 @@ def paired_scores(
     windows: Sequence[tuple[int, int]],
     length: int,
     *,
-    states: tuple[States, States] = (last_states, last_states),
-    **options: Any,
-) -> PairedScores:
-    """Score the tokens of the windows with both models, as `paired_scores_by_states` does.
-
-    Args:
-        states: how the hidden states of both models are computed.
-    """
-    first, second = states
-    (scores,) = paired_scores_by_states(before, after, tokens, windows, length, (first, [second]), **options)
-    return scores
-
-
-def paired_scores_by_states(
-    before: nn.Module,
-    after: nn.Module,
-    tokens: Tokens,
-    windows: Sequence[tuple[int, int]],
-    length: int,
-    states: tuple[States, Sequence[States]],
-    *,
+    states: tuple[States, Sequence[States]] = (last_states, [last_states]),
     batch_size: int = 1,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[PairedScores]:
-    """Score the tokens of the windows with both models, dropout off; the second one in each of several ways.
+    """Score the tokens of the windows with both models, dropout off; the second one in each of one or more ways.
 
     Tokens that only begin a text are left out, and every window begins as the tokenizer begins one: see `collate`.
 
@@ -110,7 +90,6 @@ def paired_scores_by_states(
         LeanError: a score that is not finite.
     """
     parts: list[Tensor] = []
-    counts: list[int] = []
     models: list[Any] = [before, *[after] * len(states[1])]
     done, total = 0, sum(scored for _, scored in windows)
     with scoring(before) as device, scoring(after):
@@ -125,7 +104,6 @@ def paired_scores_by_states(
                     predicted = wanted != IGNORED
                     pieces = _score_pieces(models, [one[row, -scored:][predicted] for one in hidden], wanted[predicted])
                     parts.append(torch.cat(list(pieces), dim=2))
-                    counts.append(parts[-1].shape[2])
                     if not parts[-1].isfinite().all():
                         raise LeanError(
                             f"the scores are not finite in the window at token {start + 1:,}: the logits of the source "
@@ -133,7 +111,7 @@ def paired_scores_by_states(
                         )
                     done += scored
                     progress(done, total)
-    numbers = torch.repeat_interleave(torch.tensor(counts))
+    numbers = torch.repeat_interleave(torch.tensor([part.shape[2] for part in parts]))
     return [PairedScores(one[0], one[1], one[2], one[3], numbers) for one in torch.cat(parts, dim=2)]
 
 
@@ -199,42 +177,31 @@ def mean_over_windows(values: Tensor, window: Tensor) -> dict[str, float | None]
     return {"mean": mean.item(), "half_width": float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error}
 
 
-def paired_record(
-    before: nn.Module,
-    after: nn.Module,
-    text: EvaluationText,
-    windows: Sequence[tuple[int, int]],
-    length: int,
-    **options: Any,
-) -> dict[str, Any]:
-    """Return a record's entries on what two models make of a text: the text, the window and `paired_figures`.
-
-    The bytes of the scored tokens are taken to be their share of the text's.
-
-    Args:
-        windows, length, options: as `paired_scores` takes them.
-    """
-    return _record(paired_scores(before, after, text.tokens, windows, length, **options), text, length)
-
-
 def paired_records(
     before: nn.Module,
     after: nn.Module,
     text: EvaluationText,
     windows: Sequence[tuple[int, int]],
     length: int,
-    states: tuple[States, Sequence[States]],
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Return a `paired_record` for each way to compute the second model's states.
+    """Return a record's entries on what two models make of a text: the text, the window and `paired_figures`.
+
+    One for each way to compute the second model's states. The bytes of the scored tokens are taken to be their share of
+    the text's.
 
     Args:
-        windows, length, states, options: as `paired_scores_by_states` takes them.
+        windows, length, options: as `paired_scores` takes them.
     """
-    scores = paired_scores_by_states(before, after, text.tokens, windows, length, states, **options)
-    return [_record(one, text, length) for one in scores]
+
+    def record(scores: PairedScores) -> dict[str, Any]:
+        scored_bytes = None if text.bytes is None else text.bytes * len(scores.before) / text.predicted
+        return {"text": text.record(), "context_length": length, **paired_figures(scores, scored_bytes)}
+
+    return [record(scores) for scores in paired_scores(before, after, text.tokens, windows, length, **options)]
 
 
-def _record(scores: PairedScores, text: EvaluationText, length: int) -> dict[str, Any]:
-    scored_bytes = None if text.bytes is None else text.bytes * len(scores.before) / text.predicted
-    return {"text": text.record(), "context_length": length, **paired_figures(scores, scored_bytes)}
+def paired_record(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Return the one record of `paired_records`."""
+    [record] = paired_records(*arguments, **options)
+    return record

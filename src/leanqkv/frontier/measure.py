@@ -20,6 +20,7 @@ from ..evaluate import spread_windows
 from ..files import make_directory, remove, write_json
 from ..job import Job, locked
 from ..model.config import LeanConfig
+from ..model.shapes import count_parameters
 from ..records import NUMBER, read_record
 from .points import Candidate, Precision
 from .scoring import Scorer, decode_speed
@@ -167,7 +168,7 @@ class Frontier:
                 "key_bits": precision.key_bits,
                 "value_bits": precision.value_bits,
                 "bytes_per_token": precision.bytes_per_token(config),
-                "parameters": config.plan.count_parameters().total,
+                "parameters": count_parameters(config).total,
                 "scores": [{name: score[name] for name in SCORES} for score in scored],
                 "same_tokens_without_cache": same,
                 "greedy_agreement": self.scorer.agreement(model, precision),
@@ -210,7 +211,7 @@ class Frontier:
             **record_header("frontier", self.source.directory.name, self.device.type),
             "source": {
                 "sha256": source_hashes(self.source),
-                "parameters": self.source.config.plan.count_parameters().total,
+                "parameters": count_parameters(self.source.config).total,
                 "bytes_per_token": Precision().bytes_per_token(self.source.config),
             },
             "calibration": {

@@ -14,8 +14,7 @@ from ..convert.merged_values import MergedValues
 from ..convert.methods import METHODS, with_first_layer_values
 from ..convert.sweeps import Reduction
 from ..errors import LeanError
-from ..model.cache import KIVI, LeanQuantizedCache
-from ..model.cache_kivi import BLOCK, quantized_bytes_per_token
+from ..model.cache_quantized import BLOCK, KIVI, LeanQuantizedCache, quantized_bytes_per_token
 from ..model.config import LeanConfig
 
 SOURCE, LATENTS, SEPARATE, MERGED, SKIPV1, GQA = KINDS = (

@@ -52,7 +52,7 @@ class Scorer:
                 text,
                 windows,
                 min(self.length, len(text.tokens) - 1),
-                (self._source_states, ways),
+                states=(self._source_states, ways),
                 batch_size=BATCH,
                 progress=progress,
             )

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import compile_cpp
-from ..model.attention import attend
-from ..model.key_latent import frequencies_of
-from ..model.value_latent import LatentAndKeys
+from ..model.latent import frequencies_of
+from ..model.latent_heads import LatentAndKeys, attend_to_inputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parts of a head shorter than this take less time than handing them to another thread.
@@ -59,7 +58,7 @@ def attend_one_query(
         output = one_query_attention(query, key, values, mask, scaling)
     if output is not None:
         return output, None
-    return attend(attention, query, key, values, mask, scaling, **kwargs)
+    return attend_to_inputs(attention, query, key, values, mask, scaling, **kwargs)
 
 
 def length_chunks(heads: int, length: int, threads: int) -> int:

@@ -11,12 +11,13 @@ import torch
 
 from ..checkpoints.gguf_format import is_gguf
 from ..checkpoints.open import load_model, open_checkpoint
-from ..environment import git_commit, hardware, versions
+from ..environment import made_on
 from ..errors import LeanError
 from ..files import RECORD_FORMAT, is_directory
 from ..memory import PeakMemory, check_cache
 from ..model.cache import cache_bytes
 from ..model.causal_lm import LeanForCausalLM
+from ..model.shapes import count_parameters
 from ..presets import preset
 from . import Decoder
 from .decoder import last_position, position_limit
@@ -55,7 +56,7 @@ def bench_record(
         "record": RECORD_FORMAT,
         "models": {
             name: {
-                "parameters": model.config.plan.count_parameters().total,
+                "parameters": count_parameters(model.config).total,
                 "kv_bytes_per_token": model.config.plan.kv_bytes_per_token(DTYPES[dtype]),
                 "weights": model.get_memory_footprint(),
                 "config": model.config.as_overrides(),
@@ -67,9 +68,7 @@ def bench_record(
         "rounds": rounds,
         "threads": torch.get_num_threads(),
         "rows": rows,
-        "hardware": hardware(torch.device(device).type),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **made_on(torch.device(device).type),
     }
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
-from ..model.mlp import GatedMLP
-from ..model.projection_linear import is_rewritten
+from ..model.latent import is_rewritten
+from ..model.layers import GatedMLP
 from ..model.query_nonlinear import NonlinearQuery
 from ..model.query_residual import ResidualQuery
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..compat import pack_linear, packing_works
 from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
-from ..model.projection_linear import HOOKS, is_plain_linear
+from ..model.latent import HOOKS, is_plain_linear
 from .joined import join_projections
 
 # Rows that the layout is chosen for; others are computed as well.

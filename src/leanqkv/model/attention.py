@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .key_latent import Columns, LatentKeys, absorb, absorbing_keys_pays, rotation_of_columns
-from .layout import HeadSource
-from .norm import make_rms_norm
-from .plan import BlockWeights, LayerPlan
-from .position import Rotation, Rotations, rotate, rotation_back, rotation_of
-from .value_latent import LatentAndKeys, LatentValues, absorbing_pays, expand, from_latent
+from .layers import make_rms_norm
+from .layout import HeadSource, LayerPlan
+from .position import Rotation, Rotations, rotate, rotation_of
+from .registry import ConfigError
+
+# The attention implementation that vLLM sets.
+VLLM = "vllm"
 
 
 class KeyValues(NamedTuple):
@@ -24,7 +25,7 @@ class KeyValues(NamedTuple):
 
     keys, values: [batch, heads, positions, head_dim] with their whole history; they may be the cache's own tensors, so
     they are never changed in place. new_values: those of this call's positions alone, before any mixing or caching.
-    Latent keys and values (key_latent.py, value_latent.py) are one head of their latent's width.
+    Latent keys and values (latent_heads.py) are one head of their latent's width.
     Under MLA (attention_latent.py) `keys` is the rotary key and `values` the latent, [batch, positions, columns].
     """
 
@@ -37,7 +38,7 @@ def attend(
     attention: Any,
     query: Tensor,
     key: Tensor,
-    values: Sequence[Tensor] | LatentAndKeys,
+    values: Sequence[Tensor],
     mask: Tensor | None,
     scaling: float,
     **kwargs,
@@ -48,8 +49,7 @@ def attend(
 
     Args:
         query: [batch, heads, positions, head_dim]; key: [batch, heads / group size, key positions, head_dim].
-        values: of consecutive key heads, each [batch, its heads, key positions, head_dim]; or what all of them are made
-            of, which then is what every head attends to.
+        values: of consecutive key heads, each [batch, its heads, key positions, head_dim].
 
     Returns:
         output [batch, positions, heads, head_dim]; weights [batch, heads, positions, key positions] or None.
@@ -58,8 +58,6 @@ def attend(
     attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention)
     dropout = config.attention_dropout if attention.training else 0.0
     group_size = query.shape[1] // key.shape[1]
-    if isinstance(values, LatentAndKeys):
-        values = [values.joined().expand(-1, key.shape[1], -1, -1)]
     outputs, start = [], 0
     for value in values:
         stop = start + value.shape[1]
@@ -69,40 +67,46 @@ def attend(
     return concatenate_heads(outputs)
 
 
-class LeanAttention(nn.Module):
-    """Self-attention with heads of keys and values.
+class Attention(nn.Module):
+    """What every kind of self-attention has. It is built for the first layer that uses its block; how its heads are
+    wired, and with which other layers, is in the plan of the layer that is computed with it.
 
-    The weights are those of a block; how they are wired, and with which other layers, is in the plan of the layer that
-    is computed with them (layers may share a block). Inference replaces two steps by faster ones that give the same:
-    `project` (inference/joined.py) and `attend` (inference/attention.py).
+    Inference replaces two steps by faster ones that give the same: `project` (inference/joined.py) and `attend`
+    (inference/attention.py).
     """
 
     attend = staticmethod(attend)
 
-    def __init__(self, config, weights: BlockWeights):
+    def __init__(self, config, layer: LayerPlan):
         super().__init__()
-        self.config = config
-        self.layer_idx = weights.layer
-        self.head_dim = config.head_dim
+        self.config, self.layer_idx = config, layer.layer
+        self.head_dim, self.is_causal = config.head_dim, not config.bidirectional
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.is_causal = not config.bidirectional
-        self.query_reads_mlp = weights.query_reads_mlp
-        self.q_proj = weights.query.build(config, weights.num_query_heads)
-        self.k_proj = weights.key.build(config, weights.num_key_heads) if weights.num_key_heads else None
-        computes_values = weights.num_value_heads and not weights.reuses_keys
-        self.v_proj = weights.value.build(config, weights.num_value_heads) if computes_values else None
-        self.k_up_proj: nn.Module | None = None
-        if weights.caches_latent_keys:
-            self.k_up_proj = LatentKeys.build_up(config, weights.num_key_heads, weights.key.options)
-        self.v_up_proj: nn.Linear | None = None
-        if weights.caches_latent:
-            self.v_up_proj = LatentValues.build_up(
-                config, weights.num_value_heads, weights.value.options, weights.key_width
-            )
-        self.o_proj = weights.output.build(config, weights.num_query_heads)
-        self.q_norm = self._make_norm(weights.num_query_heads)
-        self.k_norm = self._make_norm(weights.num_key_heads)
-        self.mixer = weights.build_mixer(config)
+        self.query_reads_mlp = layer.query.reads_mlp
+        self.q_proj: Any = layer.query.build(config, layer.num_query_heads)
+
+    def project_query(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> Tensor:
+        """Return the query, [batch, positions, width]."""
+        return self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
+
+
+class LeanAttention(Attention):
+    """Self-attention with heads of keys and values."""
+
+    kind = "heads"
+
+    def __init__(self, config, layer: LayerPlan):
+        super().__init__(config, layer)
+        key_heads, value_heads = layer.computed_key_heads, layer.computed_value_heads
+        self.k_proj = layer.key.build(config, key_heads) if key_heads else None
+        self.v_proj = layer.value.build(config, value_heads) if value_heads else None
+        key_columns = key_heads * self.head_dim if layer.key_rank is None else layer.key_rank
+        self.k_up_proj: Any = layer.key.build_up(config, key_heads, key_columns)
+        self.v_up_proj: Any = layer.value.build_up(config, value_heads, key_columns)
+        self.o_proj: Any = layer.output.build(config, layer.num_query_heads)
+        self.q_norm = self._make_norm(layer.num_query_heads)
+        self.k_norm = self._make_norm(key_heads)
+        self.mixer = layer.build_mixer(config)
 
     def forward(
         self,
@@ -121,7 +125,7 @@ class LeanAttention(nn.Module):
             hidden_states: [batch, positions, hidden_size], after the block's norm.
             layer: where the heads come from and what is cached.
             position_embeddings: rotary `(cos, sin)` by the name of their parameters, or None without RoPE.
-            attention_mask: as `masks.py` makes it for the attention implementation in use.
+            attention_mask: as `make_masks` makes it for the attention implementation in use.
             borrowed: keys and values of the earlier layers that this one borrows from.
             past_key_values: the cache; what this layer computes is appended to it.
             mlp_hidden: [batch, positions, intermediate_size], of the previous block, for `mlp-query`.
@@ -131,14 +135,10 @@ class LeanAttention(nn.Module):
             attention alone, else None); this layer's own keys and values.
         """
         query, key, value = self.project(hidden_states, mlp_hidden)
-        new_keys = key
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)
-        if self.k_up_proj is None:
-            key = self._split_heads(key, self.k_norm, rotation)
-        else:
-            key = latent_head(key, layer.key_columns, rotation)
-        value = self._split_heads(value, None, None) if self.v_up_proj is None else latent_head(value)
+        key = self._split_heads(key, self.k_norm, rotation)
+        value = self._split_heads(value, None, None)
         if layer.reuses_keys and layer.computed_value_heads:
             value = key[:, : layer.computed_value_heads]
 
@@ -148,24 +148,15 @@ class LeanAttention(nn.Module):
         key, value = update_cache(past_key_values, layer, key, value)
         own = KeyValues(key, value, new_values)
 
-        both = None
-        if layer.values_read_keys:
-            both = self._latent_and_keys(own, new_keys, layer, rotation_back(layer, position_embeddings))
-        query, attended, absorbed = self._attended(query, own, both, layer)
-        sources = {**(borrowed or {}), layer.layer: attended}
+        sources = {**(borrowed or {}), layer.layer: own}
         outputs = []
         for group in layer.groups:
-            scaling = layer.attention_scale(group.keys.layer)
-            group_query = query[:, group.queries]
             group_key = slice_heads(sources[group.keys.layer].keys, group.keys)
-            group_values: Any = both if absorbed else None  # of all heads: such a layer borrows nothing
-            if group_values is None:
-                group_values = [slice_heads(sources[source.layer].values, source) for source in group.values]
-            outputs.append(self.attend(self, group_query, group_key, group_values, attention_mask, scaling, **kwargs))
+            group_values = [slice_heads(sources[source.layer].values, source) for source in group.values]
+            given = query[:, group.queries], group_key, group_values, attention_mask
+            outputs.append(self.attend(self, *given, layer.attention_scale(group.keys.layer), **kwargs))
         output, attention_weights = concatenate_heads(outputs)
 
-        if absorbed and self.v_up_proj is not None:
-            output = from_latent(self.v_up_proj, output, self.head_dim)
         if layer.reuses_keys and rotation is not None:
             cos, sin = rotation
             output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
@@ -173,45 +164,10 @@ class LeanAttention(nn.Module):
 
     def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any]:
         """Query, key and value, each [batch, positions, width]; None for what the layer does not compute."""
-        query = self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
+        query = self.project_query(hidden_states, mlp_hidden)
         key = self.k_proj(hidden_states) if self.k_proj is not None else None
         value = self.v_proj(hidden_states) if self.v_proj is not None else None
         return query, key, value
-
-    def _attended(
-        self, query: Tensor, own: KeyValues, both: LatentAndKeys | None, layer: LayerPlan
-    ) -> tuple[Tensor, KeyValues, bool]:
-        """Own heads as they are attended to, with the query for them: made of latents, or latents in their place.
-
-        The last value tells whether the output is made of latent values and is still to go through `v_up_proj`.
-        """
-        key: Any = own.keys
-        value: Any = own.values
-        attended, absorbed = own, False
-        if self.v_up_proj is not None:
-            absorbed = self._absorbs(self.v_up_proj, query, key, value.shape[-1] if both is None else both.columns)
-        if absorbed:
-            attended = attended._replace(values=value.expand(-1, layer.computed_value_heads, -1, -1))
-        elif self.v_up_proj is not None:
-            latent = value if both is None else both.joined()
-            attended = attended._replace(values=expand(self.v_up_proj, latent, self.head_dim))
-        if self.k_up_proj is not None and absorbing_keys_pays(self.k_up_proj, query, key):
-            query = absorb(self.k_up_proj, query)
-            attended = attended._replace(keys=key.expand(-1, layer.computed_key_heads, -1, -1))
-        elif self.k_up_proj is not None:
-            attended = attended._replace(keys=expand(self.k_up_proj, key, self.head_dim))
-        return query, attended, absorbed
-
-    @staticmethod
-    def _latent_and_keys(own: KeyValues, new_keys: Any, layer: LayerPlan, back: Rotation | None) -> LatentAndKeys:
-        """What own values are made of where they read keys; `back` turns the heads of keys back."""
-        assert own.keys is not None and own.values is not None
-        return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key_columns)
-
-    def _absorbs(self, up: nn.Linear, query: Tensor, key: Tensor, columns: int) -> bool:
-        """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""
-        dropped = self.training and self.config.attention_dropout > 0
-        return not dropped and absorbing_pays(up, query, key, columns)
 
     def _make_norm(self, heads: int) -> nn.Module | None:
         """`qk_norm` of that many heads, each alone or all of them together."""
@@ -234,14 +190,58 @@ class LeanAttention(nn.Module):
         return autocast(heads)
 
 
-def latent_head(projected: Any, columns: Columns | None = None, rotation: Rotation | None = None) -> Any:
-    """[batch, positions, columns] to the one head that is cached of it, its complex columns rotated."""
-    if projected is None:
-        return None
-    head = projected[:, None]
-    if columns is not None and rotation is not None:
-        head = rotate(head, rotation_of_columns(rotation, columns))
-    return autocast(head)
+class OneCallAttention(LeanAttention):
+    """LeanAttention of a layer that borrows nothing, for vLLM without a plugin: one call of the attention interface.
+
+    vLLM's backend for models of transformers reads the source of `forward` to find the call and its scale, and keeps
+    one pair of keys and values for each layer. The plugin leanqkv-vllm has neither limit.
+    """
+
+    def __init__(self, config, layer: LayerPlan):
+        if reason := one_call_clash(config):
+            raise ConfigError(f"vLLM cannot run this model without the plugin leanqkv-vllm: {reason}")
+        super().__init__(config, layer)
+        self.scaling = layer.attention_scale(layer.layer)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        layer: LayerPlan,
+        position_embeddings: Rotations | None = None,
+        attention_mask: Tensor | None = None,
+        borrowed: dict[int, KeyValues] | None = None,
+        past_key_values: Cache | None = None,
+        mlp_hidden: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, KeyValues]:
+        """As LeanAttention.forward. The interface keeps a cache, so none is given."""
+        query, key, value = self.project(hidden_states, mlp_hidden)
+        rotation = rotation_of(layer, position_embeddings)
+        query = self._split_heads(query, self.q_norm, rotation)
+        key = self._split_heads(key, self.k_norm, rotation)
+        value = self._split_heads(value, None, None)
+        attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        output, weights = attention_function(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
+        output = output.reshape(*hidden_states.shape[:-1], -1)  # vLLM's is without a batch
+        return self.o_proj(output), weights, KeyValues(None, None, None)
+
+
+def one_call_clash(config) -> str | None:
+    """Return why vLLM's backend for models of transformers cannot keep what the plan caches; None: it can."""
+    wanted = [(name, config.num_key_value_heads, config.head_dim) for name in ("keys", "values")]
+    for layer in config.plan.layers:
+        found = [(tensor.name, tensor.num_heads, tensor.head_dim) for tensor in layer.cached]
+        if found != wanted or layer.borrowed or layer.layout.mixer is not None:
+            kinds = (layer.key_value.kind, layer.value.kind, layer.key.kind, "kv_lora_rank")
+            what = next(kind for kind in kinds if kind not in ("projected", "linear"))
+            return f"layer {layer.layer} does not cache one key and one value of its own for each head ({what!r})"
+    if config.sliding_window is not None:
+        return "sliding_window"
+    if config.num_hidden_groups:
+        return "several layers share a block, and vLLM counts one layer for each block"
+    return None
 
 
 def slice_heads(tensor: Tensor | None, source: HeadSource) -> Tensor:

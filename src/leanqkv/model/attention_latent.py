@@ -12,50 +12,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .attention import KeyValues, attend, autocast, mix
-from .plan import BlockWeights, LatentShape, LayerPlan
+from .attention import Attention, KeyValues, autocast, mix
+from .latent import absorb, absorbing_pays, expand, restore
+from .layout import LatentShape, LayerPlan
 from .position import Rotation, Rotations, rotate, rotation_of
-from .projection_linear import is_plain_linear
 
 
-class LatentAttention(nn.Module):
-    """MLA of one layer, computed in whichever of two equal forms costs less.
+class LatentAttention(Attention):
+    """MLA of one layer: a latent that its keys and its values are both made of, expanded or absorbed (latent.py).
 
-    Expanded: keys and values are made of the latent for every head, and attended to as usual: cheapest where there are
-    as many queries as keys. Absorbed: W_uk is folded into the query and W_uv into the output, so that every head
-    attends to the latent itself: cheapest when decoding, where expanding would touch the whole history at each step.
     The latent of a layer may come in pieces from several layers (SkipV1-MLA); the absorbed form never joins them.
-    Absorbing reads W_uk and W_uv without calling their modules, so an adapter, hook or quantized weight in their place
-    leaves the expanded form alone.
-    As in LeanAttention, inference may replace `project` and `attend`.
     """
 
-    attend = staticmethod(attend)
+    kind = "latent"
 
-    def __init__(self, config, weights: BlockWeights):
-        super().__init__()
-        assert weights.latent is not None
-        self.config, self.layer_idx = config, weights.layer
-        self.latent: LatentShape = weights.latent
-        self.head_dim, self.num_heads = config.head_dim, weights.num_query_heads
-        self.num_key_value_groups = 1
-        self.is_causal = not config.bidirectional
-        self.query_reads_mlp = weights.query_reads_mlp
-        d, bias, rope_dim, columns = (
-            config.hidden_size,
-            config.attention_bias,
-            self.latent.rope_dim,
-            weights.num_value_heads,
-        )
-        width = self.num_heads * self.head_dim
-        self.q_proj = weights.query.build(config, self.num_heads)
+    def __init__(self, config, layer: LayerPlan):
+        super().__init__(config, layer)
+        assert layer.latent is not None
+        self.latent: LatentShape = layer.latent
+        self.num_heads, self.num_key_value_groups = layer.num_query_heads, 1
+        d, bias, rope_dim = config.hidden_size, config.attention_bias, self.latent.rope_dim
+        columns, width = layer.latent_columns, self.num_heads * self.head_dim
         self.q_rope_proj = nn.Linear(d, self.num_heads * rope_dim, bias=bias) if rope_dim else None
-        self.k_rope_proj = nn.Linear(d, rope_dim, bias=bias) if weights.num_key_heads else None
+        self.k_rope_proj = nn.Linear(d, rope_dim, bias=bias) if layer.computed_key_heads else None
         self.kv_down_proj = nn.Linear(d, columns, bias=bias) if columns else None
         self.k_up_proj = nn.Linear(self.latent.rank, width, bias=False)
         self.v_up_proj = nn.Linear(self.latent.rank, width, bias=False)
-        self.o_proj = weights.output.build(config, self.num_heads)
-        self.mixer = weights.build_mixer(config)
+        self.o_proj: Any = layer.output.build(config, self.num_heads)
+        self.mixer = layer.build_mixer(config)
 
     def forward(
         self,
@@ -93,7 +77,7 @@ class LatentAttention(nn.Module):
 
     def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any, Any]:
         """Query, rotary query, rotary key and latent, each [batch, positions, width]; None for what is not computed."""
-        query = self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
+        query = self.project_query(hidden_states, mlp_hidden)
         query_rope = self.q_rope_proj(hidden_states) if self.q_rope_proj is not None else None
         key_rope = self.k_rope_proj(hidden_states) if self.k_rope_proj is not None else None
         latent = self.kv_down_proj(hidden_states) if self.kv_down_proj is not None else None
@@ -119,21 +103,14 @@ class LatentAttention(nn.Module):
         return history[..., columns:] if key_rope is not None else None, history[:, 0, :, :columns] if columns else None
 
     def _absorbing_pays(self, query: Tensor, pieces: list[Tensor], mask: Any) -> bool:
-        """Whether the absorbed form takes fewer multiplications (a head's, with t queries and n keys)."""
-        t, n = query.shape[2], pieces[0].shape[1]
-        rank, both = self.latent.rank, 2 * self.head_dim  # a key and a value
-        expanded = n * rank * both + t * n * both
-        absorbed = t * rank * both + t * n * 2 * rank
-        readable = isinstance(mask, Tensor) or (mask is None and t == 1)  # no mask at all may mean a causal one
-        foldable = is_plain_linear(self.k_up_proj) and is_plain_linear(self.v_up_proj)
-        return absorbed < expanded and readable and foldable
+        """Whether the absorbed form takes fewer multiplications, and its mask is known."""
+        readable = isinstance(mask, Tensor) or (mask is None and query.shape[2] == 1)  # none may mean a causal one
+        size = query, pieces[0].shape[1], self.latent.rank
+        return readable and absorbing_pays(self.k_up_proj, *size) and absorbing_pays(self.v_up_proj, *size)
 
     def _expanded(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
         latent = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
-        key, value = (
-            projection(latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for projection in (self.k_up_proj, self.v_up_proj)
-        )
+        key, value = (expand(up, latent, self.head_dim) for up in (self.k_up_proj, self.v_up_proj))
         if query_rope is not None:
             query = torch.cat((query, query_rope), dim=-1)
             key = torch.cat((key, key_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
@@ -141,11 +118,7 @@ class LatentAttention(nn.Module):
 
     def _absorbed(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
         t = query.shape[2]
-        up_key, up_value = (
-            autocast(projection.weight).unflatten(0, (self.num_heads, -1))  # [heads, head_dim, rank]
-            for projection in (self.k_up_proj, self.v_up_proj)
-        )
-        query = torch.einsum("bhtx,hxc->bhtc", query, up_key).flatten(1, 2)  # every head is one more query
+        query = absorb(self.k_up_proj, query).flatten(1, 2)  # every head is one more query
         parts, keys = [*query.split([piece.shape[-1] for piece in pieces], dim=-1)], list(pieces)
         if query_rope is not None:
             parts, keys = [*parts, query_rope.flatten(1, 2)], [*keys, key_rope[:, 0]]
@@ -159,5 +132,5 @@ class LatentAttention(nn.Module):
         weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
         weights = F.dropout(weights, self.config.attention_dropout, self.training)
         latent = torch.cat([weights.flatten(1, 2) @ piece for piece in pieces], dim=-1)  # [batch, heads * t, rank]
-        output = torch.einsum("bhtc,hxc->bthx", latent.unflatten(1, (self.num_heads, t)), up_value)
+        output = restore(self.v_up_proj, latent.unflatten(1, (self.num_heads, t)).transpose(1, 2), self.head_dim)
         return output, weights if self.config._attn_implementation == "eager" else None

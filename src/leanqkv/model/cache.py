@@ -7,13 +7,11 @@ where they are computed, and a layer that computes nothing stores nothing.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -21,16 +19,9 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    QuantizedCache,
-    QuantoQuantizedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-
-from .cache_kivi import kivi_layers, refuse_windows
-
-# The backend of a quantized cache that is made here, and what its `cache_config` may hold.
-KIVI, KIVI_OPTIONS = "kivi", ("key_bits", "value_bits")
 
 
 class LeanDynamicLayer(DynamicLayer):
@@ -115,72 +106,6 @@ def dynamic_cache(layers) -> DynamicCache:
     cache = DynamicCache()
     cache.layers = [DYNAMIC_LAYER_TYPE_MAPPING[layer_type(layer)]() for layer in layers]
     return cache
-
-
-class LeanQuantizedCache(QuantizedCache):
-    """A quantized cache for the tensors of the plan: `LeanQuantizedCache("kivi", config, key_bits=8, value_bits=4)`.
-
-    `generate(cache_implementation="quantized", cache_config={"backend": "kivi", "key_bits": 8})` makes one.
-    """
-
-    def __init__(self, backend: str, config, **options: Any):
-        """Make the layers.
-
-        Args:
-            backend, options: "kivi" with key_bits and value_bits (see `KiviLayer`), which needs no further package; or
-                as transformers' QuantizedCache takes them, which names the package that a missing backend needs.
-
-        Raises:
-            ValueError: some layers keep a sliding window; or an unknown option.
-        """
-        refuse_windows(config.plan)
-        # transformers' own take `self`, a backend and a configuration first.
-        valid = KIVI_OPTIONS if backend == KIVI else tuple(signature(QuantizedCache.__init__).parameters)[3:]
-        if unknown := [name for name in options if name not in valid]:
-            raise ValueError(
-                f"backend {backend!r} of the quantized cache has no option {unknown[0]!r}; it has {', '.join(valid)}"
-            )
-        given = {name: value for name, value in options.items() if value is not None}
-        if backend == KIVI:
-            Cache.__init__(self, layers=kivi_layers(config.plan, **given))  # type: ignore[arg-type]
-            return
-        whole: Any = PreTrainedConfig(num_hidden_layers=config.num_hidden_layers)  # type: ignore[call-arg]
-        super().__init__(backend, whole, **options)
-        self.layers = [_quantized_layer(type(layer), given) for layer in self.layers]
-
-
-def _quantized_layer(kind: type, options: dict[str, Any]) -> Any:
-    """A layer of transformers' class `kind` whose keys or values may be tensors without heads."""
-
-    class Layer(kind):
-        # The backends take no empty tensors.
-        def _quantize(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super()._quantize(tensor, *args, **kwargs) if tensor.numel() else (tensor, None)
-
-        def _dequantize(self, quantized: Any) -> Tensor:
-            is_empty = isinstance(quantized, tuple) and not quantized[0].numel()
-            return quantized[0] if is_empty else super()._dequantize(quantized)
-
-    class WholeGroups(Layer):
-        # Quanto refuses numbers that do not fill its groups: the last ones are repeated until they do.
-        def _quantize(self, tensor: Tensor, axis: int) -> Any:
-            if not tensor.numel():
-                return super()._quantize(tensor, axis)
-            rows = tensor.flatten(0, -2) if axis == -1 else tensor.flatten(1).T
-            missing = -len(rows) % self.q_group_size
-            rows = torch.cat((rows, rows[-1:].expand(missing, -1)))
-            return super()._quantize((rows if axis == -1 else rows.T).contiguous(), axis), tensor.shape, axis
-
-        def _dequantize(self, quantized: Any) -> Tensor:
-            if len(quantized) == 2:
-                return super()._dequantize(quantized)
-            whole, shape, axis = quantized
-            rows = super()._dequantize(whole)
-            if axis == -1:
-                return rows[: shape[:-1].numel()].view(shape)
-            return rows[:, : shape[1:].numel()].reshape(shape)
-
-    return (WholeGroups if issubclass(kind, QuantoQuantizedLayer) else Layer)(**options)
 
 
 def check_shapes(layers, cache: Cache) -> None:

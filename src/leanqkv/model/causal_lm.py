@@ -10,23 +10,21 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from .cache import LeanQuantizedCache, dynamic_cache
+from .cache import dynamic_cache
+from .cache_quantized import LeanQuantizedCache
 from .config import LeanConfig
-from .masks import static_masks
-from .moe import batch_share, load_balancing_loss
-from .transformer import LeanModel, LeanPreTrainedModel, require_task
+from .position import static_masks
+from .transformer import LeanHeadModel
 
 
-class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
+class LeanForCausalLM(LeanHeadModel, GenerationMixin):
     """Decoder-only language model of any architecture a LeanConfig describes."""
 
+    builds = "causal_lm"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LeanConfig):
-        require_task(config, "causal_lm", type(self))
         super().__init__(config)
-        self.model = LeanModel(config)
-        self._initial_seed = self.model._initial_seed
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # Which tokens an expert gets is known only when it runs.
         self._can_compile_fullgraph = config.mlp_type != "moe"
@@ -71,16 +69,12 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.logits(hidden_states[:, keep])
-        loss = aux_loss = None
-        if labels is not None or kwargs.get("shift_labels") is not None:
+        loss, targets = None, kwargs.get("shift_labels")
+        if labels is not None or targets is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        if outputs.router_logits is not None:
-            aux_loss = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
-            if loss is not None:
-                shifted = kwargs.get("shift_labels")
-                targets = shifted if shifted is not None else labels[:, 1:]  # type: ignore[index]
-                share = batch_share(targets, kwargs.get("num_items_in_batch"))
-                loss = loss + self.config.router_aux_loss_coef * share * aux_loss  # type: ignore[operator]
+            targets = labels[:, 1:] if targets is None else targets  # type: ignore[index]
+        items = kwargs.get("num_items_in_batch")
+        loss, aux_loss = self.add_balance(loss, outputs.router_logits, attention_mask, targets, items)
         return MoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,
@@ -153,6 +147,5 @@ class LeanForCausalLM(LeanPreTrainedModel, GenerationMixin):
         kwargs |= {"past_key_values": cache, "cache_implementation": None, "cache_config": None}
 
 
-LeanForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 # Trainer shifts labels by one token only for the classes named here (`label_smoothing_factor`).
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LeanConfig.model_type] = LeanForCausalLM.__name__

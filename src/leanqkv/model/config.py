@@ -1,21 +1,25 @@
 """LeanConfig: everything that defines the function a checkpoint computes."""
 
+import ast
+from collections.abc import Callable
 from dataclasses import fields
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.dynamic_module_utils import get_relative_imports
 from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .cache import layer_type
+from .mechanisms import ATTENTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUTS, QUERIES, TASKS, VALUES
 from .plan import Plan, make_plan
-from .registry import ConfigError, suggest
-from .tasks import TASKS
+from .registry import ConfigError, by_kind, suggest
 
 # A whole number that may be left out: `__post_init__` fills it in (but for the vocabulary of a model of images).
 if TYPE_CHECKING:
@@ -27,29 +31,37 @@ CHOICES = {
     "position_embedding_type": ("learned", "rope", "none"),
     "norm_type": ("layernorm", "rmsnorm", "dyt", "none"),
     "block_type": ("serial", "parallel", "parallel_shared_norm"),
-    "mlp_type": ("mlp", "gated", "moe"),
+    "mlp_type": tuple(MLPS),
     "norm_placement": ("before", "after", "both"),
     "mask_type": ("causal", "prefix", "bidirectional"),
     "task": tuple(TASKS),
     "hidden_act": tuple(ACT2FN),
 }
 
-SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "num_hidden_groups", "kv_lora_rank"),
-    *("sliding_window", "num_local_experts", "num_experts_per_tok"),
-    *("image_size", "patch_size", "num_channels"),
-)
-OPTIONAL_SIZES = {
-    *("num_key_value_heads", "head_dim", "num_hidden_groups", "kv_lora_rank", "sliding_window"),
-    *("num_local_experts", "num_experts_per_tok", "vocab_size", "image_size", "patch_size", "num_channels"),
-}
 # `inspect` compares every layer with the others.
 LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 1000
-# Finite numbers: the smallest one, and the end that they stay below.
-NUMBERS = {
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), (0, 1)),
-    **dict.fromkeys(("norm_eps", "initializer_range", "router_aux_loss_coef"), (0, inf)),
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+OPTIONAL_SIZES = (
+    *("vocab_size", "num_key_value_heads", "head_dim", "num_hidden_groups", "kv_lora_rank", "sliding_window"),
+    *("num_local_experts", "num_experts_per_tok", "image_size", "patch_size", "num_channels"),
+)
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+# What numbers must be, in words and as a test; null is for the settings that may be left out.
+NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        (*SIZES, *OPTIONAL_SIZES), ("a whole number, at least 1", lambda number: type(number) is int and number >= 1)
+    ),
+    **dict.fromkeys(TOKENS, (f"from -1 to {LARGEST_SIZE:,}", lambda number: -1 <= number <= LARGEST_SIZE)),  # -1: none
+    **dict.fromkeys(MULTIPLIERS, ("positive and finite", lambda number: 0 < number < inf)),
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "embedding_dropout"),
+        ("at least 0 and below 1", lambda number: 0 <= number < 1),
+    ),
+    **dict.fromkeys(
+        ("norm_eps", "initializer_range", "router_aux_loss_coef"),
+        ("at least 0 and finite", lambda number: 0 <= number < inf),
+    ),
 }
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "norm_topk_prob": True}
 # What the variants of rotary positions compute with; transformers only warns of a value that is wrong.
@@ -59,7 +71,15 @@ ROPE_SCALING = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings",),
 }
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+# By architecture: where the classes are that transformers' Auto classes load from a checkpoint's folder.
+AUTO_CLASSES = {
+    "LeanModel": {"AutoModel": "transformer.LeanModel"},
+    "LeanForCausalLM": {"AutoModel": "transformer.LeanModel", "AutoModelForCausalLM": "causal_lm.LeanForCausalLM"},
+    "LeanForMaskedLM": {"AutoModelForMaskedLM": "masked_lm.LeanForMaskedLM"},
+    "LeanForImageClassification": {
+        "AutoModelForImageClassification": "image_classification.LeanForImageClassification"
+    },
+}
 
 # What transformers itself writes into a config.json or passes along when it loads one, beyond declared fields.
 _TRANSFORMERS_KEYS = {
@@ -68,7 +88,7 @@ _TRANSFORMERS_KEYS = {
     # Only models with experts have it: by its presence clients such as TRL know them.
     "output_router_logits",
 }
-# Keys that earlier checkpoints hold and that never decided the function: read over.
+# Keys that earlier checkpoints and records hold and that never decided the function: read over.
 _RETIRED_KEYS = ("fuse_projections",)
 # Passed along beside the keys of a file: other tools may have written some of them.
 _READ_FROM_FILE = "_read_from_file"
@@ -195,16 +215,7 @@ class LeanConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any):
-        for name in _RETIRED_KEYS:
-            kwargs.pop(name, None)
-        known, from_file = self._known_keys(), kwargs.pop(_READ_FROM_FILE, False)
-        unknown = {name: kwargs.pop(name) for name in [*kwargs] if name not in known}
-        for name in unknown:
-            hint = suggest(name, known)
-            if not from_file:
-                raise ConfigError(f"unknown configuration key {name!r}: {hint}")
-            hint = f"; {hint}" if "did you mean" in hint else ""
-            logger.warning_once(f"unknown configuration key {name!r} is kept and changes nothing{hint}")
+        unknown = self._take_unknown(kwargs)
         if self.mask_type is None:
             self.mask_type = "causal" if self.task == "causal_lm" else "bidirectional"
         for name, choices in CHOICES.items():
@@ -215,28 +226,9 @@ class LeanConfig(PreTrainedConfig):
         if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ConfigError(f"dtype {dtype!r} is not known; say float32, bfloat16 or float16")
         TASKS[self.task].check(self, kwargs.get("num_labels"))
-        for name in SIZES:
-            value = getattr(self, name)
-            if value is None and name in OPTIONAL_SIZES:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a whole number, at least 1, found {value!r}")
-            if value > (most := MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE):
-                raise ConfigError(f"{name} can be {most:,} at most, found {value:,}")
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # -1 stands for none
-            ids = getattr(self, name)
-            for number in ids if isinstance(ids, list) else [ids]:
-                if number is not None and not -1 <= number <= LARGEST_SIZE:
-                    raise ConfigError(f"{name} must be from -1 to {LARGEST_SIZE:,}, found {number}")
+        self._check_numbers()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        for name in MULTIPLIERS:
-            if (number := getattr(self, name)) is not None and not 0 < number < inf:
-                raise ConfigError(f"{name} must be positive and finite, found {number}")
-        for name, (low, end) in NUMBERS.items():
-            if (number := getattr(self, name)) is not None and not low <= number < end:
-                bounds = f"at least {low}" + (f" and below {end}" if end < inf else " and finite")
-                raise ConfigError(f"{name} must be {bounds}, found {number}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_key_value_heads ({self.num_key_value_heads}) must divide num_attention_heads "
@@ -251,10 +243,8 @@ class LeanConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         self._check_positions()
         self._check_shape()
-        self.query = self.query or []
-        self.key = self.key or []
-        self.value = self.value or []
-        self.output = self.output or []
+        for slot in ("query", "key", "value", "output"):
+            setattr(self, slot, getattr(self, slot) or [])
         self.key_value = self.key_value or {"type": "projected"}
         make_plan(self)  # refuses what cannot be built
         rope_parameters = self.rope_parameters
@@ -266,6 +256,32 @@ class LeanConfig(PreTrainedConfig):
         for name, value in unknown.items():
             if not hasattr(self, name) and not hasattr(type(self), name):  # what is computed stays so
                 setattr(self, name, value)
+
+    def _take_unknown(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Take the keys out of `given` that mean nothing here: refused, but for those of a file."""
+        for name in _RETIRED_KEYS:
+            given.pop(name, None)
+        known, from_file = self._known_keys(), given.pop(_READ_FROM_FILE, False)
+        unknown = {name: given.pop(name) for name in [*given] if name not in known}
+        for name in unknown:
+            hint = suggest(name, known)
+            if not from_file:
+                raise ConfigError(f"unknown configuration key {name!r}: {hint}")
+            hint = f"; {hint}" if "did you mean" in hint else ""
+            logger.warning_once(f"unknown configuration key {name!r} is kept and changes nothing{hint}")
+        return unknown
+
+    def _check_numbers(self) -> None:
+        for name, (words, is_valid) in NUMBERS.items():
+            value = getattr(self, name)
+            for number in value if isinstance(value, list) else [value]:
+                if number is None and name not in SIZES:
+                    continue
+                if not is_valid(number):
+                    raise ConfigError(f"{name} must be {words}, found {number!r}")
+                most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
+                if name in (*SIZES, *OPTIONAL_SIZES) and number > most:
+                    raise ConfigError(f"{name} can be {most:,} at most, found {number:,}")
 
     @classmethod
     def _known_keys(cls) -> set[str]:
@@ -449,13 +465,48 @@ class LeanConfig(PreTrainedConfig):
     def plan(self) -> Plan:
         return make_plan(self)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; a language model's code has the class of its body too, for AutoModel."""
-        classes = getattr(self, "auto_map", None) or {}
-        if model := classes.get("AutoModelForCausalLM"):
-            body = model.replace("causal_lm.LeanForCausalLM", "transformer.LeanModel")
-            self.auto_map = {**classes, "AutoModel": body}
-        super().save_pretrained(*args, **kwargs)
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with the code that loads the checkpoint: the files that this configuration needs."""
+        classes = {"AutoConfig": "config.LeanConfig", **AUTO_CLASSES.get((self.architectures or [""])[0], {})}
+        self.auto_map = {**(getattr(self, "auto_map", None) or {}), **classes}
+        if self._auto_class is None and not Path(save_directory).is_file():  # else transformers copies, or refuses
+            self._save_code(Path(save_directory), {place.partition(".")[0] for place in classes.values()})
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def _save_code(self, directory: Path, pending: set[str]) -> None:
+        """Copy the modules in `pending` and all that they import; of mechanisms.py the lines that are needed."""
+        directory.mkdir(parents=True, exist_ok=True)
+        copied: set[str] = set()
+        while pending:
+            file = f"{(name := pending.pop())}.py"
+            text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+            (directory / file).write_text(self._own_lines(text) if name == "mechanisms" else text, encoding="utf-8")
+            copied.add(name)
+            pending |= {*get_relative_imports(directory / file)} - copied
+
+    def _own_lines(self, mechanisms: str) -> str:
+        """The source of mechanisms.py without the classes that this configuration does not name."""
+        slots = ((QUERIES, self.query), (KEYS, self.key), (VALUES, self.value), (OUTPUTS, self.output))
+        used = [table[spec["type"]] for table, specs in slots for spec in ({"type": "linear"}, *(specs or ()))]
+        used += [KEY_VALUES[kind] for kind in ("projected", (self.key_value or {})["type"])]
+        used += [ATTENTIONS[layer.attention] for layer in self.plan.layers]
+        used += [
+            MLPS[self.mlp_type],
+            TASKS[self.task],
+            *([] if self.depth_average is None else DEPTH.values()),
+            by_kind,
+        ]
+        names, tree = {part.__name__ for part in used}, ast.parse(mechanisms)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                node.names = [alias for alias in node.names if alias.name in names]
+            elif isinstance(node, ast.Call):
+                node.args = [argument for argument in node.args if ast.unparse(argument) in names]
+            elif isinstance(node, ast.Dict):
+                kept = [i for i, value in enumerate(node.values) if ast.unparse(value) in names]
+                node.keys, node.values = [node.keys[i] for i in kept], [node.values[i] for i in kept]
+        tree.body = [node for node in tree.body if getattr(node, "names", True)]
+        return f"{ast.unparse(tree)}\n"
 
     def as_overrides(self) -> dict[str, Any]:
         """What differs from the defaults: `LeanConfig(**overrides)` is equal to this configuration, but for keys of

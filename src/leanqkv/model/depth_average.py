@@ -17,6 +17,8 @@ class DepthAverage(nn.Module):
     """`Y_i = sum_j alpha_ij X_j` over j = i, i - dilation, i - 2 dilation, ... >= 0, ascending in `weight`. Starts as
     the identity: 1 for the block's own output, 0 for the others."""
 
+    kind = "average"
+
     def __init__(self, inputs: tuple[int, ...]):
         super().__init__()
         self.inputs = inputs
@@ -32,17 +34,20 @@ class DepthAverage(nn.Module):
             average = average + weight * outputs[index]
         return average.to(outputs[-1].dtype)
 
+    @staticmethod
+    def inputs_after(spec: Mapping[str, Any], num_layers: int) -> dict[int, tuple[int, ...]]:
+        """Per layer after which an average is taken: which outputs enter it (0: the embedding, i + 1: block i's)."""
+        dilation, period = (spec.get(name, default) for name, default in DEFAULTS.items())
+        return {
+            i: tuple(range((i + 1) % dilation, i + 2, dilation)) for i in range(num_layers) if (i + 1) % period == 0
+        }
 
-def averaged_inputs(spec: Mapping[str, Any], num_layers: int) -> dict[int, tuple[int, ...]]:
-    """Per layer after which an average is taken: which outputs enter it (0 is the embedding, i + 1 is block i's)."""
-    dilation, period = (spec.get(name, default) for name, default in DEFAULTS.items())
-    return {i: tuple(range((i + 1) % dilation, i + 2, dilation)) for i in range(num_layers) if (i + 1) % period == 0}
-
-
-def clash(spec: Mapping[str, Any], num_layers: int) -> str | None:
-    for name, value in spec.items():
-        if name not in DEFAULTS:
-            return f"no option {name!r}: valid: {', '.join(DEFAULTS)}"
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= num_layers:
-            return f"{name} must be a whole number from 1 to the number of layers ({num_layers}), found {value!r}"
-    return None
+    @staticmethod
+    def clash(spec: Mapping[str, Any], num_layers: int) -> str | None:
+        """Return why the averages cannot be taken, or None."""
+        for name, value in spec.items():
+            if name not in DEFAULTS:
+                return f"no option {name!r}: valid: {', '.join(DEFAULTS)}"
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= num_layers:
+                return f"{name} must be a whole number from 1 to the number of layers ({num_layers}), found {value!r}"
+        return None

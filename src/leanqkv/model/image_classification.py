@@ -10,22 +10,19 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from .config import LeanConfig
-from .moe import load_balancing_loss
-from .transformer import LeanModel, LeanPreTrainedModel, require_task
+from .transformer import LeanHeadModel
 
 
-class LeanForImageClassification(LeanPreTrainedModel):
+class LeanForImageClassification(LeanHeadModel):
     """Patches and a class token that all see each other; a linear head reads the class off the class token."""
 
+    builds = "image_classification"
     main_input_name = "pixel_values"
     input_modalities = "image"
     _input_embed_layer = "embed_patches"
 
     def __init__(self, config: LeanConfig):
-        require_task(config, "image_classification", type(self))
         super().__init__(config)
-        self.model = LeanModel(config)
-        self._initial_seed = self.model._initial_seed
         assert config.num_labels is not None
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -41,17 +38,12 @@ class LeanForImageClassification(LeanPreTrainedModel):
         """
         outputs = self.model(pixel_values=pixel_values, use_cache=False, **kwargs)
         logits = self.classifier(outputs.last_hidden_state[:, 0])
-        loss = None
+        loss: Tensor | None = None
         if labels is not None:
             loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
-            if outputs.router_logits is not None:
-                balance = load_balancing_loss(self.config, outputs.router_logits, None)
-                loss = loss + (self.config.router_aux_loss_coef or 0.0) * balance
-            if (items := kwargs.get("num_items_in_batch")) is not None:
+            loss, _ = self.add_balance(loss, outputs.router_logits, None, labels, None)
+            if loss is not None and (items := kwargs.get("num_items_in_batch")) is not None:
                 loss = loss * len(labels) / items  # a micro-batch's part of the mean over the whole batch
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-
-LeanForImageClassification.register_for_auto_class("AutoModelForImageClassification")

@@ -6,11 +6,12 @@ sections 3.2, 5.2 and 6.5, appendices C.4 and C.5. https://github.com/Zhoutong-W
 
 from dataclasses import dataclass
 from math import floor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .layout import HeadCounts, HeadLayout, HeadSource, heads
+from .layout import HeadCounts, HeadLayout, HeadSource, KeyValue, heads, shared_layout
 
 INJECTIONS = ("second_half", "pooling", "dynamic", "odd_even", "resformer")
 
@@ -18,7 +19,7 @@ INJECTIONS = ("second_half", "pooling", "dynamic", "odd_even", "resformer")
 class PooledHeads(nn.Module):
     """Append the means that later layers inject: of heads j and kept + j, for each of the s injected heads."""
 
-    def __init__(self, config, options):
+    def __init__(self, config, options: Any):
         super().__init__()
         self.ratio = options.ratio
 
@@ -35,7 +36,8 @@ class AddedHeads(PooledHeads):
         return values + lent[:, : values.shape[1]]
 
 
-class FirstLayerValues:
+@dataclass(frozen=True)
+class FirstLayerValues(KeyValue):
     """With `s = floor(ratio * H_kv)`, layers above the source compute value heads `0 .. H_kv - s - 1`; the remaining
     `s` are the source layer's heads at the same positions (P3 section 3.2). Under MLA, latent columns replace heads.
 
@@ -55,93 +57,78 @@ class FirstLayerValues:
         middle_keys: layers above the middle attend with the keys of layer L/2 (SkipV1-YOCO, C.5).
     """
 
-    @dataclass(frozen=True)
-    class Options:
-        ratio: float = 0.5
-        source_layer: int = 0
-        inject: bool = True
-        injection: str = "second_half"
-        keys: bool = False
-        middle_keys: bool = False
+    kind = "first_layer_values"
+    ratio: float = 0.5
+    source_layer: int = 0
+    inject: bool = True
+    injection: str = "second_half"
+    keys: bool = False
+    middle_keys: bool = False
 
-    @staticmethod
-    def layout(counts: HeadCounts, options: Options, layer: int) -> HeadLayout:
-        n, source = counts.num_value_heads, options.source_layer
-        shared = floor(options.ratio * n)
+    def layout(self, counts: HeadCounts, layer: int) -> HeadLayout:
+        n, source = counts.num_value_heads, self.source_layer
+        shared = floor(self.ratio * n)
         kept = n - shared
-        full_keys = heads(layer, 0, counts.num_key_heads)
         if layer <= source:
-            pools = layer == source and options.injection == "pooling" and shared > 0
-            return HeadLayout(
-                counts.num_query_heads,
-                full_keys,
-                heads(layer, 0, n),
-                mixer=PooledHeads if pools else None,
-                derived_value_heads=shared if pools else 0,
-            )
+            pools = layer == source and self.injection == "pooling" and shared > 0
+            derived: dict[str, Any] = {"mixer": PooledHeads, "derived_value_heads": shared} if pools else {}
+            return shared_layout(counts, layer, layer, **derived)
         own = heads(layer, 0, kept)
-        if not options.inject:
+        if not self.inject:
             return HeadLayout(kept * (counts.num_query_heads // n), own, own)
-        keys = full_keys
-        if options.keys:
-            kept_keys = counts.num_key_heads - floor(options.ratio * counts.num_key_heads)
+        keys = heads(layer, 0, counts.num_key_heads)
+        if self.keys:
+            kept_keys = counts.num_key_heads - floor(self.ratio * counts.num_key_heads)
             keys = (*heads(layer, 0, kept_keys), *heads(source, kept_keys, counts.num_key_heads))
-        elif options.middle_keys and layer > (middle := counts.num_layers // 2 - 1):
+        elif self.middle_keys and layer > (middle := counts.num_layers // 2 - 1):
             keys = heads(middle, 0, counts.num_key_heads)
-        adds = options.injection == "resformer" and kept > 0
-        return HeadLayout(
-            counts.num_query_heads,
-            keys,
-            own + _injected(options, layer, n, shared),
-            mixer=AddedHeads if adds else None,
-            mixed_with=source if adds else None,
-        )
+        adds = self.injection == "resformer" and kept > 0
+        values, mixer = own + self._injected(layer, n, shared), AddedHeads if adds else None
+        return HeadLayout(counts.num_query_heads, keys, values, mixer, mixed_with=source if adds else None)
 
-    @staticmethod
-    def clash(config, counts: HeadCounts, options: Options) -> str | None:
+    def _injected(self, layer: int, n: int, shared: int) -> tuple[HeadSource, ...]:
+        """The source layer's heads that `layer` attends with after its own."""
+        source, kept = self.source_layer, n - shared
+        if self.injection == "pooling":
+            return heads(source, n, n + shared)
+        if self.injection == "odd_even" and layer % 2 == 0:  # the paper counts layers from 1
+            return heads(source, 0, shared)
+        if self.injection == "dynamic":
+            start = (kept + layer - source - 1) % n
+            return (*heads(source, start, min(start + shared, n)), *heads(source, 0, max(start + shared - n, 0)))
+        return heads(source, kept, n)
+
+    def clash(self, config, counts: HeadCounts) -> str | None:
         n, what = counts.num_value_heads, "latent column" if config.kv_lora_rank else "value head"
-        if not 0 <= options.ratio <= 1:
-            return f"ratio must be between 0 and 1, found {options.ratio}"
-        if options.ratio > 0 and floor(options.ratio * n) == 0:
+        if not 0 <= self.ratio <= 1:
+            return f"ratio must be between 0 and 1, found {self.ratio}"
+        if self.ratio > 0 and floor(self.ratio * n) == 0:
             return (
-                f"ratio {options.ratio} of {n} {what}{'s' if n > 1 else ''} is less than one, so "
+                f"ratio {self.ratio} of {n} {what}{'s' if n > 1 else ''} is less than one, so "
                 "nothing would be shared; raise the ratio or num_key_value_heads"
             )
-        if not 0 <= options.source_layer < counts.num_layers - 1:
+        if not 0 <= self.source_layer < counts.num_layers - 1:
             return (
-                f"source_layer {options.source_layer} (counted from 0) must lie below the last of "
+                f"source_layer {self.source_layer} (counted from 0) must lie below the last of "
                 f"{counts.num_layers} layers, or no layer is left to borrow from it"
             )
-        if options.injection not in INJECTIONS:
-            return f"injection must be one of {', '.join(INJECTIONS)}, found {options.injection!r}"
-        if options.keys and options.middle_keys:
+        if self.injection not in INJECTIONS:
+            return f"injection must be one of {', '.join(INJECTIONS)}, found {self.injection!r}"
+        if self.keys and self.middle_keys:
             return "keys and middle_keys both decide whose keys are shared; use one of them"
-        if options.middle_keys and options.source_layer >= counts.num_layers // 2:
+        if self.middle_keys and self.source_layer >= counts.num_layers // 2:
             return f"middle_keys needs a source_layer below the middle of {counts.num_layers} layers"
-        if not options.inject:
+        if not self.inject:
             if config.kv_lora_rank:
                 return "inject=false leaves heads out, which a latent (MLA) does not have"
-            if floor(options.ratio * n) == n:
-                return f"inject=false with ratio {options.ratio} would leave no value heads at all"
-            if options.keys or options.middle_keys or options.injection != "second_half":
+            if floor(self.ratio * n) == n:
+                return f"inject=false with ratio {self.ratio} would leave no value heads at all"
+            if self.keys or self.middle_keys or self.injection != "second_half":
                 return "inject=false borrows nothing, so injection, keys and middle_keys have no meaning with it"
-        if options.keys and floor(options.ratio * counts.num_key_heads) == 0 and options.ratio > 0:
+        if self.keys and floor(self.ratio * counts.num_key_heads) == 0 and self.ratio > 0:
             return (
-                f"keys=true has nothing to share: ratio {options.ratio} of {counts.num_key_heads} "
+                f"keys=true has nothing to share: ratio {self.ratio} of {counts.num_key_heads} "
                 + ("rotary key" if config.kv_lora_rank else "key head")
                 + " is less than one"
             )
         return None
-
-
-def _injected(options: FirstLayerValues.Options, layer: int, n: int, shared: int) -> tuple[HeadSource, ...]:
-    """The source layer's heads that `layer` attends with after its own."""
-    source, kept = options.source_layer, n - shared
-    if options.injection == "pooling":
-        return heads(source, n, n + shared)
-    if options.injection == "odd_even" and layer % 2 == 0:  # the paper counts layers from 1
-        return heads(source, 0, shared)
-    if options.injection == "dynamic":
-        start = (kept + layer - source - 1) % n
-        return (*heads(source, start, min(start + shared, n)), *heads(source, 0, max(start + shared - n, 0)))
-    return heads(source, kept, n)

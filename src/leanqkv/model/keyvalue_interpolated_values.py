@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layout import HeadCounts, HeadLayout, heads
+from .layout import HeadCounts, HeadLayout, KeyValue, shared_layout
 
 MODES = ("fixed", "per_layer", "per_token")
 
@@ -42,7 +42,8 @@ class Interpolation(nn.Module):
         return share * values + (1 - share) * lent
 
 
-class InterpolatedValues:
+@dataclass(frozen=True)
+class InterpolatedValues(KeyValue):
     """The first layer's values enter every later layer's; nothing less is computed or cached. Under MLA, latents.
 
     Options:
@@ -50,26 +51,17 @@ class InterpolatedValues:
         weight: lambda, or where it starts: 1/2 in the papers.
     """
 
-    @dataclass(frozen=True)
-    class Options:
-        mode: str = "fixed"
-        weight: float = 0.5
+    kind = "interpolated_values"
+    mode: str = "fixed"
+    weight: float = 0.5
 
-    @staticmethod
-    def layout(counts: HeadCounts, options: Options, layer: int) -> HeadLayout:
-        mixes = layer > 0
-        return HeadLayout(
-            counts.num_query_heads,
-            heads(layer, 0, counts.num_key_heads),
-            heads(layer, 0, counts.num_value_heads),
-            mixer=Interpolation if mixes else None,
-            mixed_with=0 if mixes else None,
-        )
+    def layout(self, counts: HeadCounts, layer: int) -> HeadLayout:
+        mixes = {"mixer": Interpolation, "mixed_with": 0} if layer > 0 else {}
+        return shared_layout(counts, layer, layer, **mixes)
 
-    @staticmethod
-    def clash(config, counts: HeadCounts, options: Options) -> str | None:
-        if options.mode not in MODES:
-            return f"mode must be one of {', '.join(MODES)}, found {options.mode!r}"
-        if options.mode == "per_token" and not 0 < options.weight < 1:
-            return f"a gate's weight must lie between 0 and 1, found {options.weight}"
+    def clash(self, config, counts: HeadCounts) -> str | None:
+        if self.mode not in MODES:
+            return f"mode must be one of {', '.join(MODES)}, found {self.mode!r}"
+        if self.mode == "per_token" and not 0 < self.weight < 1:
+            return f"a gate's weight must lie between 0 and 1, found {self.weight}"
         return None

@@ -8,20 +8,17 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from .config import LeanConfig
-from .moe import batch_share, load_balancing_loss
-from .transformer import LeanModel, LeanPreTrainedModel, require_task
+from .transformer import LeanHeadModel
 
 
-class LeanForMaskedLM(LeanPreTrainedModel):
+class LeanForMaskedLM(LeanHeadModel):
     """Every real token sees every other; the head predicts the token at each position itself."""
 
+    builds = "masked_lm"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LeanConfig):
-        require_task(config, "masked_lm", type(self))
         super().__init__(config)
-        self.model = LeanModel(config)
-        self._initial_seed = self.model._initial_seed
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -56,13 +53,8 @@ class LeanForMaskedLM(LeanPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            if outputs.router_logits is not None:
-                share = batch_share(labels, kwargs.get("num_items_in_batch"))
-                balance = load_balancing_loss(self.config, outputs.router_logits, attention_mask)
-                loss = loss + self.config.router_aux_loss_coef * share * balance  # type: ignore[operator]
+            items = kwargs.get("num_items_in_batch")
+            loss, _ = self.add_balance(loss, outputs.router_logits, attention_mask, labels, items)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-
-LeanForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")

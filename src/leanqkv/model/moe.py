@@ -43,6 +43,9 @@ class MixtureOfExperts(nn.Module):
     """`sum over the k best experts e of share_e expert_e(x)`; the shares are the router's softmax over all experts,
     divided by the sum of the k chosen ones (but where `norm_topk_prob` is false)."""
 
+    kind = "moe"
+    routes = True
+
     def __init__(self, config):
         super().__init__()
         self.top_k, self.normed = config.num_experts_per_tok, config.norm_topk_prob
@@ -59,22 +62,16 @@ class MixtureOfExperts(nn.Module):
             shares = shares / shares.sum(-1, keepdim=True)
         return self.experts(tokens, chosen, shares.to(tokens.dtype)).view_as(hidden_states), logits
 
+    @staticmethod
+    def balance_loss(config, router_logits: tuple[Tensor, ...], attention_mask: Any) -> Tensor:
+        """`E sum_e f_e p_e` over all layers and tokens: f_e choices of expert e per token, p_e its mean probability.
 
-def load_balancing_loss(config, router_logits: tuple[Tensor, ...], attention_mask: Any) -> Tensor:
-    """`E sum_e f_e p_e` over all layers and tokens: f_e choices of expert e per token, p_e its mean router probability.
-
-    router_logits: per layer [batch * positions, experts]; attention_mask: [batch, past + positions], 1 for tokens that
-    count; None or of another form: all do.
-    """
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-        attention_mask = attention_mask[:, -(len(router_logits[0]) // len(attention_mask)) :]
-    else:
-        attention_mask = None
-    experts, chosen = config.num_local_experts, config.num_experts_per_tok
-    return load_balancing_loss_func(router_logits, experts, chosen, attention_mask)  # type: ignore[arg-type,return-value]
-
-
-def batch_share(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
-    """The part of a whole batch's targets (-100: none) that one call scores. The cross-entropy of accumulated
-    micro-batches is their sum over `num_items_in_batch`; the load-balancing loss is averaged over them likewise."""
-    return 1.0 if num_items_in_batch is None else (targets != -100).sum() / num_items_in_batch
+        router_logits: per layer [batch * positions, experts]; attention_mask: [batch, past + positions], 1 for tokens
+        that count; None or of another form: all do.
+        """
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+            attention_mask = attention_mask[:, -(len(router_logits[0]) // len(attention_mask)) :]
+        else:
+            attention_mask = None
+        experts, chosen = config.num_local_experts, config.num_experts_per_tok
+        return load_balancing_loss_func(router_logits, experts, chosen, attention_mask)  # type: ignore[arg-type,return-value]

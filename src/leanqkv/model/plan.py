@@ -5,214 +5,16 @@ cannot disagree, and none of them needs a model to be built.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from .depth_average import averaged_inputs
-from .depth_average import clash as depth_average_clash
-from .layout import HeadCounts, HeadGroup, HeadLayout, HeadSource, head_groups
+from .layout import HeadCounts, LatentShape, LayerPlan, head_groups
+from .mechanisms import DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUTS, QUERIES, VALUES
 from .position import latent_score_scale
-from .registry import KEY_VALUES, KEYS, OUTPUTS, QUERIES, VALUES, ConfigError, Mechanism, make_mechanism
-
-
-@dataclass(frozen=True)
-class CachedTensor:
-    """One tensor a layer keeps per token: `num_heads * head_dim` elements."""
-
-    name: str
-    num_heads: int
-    head_dim: int
-
-    @property
-    def elements(self) -> int:
-        return self.num_heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class LatentShape:
-    """Multi-head latent attention (MLA): a latent of `rank` columns, and one rotary key of `rope_dim` for all heads."""
-
-    rank: int
-    rope_dim: int
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    """The weights of one block's attention: which mechanisms, and how many heads each computes.
-
-    Layers that share a block agree in all of it but `layer`, the first layer that uses the block. Under MLA the value
-    heads are latent columns and the key heads the one rotary key.
-    """
-
-    layer: int = field(compare=False)
-    query: Mechanism
-    key: Mechanism
-    value: Mechanism
-    output: Mechanism
-    key_value: Mechanism
-    mixer: Any
-    num_query_heads: int
-    num_key_heads: int
-    num_value_heads: int
-    head_dim: int
-    latent: LatentShape | None
-
-    @property
-    def reuses_keys(self) -> bool:
-        """Whether the keys are the values (`keys-as-values`)."""
-        return self.value.cls.__dict__.get("reuses_keys", False)
-
-    @property
-    def caches_latent(self) -> bool:
-        """Whether the value heads are made of a latent, which alone is cached (`latent-values`)."""
-        return getattr(self.value.cls, "caches_latent", False)
-
-    @property
-    def caches_latent_keys(self) -> bool:
-        """Whether the key heads are made of a latent, which alone is cached (`latent-keys`)."""
-        return getattr(self.key.cls, "caches_latent_keys", False)
-
-    @property
-    def values_read_keys(self) -> bool:
-        """Whether the value heads are made of the keys as well as of a latent (`latent-values`)."""
-        return self.caches_latent and self.value.options.keys
-
-    @property
-    def key_width(self) -> int:
-        """Columns of the keys, or of the latent that they are made of."""
-        return self.key.cls.width(self.key.options) if self.caches_latent_keys else self.num_key_heads * self.head_dim
-
-    @property
-    def query_reads_mlp(self) -> bool:
-        """Whether the query is made from the hidden activations of the previous block's MLP (`mlp-query`)."""
-        return getattr(self.query.cls, "needs_mlp_hidden", False)
-
-    def build_mixer(self, config) -> Any:
-        """The module that new values pass through before they are cached (see HeadLayout), or None."""
-        return self.mixer(config, self.key_value.options) if self.mixer is not None else None
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """One layer, completely described. Layers and heads count from 0; under MLA (`latent`) the computed "value heads"
-    are latent columns and the computed "key heads" the one rotary key."""
-
-    layer: int
-    block: int  # whose weights it uses: model.layers.{block}
-    head_dim: int
-    query: Mechanism
-    key: Mechanism
-    value: Mechanism
-    output: Mechanism
-    key_value: Mechanism
-    layout: HeadLayout
-    groups: tuple[HeadGroup, ...]  # of `layout`; none under MLA
-    computed_key_heads: int
-    computed_value_heads: int
-    latent: LatentShape | None = None
-    window: int | None = None  # attends to that many positions, its own included; None: to all
-    rope: str | None = None  # the field of the configuration with its rotary parameters; None: no rotary positions
-    lends_mlp_hidden: bool = False
-    averaged: tuple[int, ...] = ()  # DenseFormer: the outputs averaged after this block
-    key_scales: tuple[tuple[int, float], ...] = ()  # layers whose keys it attends with: the factor they ask for
-    score_scale: float = 1.0  # the factor that rotary positions ask for (MLA)
-    attention_multiplier: float | None = None  # in place of 1 / sqrt(head_dim)
-    attention_divisor: int = 1  # of the factor on q k^T
-    value_rank: int | None = None  # of the latent that its value heads are made of; None: they are made of the input
-    caches: bool = True  # false where the whole input is seen at once: nothing is kept for later
-
-    @property
-    def num_query_heads(self) -> int:
-        return self.layout.num_query_heads
-
-    def attention_scale(self, key_layer: int) -> float:
-        """Factor on q k^T: `attention_multiplier` or `1 / sqrt(head_dim)`, over `attention_divisor`, times the `scale`
-        options of the query and of the layer that made the keys, times `score_scale`."""
-        width = self.head_dim + (self.latent.rope_dim if self.latent else 0)
-        base = width**-0.5 if self.attention_multiplier is None else self.attention_multiplier
-        query_scale, key_scale = getattr(self.query.options, "scale", 1.0), dict(self.key_scales).get(key_layer, 1.0)
-        return base / self.attention_divisor * query_scale * key_scale * self.score_scale
-
-    @property
-    def borrowed(self) -> tuple[HeadSource, ...]:
-        """Keys and values that another layer computes."""
-        return tuple(source for source in (*self.layout.keys, *self.layout.values) if source.layer != self.layer)
-
-    @property
-    def lenders(self) -> set[int]:
-        """The layers whose keys, values or new values this one needs."""
-        mixed = set() if self.layout.mixed_with is None else {self.layout.mixed_with}
-        return {source.layer for source in self.borrowed} | mixed
-
-    @cached_property
-    def cached(self) -> tuple[CachedTensor, ...]:
-        """The tensors that the layer keeps of every token, for itself and for the layers that borrow from it."""
-        values = self.computed_value_heads + self.layout.derived_value_heads
-        if self.latent is not None:
-            width = values + self.computed_key_heads * self.latent.rope_dim
-            tensors = [CachedTensor("latent", 1, width)] if width else []
-        else:
-            if self.reuses_keys and self.layout.mixer is None:
-                values = 0  # the keys are the values
-            heads = {"keys": (self.computed_key_heads, self.head_dim), "values": (values, self.head_dim)}
-            if self.key_rank is not None:
-                heads["keys"] = 1, self.key_rank
-            if self.value_rank is not None:
-                heads["values"] = 1, self.value_rank
-            tensors = [CachedTensor(name, number, width) for name, (number, width) in heads.items() if number]
-        return tuple(tensors) if self.caches else ()
-
-    @property
-    def weights(self) -> BlockWeights:
-        """The weights that it computes with."""
-        return BlockWeights(
-            layer=self.layer,
-            query=self.query,
-            key=self.key,
-            value=self.value,
-            output=self.output,
-            key_value=self.key_value,
-            mixer=self.layout.mixer,
-            num_query_heads=self.num_query_heads,
-            num_key_heads=self.computed_key_heads,
-            num_value_heads=self.computed_value_heads,
-            head_dim=self.head_dim,
-            latent=self.latent,
-        )
-
-    @property
-    def key_rank(self) -> int | None:
-        """Real columns of the latent that its key heads are made of; None: they are made of the input."""
-        return self.key.cls.width(self.key.options) if hasattr(self.key.cls, "caches_latent_keys") else None
-
-    @property
-    def key_columns(self) -> tuple[int, ...] | None:
-        """Complex columns of that latent, by frequency; None without rotary positions."""
-        return getattr(self.key.options, "columns", None)
-
-    @cached_property
-    def reuses_keys(self) -> bool:
-        """Whether its keys are its values (`keys-as-values`)."""
-        return self.weights.reuses_keys
-
-    @cached_property
-    def values_read_keys(self) -> bool:
-        """Whether its values are made of its keys as well as of a latent (`latent-values`)."""
-        return self.weights.values_read_keys
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """`non_embedding` leaves out token and position embeddings and an untied output head, as the papers count; of a
-    model of images, the map of the patches, the class token, the position embeddings and the head."""
-
-    total: int
-    non_embedding: int
+from .registry import ConfigError, Projection, make_mechanism
 
 
 @dataclass(frozen=True)
@@ -220,20 +22,12 @@ class Plan:
     """`layers[i]` describes layer i."""
 
     layers: tuple[LayerPlan, ...]
-    config: Any = field(repr=False, compare=False)
     routes: bool  # whether the blocks hand out router logits (experts)
 
-    @cached_property
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor of a checkpoint, by name; tied tensors once."""
-        from .shapes import parameter_shapes  # which builds blocks, and these are built from plans
-
-        return parameter_shapes(self.config, self)
-
     @property
-    def blocks(self) -> list[BlockWeights]:
-        """The weights of every block, `model.layers.{i}`: those of the first layer that uses it."""
-        first_users = {layer.block: layer.weights for layer in reversed(self.layers)}
+    def blocks(self) -> list[LayerPlan]:
+        """The first layer that uses each block, `model.layers.{i}`."""
+        first_users = {layer.block: layer for layer in reversed(self.layers)}
         return [first_users[block] for block in sorted(first_users)]
 
     @property
@@ -243,7 +37,7 @@ class Plan:
             return f"borrowed heads (key_value {self.layers[0].key_value.kind!r})"
         if self.routes:
             return "router logits (mlp_type 'moe')"
-        reads_mlp = next((layer for layer in self.layers if layer.weights.query_reads_mlp), None)
+        reads_mlp = next((layer for layer in self.layers if layer.query.reads_mlp), None)
         return f"hidden activations of an MLP (query {reads_mlp.query.kind!r})" if reads_mlp else None
 
     @cached_property
@@ -255,12 +49,6 @@ class Plan:
     def lenders(self) -> set[int]:
         """Layers whose keys, values or new values another layer needs."""
         return set().union(*(layer.lenders for layer in self.layers))
-
-    def count_parameters(self) -> ParameterCount:
-        embedding = ("model.embed_", "lm_head.", "classifier.")
-        sizes = {name: prod(shape) for name, shape in self.parameter_shapes.items()}
-        total = sum(sizes.values())
-        return ParameterCount(total, total - sum(n for name, n in sizes.items() if name.startswith(embedding)))
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes the cache keeps for one token of one sequence, over all layers, while no window is full."""
@@ -282,17 +70,15 @@ def make_plan(config) -> Plan:
         ConfigError: an unknown mechanism or option, or a combination that cannot be built; names the clash.
     """
     fields = SimpleNamespace(**vars(config))  # transformers' own attribute access takes longer than all of this
-    plan = Plan(tuple(_make_layers(fields)), config, config.mlp_type == "moe")
+    plan = Plan(tuple(_make_layers(fields)), MLPS[config.mlp_type].routes)
     _ = plan.reads_keys_in  # as the layers' properties
     return plan
 
 
 def _make_layers(config) -> list[LayerPlan]:
     num_layers = config.num_hidden_layers
-    queries = _per_layer(config, "query", QUERIES)
-    keys = _per_layer(config, "key", KEYS)
-    values = _per_layer(config, "value", VALUES)
-    outputs = _per_layer(config, "output", OUTPUTS)
+    slots = {"query": QUERIES, "key": KEYS, "value": VALUES, "output": OUTPUTS}
+    chosen = {slot: _per_layer(config, slot, table) for slot, table in slots.items()}
     latent = LatentShape(config.kv_lora_rank, config.qk_rope_head_dim) if config.kv_lora_rank else None
     counts = HeadCounts(num_layers, config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     if latent is not None:
@@ -300,68 +86,70 @@ def _make_layers(config) -> list[LayerPlan]:
     key_value = make_mechanism(KEY_VALUES, "key_value", config.key_value)
     if reason := key_value.clash(config, counts):
         raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
-    averaged = {}
-    if config.depth_average is not None:
-        if reason := depth_average_clash(config.depth_average, num_layers):
-            raise ConfigError(f"depth_average: {reason}")
-        averaged = averaged_inputs(config.depth_average, num_layers)
-
+    averaged = _averaged(config, num_layers)
     layers = []
     for i in range(num_layers):
-        layout = key_value.cls.layout(counts, key_value.options, i)
+        query, key, value, output = (mechanisms[i] for mechanisms in chosen.values())
+        layout = key_value.layout(counts, i)
         computed_keys = sum(s.num_heads for s in layout.keys if s.layer == i)
         computed_values = max((s.stop for s in layout.values if s.layer == i), default=0)  # one head may serve twice
-        windowed = getattr(key_value.cls, "windowed", lambda *_: True)(counts, key_value.options, i)
-        windowed = windowed and (config.window_layers is None or i in config.window_layers)
+        windowed = key_value.windowed(counts, i) and (config.window_layers is None or i in config.window_layers)
         window = config.sliding_window if windowed else None
         rope = _rope(config, i, window)
+        if latent is None:
+            key = _in_layer(config, key, i, computed_keys, rope)
         layer = LayerPlan(
             layer=i,
             block=i * config.num_hidden_groups // num_layers if config.num_hidden_groups else i,
             head_dim=config.head_dim,
-            query=queries[i],
-            key=keys[i] if latent else _key_in_layer(config, keys[i], i, computed_keys, rope),
-            value=values[i],
-            output=outputs[i],
+            query=query,
+            key=key,
+            value=value,
+            output=output,
             key_value=key_value,
             layout=layout,
+            mixer=layout.mixer,
             groups=() if latent else head_groups(layout),
+            num_query_heads=layout.num_query_heads,
             computed_key_heads=computed_keys,
             computed_value_heads=computed_values,
+            key_rank=key.latent_rank(config, computed_keys),
+            value_rank=value.latent_rank(config, computed_values),
             latent=latent,
             window=window,
             rope=rope,
-            lends_mlp_hidden=i + 1 < num_layers and getattr(queries[i + 1].cls, "needs_mlp_hidden", False),
+            lends_mlp_hidden=i + 1 < num_layers and chosen["query"][i + 1].reads_mlp,
             averaged=averaged.get(i, ()),
-            key_scales=tuple(
-                (source.layer, getattr(keys[source.layer].options, "scale", 1.0)) for source in layout.keys
-            ),
+            key_scales=tuple((source.layer, chosen["key"][source.layer].scale) for source in layout.keys),
             score_scale=latent_score_scale(config) if latent else 1.0,
             attention_multiplier=config.attention_multiplier,
             attention_divisor=i + 1 if config.scale_attn_by_inverse_layer_idx else 1,
-            value_rank=_value_rank(config, values[i], computed_values),
             caches=config.mask_type != "bidirectional",
         )
-        (_refuse_latent if latent else _refuse)(config, layer)
+        _refuse(config, layer)
         layers.append(layer)
     _refuse_across(config, layers)
     for layer in layers:  # a compiled forward pass cannot fill a cached_property (Python 3.11)
-        _ = layer.cached, layer.reuses_keys, layer.values_read_keys
+        _ = layer.cached
     return layers
 
 
-def _key_in_layer(config, key: Mechanism, layer: int, heads: int, rope: str | None) -> Mechanism:
+def _averaged(config, num_layers: int) -> dict[int, tuple[int, ...]]:
+    """The outputs that are averaged after a layer (DenseFormer)."""
+    if config.depth_average is None:
+        return {}
+    depth_average = DEPTH["average"]
+    if reason := depth_average.clash(config.depth_average, num_layers):
+        raise ConfigError(f"depth_average: {reason}")
+    return depth_average.inputs_after(config.depth_average, num_layers)
+
+
+def _in_layer(config, key: Projection, layer: int, heads: int, rope: str | None) -> Projection:
     """The key mechanism with the options that it has in this layer: a latent's columns depend on rotary positions."""
-    if not hasattr(key.cls, "in_layer"):
-        return key
-    if reason := key.cls.clash_in_layer(config, heads, key.options, rope):
-        raise ConfigError(f"key {key.kind!r} in layer {layer}: {reason}")
-    return replace(key, options=key.cls.in_layer(config, heads, key.options, rope))
-
-
-def _value_rank(config, value: Mechanism, heads: int) -> int | None:
-    """The columns that are cached in place of the value heads; None: the heads are."""
-    return value.cls.rank(config, heads, value.options) if hasattr(value.cls, "caches_latent") else None
+    try:
+        return key.in_layer(config, heads, rope)
+    except ConfigError as error:
+        raise ConfigError(f"key {key.kind!r} in layer {layer}: {error}") from None
 
 
 def _rope(config, layer: int, window: int | None) -> str | None:
@@ -372,12 +160,18 @@ def _rope(config, layer: int, window: int | None) -> str | None:
 
 
 def _refuse(config, layer: LayerPlan) -> None:
-    for slot, mechanism, heads in (
-        ("query", layer.query, layer.num_query_heads),
-        ("key", layer.key, layer.computed_key_heads),
-        ("value", layer.value, layer.computed_value_heads),
-        ("output", layer.output, layer.num_query_heads),
+    """Refuse what one layer cannot have."""
+    if layer.latent is not None:
+        _refuse_latent(config, layer)
+    for slot, heads in (
+        ("query", layer.num_query_heads),
+        ("key", layer.computed_key_heads),
+        ("value", layer.computed_value_heads),
+        ("output", layer.num_query_heads),
     ):
+        if layer.latent is not None and slot in ("key", "value"):
+            continue
+        mechanism = getattr(layer, slot)
         if reason := mechanism.clash(config, heads):
             raise ConfigError(f"{slot} {mechanism.kind!r} in layer {layer.layer}: {reason}")
         named = {index for spec in getattr(config, slot) for index in spec.get("layers") or ()}
@@ -420,9 +214,6 @@ def _refuse_latent(config, layer: LayerPlan) -> None:
             "qk_norm cannot act with a latent (kv_lora_rank): it norms every head's key, and the keys are never made "
             "when decoding from the latent"
         )
-    for slot, mechanism in (("query", layer.query), ("output", layer.output)):
-        if reason := mechanism.clash(config, layer.num_query_heads):
-            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {layer.layer}: {reason}")
 
 
 def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
@@ -454,7 +245,7 @@ def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
             )
 
 
-def _per_layer(config, slot: str, table) -> list[Mechanism]:
+def _per_layer(config, slot: str, table) -> list[Projection]:
     """The mechanism of each layer for one slot; layers that no entry names are linear."""
     linear = make_mechanism(table, slot, {"type": "linear"})
     chosen = [linear] * config.num_hidden_layers
@@ -472,8 +263,7 @@ def _per_layer(config, slot: str, table) -> list[Mechanism]:
                     "give each its own layers"
                 )
             claimed[layer] = mechanism.kind
-            stands_in = layer == 0 and getattr(mechanism.cls, "in_first_layer", None) == "linear"
-            chosen[layer] = linear if stands_in else mechanism
+            chosen[layer] = linear if layer == 0 and mechanism.linear_in_first_layer else mechanism
     return chosen
 
 

@@ -11,25 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .registry import Projection
+
 
 class BlockIdentityProjection(nn.Module):
-    """From `hidden_size` to `num_heads * head_dim`; `num_heads * width^2` fewer weights than a linear projection.
+    """From `hidden_size` to `num_heads * head_dim`; `num_heads * width^2` fewer weights than a linear projection."""
 
-    Options:
-        start: the first of the `width` columns of the input that the last `width` columns of every head begin as.
-        width: null for head_dim. Less where the leading columns of a head are rotated by position: they stay plain.
-    """
-
-    @dataclass(frozen=True)
-    class Options:
-        start: int = 0
-        width: int | None = None
-
-    def __init__(self, config, num_heads: int, options: Options):
+    def __init__(self, config, num_heads: int, start: int, width: int):
         super().__init__()
         d, head_dim = config.hidden_size, config.head_dim
-        width = head_dim if options.width is None else options.width
-        self.num_heads, self.start, self.stop = num_heads, options.start, options.start + width
+        self.num_heads, self.start, self.stop = num_heads, start, start + width
         plain = num_heads * (head_dim - width)
         self.weight = nn.Parameter(torch.empty(num_heads * width, d - width))
         self.plain_weight = nn.Parameter(torch.empty(plain, d)) if plain else None
@@ -45,9 +36,25 @@ class BlockIdentityProjection(nn.Module):
         joined = heads.flatten(-2)
         return joined if self.bias is None else joined + self.bias
 
-    @staticmethod
-    def clash(config, num_heads: int, options: Options) -> str | None:
-        width = config.head_dim if options.width is None else options.width
+
+@dataclass(frozen=True)
+class BlockIdentity(Projection):
+    """A key or value of this kind.
+
+    Options:
+        start: the first of the `width` columns of the input that the last `width` columns of every head begin as.
+        width: null for head_dim. Less where the leading columns of a head are rotated by position: they stay plain.
+    """
+
+    kind = "block_identity"
+    start: int = 0
+    width: int | None = None
+
+    def build(self, config, num_heads: int) -> nn.Module:
+        return BlockIdentityProjection(config, num_heads, self.start, self._width(config))
+
+    def clash(self, config, heads: int) -> str | None:
+        width = self._width(config)
         if not 1 <= width <= config.head_dim:
             return f"width must be from 1 to head_dim ({config.head_dim}), found {width}"
         last = config.hidden_size - width
@@ -56,6 +63,9 @@ class BlockIdentityProjection(nn.Module):
                 f"an identity block of {width} columns leaves nothing of hidden_size ({config.hidden_size}); an "
                 "identity projection does that"
             )
-        if not 0 <= options.start <= last:
-            return f"start must be from 0 to hidden_size - width ({last}), found {options.start}"
+        if not 0 <= self.start <= last:
+            return f"start must be from 0 to hidden_size - width ({last}), found {self.start}"
         return None
+
+    def _width(self, config) -> int:
+        return config.head_dim if self.width is None else self.width

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from .registry import Projection, width_clash
+
 ACTIVATIONS = ("gelu", "relu", "relu2")
 
 
-class NonlinearQuery(nn.Module):
-    """`Q = (anchor(X) + f(X)) / 2`.
+@dataclass(frozen=True)
+class Nonlinear(Projection):
+    """A query of this kind.
 
     Options:
         activation: "gelu" (the paper), "relu" or "relu2".
@@ -22,18 +25,35 @@ class NonlinearQuery(nn.Module):
         anchor: "identity" (the paper) or "linear", `(X W_Q + f(X)) / 2`, for pretrained models (section 4).
     """
 
-    @dataclass(frozen=True)
-    class Options:
-        activation: str = "gelu"
-        rank: int | None = None
-        norm_in: bool = True
-        norm_out: bool = True
-        anchor: str = "identity"
-        scale: float = 1.0
+    kind = "nonlinear"
+    activation: str = "gelu"
+    rank: int | None = None
+    norm_in: bool = True
+    norm_out: bool = True
+    anchor: str = "identity"
+    scale: float = 1.0
 
-    def __init__(self, config, num_heads: int, options: Options):
+    def build(self, config, num_heads: int) -> nn.Module:
+        return NonlinearQuery(config, num_heads, self)
+
+    def clash(self, config, heads: int) -> str | None:
+        if self.activation not in ACTIVATIONS:
+            return f"activation must be one of {', '.join(ACTIVATIONS)}, found {self.activation!r}"
+        if self.anchor not in ("identity", "linear"):
+            return f"anchor must be identity or linear, found {self.anchor!r}"
+        if self.rank is not None and self.rank < 1:
+            return f"rank must be at least 1, found {self.rank}"
+        clash = width_clash(config, "the identity anchor") if self.anchor == "identity" else None
+        return None if clash is None else f"{clash}; use anchor=linear"
+
+
+class NonlinearQuery(nn.Module):
+    """`Q = (anchor(X) + f(X)) / 2`."""
+
+    def __init__(self, config, num_heads: int, options: Nonlinear):
         super().__init__()
-        d, width, rank = config.hidden_size, num_heads * config.head_dim, _rank(config, options)
+        d, width = config.hidden_size, num_heads * config.head_dim
+        rank = d // 2 if options.rank is None else options.rank
         self.width, self.eps = width, config.norm_eps
         self.norm_in = nn.RMSNorm(d, eps=config.norm_eps) if options.norm_in else nn.Identity()
         self.down_proj = nn.Linear(d, rank, bias=False)
@@ -50,22 +70,3 @@ class NonlinearQuery(nn.Module):
         residual = self.norm_out(self.up_proj(self.activation(bottleneck)))
         anchor = hidden_states[..., : self.width] if self.anchor is None else self.anchor(hidden_states)
         return (anchor + residual) / 2
-
-    @staticmethod
-    def clash(config, num_heads: int, options: Options) -> str | None:
-        if options.activation not in ACTIVATIONS:
-            return f"activation must be one of {', '.join(ACTIVATIONS)}, found {options.activation!r}"
-        if options.anchor not in ("identity", "linear"):
-            return f"anchor must be identity or linear, found {options.anchor!r}"
-        if options.rank is not None and options.rank < 1:
-            return f"rank must be at least 1, found {options.rank}"
-        if options.anchor == "identity" and config.num_attention_heads * config.head_dim != config.hidden_size:
-            return (
-                "the identity anchor needs num_attention_heads * head_dim = hidden_size, found "
-                f"{config.num_attention_heads} * {config.head_dim} != {config.hidden_size}; use anchor=linear"
-            )
-        return None
-
-
-def _rank(config, options: NonlinearQuery.Options) -> int:
-    return options.rank if options.rank is not None else config.hidden_size // 2

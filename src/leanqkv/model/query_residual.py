@@ -1,6 +1,9 @@
-"""Residual linear query: `Q = (X + X W_Q) / 2`, the linear control of the nonlinear query.
+"""Queries that are the mean of the input and a linear map: of the input itself, or of the MLP below.
 
-Karbevski 2026, the `residual` option of its public code. https://github.com/MarkoKarbevski/beyond_query_linearity
+Karbevski 2026 (P2): `Q = (X + X W_Q) / 2`, the `residual` option of its public code, is the linear control of the
+nonlinear query. `Q = (X + H[:, :d] W') / 2` is section 4, "Extensions". Our reading of "MLP_hidden(X)[0:d] W'": the MLP
+that has just run, that of the block before, lends H, which enters its down projection, so nothing is computed twice.
+The first layer has none before it and keeps a linear query. https://github.com/MarkoKarbevski/beyond_query_linearity
 """
 
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .projection_identity import IdentityQuery
+from .registry import Projection, width_clash
 
 
 class ResidualQuery(nn.Module):
@@ -18,11 +21,7 @@ class ResidualQuery(nn.Module):
     Not an nn.Linear: tools that replace or merge linear layers would compute `X W_Q` in its place.
     """
 
-    @dataclass(frozen=True)
-    class Options:
-        scale: float = 1.0
-
-    def __init__(self, config, num_heads: int, options):
+    def __init__(self, config, num_heads: int):
         super().__init__()
         self.width = num_heads * config.head_dim
         self.weight = nn.Parameter(torch.empty(self.width, config.hidden_size))
@@ -35,6 +34,46 @@ class ResidualQuery(nn.Module):
         """The mean of the leading columns of `residual` and `mapped`, [..., width]."""
         return (residual[..., : self.width] + mapped) / 2
 
-    @staticmethod
-    def clash(config, num_heads: int, options) -> str | None:
-        return IdentityQuery.clash(config, num_heads, options)
+
+class QueryFromMLP(ResidualQuery):
+    """`Q = (X + H[:, :d] W') / 2`, W' [d, d] under the linear query's name and with its initial draw."""
+
+    def forward(self, hidden_states: Tensor, mlp_hidden: Tensor) -> Tensor:  # type: ignore[override]
+        """hidden_states: [batch, positions, hidden_size]; mlp_hidden: [batch, positions, intermediate_size]."""
+        return self.halve(hidden_states, F.linear(mlp_hidden[..., : self.weight.shape[1]], self.weight, self.bias))
+
+
+@dataclass(frozen=True)
+class Residual(Projection):
+    """A residual query."""
+
+    kind = "residual"
+    scale: float = 1.0
+
+    def build(self, config, num_heads: int) -> nn.Module:
+        return ResidualQuery(config, num_heads)
+
+    def clash(self, config, heads: int) -> str | None:
+        return width_clash(config, "an identity")
+
+
+@dataclass(frozen=True)
+class FromMLP(Residual):
+    """A query from the MLP below."""
+
+    kind = "from_mlp"
+    reads_mlp = True
+    linear_in_first_layer = True
+
+    def build(self, config, num_heads: int) -> nn.Module:
+        return QueryFromMLP(config, num_heads)
+
+    def clash(self, config, heads: int) -> str | None:
+        if config.mlp_type == "moe":
+            return "an MLP of experts (moe) has no one set of hidden activations to lend"
+        if config.intermediate_size < config.hidden_size:
+            return (
+                f"it takes the first hidden_size ({config.hidden_size}) hidden activations of an MLP, which has only "
+                f"intermediate_size ({config.intermediate_size})"
+            )
+        return super().clash(config, heads)

@@ -1,66 +1,15 @@
-"""Name -> class, one line per mechanism."""
+"""What a mechanism is, and how a configuration chooses one by its name. The standard linear projections are here too.
+
+Linear: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762
+"""
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
-from .key_latent import LatentKeys
-from .keyvalue_borrowed_values import BorrowedValues
-from .keyvalue_first_layer_values import FirstLayerValues
-from .keyvalue_first_values_middle_keys import FirstValuesMiddleKeys
-from .keyvalue_interpolated_values import InterpolatedValues
-from .keyvalue_projected import ProjectedKeyValue
-from .keyvalue_shared_adjacent import SharedAdjacent
-from .keyvalue_shared_middle import SharedMiddle
-from .output import IdentityOutput, LinearOutput
-from .projection_block_identity import BlockIdentityProjection
-from .projection_identity import IdentityKey, IdentityQuery, IdentityValue
-from .projection_linear import LinearProjection
-from .query_from_mlp import QueryFromMLP
-from .query_nonlinear import NonlinearQuery
-from .query_residual import ResidualQuery
-from .value_keys import KeysAsValues
-from .value_latent import LatentValues
-
-QUERIES = {
-    "linear": LinearProjection,
-    "identity": IdentityQuery,
-    "nonlinear": NonlinearQuery,
-    "residual": ResidualQuery,
-    "from_mlp": QueryFromMLP,
-}
-KEYS = {
-    "linear": LinearProjection,
-    "identity": IdentityKey,
-    "block_identity": BlockIdentityProjection,
-    "latent": LatentKeys,
-}
-VALUES = {
-    "linear": LinearProjection,
-    "identity": IdentityValue,
-    "block_identity": BlockIdentityProjection,
-    "keys": KeysAsValues,
-    "latent": LatentValues,
-}
-OUTPUTS = {
-    "linear": LinearOutput,
-    "identity": IdentityOutput,
-}
-KEY_VALUES = {
-    "projected": ProjectedKeyValue,
-    "first_layer_values": FirstLayerValues,
-    "interpolated_values": InterpolatedValues,
-    "shared_middle": SharedMiddle,
-    "shared_adjacent": SharedAdjacent,
-    "first_values_middle_keys": FirstValuesMiddleKeys,
-    "borrowed_values": BorrowedValues,
-}
-
-
-# The type of an option that is a list; those of all others follow from their defaults.
-WHOLE_NUMBERS = tuple[int, ...] | None
+from torch import nn
 
 
 class ConfigError(ValueError):
@@ -69,34 +18,126 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A mechanism as one layer uses it: its registered name, the class behind it and its checked options."""
+    """One mechanism with its options, which are the fields of the class."""
 
-    kind: str
-    cls: Any = field(repr=False)
-    options: Any
-
-    def build(self, config, num_heads: int) -> Any:
-        """The module, for so many heads: what the class's `build` returns if it has one, else an instance."""
-        return getattr(self.cls, "build", self.cls)(config, num_heads, self.options)
+    kind: ClassVar[str]  # its name in a configuration
 
     def clash(self, config, heads: Any) -> str | None:
-        """Why it cannot be built in this configuration, or None; a class without `clash` goes with everything.
+        """Return why it cannot be built in this configuration, or None.
 
-        heads: their number; of a key/value mechanism, the HeadCounts.
+        heads: how many of them the layer computes; for a mechanism that shares heads between layers, the HeadCounts.
         """
-        return self.cls.clash(config, heads, self.options) if hasattr(self.cls, "clash") else None
+
+
+class Projection(Mechanism):
+    """Makes the query, key, value or output of a layer. The attributes are those of a plain projection."""
+
+    scale: float = 1.0  # factor on q k^T
+    bias: bool = False  # has a bias of its own, whatever the configuration says
+    reads_mlp = False  # a query that also takes the hidden activations of the previous block's MLP
+    linear_in_first_layer = False
+    reuses_keys = False  # a value that is the key
+    reads_keys = False  # a value that is made of keys too
+    columns: tuple[int, ...] | None = None  # complex ones of a key's latent, by frequency
+    attention = "heads"  # the attention that can compute it, in mechanisms.py
+
+    def in_layer(self, config, num_heads: int, rope: str | None) -> "Projection":
+        """Return the mechanism with all options filled in.
+
+        rope: the field with the rotary parameters of the layer; None: no rotary positions.
+
+        Raises:
+            ConfigError: it cannot be built in this layer.
+        """
+        return self
+
+    def latent_rank(self, config, num_heads: int) -> int | None:
+        """Return the columns of the latent that is cached in place of that many heads; None: the heads are."""
+
+    def build(self, config, num_heads: int) -> nn.Module | None:
+        """Return the module that projects the stream; None: there is none."""
+        raise NotImplementedError
+
+    def build_up(self, config, num_heads: int, key_columns: int) -> nn.Module | None:
+        """Return the module that makes the heads of a latent; None: they are no latent.
+
+        key_columns: the columns of the layer's cached keys.
+        """
+
+
+class LinearProjection(Projection):
+    """`X W` (+ b), from `hidden_size` to `num_heads * head_dim`; biased where `config.attention_bias` says so."""
+
+    kind = "linear"
+
+    def build(self, config, num_heads: int) -> nn.Linear:
+        """Return a plain nn.Linear: quantizers and adapters recognize one by its exact type."""
+        return nn.Linear(config.hidden_size, num_heads * config.head_dim, bias=config.attention_bias)
+
+
+class LinearOutput(Projection):
+    """The heads side by side times W_O, from `num_heads * head_dim` to `hidden_size`."""
+
+    kind = "linear"
+
+    def build(self, config, num_heads: int) -> nn.Linear:
+        return nn.Linear(num_heads * config.head_dim, config.hidden_size, bias=config.attention_output_bias)
+
+
+def width_clash(config, what: str) -> str | None:
+    """Return why the query heads cannot be the stream cut into pieces, or None."""
+    if config.num_attention_heads * config.head_dim == config.hidden_size:
+        return None
+    return (
+        f"{what} needs num_attention_heads * head_dim = hidden_size, found "
+        f"{config.num_attention_heads} * {config.head_dim} != {config.hidden_size}"
+    )
+
+
+Rows = tuple[tuple[int, int, int, int], ...]
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _are_whole(values: Any, length: int | None = None) -> bool:
+    return isinstance(values, list | tuple) and len(values) == (length or len(values)) and all(map(_is_whole, values))
+
+
+# The types that options have: what they must be, in words and as a test.
+OPTION_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number", _is_whole),
+    int | None: ("a whole number or null", lambda value: value is None or _is_whole(value)),
+    float: ("a number", lambda value: _is_whole(value) or (isinstance(value, float) and isfinite(value))),
+    str: ("a name", lambda value: isinstance(value, str)),
+    tuple[int, ...] | None: (
+        "a list of whole numbers or null",
+        lambda value: value is None or (_are_whole(value) and len(value) > 0),
+    ),
+    Rows: (
+        "a list of rows of four whole numbers, at least one",
+        lambda value: isinstance(value, list | tuple) and len(value) > 0 and all(_are_whole(row, 4) for row in value),
+    ),
+}
+
+
+def by_kind(*classes: Any) -> dict[str, Any]:
+    """Return the classes by their names in a configuration."""
+    return {cls.kind: cls for cls in classes}
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """The tail of an error message about an unknown `name`: the nearest valid names, or all of them."""
+    """Return the tail of an error message about an unknown `name`: the nearest valid names, or all of them."""
     valid, name = sorted(valid), name[:100]  # likeness takes time with the square of the length
     likeness = {word: difflib.SequenceMatcher(None, word, name).ratio() for word in valid}
     near = sorted((word for word in valid if likeness[word] >= 0.5), key=lambda word: -likeness[word])[:3]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid: {', '.join(valid)}"
 
 
-def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any]) -> Mechanism:
-    """Check one `{"type": ..., **options}` against `table` and fill in the defaults.
+def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any]) -> Any:
+    """Return the mechanism of `table` that `{"type": ..., **options}` describes.
 
     Raises:
         ConfigError: unknown type or option (with the nearest names), or an option of the wrong type.
@@ -109,51 +150,15 @@ def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any])
         raise ConfigError(f'`{slot}` needs a "type", one of {", ".join(table)}; found {dict(spec)}')
     if not isinstance(kind, str) or kind not in table:
         raise ConfigError(f"`{slot}` has no type {kind!r}: {suggest(str(kind), table)}")
-    cls = table[kind]
-    known = {option.name: option for option in fields(cls.Options)}
+    known: dict[str, Any] = {option.name: option.type for option in fields(table[kind])}
     for name, value in options.items():
         if name not in known:
             raise ConfigError(f"{slot} {kind!r} has no option {name!r}: {suggest(name, known)}")
-        if known[name].type == WHOLE_NUMBERS:
-            options[name] = _whole_numbers(f"{slot} {kind!r}", name, value)
-            continue
-        _check_type(f"{slot} {kind!r}", name, value, known[name].default)
-        if isinstance(known[name].default, tuple):
-            options[name] = tuple(tuple(row) for row in value)
-    return Mechanism(kind, cls, cls.Options(**options))
-
-
-def _check_type(what: str, name: str, value: Any, default: Any) -> None:
-    # The default carries the type; None as a default means an optional whole number.
-    if default is MISSING or default is None:
-        valid = value is None or (isinstance(value, int) and not isinstance(value, bool))
-        expected = "a whole number or null"
-    elif isinstance(default, bool):
-        valid, expected = isinstance(value, bool), "true or false"
-    elif isinstance(default, tuple):
-        rows = value if isinstance(value, (list, tuple)) else ()
-        valid, expected = bool(rows) and all(map(_is_row, rows)), "a list of rows of four whole numbers, at least one"
-        value = next((row for row in rows if not _is_row(row)), value)
-    elif isinstance(default, float):
-        valid, expected = (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value),
-            "a number",
-        )
-    elif isinstance(default, int):
-        valid, expected = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    else:
-        valid, expected = isinstance(value, str), "a name"
-    if not valid:
-        raise ConfigError(f"{what}: option {name!r} must be {expected}, found {value!r}")
-
-
-def _whole_numbers(what: str, name: str, value: Any) -> tuple[int, ...] | None:
-    if value is not None and not (
-        isinstance(value, (list, tuple)) and value and all(type(number) is int for number in value)
-    ):
-        raise ConfigError(f"{what}: option {name!r} must be a list of whole numbers or null, found {value!r}")
-    return None if value is None else tuple(value)
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, (list, tuple)) and len(row) == 4 and all(type(number) is int for number in row)
+        expected, is_valid = OPTION_TYPES[known[name]]
+        if not is_valid(value):
+            if known[name] is Rows and isinstance(value, list | tuple):
+                value = next((row for row in value if not _are_whole(row, 4)), value)
+            raise ConfigError(f"{slot} {kind!r}: option {name!r} must be {expected}, found {value!r}")
+        if isinstance(value, list):
+            options[name] = tuple(tuple(row) if isinstance(row, list) else row for row in value)
+    return table[kind](**options)

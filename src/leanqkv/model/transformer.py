@@ -1,35 +1,87 @@
 """Embedding, blocks, final norm. The plan says how variants differ; no code here asks which variant it runs."""
 
+import hashlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import KeyValues, LeanAttention
-from .attention_latent import LatentAttention
-from .block import LeanBlock
+from .attention import VLLM, Attention, KeyValues, OneCallAttention
 from .cache import check_shapes, dynamic_cache
 from .config import LeanConfig
-from .depth_average import DepthAverage
-from .initial import normal
-from .masks import make_masks
-from .norm import make_norm
-from .plan import LayerPlan
-from .position import RotaryEmbedding, RotaryEmbeddings, Rotations, check_history, history_positions
+from .layers import make_norm
+from .layout import LayerPlan
+from .mechanisms import ATTENTIONS, DEPTH, MLPS, TASKS
+from .position import RotaryEmbedding, RotaryEmbeddings, Rotations, check_history, history_positions, make_masks
 from .registry import ConfigError
-from .tasks import TASKS
 
 # The matrices of a block that write the residual stream (`config.scaled_residual_init`).
 RESIDUAL_OUTPUTS = ("o_proj.weight", "mlp.down_proj.weight", "mlp.experts.down_proj")
+
+
+class LeanBlock(GradientCheckpointingLayer):
+    """Serial: `Y = [X +] Attn(norm(X))`, `Z = [Y +] MLP(norm(Y))`. Parallel: `Z = [X +] Attn(norm(X)) + MLP(norm(X))`.
+
+    P1 section 4 and P4 sections 1-2 name the shapes: skipless, attention skip alone, parallel. The skips are those in
+    brackets; a parallel block has one. `residual_multiplier` scales what a skip is added to, or stands in its place.
+    Norms after a sublayer (`norm_placement`) act on its output: OLMo 2 (https://arxiv.org/abs/2501.00656) and, with
+    those before it, Gemma 3 (https://arxiv.org/abs/2503.19786).
+    """
+
+    def __init__(self, config, layer: LayerPlan):
+        super().__init__()
+        self.config = config
+        before, after = ({"both", place} for place in ("before", "after"))
+        self.input_layernorm = self._norm(before)
+        one_call = config._attn_implementation == VLLM
+        self.self_attn = (OneCallAttention if one_call else ATTENTIONS[layer.attention])(config, layer)
+        if config.block_type != "parallel_shared_norm":
+            self.post_attention_layernorm = self._norm(before)
+        self.attention_output_layernorm, self.mlp_output_layernorm = self._norm(after), self._norm(after)
+        self.mlp = MLPS[config.mlp_type](config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def _norm(self, placements: set[str]) -> nn.Module:
+        """A norm of the stream where the configuration places one."""
+        config = self.config
+        return make_norm(config, config.hidden_size) if config.norm_placement in placements else nn.Identity()
+
+    def forward(self, hidden_states: Tensor, layer: LayerPlan, **kwargs) -> tuple[Tensor, KeyValues, Tensor]:
+        """One layer; arguments as LeanAttention.forward.
+
+        Returns:
+            output [batch, positions, hidden_size]; the layer's own keys and values (see LeanAttention); what the MLP
+            hands out beside its output (see layers.py).
+        """
+        normed = self.input_layernorm(hidden_states)
+        attended, _, key_values = self.self_attn(normed, layer, **kwargs)
+        attended = self._scaled(self.attention_output_layernorm(attended))
+        if self.config.block_type == "serial":
+            hidden_states = hidden_states + attended if self.config.attention_skip else attended
+            output, mlp_aux = self.mlp(self.post_attention_layernorm(hidden_states))
+            output = self._scaled(self.mlp_output_layernorm(output))
+            return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux
+        if self.config.block_type == "parallel":
+            normed = self.post_attention_layernorm(hidden_states)
+        output, mlp_aux = self.mlp(normed)
+        output = attended + self._scaled(output)
+        return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux
+
+    def _scaled(self, output: Tensor) -> Tensor:
+        """What a sublayer adds to the stream."""
+        output, factor = self.dropout(output), self.config.residual_multiplier
+        return output if factor == 1 else output * factor
 
 
 class LeanPreTrainedModel(PreTrainedModel):
@@ -46,7 +98,7 @@ class LeanPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": OutputRecorder(LeanBlock, index=0),
-        "attentions": [OutputRecorder(LeanAttention, index=1), OutputRecorder(LatentAttention, index=1)],
+        "attentions": OutputRecorder(Attention, index=1),
     }
 
     def _set_gradient_checkpointing(
@@ -89,6 +141,26 @@ class LeanPreTrainedModel(PreTrainedModel):
                     std /= (2 * self.config.num_hidden_layers) ** 0.5
                 init.copy_(parameter, normal(tuple(parameter.shape), std, self._initial_seed, name))
 
+    def add_balance(
+        self, loss: Tensor | None, router_logits: Any, attention_mask: Any, targets: Tensor | None, items: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss with the weighted load-balancing loss of experts, and that loss; without logits of routers,
+        the loss and None.
+
+        Args:
+            targets: -100 where none is scored.
+            items: targets of the whole batch, where this one is a part of it: the cross-entropy of micro-batches is
+                their sum over `items`, and the load-balancing loss is averaged over them likewise.
+        """
+        if router_logits is None:
+            return loss, None
+        balance = MLPS[self.config.mlp_type].balance_loss(self.config, router_logits, attention_mask)
+        if loss is not None:
+            assert targets is not None and self.config.router_aux_loss_coef is not None
+            share = 1.0 if items is None else (targets != -100).sum() / items
+            loss = loss + self.config.router_aux_loss_coef * share * balance
+        return loss, balance
+
 
 class LeanModel(LeanPreTrainedModel):
     """Token ids, or the pixels of an image, to final hidden states."""
@@ -107,9 +179,9 @@ class LeanModel(LeanPreTrainedModel):
         learned = config.position_embedding_type == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = nn.ModuleList(LeanBlock(config, weights) for weights in plan.blocks)
+        self.layers = nn.ModuleList(LeanBlock(config, layer) for layer in plan.blocks)
         self.depth_averages = nn.ModuleDict(
-            {str(layer.layer): DepthAverage(layer.averaged) for layer in plan.layers if layer.averaged}
+            {str(layer.layer): DEPTH["average"](layer.averaged) for layer in plan.layers if layer.averaged}
         )
         self.norm = make_norm(config, config.hidden_size)
         self.rotary_emb = RotaryEmbeddings(config, plan) if config.position_embedding_type == "rope" else None
@@ -243,6 +315,18 @@ class LeanModel(LeanPreTrainedModel):
         return hidden_states, tuple(router_logits) or None
 
 
+def normal(shape: tuple[int, ...], std: float | Tensor, seed: int, name: str) -> Tensor:
+    """Draw a new tensor from N(0, std^2), float32 on the CPU, filled row by row from the stream of (`seed`, `name`).
+
+    Two variants built from one seed share the draw of every tensor they both have, and a tensor with fewer rows (value
+    heads, MLP neurons) gets the leading rows of the wider one: comparisons start from the same point.
+    """
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
+    # One value after another, so that a shorter tensor is a prefix of a longer one; torch's generators are not.
+    draws = np.random.Generator(np.random.PCG64(key)).standard_normal(shape, dtype=np.float32)
+    return torch.from_numpy(draws).mul_(std)
+
+
 def _tell_peft(model_type: str) -> None:
     """Register what adapters without `target_modules` act on, where PEFT is in use."""
     if (known := sys.modules.get("peft.utils.constants")) is not None:
@@ -252,14 +336,17 @@ def _tell_peft(model_type: str) -> None:
         known.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.setdefault(model_type, ["down_proj"])
 
 
-def require_task(config: LeanConfig, task: str, model: type) -> None:
-    """Refuse a configuration that another class builds."""
-    if config.task != task:
-        raise ConfigError(
-            f"{model.__name__} builds models of task {task!r}, found {config.task!r} in the configuration"
-        )
+class LeanHeadModel(LeanPreTrainedModel):
+    """A body with a head for `builds`, the task that the configuration must have."""
 
+    builds: str
 
-# The model's code travels with every checkpoint it saves.
-LeanConfig.register_for_auto_class()
-LeanModel.register_for_auto_class("AutoModel")
+    def __init__(self, config: LeanConfig):
+        if config.task != self.builds:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name} builds models of task {self.builds!r}, found {config.task!r} in the configuration"
+            )
+        super().__init__(config)
+        self.model = LeanModel(config)
+        self._initial_seed = self.model._initial_seed

@@ -6,16 +6,14 @@ values this way is described by Zadouri et al. 2025, https://arxiv.org/abs/2505.
 Su 2021, https://arxiv.org/abs/2104.09864 (section 3.2.2, relative positions by rotation).
 """
 
-from dataclasses import dataclass
-
-from torch import nn
+from .registry import Projection
 
 
-class KeysAsValues(nn.Module):
+class KeysAsValues(Projection):
     """No weights: LeanAttention takes the leading own key heads for the layer's own value heads."""
 
+    kind = "keys"
     reuses_keys = True
 
-    @dataclass(frozen=True)
-    class Options:
-        pass
+    def build(self, config, num_heads: int) -> None:
+        """Return no module."""

@@ -5,7 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..model.config import LeanConfig
-from ..model.registry import KEYS, OUTPUTS, QUERIES, VALUES, make_mechanism
+from ..model.mechanisms import KEYS, OUTPUTS, QUERIES, VALUES
+from ..model.registry import make_mechanism
 
 TABLES: dict[str, Any] = {"query": QUERIES, "key": KEYS, "value": VALUES, "output": OUTPUTS}
 
@@ -29,7 +30,7 @@ def set_mechanisms(config: LeanConfig, slot: str, specs: Mapping[int, Mapping[st
         mechanism = getattr(layer, slot) if wanted is None else make_mechanism(TABLES[slot], slot, wanted)
         if mechanism.kind == "linear":
             continue
-        spec = {"type": mechanism.kind, **asdict(mechanism.options)}
+        spec = {"type": mechanism.kind, **asdict(mechanism)}
         for entry in entries:
             if {name: value for name, value in entry.items() if name != "layers"} == spec:
                 entry["layers"].append(layer.layer)

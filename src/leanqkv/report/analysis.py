@@ -1,25 +1,26 @@
 """The tables and the page of an analysis, from its record alone."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table as TerminalTable
 
-from ..analyze.record import RECORD
 from ..compare.statistics import paired_difference
 from ..model.config import LeanConfig
-from ..records import reading
 from . import analysis_measures as measures
 from .analysis_figures import drawings
 from .analysis_measures import SCORES, Architecture, Measure, Model, Record
-from .html import write_report
+from .page import Figure, Kind, Note, Page, Section, footer
 from .text import ABSENT, Table, mean_and_deviation, signed, with_interval
 
 STAGES = 5  # of training, in a table
-SAME_PLACES = "at the places of borrowed values"
+TABLES = (
+    "Means and standard deviations are over the models of an architecture; differences are paired by seed, with "
+    "Student's 95 % interval over seeds, in bold where it leaves out zero. Layers and heads count from 0."
+)
+BORROWED, OWN, SAME_PLACES = "borrowed values", "own values", "at the places of borrowed values"
 Value = Callable[[Model], float | None]
 Places = list[tuple[int, int]]  # layer, head
 
@@ -35,8 +36,9 @@ def tables(record: Record) -> dict[str, Table]:
     if measures.PROBE in by_layer:
         result |= [by_layer.pop(measures.PROBE), ("Slope of the probe's loss, nats a layer", _slopes(record))]
     result |= [by_layer.pop(measure) for measure in (measures.HEADS, measures.CONTRIBUTIONS, measures.TOKENS)]
-    result["Heads by where their values come from"] = _head_groups(groups)
-    if (differences := _head_differences(groups)).rows:
+    split = _split_heads(groups)
+    result["Heads by where their values come from"] = _head_groups(split)
+    if (differences := _head_differences(split)).rows:
         result["Differences between these heads"] = differences
     result["The strongest heads"] = _strongest(record)
     result |= by_layer.values()
@@ -55,23 +57,28 @@ def terminal(record: Record) -> TerminalTable:
     return tables(record)["Summary"].terminal()
 
 
-def write_page(directory: Path) -> Path:
-    """Write `report.html` and `table.md` beside analysis.json, from it alone; return the page's path.
-
-    Raises:
-        LeanError: no such record there, or a damaged one.
-    """
-    with reading(directory / RECORD, "analyze again into another --out") as record:
-        content = {"record": record, "tables": tables(record), "figures": drawings(record)}
-        return write_report(directory, "analysis.html.j2", markdown(record), **content)
+def page(record: Record) -> Page:
+    """Return the page of a record."""
+    settings, hardware = record["settings"], record["hardware"]
+    text = f"{record['data']['description']}; {settings['samples']} sequences of {settings['context_length']} tokens"
+    probes = ""
+    if settings["probe_steps"]:
+        steps = f"probes of {settings['probe_steps']} steps of {settings['probe_batch_size']} sequences"
+        probes = f"; {steps} at the best of the rates {', '.join(map(str, settings['probe_rates']))}"
+    return Page(
+        "leanqkv analyze",
+        "Analysis: layers, heads, tokens and weights",
+        f"{text} held out from it{probes}.",
+        [
+            Section("Figures", [Figure(drawing, caption) for caption, drawing in drawings(record)]),
+            Section("Tables", [Note(TABLES), *(Section(title, [table]) for title, table in tables(record).items())]),
+        ],
+        made=f"{footer(record)}; {hardware['cpu']}, {hardware['device']}",
+        title=f"Analysis: {', '.join(record['models'])}",
+    )
 
 
 # Architectures side by side
-
-
-def _by_seed(architecture: Architecture, value: Value) -> dict[int, float]:
-    """The value of every model that has one."""
-    return {seed: one for seed, model in architecture.models.items() if (one := value(model)) is not None}
 
 
 def _compared(what: str, groups: Sequence[Architecture], rows: Iterable[tuple[str, Value, int]]) -> Table:
@@ -83,7 +90,7 @@ def _compared(what: str, groups: Sequence[Architecture], rows: Iterable[tuple[st
     headers = (what, *(f"`{name}`" for name in names), *(f"`{name}` − `{names[0]}`" for name in names[1:]))
     cells = []
     for title, value, digits in rows:
-        base, *others = columns = [_by_seed(group, value) for group in groups]
+        base, *others = columns = [group.by_seed(value) for group in groups]
         spreads = (mean_and_deviation(column.values(), digits) for column in columns)
         differences = (with_interval(paired_difference(column, base), digits) for column in others)
         cells.append((title, *spreads, *differences))
@@ -106,8 +113,9 @@ def _summary(groups: Sequence[Architecture]) -> Table:
     def highest(score: str, model: Model) -> float:
         return max(map(max, model["heads"][score]))
 
-    def copy_loss(model: Model) -> Mapping[str, float]:
-        return model["heads"]["copy_loss"]
+    def copy_loss(first: int, second: int, model: Model) -> float:
+        losses = model["heads"]["copy_loss"]
+        return first * losses["first"] + second * losses["second"]
 
     rows: dict[str, Value] = {
         "probe's slope, first phase": partial(slope, 0),
@@ -119,9 +127,9 @@ def _summary(groups: Sequence[Architecture]) -> Table:
         "highest previous-token score": partial(highest, "previous_token"),
         "highest induction score": partial(highest, "induction"),
         "highest matching score on the text": partial(highest, "matching"),
-        "loss on random tokens, first copy": lambda model: copy_loss(model)["first"],
-        "loss on random tokens, second copy": lambda model: copy_loss(model)["second"],
-        "lost less on the second copy": lambda model: copy_loss(model)["first"] - copy_loss(model)["second"],
+        "loss on random tokens, first copy": partial(copy_loss, 1, 0),
+        "loss on random tokens, second copy": partial(copy_loss, 0, 1),
+        "lost less on the second copy": partial(copy_loss, 1, -1),
     }
     table = _compared("", groups, [(title, value, 3) for title, value in rows.items()])
     return Table(table.headers, [row for row in table.rows if set(row[1:]) != {ABSENT}])
@@ -134,7 +142,6 @@ def _over_training(groups: Sequence[Architecture], matrices: Sequence[Measure]) 
     steps = sorted({stage["step"] for model in models for stage in model["training"]})
     if len(steps) > STAGES:
         steps = [steps[round(i * (len(steps) - 1) / (STAGES - 1))] for i in range(STAGES)]
-    stages = {f"step {step:,}": step for step in steps} | {"end": None}
 
     def at(step: int | None, measure: Measure, model: Model) -> float | None:
         by_step = {None: model} | {stage["step"]: stage for stage in model["training"]}
@@ -142,9 +149,9 @@ def _over_training(groups: Sequence[Architecture], matrices: Sequence[Measure]) 
 
     titles = {"spread of the logits": measures.SPREAD} | {matrix.title: matrix for matrix in matrices}
     rows = [
-        (f"{title}, {stage}", partial(at, step, measure), measure.digits)
+        (f"{title}, {'end' if step is None else f'step {step:,}'}", partial(at, step, measure), measure.digits)
         for title, measure in titles.items()
-        for stage, step in stages.items()
+        for step in (*steps, None)
     ]
     return _compared("mean over layers", groups, rows)
 
@@ -154,16 +161,16 @@ def _over_training(groups: Sequence[Architecture], matrices: Sequence[Measure]) 
 
 def _slopes(record: Record) -> Table:
     """Each model's, with the interval over the sequences of validation text."""
-    rows = []
-    for label, model in record["models"].items():
-        cells = []
-        for slope in model["probe"]["slopes"]:
-            if slope is None:
-                cells += [ABSENT, ABSENT]
-            else:
-                interval = f"{signed(slope['slope'], 3)} ± {slope['half_width']:.3f}"
-                cells += ["–".join(map(str, slope["layers"])), interval]
-        rows.append((label, *cells))
+
+    def cells(slope: dict[str, Any] | None) -> tuple[str, str]:
+        if slope is None:
+            return ABSENT, ABSENT
+        return "–".join(map(str, slope["layers"])), f"{signed(slope['slope'], 3)} ± {slope['half_width']:.3f}"
+
+    rows = [
+        (label, *(cell for slope in model["probe"]["slopes"] for cell in cells(slope)))
+        for label, model in record["models"].items()
+    ]
     return Table(("model", "layers", "slope, 95 %", "layers", "slope, 95 %"), rows)
 
 
@@ -211,7 +218,7 @@ def _borrowed(model: Model) -> Places:
     ]
 
 
-def _groups(architectures: Sequence[Architecture]) -> list[tuple[Architecture, dict[str, Places]]]:
+def _split_heads(architectures: Sequence[Architecture]) -> list[tuple[Architecture, dict[str, Places]]]:
     """Of every architecture the heads with borrowed values and the others of the same layers; of one that borrows
     nothing those at the places where the first one that does has its borrowed ones, and the others there."""
     lent = next(filter(None, (_borrowed(one.first) for one in architectures)), [])
@@ -222,11 +229,8 @@ def _groups(architectures: Sequence[Architecture]) -> list[tuple[Architecture, d
         layers = {layer for layer, _ in chosen}
         scores = enumerate(one.first["heads"]["induction"])
         places = [(i, head) for i, heads in scores if i in layers or not chosen for head in range(len(heads))]
-        inside, outside = ("borrowed values", "own values") if own else (SAME_PLACES, "at the others")
-        split = {
-            inside: [place for place in places if place in chosen],
-            outside: [place for place in places if place not in chosen],
-        }
+        inside, outside = (BORROWED, OWN) if own else (SAME_PLACES, "at the others")
+        split = {inside: [at for at in places if at in chosen], outside: [at for at in places if at not in chosen]}
         if not split[inside]:
             split = {"all": split[outside]}
         result.append((one, {name: group for name, group in split.items() if group}))
@@ -246,34 +250,32 @@ def _scores(architecture: Architecture, places: Places) -> list[dict[int, float]
     def of(score: str, reduce: Any, model: Model) -> float:
         return float(reduce([model["heads"][score][layer][head] for layer, head in places]))
 
-    return [_by_seed(architecture, partial(of, *column)) for column in SCORE_COLUMNS.values()]
+    return [architecture.by_seed(partial(of, *column)) for column in SCORE_COLUMNS.values()]
 
 
-def _head_groups(groups: Sequence[Architecture]) -> Table:
-    rows = [
-        (
-            f"`{one.name}`, {name}",
-            str(len(places)),
-            *(mean_and_deviation(values.values(), 3) for values in _scores(one, places)),
-        )
-        for one, split in _groups(groups)
-        for name, places in split.items()
-    ]
+def _head_groups(split: Sequence[tuple[Architecture, dict[str, Places]]]) -> Table:
+    rows = []
+    for one, groups in split:
+        for name, places in groups.items():
+            cells = (mean_and_deviation(values.values(), 3) for values in _scores(one, places))
+            rows.append((f"`{one.name}`, {name}", str(len(places)), *cells))
     return Table(("heads", "how many", *SCORE_COLUMNS), rows)
 
 
-def _head_differences(groups: Sequence[Architecture]) -> Table:
+def _head_differences(split: Sequence[tuple[Architecture, dict[str, Places]]]) -> Table:
     """Borrowed against own values in the same model, and against the same places of the first architecture."""
-    (base, at_base), *_ = split = _groups(groups)
+    base, at_base = split[0]
     rows = []
     for one, places in split:
-        borrowed = places.get("borrowed values")
-        against = [("own values", one, places.get("own values"))]
+        against = {OWN: (one, places.get(OWN))}
         if one is not base:
-            against.append((f"`{base.name}` at the same places", base, at_base.get(SAME_PLACES)))
-        for title, other, others in against:
-            if borrowed and others:
-                pairs = zip(_scores(one, borrowed), _scores(other, others), strict=True)
+            against[f"`{base.name}` at the same places"] = (base, at_base.get(SAME_PLACES))
+        for title, (other, others) in against.items():
+            if others and BORROWED in places:
+                pairs = zip(_scores(one, places[BORROWED]), _scores(other, others), strict=True)
                 cells = (with_interval(paired_difference(*pair), 3) for pair in pairs)
-                rows.append((f"`{one.name}`, borrowed values − {title}", *cells))
+                rows.append((f"`{one.name}`, {BORROWED} − {title}", *cells))
     return Table(("heads", *SCORE_COLUMNS), rows)
+
+
+KIND = Kind("analysis.json", "analyze again into another directory", page, terminal, markdown)

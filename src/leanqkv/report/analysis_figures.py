@@ -1,6 +1,6 @@
 """The figures of an analysis."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ def drawings(record: Record) -> list[Figure]:
     return figures + [figure for place, group in enumerate(groups) for figure in _similarity_maps(group, place)]
 
 
-def _lines(groups: Sequence[Architecture], curves: Callable[[Model], list[Curve]], caption: str, **axes: Any) -> Figure:
+def _lines(
+    name: str, groups: Sequence[Architecture], curves: Callable[[Model], list[Curve]], caption: str, **axes: Any
+) -> Figure:
     """Mean and range of every architecture's curves, of which points without a value are left out."""
     series = []
     for style, group in enumerate(groups):
@@ -33,13 +35,13 @@ def _lines(groups: Sequence[Architecture], curves: Callable[[Model], list[Curve]
         known = [{at: value for at, value in curve.items() if value is not None} for curve in drawn]
         if points := average(dict(enumerate(known))):
             series.append(Series(group.name, style, points))
-    return caption, measured_lines(series=series, description=caption, **axes)
+    return caption, measured_lines(name, series=series, description=caption, **axes)
 
 
 def _by_layer(groups: Sequence[Architecture], measure: Measure) -> Figure:
     caption = f"{measure.title}, by layer; mean and range over seeds."
-    axes = {"name": measure.name, "across": "layer", "up": measure.unit, "from_zero": False}
-    return _lines(groups, lambda model: [dict(enumerate(measure.of(model)))], caption, **axes)
+    axes = {"across": "layer", "up": measure.unit, "from_zero": False}
+    return _lines(measure.name, groups, lambda model: [dict(enumerate(measure.of(model)))], caption, **axes)
 
 
 def _over_training(groups: Sequence[Architecture], measure: Measure) -> Figure:
@@ -49,8 +51,8 @@ def _over_training(groups: Sequence[Architecture], measure: Measure) -> Figure:
         return [{stage["step"]: measure.mean(stage) for stage in model["training"]}]
 
     caption = f"{measure.title}, over training; mean over layers, mean and range over seeds."
-    axes = {"name": f"{measure.name}-training", "across": "step", "up": measure.unit, "from_zero": False}
-    return _lines(groups, curves, caption, **axes)
+    axes = {"across": "step", "up": measure.unit, "from_zero": False}
+    return _lines(f"{measure.name}-training", groups, curves, caption, **axes)
 
 
 def _spectrum(groups: Sequence[Architecture], matrix: str) -> Figure:
@@ -65,13 +67,13 @@ def _spectrum(groups: Sequence[Architecture], matrix: str) -> Figure:
         ]
 
     caption = f"Singular values of {matrix} over the largest; mean and range over layers and seeds."
-    return _lines(groups, curves, caption, name=f"spectrum-{matrix}", across="rank, %", up="σ / σ₁")
+    return _lines(f"spectrum-{matrix}", groups, curves, caption, across="rank, %", up="σ / σ₁")
 
 
 def _head_map(record: Record, score: str, title: str) -> Figure:
-    scores = {label: model["heads"][score] for label, model in record["models"].items()}
     blocks = {}
-    for label, rows in scores.items():
+    for label, model in record["models"].items():
+        rows = model["heads"][score]
         blocks[label] = np.full((len(rows), max(map(len, rows))), np.nan)  # layers may differ in their number of heads
         for layer, row in enumerate(rows):
             blocks[label][layer, : len(row)] = row
@@ -79,9 +81,8 @@ def _head_map(record: Record, score: str, title: str) -> Figure:
     return caption, heat_map(f"map-{title}", blocks, "heads", "layer", f"{title} score", caption)
 
 
-def _similarity_maps(group: Architecture, place: int) -> list[Figure]:
+def _similarity_maps(group: Architecture, place: int) -> Iterator[Figure]:
     """Heads of the first model, since those of two seeds have nothing to do with each other; tokens of all models."""
-    figures = []
     for name, models, side, what in (
         ("heads", [group.first], "head", "heads before W_O, of its first model"),
         ("contributions", [group.first], "head", "heads after W_O, of its first model"),
@@ -90,6 +91,4 @@ def _similarity_maps(group: Architecture, place: int) -> list[Figure]:
         maps = np.mean([[layer["map"] for layer in model["similarity"][name]] for model in models], axis=0)
         blocks = {f"layer {layer}": block for layer, block in enumerate(maps)}
         caption = f"{group.name}: cosine similarity of {what}, layer by layer."
-        drawing = heat_map(f"map-{name}{place}", blocks, f"{side}, by layer", side, "cosine similarity", caption)
-        figures.append((caption, drawing))
-    return figures
+        yield caption, heat_map(f"map-{name}{place}", blocks, f"{side}, by layer", side, "cosine similarity", caption)

@@ -4,62 +4,60 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 Record = Mapping[str, Any]
 Model = Mapping[str, Any]  # one model's part of the record; or, of logits and conditions, a stage of its training
-Layers = Sequence[float | None]  # a value for every layer; None where a layer has none
 
 SCORES = {"previous_token": "previous-token", "induction": "induction", "matching": "matching"}  # of heads
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Something that every layer of a model has a value of."""
+    """Something that every layer of a model has a value of; None where a layer has none."""
 
     name: str
     title: str
     unit: str
     digits: int
-    of: Callable[[Model], Layers]
+    of: Callable[[Model], Sequence[float | None]]
 
     def mean(self, model: Model) -> float | None:
         """Return the mean over the layers that have a value; None where none has."""
         known = [value for value in self.of(model) if value is not None]
-        return float(np.mean(known)) if known else None
+        return fmean(known) if known else None
 
 
-def similarity(name: str, title: str) -> Measure:
-    """Return the measure of the mean cosine of "heads", "contributions" or "tokens"."""
+def _similarity(name: str, title: str) -> Measure:
     return Measure(name, title, "cosine", 3, lambda model: [layer["mean"] for layer in model["similarity"][name]])
-
-
-def condition(matrix: str) -> Measure:
-    """Return the measure of a matrix' condition number; None where a layer has no such matrix, or a singular one."""
-
-    def logarithms(model: Model) -> Layers:
-        if "condition" in model:
-            numbers = [layer.get(matrix) for layer in model["condition"]]
-        else:
-            numbers = [layer.get(matrix, {}).get("condition") for layer in model["spectra"]]
-        return [math.log10(number) if number else None for number in numbers]
-
-    return Measure(f"condition-{matrix}", f"log₁₀ of the condition number of {matrix}", "log₁₀ κ", 2, logarithms)
 
 
 PROBE = Measure("probe", "Loss of the linear probe", "validation loss", 3, lambda m: m["probe"]["losses"])
 SPREAD = Measure("spread", "Spread of the attention logits", "standard deviation", 3, lambda m: m["logit_spread"])
-HEADS = similarity("heads", "Similarity of two heads' outputs before W_O")
-CONTRIBUTIONS = similarity("contributions", "Similarity of what two heads add to the output, after W_O")
-TOKENS = similarity("tokens", "Similarity of two tokens")
+HEADS = _similarity("heads", "Similarity of two heads' outputs before W_O")
+CONTRIBUTIONS = _similarity("contributions", "Similarity of what two heads add to the output, after W_O")
+TOKENS = _similarity("tokens", "Similarity of two tokens")
 
 
 def conditions(record: Record) -> dict[str, Measure]:
-    """Return the condition numbers by the names of the attention matrices that any layer has."""
+    """Return the condition numbers by the names of the attention matrices that any layer has.
+
+    A layer has none of a matrix that it lacks or that is singular.
+    """
+
+    def measure(matrix: str) -> Measure:
+        def logarithms(model: Model) -> list[float | None]:
+            stages = model.get("condition")
+            spectra = [{name: one["condition"] for name, one in layer.items()} for layer in model.get("spectra", ())]
+            numbers = [layer.get(matrix) for layer in (spectra if stages is None else stages)]
+            return [math.log10(number) if number else None for number in numbers]
+
+        title = f"log₁₀ of the condition number of {matrix}"
+        return Measure(f"condition-{matrix}", title, "log₁₀ κ", 2, logarithms)
+
     models = record["models"].values()
-    return {name: condition(name) for model in models for layer in model["spectra"] for name in layer}
+    return {name: measure(name) for model in models for layer in model["spectra"] for name in layer}
 
 
 def layer_measures(record: Record) -> list[Measure]:
@@ -78,6 +76,10 @@ class Architecture:
     @property
     def first(self) -> Model:
         return next(iter(self.models.values()))
+
+    def by_seed(self, value: Callable[[Model], float | None]) -> dict[int, float]:
+        """Return the value of every model that has one."""
+        return {seed: one for seed, model in self.models.items() if (one := value(model)) is not None}
 
 
 def architectures(record: Record) -> list[Architecture]:

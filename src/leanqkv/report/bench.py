@@ -1,18 +1,15 @@
-"""An inference benchmark as a terminal table, a Markdown table and a page (P3, Fig. 6 and 7)."""
+"""An inference benchmark as tables and a page (P3, Fig. 6 and 7)."""
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table as TerminalTable
 
 from ..compare.statistics import Band
-from ..records import reading
-from . import figures
-from .html import write_report
+from .figures import Drawing, Series, measured_lines, stacked_bars
+from .page import Figure, Kind, Page, Section, footer
 from .text import Table, compact
 
-RECORD = "bench.json"
 SIZES, TIMES = ("cache", "cache_formula", "activations"), ("prefill", "decode")
 HEADERS = (
     *("model", "batch", "context", "KV cache, MB", "by formula, MB", "activations, MB", "prefill, ms / 100 tokens"),
@@ -23,27 +20,34 @@ CAPTION = (
     "KV MB: of the cache, and what the plan says; peak MB: activations beside it; prefill: ms per 100 tokens; "
     "decode: tokens/s"
 )
+MEASURED = (
+    "The cache is measured on the storages that it really holds; beside it stands what the plan says. Activations are "
+    "the most bytes that a prefill holds at one time beside weights and cache, counted by storages."
+)
 MB = 1e6
 
 
-def table(record: dict[str, Any]) -> TerminalTable:
+def _rows(record: dict[str, Any], size: str, write_time: Any) -> list[list[str]]:
+    return [
+        [
+            *(row["model"], str(row["batch"]), f"{row['context']:,}"),
+            *(format(row[name] / MB, size) for name in SIZES),
+            *(write_time(row[name]) for name in TIMES),
+        ]
+        for row in record["rows"]
+    ]
+
+
+def terminal(record: dict[str, Any]) -> TerminalTable:
     """Return every row of the record for a terminal, which has room for the median times alone."""
-    rows = []
-    for row in record["rows"]:
-        numbers = [row[name] / MB for name in SIZES] + [row[name]["median"] for name in TIMES]
-        rows.append([row["model"], str(row["batch"]), f"{row['context']:,}", *(f"{n:.4g}" for n in numbers)])
+    rows = _rows(record, ".4g", lambda time: f"{time['median']:.4g}")
     return Table(SHORT_HEADERS, rows, note=CAPTION).terminal(whole=SHORT_HEADERS[1:])
 
 
 def measurements(record: dict[str, Any]) -> Table:
     """Return every row of the record, times with their range over the rounds."""
-    rows = []
-    for row in record["rows"]:
-        sizes = [f"{row[name] / MB:,.2f}" for name in SIZES]
-        times = [row[name] for name in TIMES]
-        ranges = [f"{time['median']:,.1f} ({time['min']:,.1f}–{time['max']:,.1f})" for time in times]
-        rows.append([row["model"], str(row["batch"]), f"{row['context']:,}", *sizes, *ranges])
-    return Table(HEADERS, rows)
+    rows = _rows(record, ",.2f", lambda time: f"{time['median']:,.1f} ({time['min']:,.1f}–{time['max']:,.1f})")
+    return Table(HEADERS, rows, note=MEASURED)
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -51,29 +55,29 @@ def markdown(record: dict[str, Any]) -> str:
     return measurements(record).markdown()
 
 
-def write_page(directory: Path) -> Path:
-    """Write `report.html` and `table.md` beside bench.json, from it alone; return the page's path.
+def page(record: dict[str, Any]) -> Page:
+    """Return the page of a record."""
+    models = [
+        [name, compact(model["parameters"]), f"{model['kv_bytes_per_token']:,}", f"{model['weights'] / MB:,.1f} MB"]
+        for name, model in record["models"].items()
+    ]
+    threads = f"{record['threads']} thread{'' if record['threads'] == 1 else 's'}"
+    return Page(
+        "leanqkv bench",
+        "Inference: memory, prefill and decoding",
+        f"{record['dtype']} on {record['hardware']['device']}, {threads}; {record['new_tokens']} new tokens after "
+        f"every context, {record['rounds']} rounds in which the models take turns.",
+        [
+            Section("Models", [Table(("model", "parameters", "KV bytes per token", "weights"), models)]),
+            Section("Figures", [Figure(drawing, caption) for caption, drawing in _figures(record)]),
+            Section("All measurements", [measurements(record)]),
+        ],
+        made=footer(record),
+        title=f"Inference: {', '.join(record['models'])}",
+    )
 
-    Raises:
-        LeanError: no such record there, or a damaged one.
-    """
-    with reading(directory / RECORD, "measure again into another --out") as record:
-        models = [
-            [name, compact(model["parameters"]), f"{model['kv_bytes_per_token']:,}", f"{model['weights'] / MB:,.1f} MB"]
-            for name, model in record["models"].items()
-        ]
-        return write_report(
-            directory,
-            "bench.html.j2",
-            markdown(record),
-            record=record,
-            models=Table(("model", "parameters", "KV bytes per token", "weights"), models),
-            measurements=measurements(record),
-            figures=_figures(record),
-        )
 
-
-def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
+def _figures(record: dict[str, Any]) -> list[tuple[str, Drawing]]:
     """Return captions and drawings: cache, cache per token, memory, then times at every batch size."""
     batches = sorted({row["batch"] for row in record["rows"]})
     least, most = batches[0], batches[-1]
@@ -82,9 +86,9 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
     per_token, memory = [], {}
     for style, (name, model) in enumerate(record["models"].items()):
         size = at_longest[name, least]["cache"] / longest / least
-        per_token.append(figures.Series(name, style, [Band(model["parameters"], size, size, size)]))
+        per_token.append(Series(name, style, [Band(model["parameters"], size, size, size)]))
         memory[name] = {part: at_longest[name, most][part] / MB for part in ("weights", "cache", "activations")}
-    context, lines = "context, tokens", figures.measured_lines
+    context, lines = "context, tokens", measured_lines
     drawings = [
         (
             f"KV cache against context, batch {most}; measured on the tensors.",
@@ -96,7 +100,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
         ),
         (
             f"Memory while a prompt of the longest context is taken in, batch {most}.",
-            figures.stacked_bars("memory", memory, "MB", "Weights, cache and activations."),
+            stacked_bars("memory", memory, "MB", "Weights, cache and activations."),
         ),
     ]
     times = {"prefill": ("Prefill", "prefill, ms per 100 tokens"), "decode": ("Decoding", "new tokens per second")}
@@ -106,7 +110,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, figures.Drawing]]:
     return drawings
 
 
-def _series(record: dict[str, Any], batch: int, quantity: str) -> list[figures.Series]:
+def _series(record: dict[str, Any], batch: int, quantity: str) -> list[Series]:
     """Return one line per model over the contexts: a size in MB, or a time with its range."""
 
     def band(row: dict[str, Any]) -> Band:
@@ -114,8 +118,10 @@ def _series(record: dict[str, Any], batch: int, quantity: str) -> list[figures.S
             return Band(row["context"], *(row[quantity][edge] for edge in ("median", "min", "max")))
         return Band(row["context"], *[row[quantity] / MB] * 3)
 
-    rows = [row for row in record["rows"] if row["batch"] == batch]
     return [
-        figures.Series(name, style, [band(row) for row in rows if row["model"] == name])
+        Series(name, style, [band(row) for row in record["rows"] if (row["batch"], row["model"]) == (batch, name)])
         for style, name in enumerate(record["models"])
     ]
+
+
+KIND = Kind("bench.json", "measure again into another directory", page, terminal, markdown)

@@ -13,14 +13,11 @@ from rich.text import Text
 from ..compare.measure import LOSS
 from ..compare.records import ComparisonRecord, Result
 from ..compare.statistics import standard_deviation
-from ..compare.suites import SUITES
 from ..compare.trend import FRACTIONS, FURTHER, trend
 from ..presets import recipe_differences
-from .published import published_tables
-from .stability import stability_table
+from .papers import suite_claims, suite_tables
 from .text import ABSENT, Table, compact, listed, percent, seeds, signed, with_interval
 
-DIFFERENCE = 1  # the place of that column
 # Fewer are warned of: at two seeds Student's t is 12.7, at three 4.3.
 ENOUGH_SEEDS, ENOUGH_INPUTS = 3, 64
 INTERVAL_NOTE = (
@@ -59,34 +56,37 @@ def interval_note(comparison: ComparisonRecord) -> str:
 
 def warnings(comparison: ComparisonRecord) -> list[str]:
     """Return what makes the differences weak evidence: unlike runs, learning rates, few seeds, few sequences."""
-    lines = _unlike_runs(comparison)
-    groups = [
-        {result.learning_rate for result in comparison.results if result.name in names and result.learning_rate}
-        for names in comparison.groups
-    ]
+    lines, searched = _unlike_runs(comparison), comparison.grid
+    by_name = {result.name: result for result in comparison.results}
+    groups = [{rate for name in names if (rate := by_name[name].learning_rate)} for names in comparison.groups]
     rates = listed([f"{rate:g}" for rate in sorted(set().union(*groups))])
     if any(len(group) > 1 for group in groups):
-        each = "each is the best of its search" if comparison.grid else "none was searched"
+        each = "each is the best of its search" if searched else "none was searched"
         lines.append(f"Learning rates differ ({rates}); {each}. Part of a difference may come from them.")
-    elif rates and not comparison.grid:
+    elif rates and not searched:
         lines.append(f"The learning rate ({rates}) was not searched. Another may favor another model.")
-    if differing := _unlike_recipes(comparison):
+    recipes = {name: result.any_run.recipe for name, result in by_name.items() if result.any_run is not None}
+    if differing := recipe_differences(
+        [recipes[name] for name in names if name in recipes] for names in comparison.groups
+    ):
         lines.append(f"Recipes differ in {listed(differing)}. Part of a difference may come from them.")
-    if comparison.grid and (steps := comparison.grid.get("steps")):
+    if searched and (steps := searched.get("steps")):
         lines.append(f"Rates were searched in runs of {steps:,} steps. Longer runs often want lower ones.")
-    if edge := _at_the_edge(comparison):
+    tried = searched["learning_rates"] if searched else []
+    chosen = comparison.chosen_learning_rate if searched else {}
+    if edge := [name for name, rate in chosen.items() if rate in (min(tried), max(tried))]:
         lines.append(f"The best learning rate is the least or the largest that was tried for {listed(edge)}.")
     pairs = [len(result.difference.by_seed) for result in comparison.results if result.difference]
     if pairs and min(pairs) == 1:
         lines.append("A difference known from one seed has no interval. It may be seed noise.")
     elif pairs and min(pairs) < ENOUGH_SEEDS:
         lines.append(f"Fewer than {ENOUGH_SEEDS} seeds: intervals are wide, and their width is itself uncertain.")
-    counts = [run.batch_plan["evaluation_sequences"] for run in comparison.finals]
-    if counts and min(counts) < ENOUGH_INPUTS:
+    fewest = min((run.batch_plan["evaluation_sequences"] for run in comparison.finals), default=ENOUGH_INPUTS)
+    if fewest < ENOUGH_INPUTS:
         inputs = comparison.measure.inputs
         lines.append(
-            f"Fewer than {ENOUGH_INPUTS} evaluation {inputs}: {min(counts)}. Other {inputs} may give another "
-            "difference, and no interval over seeds covers that."
+            f"Fewer than {ENOUGH_INPUTS} evaluation {inputs}: {fewest}. Other {inputs} may give another difference, "
+            "and no interval over seeds covers that."
         )
     return lines
 
@@ -94,7 +94,7 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
 def terminal_report(comparison: ComparisonRecord) -> RenderableType:
     """Return the result in 100 columns; of a suite also the papers' numbers beside it and its outcomes."""
     parts: list[RenderableType] = [terminal_table(comparison)]
-    for table in _below_the_result(comparison):
+    for table in [*length_tables(comparison), *suite_tables(comparison)]:
         rows = [[_folded(name), *cells] for name, *cells in table.rows]
         parts += ["", replace(table, rows=rows).terminal()]
     if claims := suite_claims(comparison):
@@ -123,7 +123,7 @@ def markdown(comparison: ComparisonRecord) -> str:
     """Return the same tables for GitHub."""
     result = result_table(comparison)
     parts = [result.markdown(), f"{result.note}\n"]
-    for table in _below_the_result(comparison):
+    for table in [*length_tables(comparison), *suite_tables(comparison)]:
         parts += [f"{table.title}\n", table.markdown()]
         parts += [f"{table.note}\n"] if table.note else []
     if claims := suite_claims(comparison):
@@ -131,22 +131,8 @@ def markdown(comparison: ComparisonRecord) -> str:
     return "\n".join(parts)
 
 
-def _below_the_result(comparison: ComparisonRecord) -> list[Table]:
-    lengths = length_table(comparison)
-    return ([] if lengths is None else [lengths]) + sections(comparison)
-
-
-def sections(comparison: ComparisonRecord) -> list[Table]:
-    """Return a suite's further tables: outcomes of its runs, the papers' numbers beside ours."""
-    suite = SUITES.get(comparison.suite or "")
-    if suite is None:
-        return []
-    outcomes = [stability_table(comparison)] if suite.stability else []
-    return outcomes + published_tables(comparison, suite)
-
-
-def length_table(comparison: ComparisonRecord) -> Table | None:
-    """Return how each difference changes with the tokens trained on; None where too few lengths were evaluated."""
+def length_tables(comparison: ComparisonRecord) -> list[Table]:
+    """Return how each difference changes with the tokens trained on; nothing where too few lengths were evaluated."""
     rows = []
     for result in comparison.results:
         if result.baseline is None or comparison.measure != LOSS:
@@ -156,7 +142,7 @@ def length_table(comparison: ComparisonRecord) -> Table | None:
             rows.append([f"`{result.name}`", *(with_interval(cell) for cell in cells)])
     tokens = {run.tokens for run in comparison.finals if run.loss is not None}
     if not rows or len(tokens) != 1:
-        return None
+        return []
     whole = tokens.pop()
     headers = ["model", *(f"{compact(fraction * whole)}\ntokens" for fraction in FRACTIONS)]
     headers += ["per doubling", f"{compact(FURTHER * whole)} tokens,\npredicted"]
@@ -165,12 +151,7 @@ def length_table(comparison: ComparisonRecord) -> Table | None:
         "straight line through each seed's four differences over the logarithm of the tokens. The prediction holds if "
         "the line does. Before the end the learning rate has not come down yet: a run that ends there has another loss."
     )
-    return Table(headers, rows, "Differences by length of training", note)
-
-
-def suite_claims(comparison: ComparisonRecord) -> list[str]:
-    suite = SUITES.get(comparison.suite or "")
-    return list(suite.claims) if suite else []
+    return [Table(headers, rows, "Differences by length of training", note)]
 
 
 def reading(comparison: ComparisonRecord) -> str:
@@ -214,14 +195,6 @@ def _difference_and_cache(result: Result, baseline: Result) -> str:
     return f"{result.name} ({signed(result.difference.mean)}{cache})"
 
 
-def _at_the_edge(comparison: ComparisonRecord) -> list[str]:
-    """The architectures whose best learning rate another beyond the searched ones may beat."""
-    if comparison.grid is None:
-        return []
-    tried = comparison.grid["learning_rates"]
-    return [name for name, rate in comparison.chosen_learning_rate.items() if rate in (min(tried), max(tried))]
-
-
 def remarks(comparison: ComparisonRecord) -> list[str]:
     """Return the plan's notes, then every run that is missing or diverged."""
     lines = list(comparison.notes)
@@ -257,12 +230,6 @@ def _unlike_runs(comparison: ComparisonRecord) -> list[str]:
     if any(len({run.tokens for run in runs if run.loss is not None}) > 1 for runs in groups):
         lines.append("The runs were not all trained on the same number of tokens.")
     return lines
-
-
-def _unlike_recipes(comparison: ComparisonRecord) -> list[str]:
-    """In what the recipes of compared models differ beside the peak of the learning rate."""
-    by_name = {result.name: run.recipe for result in comparison.results if (run := result.any_run) is not None}
-    return recipe_differences([by_name[name] for name in names if name in by_name] for names in comparison.groups)
 
 
 def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:

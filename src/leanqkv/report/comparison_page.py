@@ -2,63 +2,51 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from ..compare.measure import LOSS
-from ..compare.records import ComparisonRecord, Result, Run, load_comparison
+from ..compare.records import AGAIN, ComparisonRecord, Result, load_comparison
 from ..compare.statistics import Band, average, difference_curve, paired_difference
-from . import figures, html
-from .comparison import (
-    DIFFERENCE,
-    interval_note,
-    length_table,
-    markdown,
-    reading,
-    remarks,
-    result_table,
-    sections,
-    suite_claims,
-    warnings,
-)
+from . import comparison as text
+from . import figures
+from .page import Code, Figure, Kind, Note, Page, Section
+from .papers import suite_claims, suite_tables
 from .text import ABSENT, Table, listed, signed
 
-Captioned = tuple[str, str, figures.Drawing]  # heading, caption and drawing
 
-
-def write_report(directory: str | Path) -> Path:
-    """Write `report.html` and `table.md` into the comparison's directory; return the page's path.
-
-    The page needs no other file. The same records give the same bytes.
-
-    Raises:
-        LeanError: as `load_comparison`.
-    """
-    comparison = load_comparison(directory)
-    drawn = (_training_curves(comparison), _differences(comparison), _search(comparison), _loss_and_cache(comparison))
-    return html.write_report(
-        Path(directory),
-        "comparison.html.j2",
-        markdown(comparison),
-        comparison=comparison,
-        reading=reading(comparison),
-        warnings=warnings(comparison),
-        interval_note=interval_note(comparison),
-        finished=sum(run.state != "missing" for run in comparison.finals),
-        planned=len(comparison.architectures) * len(comparison.seeds),
-        result=result_table(comparison),
-        difference=DIFFERENCE,
-        marks=_marks(comparison),
-        figures=[figure for figure in drawn if figure is not None],
-        facts=_facts(comparison),
-        recipes=_recipes(comparison),
-        runs=_runs(comparison),
-        lengths=length_table(comparison),
-        sections=sections(comparison),
-        claims=suite_claims(comparison),
-        remarks=remarks(comparison),
+def page(comparison: ComparisonRecord) -> Page:
+    """Return the page of a comparison."""
+    finished = sum(run.state != "missing" for run in comparison.finals)
+    planned = len(comparison.architectures) * len(comparison.seeds)
+    scale = f" at scale {comparison.scale}" if comparison.scale else ""
+    result = replace(text.result_table(comparison), note="", remarks=_marks(comparison))
+    warnings = [Note(warning, "warning") for warning in text.warnings(comparison)]
+    unit = f"{text.interval_note(comparison)} {comparison.measure.unit}; s.d. is the standard deviation over seeds."
+    recipes = _recipes(comparison)
+    papers = [*(Section(table.title, [table]) for table in suite_tables(comparison)), suite_claims(comparison)]
+    measured = [
+        _facts(comparison),
+        Section("To reproduce", [Code(comparison.command)]),
+        Section("Recipes", [recipes] if recipes.rows else []),
+        Section("Every final run", [_runs(comparison)], folded=True),
+    ]
+    return Page(
+        "leanqkv comparison" + (f" · suite {comparison.suite}{scale}" if comparison.suite else ""),
+        comparison.title,
+        text.reading(comparison),
+        [
+            Section("Result", [result, *warnings, Note(unit)]),
+            *(Section(table.title, [table]) for table in text.length_tables(comparison)),
+            Section("Beside the papers", papers),
+            Section("Figures", [*_figures(comparison)]),
+            Section("How it was measured", measured),
+            Section("Notes", [text.remarks(comparison)]),
+        ],
+        made=None,
+        status=f"Still under way: {finished} of {planned} final runs are there." if finished < planned else "",
     )
 
 
@@ -66,53 +54,72 @@ def _marks(comparison: ComparisonRecord) -> dict[str, tuple[str, str]]:
     """By architecture, the style and the words that stand below its difference."""
     words = {"lower": "clearly lower", "higher": "clearly higher", "unclear": "not clear"}
     styles = {"lower": "bad", "higher": "bad", "unclear": "unclear"} | {comparison.measure.better: "good"}
-    verdicts = {result.name: result.verdict for result in comparison.results}
-    return {name: (styles[verdict], words[verdict]) for name, verdict in verdicts.items() if verdict in words}
+    judged = {result.name: result.verdict for result in comparison.results if result.verdict in words}
+    return {name: (styles[verdict], words[verdict]) for name, verdict in judged.items()}
 
 
-# Each of these returns None for a comparison without anything to draw.
+def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
+    """Yield the figures that there is something to draw in."""
+    measure, results = comparison.measure, comparison.results
+    if series := [*_training_curves(comparison)]:
+        name, per_step = measure.name, {run.recipe["batch_size"] * run.context_length for run in comparison.finals}
+        drawing = figures.curves("loss", series, measure, per_step.pop() if len(per_step) == 1 else None)
+        title = f"{name[0].upper()}{name[1:]} during training"
+        yield Figure(drawing, f"Lines are means over seeds.{figures.edge_note(series)}", title)
+    # Of losses alone: an accuracy begins near zero for every model.
+    compared = {one.name: (one.curves(), one.baseline.curves()) for one in results if one.baseline and measure == LOSS}
+    styles = {result.name: result.style for result in results}
+    curves = {name: difference_curve(*pair) for name, pair in compared.items()}
+    if series := [figures.Series(name, styles[name], points) for name, points in curves.items() if points]:
+        pairs = {name: len(own.keys() & others.keys()) for name, (own, others) in compared.items()}
+        yield Figure(
+            figures.difference_curves("difference", series, measure),
+            "Validation loss minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
+            f"zero is better. {_intervals(comparison, pairs, 'bands')}"
+            + (" Wide bands of early evaluations may be cut off." if max(pairs.values()) > 1 else ""),
+            f"Difference to {_baseline(comparison)}",
+        )
+    if series := [*_search(comparison)]:
+        yield Figure(
+            figures.learning_rate_grid("grid", series),
+            "Validation loss at the end of one run per architecture and peak learning rate; a ring marks the best of "
+            "each architecture, a cross a run that diverged.",
+            "The learning rate search",
+        )
+    sized = [result for result in results if result.losses and result.kv_bytes is not None]
+    if len({result.kv_bytes for result in sized}) > 1:
+        pairs = {r.name: len(r.losses.keys() & r.baseline.losses.keys()) for r in results if r.baseline}
+        yield Figure(
+            figures.cache_scatter("cache", [figures.Series(one.name, one.style, [_paired_loss(one)]) for one in sized]),
+            "Down and to the left is better. Marks are means over seeds; equal caches stand side by side; the dashed "
+            f"line is the loss of {comparison.baselines[0]}. {_intervals(comparison, pairs, 'bars')}",
+            "Validation loss and KV cache",
+        )
 
 
-def _training_curves(comparison: ComparisonRecord) -> Captioned | None:
-    series = []
+def _training_curves(comparison: ComparisonRecord) -> Iterator[figures.Series]:
     for result in comparison.results:
-        ends = [
-            (run.diverged[0], max(run.scores.items(), default=(0, math.inf))[1])
-            for run in result.finals.values()
-            if run.diverged
-        ]
+        diverged = [(run.diverged[0], run.scores) for run in result.finals.values() if run.diverged]
+        ends = [(step, max(scores.items(), default=(0, math.inf))[1]) for step, scores in diverged]
         if (points := average(result.curves())) or ends:
-            series.append(figures.Series(result.name, result.style, points, ends))
-    name = comparison.measure.name
-    per_step = {run.recipe["batch_size"] * run.context_length for run in comparison.finals}
-    if not series:
-        return None
-    return (
-        f"{name[0].upper()}{name[1:]} during training",
-        f"Lines are means over seeds.{figures.edge_note(series)}",
-        figures.curves(series, comparison.measure, per_step.pop() if len(per_step) == 1 else None),
-    )
+            yield figures.Series(result.name, result.style, points, ends)
 
 
-def _differences(comparison: ComparisonRecord) -> Captioned | None:
-    """Of losses alone: an accuracy begins near zero for every model."""
-    series = [
-        figures.Series(result.name, result.style, points)
-        for result in comparison.results
-        if comparison.measure == LOSS
-        and result.baseline
-        and (points := difference_curve(result.curves(), result.baseline.curves()))
-    ]
-    if not series:
-        return None
-    pairs = {r.name: len(r.curves().keys() & r.baseline.curves().keys()) for r in comparison.results if r.baseline}
-    return (
-        f"Difference to {_baseline(comparison)}",
-        "Validation loss minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
-        f"zero is better. {_intervals(comparison, pairs, 'bands')}"
-        + (" Wide bands of early evaluations may be cut off." if max(pairs.values()) > 1 else ""),
-        figures.difference_curves(series, comparison.measure),
-    )
+def _search(comparison: ComparisonRecord) -> Iterator[figures.Series]:
+    for result in comparison.results:
+        tried = [run for (name, _), run in comparison.grid_runs.items() if name == result.name]
+        losses = [Band(run.learning_rate, *[run.loss] * 3) for run in tried if run.loss is not None]
+        diverged = [(run.learning_rate, math.inf) for run in tried if run.diverged]
+        if losses or diverged:
+            yield figures.Series(result.name, result.style, losses, diverged)
+
+
+def _paired_loss(result: Result) -> Band:
+    """The loss at the size of the cache, with the interval of its difference to the baseline."""
+    difference = paired_difference(result.losses, result.baseline.losses) if result.baseline else None
+    width = (difference and difference.half_width) or 0
+    assert result.kv_bytes is not None
+    return Band(result.kv_bytes, result.mean_loss, result.mean_loss - width, result.mean_loss + width)
 
 
 def _baseline(comparison: ComparisonRecord) -> str:
@@ -128,81 +135,31 @@ def _intervals(comparison: ComparisonRecord, pairs: Mapping[str, int], marks: st
     return f"The {marks} are 95% intervals of the difference to {_baseline(comparison)}, over seeds.{absent}"
 
 
-def _search(comparison: ComparisonRecord) -> Captioned | None:
-    series = []
-    for result in comparison.results:
-        tried = [run for (name, _), run in comparison.grid_runs.items() if name == result.name]
-        losses = [Band(run.learning_rate, *[run.loss] * 3) for run in tried if run.loss is not None]
-        diverged = [(run.learning_rate, math.inf) for run in tried if run.diverged]
-        if losses or diverged:
-            series.append(figures.Series(result.name, result.style, losses, diverged))
-    if not series:
-        return None
-    return (
-        "The learning rate search",
-        "Validation loss at the end of one run per architecture and peak learning rate; a ring marks the best "
-        "of each architecture, a cross a run that diverged.",
-        figures.learning_rate_grid(series),
-    )
-
-
-def _loss_and_cache(comparison: ComparisonRecord) -> Captioned | None:
-    series = [
-        figures.Series(result.name, result.style, [_paired_loss(result, size)])
-        for result in comparison.results
-        if result.losses and (size := result.kv_bytes) is not None
-    ]
-    if len({one.points[0].step for one in series}) < 2:
-        return None
-    pairs = {r.name: len(r.losses.keys() & r.baseline.losses.keys()) for r in comparison.results if r.baseline}
-    return (
-        "Validation loss and KV cache",
-        "Down and to the left is better. Marks are means over seeds; equal caches stand side by side; the dashed line "
-        f"is the loss of {comparison.baselines[0]}. {_intervals(comparison, pairs, 'bars')}",
-        figures.cache_scatter(series),
-    )
-
-
-def _paired_loss(result: Result, size: float) -> Band:
-    """The loss at this size of cache, with the interval of its difference to the baseline."""
-    difference = paired_difference(result.losses, result.baseline.losses) if result.baseline else None
-    width = (difference and difference.half_width) or 0
-    return Band(size, result.mean_loss, result.mean_loss - width, result.mean_loss + width)
-
-
-def _facts(comparison: ComparisonRecord) -> list[tuple[str, list[str]]]:
+def _facts(comparison: ComparisonRecord) -> dict[str, list[str]]:
     """How it was measured: term and values, more than one value only where runs differ."""
     runs = comparison.finals or list(comparison.runs)
     inputs, (size_term, size_text) = comparison.measure.inputs, comparison.measure.data_size
-    plans = {seed: [r.batch_plan["sha256"] for r in runs if r.seed == seed] for seed in comparison.seeds}
-    facts = [
-        ("Data", _distinct(run.data["description"] for run in runs)),
-        (size_term, _distinct(size_text(run.data) for run in runs)),
-        ("Data, SHA-256", _distinct(run.data["sha256"] for run in runs)),
-        (
-            "Batch plan, SHA-256",
-            [f"seed {seed}: {digest}" for seed, digests in plans.items() for digest in _distinct(digests)],
+    plans = {seed: _distinct(r.batch_plan["sha256"] for r in runs if r.seed == seed) for seed in comparison.seeds}
+    facts = {
+        "Data": _distinct(run.data["description"] for run in runs),
+        size_term: _distinct(size_text(run.data) for run in runs),
+        "Data, SHA-256": _distinct(run.data["sha256"] for run in runs),
+        "Batch plan, SHA-256": [f"seed {seed}: {digest}" for seed, digests in plans.items() for digest in digests],
+        "Training": _distinct(
+            f"{run.recipe['steps']:,} steps of {run.recipe['batch_size']:,} {inputs} of {run.context_length:,} tokens: "
+            f"{run.recipe['steps'] * run.recipe['batch_size'] * run.context_length:,} tokens"
+            for run in runs
         ),
-        ("Training", _distinct(_length(run) for run in runs)),
-        ("Validation", _distinct(f"{run.batch_plan['evaluation_sequences']:,} {inputs}" for run in runs)),
-        ("Seeds", [", ".join(map(str, comparison.seeds))]),
-        ("Learning rates", [_learning_rates(comparison)]),
-        ("Tokens per second", ["median over the steps of a run, mean over seeds"]),
-        ("Precision", _distinct(run.precision["choice"] for run in runs)),
-        ("Hardware", _distinct(_described(run.hardware) for run in runs)),
-        ("Versions", _distinct(_described(run.versions) for run in runs)),
-        ("Git commit", _distinct(run.git_commit or "not recorded" for run in runs)),
-    ]
-    return [(term, values) for term, values in facts if values]
-
-
-def _length(run: Run) -> str:
-    """How long a run trains."""
-    steps, batch_size = run.recipe["steps"], run.recipe["batch_size"]
-    return (
-        f"{steps:,} steps of {batch_size:,} {run.measure.inputs} of {run.context_length:,} tokens: "
-        f"{steps * batch_size * run.context_length:,} tokens"
-    )
+        "Validation": _distinct(f"{run.batch_plan['evaluation_sequences']:,} {inputs}" for run in runs),
+        "Seeds": [", ".join(map(str, comparison.seeds))],
+        "Learning rates": [_learning_rates(comparison)],
+        "Tokens per second": ["median over the steps of a run, mean over seeds"],
+        "Precision": _distinct(run.precision["choice"] for run in runs),
+        "Hardware": _distinct(_described(run.hardware) for run in runs),
+        "Versions": _distinct(_described(run.versions) for run in runs),
+        "Git commit": _distinct(run.git_commit or "not recorded" for run in runs),
+    }
+    return {term: values for term, values in facts.items() if values}
 
 
 def _learning_rates(comparison: ComparisonRecord) -> str:
@@ -273,3 +230,6 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return "none" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
+KIND = Kind("compare.json", AGAIN, page, text.terminal_report, text.markdown, load=lambda at, plan: load_comparison(at))

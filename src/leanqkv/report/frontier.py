@@ -2,25 +2,25 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
 from rich.table import Table as TerminalTable
 
 from ..compare.statistics import Band, half_width
-from ..files import write_text
-from ..frontier.measure import RECORD
-from ..records import reading
-from . import figures
-from .html import TEMPLATES, render
-from .text import ABSENT, Table, signed
+from .figures import Drawing, Series, frontier_lines
+from .page import Figure, Kind, Page, Section, described, footer
+from .text import ABSENT, Table, plus_minus, signed
 
-PAGE, TABLE = "frontier.html", "table.md"
 # Shares of the source's cache for which the best point is named.
 BUDGETS = (0.84, 0.75, 0.5, 0.375, 0.25)
 # Nats above the source's loss from which a point is of no use, and is not recommended.
 USELESS = 1.0
+CAPTION = (
+    "Loss above the source's, mean of the texts, against the share of its KV cache in bfloat16. Down and to the left "
+    "is better. What loses a nat or more is in the table alone."
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Point:
         """The mean over the texts."""
         return fmean(mean for mean, _ in self.losses)
 
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return self.label, f"{self.bytes_per_token:,.0f}", f"{self.share:.1%}"
+
 
 def read_points(record: dict[str, Any]) -> list[Point]:
     """Return the points of a record, in its order."""
@@ -69,12 +73,11 @@ def _point(samples: list[dict[str, Any]], record: dict[str, Any]) -> Point:
         means = [one["mean"] for one in found]
         losses.append((fmean(means), found[0]["half_width"] if len(samples) == 1 else half_width(means)))
     scores = [score for sample in samples for score in sample["scores"]]
-    bits = first["key_bits"], first["value_bits"]
-    words = f"{bits[0]} bits" if bits[0] == bits[1] else f"{bits[0]}/{bits[1]} bits"
+    bits = dict.fromkeys((first["key_bits"], first["value_bits"]))
     return Point(
-        label=f"{first['label']}, {words}",
+        label=f"{first['label']}, {'/'.join(map(str, bits))} bits",
         reduction=first["label"],
-        quantized=bits[0] < 16,
+        quantized=first["key_bits"] < 16,
         bytes_per_token=first["bytes_per_token"],
         share=first["bytes_per_token"] / record["source"]["bytes_per_token"],
         losses=losses,
@@ -93,22 +96,18 @@ def best_within(points: Sequence[Point], share: float) -> Point | None:
 
 def recommendations(record: dict[str, Any]) -> Iterator[str]:
     """Yield one sentence for every budget: the best of all, and the best without quantizing."""
+
+    def named(point: Point) -> str:
+        return f"{point.label} ({point.share:.1%}, {signed(point.loss)} nats)"
+
     points = [point for point in read_points(record) if point.loss < USELESS]
     for share in BUDGETS:
         best, plain = (best_within(some, share) for some in (points, [one for one in points if not one.quantized]))
         if best is None:
             yield f"At most {100 * share:g}% of the cache: no point is that small and of use."
             continue
-        sentence = f"At most {100 * share:g}% of the cache: {_named(best)}"
-        if plain is None:
-            sentence += "; none without quantizing"
-        elif plain != best:
-            sentence += f"; without quantizing {_named(plain)}"
-        yield f"{sentence}."
-
-
-def _named(point: Point) -> str:
-    return f"{point.label} ({point.share:.1%}, {signed(point.loss)} nats)"
+        other = f"; without quantizing {named(plain)}" if plain else "; none without quantizing"
+        yield f"At most {100 * share:g}% of the cache: {named(best)}{'' if plain == best else other}."
 
 
 def _by_size(record: dict[str, Any]) -> list[Point]:
@@ -126,12 +125,15 @@ def points_table(record: dict[str, Any]) -> Table:
         *("KL, nats", "same likeliest token", "same on a greedy text"),
         *(f"tokens/s after {int(context):,}" for context in contexts),
     )
-    rows = []
-    for point in _by_size(record):
-        losses = [signed(mean) + (f" ± {width:.4f}" if width is not None else "") for mean, width in point.losses]
-        speeds = [f"{point.speeds[c]:.1f}" if c in point.speeds else ABSENT for c in contexts]
-        numbers = (f"{point.divergence:.4f}", f"{point.agreement:.1%}", f"{point.greedy:.1%}")
-        rows.append((point.label, f"{point.bytes_per_token:,.0f}", f"{point.share:.1%}", *losses, *numbers, *speeds))
+    rows = [
+        (
+            *point.cells,
+            *(plus_minus(signed(mean), width) for mean, width in point.losses),
+            *(f"{point.divergence:.4f}", f"{point.agreement:.1%}", f"{point.greedy:.1%}"),
+            *(f"{point.speeds[c]:.1f}" if c in point.speeds else ABSENT for c in contexts),
+        )
+        for point in _by_size(record)
+    ]
     samples = record["calibration"]["samples"]
     over = "windows of the text" if samples == 1 else f"{samples} calibrations, of the source over windows of the text"
     note = (
@@ -143,30 +145,11 @@ def points_table(record: dict[str, Any]) -> Table:
     return Table(headers, rows, note=note)
 
 
-def terminal_table(record: dict[str, Any]) -> TerminalTable:
+def terminal(record: dict[str, Any]) -> TerminalTable:
     """Return the points for a terminal: their size, and means over the texts."""
     headers = ("cache", "bytes per token", "share", "loss", "KL, nats", "same likeliest token")
-    rows = [
-        (
-            *(point.label, f"{point.bytes_per_token:,.0f}", f"{point.share:.1%}", signed(point.loss)),
-            *(f"{point.divergence:.4f}", f"{point.agreement:.1%}"),
-        )
-        for point in _by_size(record)
-    ]
+    rows = [(*one.cells, signed(one.loss), f"{one.divergence:.4f}", f"{one.agreement:.1%}") for one in _by_size(record)]
     return Table(headers, rows, note="Loss above the source's, nats per token.").terminal(whole=headers[:-1])
-
-
-def write_pages(directory: Path) -> Path:
-    """Write the page and table.md beside frontier.json; return the page's path.
-
-    Raises:
-        LeanError: no frontier.json there, or a damaged one.
-    """
-    with reading(directory / RECORD, "measure again into another --out") as record:
-        page, table = _page(record), markdown(record)
-    write_text(directory / TABLE, table)
-    write_text(directory / PAGE, page)
-    return directory / PAGE
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -176,27 +159,27 @@ def markdown(record: dict[str, Any]) -> str:
     return f"{table.markdown()}\n\n{table.note}\n\n{sentences}"
 
 
-def _page(record: dict[str, Any]) -> str:
-    plans = {
-        point["label"]: point["layers"] for point in record["points"] if point.get("layers") and not point["sample"]
-    }
-    return render(
-        TEMPLATES / "frontier.html.j2",
-        record={"git_commit": None, **record},
-        heading=f"{record['name']}: KV cache against loss",
-        recommendations=list(recommendations(record)),
-        figure=_figure(record),
-        points=points_table(record),
-        plans={label: plan_table(layers) for label, layers in plans.items() if plan_table(layers) is not None},
-        refused=record.get("refused", {}),
-        facts=list(_facts(record)),
+def page(record: dict[str, Any]) -> Page:
+    """Return the page of a record."""
+    first = [point for point in record["points"] if point.get("layers") and not point["sample"]]
+    plans = {point["label"]: _plan(point["layers"]) for point in first if "rank" in point["layers"][0]}
+    return Page(
+        "leanqkv frontier",
+        f"{record['name']}: KV cache against loss",
+        "How small the KV cache of this checkpoint can get, and what that costs.",
+        [
+            Section("For every budget", [[*recommendations(record)], Figure(_figure(record), CAPTION)]),
+            Section("All points", [points_table(record)]),
+            Section("What every layer caches", [Section(label, [plan], folded=True) for label, plan in plans.items()]),
+            Section("Not measured", [record.get("refused", {})]),
+            Section("How it was made", [_facts(record)]),
+        ],
+        made=footer(record),
     )
 
 
-def plan_table(layers: list[dict[str, Any]]) -> Table | None:
-    """Return the columns that every layer's keys and values take; None of other kinds."""
-    if "rank" not in layers[0]:
-        return None
+def _plan(layers: list[dict[str, Any]]) -> Table:
+    """The columns that every layer's keys and values take."""
     rows = [
         (str(layer["layer"]), str(layer.get("key_rank", "all")), str(layer["rank"]), f"{layer['missed']:.2%}")
         for layer in layers
@@ -205,39 +188,41 @@ def plan_table(layers: list[dict[str, Any]]) -> Table | None:
     return Table(("layer", "columns of keys", "columns of values", "missed"), rows, note=note)
 
 
-def _figure(record: dict[str, Any]) -> figures.Drawing:
+def _figure(record: dict[str, Any]) -> Drawing:
     """Draw loss against the share of the cache: one line for every kind and precision, without what is of no use."""
-    kinds: dict[str, list[Point]] = {}
+    kinds: dict[str, list[Band]] = {}
     of_label = {point["label"]: point["kind"] for point in record["points"]}
     for point in (one for one in read_points(record) if one.loss < USELESS):
-        kinds.setdefault(f"{of_label[point.reduction]}, {point.label.rsplit(', ', 1)[1]}", []).append(point)
-    series = []
-    for style, (label, points) in enumerate(kinds.items(), 1):
-        bands = []
-        for point in sorted(points, key=lambda one: one.share):
-            width = max((width or 0.0) for _, width in point.losses)
-            bands.append(Band(100 * point.share, point.loss, point.loss - width, point.loss + width))
-        series.append(figures.Series(label, style, bands))
-    words = "Loss above the source's against the share of its KV cache, one line per kind of reduction and precision."
-    return figures.frontier_lines("frontier", series, words)
+        width = max((width or 0.0) for _, width in point.losses)
+        bands = kinds.setdefault(f"{of_label[point.reduction]}, {point.label.rsplit(', ', 1)[1]}", [])
+        bands.append(Band(100 * point.share, point.loss, point.loss - width, point.loss + width))
+    series = [
+        Series(label, style, sorted(bands, key=attrgetter("step")))
+        for style, (label, bands) in enumerate(kinds.items(), 1)
+    ]
+    return frontier_lines("frontier", series)
 
 
-def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(record: dict[str, Any]) -> dict[str, str | list[str]]:
     calibration = record["calibration"]
     tokens = f"{calibration['tokens']:,} tokens"
-    many = f"{calibration['samples']} samples of {tokens}, none in two of them"
-    yield "Calibration", tokens if calibration["samples"] == 1 else many
-    if calibration["seconds"]:
-        yield "Time of the fits", f"{fmean(calibration['seconds']) / 60:.1f} min a sample, all conversions together"
-    yield "Time of scoring and decoding", f"{record['seconds'] / 60:.1f} min in all"
-    for text in record["texts"]:
-        yield "Evaluation text", f"{text['description']}, {text['split']}"
-    if "command" in record:
-        yield "Command", f"`{record['command']}`"
-    yield "Hardware", ", ".join(f"{name} {value}" for name, value in record["hardware"].items())
-    yield "Versions", ", ".join(f"{name} {value}" for name, value in record["versions"].items())
+    if calibration["samples"] > 1:
+        tokens = f"{calibration['samples']} samples of {tokens}, none in two of them"
+    seconds = calibration["seconds"]
+    fits = f"{fmean(seconds) / 60:.1f} min a sample, all conversions together" if seconds else ""
     same = all(point.get("same_tokens_without_cache", True) for point in record["points"])
-    words = (
-        "every model decodes the same tokens with a cache and without" if same else "some models decode other tokens"
-    )
-    yield "Checked", words
+    decoded = "every model decodes the same tokens with a cache and without"
+    facts: dict[str, str | list[str]] = {
+        "Calibration": tokens,
+        "Time of the fits": fits,
+        "Time of scoring and decoding": f"{record['seconds'] / 60:.1f} min in all",
+        "Evaluation text": [f"{text['description']}, {text['split']}" for text in record["texts"]],
+        "Command": f"`{record['command']}`" if "command" in record else "",
+        "Hardware": described(record["hardware"]),
+        "Versions": described(record["versions"]),
+        "Checked": decoded if same else "some models decode other tokens",
+    }
+    return {term: text for term, text in facts.items() if text}
+
+
+KIND = Kind("frontier.json", "measure again into another directory", page, terminal, markdown, html="frontier.html")

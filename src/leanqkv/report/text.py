@@ -1,8 +1,8 @@
 """How numbers, lists and tables are written."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 
 import numpy as np
@@ -17,12 +17,16 @@ ABSENT = "–"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text, with a note below it. The first column holds names; a cell's further lines are remarks on it."""
+    """A table of text, with a note below it. The first column holds names; a cell's further lines are remarks on it.
+
+    remarks: on a page, by name, what stands below a row's second cell: its class and its words.
+    """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
     note: str = ""
+    remarks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def markdown(self) -> str:
         """Return the table for GitHub, without title and note; cells are Markdown, but for line breaks and bars."""
@@ -57,20 +61,24 @@ def signed(value: float, digits: int = 4) -> str:
     return f"{value:+,.{digits}f}".replace("-", "−")
 
 
+def plus_minus(text: str, width: float | None, form: str = ".4f") -> str:
+    """Return a number that is written already, and how far it may be off where that is known: −0.0211 ± 0.0013."""
+    return text if width is None else f"{text} ± {width:{form}}"
+
+
 def mean_and_deviation(values: Collection[float], digits: int = 4) -> str:
     """Return the mean and the sample's standard deviation, where there are two values: 3.9050 ± 0.0071."""
     if not values:
         return ABSENT
-    mean, deviation = f"{np.mean(list(values)):.{digits}f}".replace("-", "−"), standard_deviation(list(values))
-    return mean if deviation is None else f"{mean} ± {deviation:.{digits}f}"
+    mean = f"{np.mean(list(values)):.{digits}f}".replace("-", "−")
+    return plus_minus(mean, standard_deviation(list(values)), f".{digits}f")
 
 
 def with_interval(difference: PairedDifference | None, digits: int = 4, remark: str = "") -> str:
     """Return the mean with half its interval, where there are two seeds; bold where the interval leaves out zero."""
     if difference is None:
         return ABSENT
-    width = "" if difference.half_width is None else f" ± {difference.half_width:.{digits}f}"
-    text = f"{signed(difference.mean, digits)}{width}{remark}"
+    text = plus_minus(signed(difference.mean, digits), difference.half_width, f".{digits}f") + remark
     return f"**{text}**" if difference.clear else text
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..model.config import LeanConfig
+from ..model.shapes import count_parameters
 from ..presets import Recipe
 from .micro_batch import USABLE_SHARE, Step, choose_micro_batch, split_batch
 from .precision import Precision
@@ -89,7 +90,7 @@ def plan_run(
     micro, accumulation = split_batch(recipe.batch_size, chosen, devices)
     state, activations, flops = step.state_bytes(), step.activation_bytes(micro), step.flops()
     tokens, sequences = recipe.steps * recipe.batch_size * context_length, recipe.steps * recipe.batch_size
-    parameters = config.plan.count_parameters().total
+    parameters = count_parameters(config).total
     return RunPlan(
         parameters=parameters,
         micro_batch_size=micro,

@@ -13,10 +13,11 @@ from transformers.integrations import get_available_reporting_integrations
 from ..checkpoints.open import load_weights, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..compat import quiet_transformers, use_one_device
-from ..environment import check_device, denormals_as_zero, git_commit, hardware, keep_freed_memory, versions
+from ..environment import check_device, denormals_as_zero, keep_freed_memory, made_on
 from ..errors import LeanError, TimeIsUpError
 from ..files import RECORD_FORMAT, disk_full_is_an_error
 from ..model.config import LeanConfig
+from ..model.shapes import count_parameters
 from .directory import claim, clean, exclusive, finish, last_checkpoint, note_hardware
 from .micro_batch import split_batch
 from .precision import parse_precision
@@ -137,14 +138,12 @@ def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float
     return {
         "record": RECORD_FORMAT,
         **trainer.spec.as_json(),
-        "parameters": asdict(plan.count_parameters()),
+        "parameters": asdict(count_parameters(config)),
         "kv_bytes_per_token": {name: plan.kv_bytes_per_token(getattr(torch, name)) for name in ("bfloat16", "float32")},
         "data": data.record(),
         "batch_plan": trainer.task.plan.record(),
         "precision": trainer.precision.record(),
-        "hardware": {**hardware(trainer.args.device.type), "processes": trainer.args.world_size},
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **made_on(trainer.args.device.type, processes=trainer.args.world_size),
         "last_session_seconds": round(seconds, 2),
         **summarize(trainer.spec, trainer.state.log_history, trainer.first_bad_step()),
     }

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from leanqkv.inference.joined import JoinedProjections, join_projections
 from leanqkv.model.attention import LeanAttention
 from leanqkv.model.attention_latent import LatentAttention
-from leanqkv.model.projection_linear import is_plain_linear
+from leanqkv.model.latent import is_plain_linear
 
 
 class Product(nn.Module):

@@ -11,7 +11,8 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from leanqkv.model.attention import KeyValues, LeanAttention, mix, slice_heads
-from leanqkv.model.plan import LayerPlan, Plan
+from leanqkv.model.layout import LayerPlan
+from leanqkv.model.plan import Plan
 from leanqkv.model.position import rotation_of
 
 from .cache import PagedCache

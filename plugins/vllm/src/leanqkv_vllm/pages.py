@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from leanqkv.model.plan import LayerPlan, Plan
+from leanqkv.model.layout import LayerPlan
+from leanqkv.model.plan import Plan
 
 
 @dataclass(frozen=True)

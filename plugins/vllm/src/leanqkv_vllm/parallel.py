@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from leanqkv import LeanConfig
-from leanqkv.model.plan import LayerPlan, Plan
+from leanqkv.model.layout import LayerPlan
+from leanqkv.model.plan import Plan
 from leanqkv.model.registry import ConfigError
 
 KEYS, VALUES, ATTENDED = "keys", "values", "attended"

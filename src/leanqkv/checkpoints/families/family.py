@@ -21,6 +21,7 @@ from ...compat import quiet_transformers
 from ...errors import LeanError
 from ...model.config import LeanConfig
 from ...model.registry import Mechanism, suggest
+from ...model.shapes import parameter_shapes
 from ..tensors import LazyTensors, Shape, StoredTensors, check_stored, read_tied
 
 # Settings of every family that have the same name here and there.
@@ -175,7 +176,7 @@ class Family:
 
     def tensor_map(self, config: LeanConfig) -> list[Packed]:
         """Return every tensor of the class's checkpoint with ours that make it up, which may be biases of zeros."""
-        shapes = config.plan.parameter_shapes
+        shapes = parameter_shapes(config)
         modules = {self.prefix + theirs: [f"model.{ours}"] for theirs, ours in self.modules.items()}
         tensor_map = []
         for layer in range(config.num_hidden_layers):
@@ -206,7 +207,7 @@ class Family:
     def zeros(self, config: LeanConfig) -> int:
         """Return how many tensors of ours the class has and the model has not: its biases of zeros."""
         parts = {part for packed in self.tensor_map(config) for part in packed.parts}
-        return len(parts - set(config.plan.parameter_shapes))
+        return len(parts - set(parameter_shapes(config)))
 
     def stored_names(self, stored: Collection[str]) -> dict[str, str]:
         """Return their name -> the name in the file, where prefix and head may be written in another way."""
@@ -252,7 +253,7 @@ class Family:
 
 
 def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors) -> LazyTensors:
-    """Return the tensors of a family's checkpoint under our names: exactly `config.plan.parameter_shapes`.
+    """Return the tensors of a family's checkpoint under our names: exactly `parameter_shapes(config)`.
 
     `config` is what `family.lean_config` makes of the checkpoint's config.json. Raises a LeanError for tensors that are
     missing, left over, or of another shape or dtype, and for a head that is not tied as config.json says.
@@ -284,16 +285,16 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors) ->
             ours = torch.stack([stored[names[expert.name]] for expert, _ in sources[name]])
         return ours
 
-    return LazyTensors(config.plan.parameter_shapes, read)
+    return LazyTensors(parameter_shapes(config), read)
 
 
 def export_tensors(family: Family, config: LeanConfig, tensors: Mapping[str, Tensor]) -> LazyTensors:
-    """Return our tensors, as `config.plan.parameter_shapes` names them, under the family's names.
+    """Return our tensors, as `parameter_shapes(config)` names them, under the family's names.
 
     Biases that the class has and the model has not are zeros. Raises a LeanError if the class cannot hold the model.
     """
     family.to_stock(config)
-    shapes = config.plan.parameter_shapes
+    shapes = parameter_shapes(config)
     tensor_map = {packed.name: packed for packed in family.tensor_map(config)}
 
     def make(name: str) -> Tensor:

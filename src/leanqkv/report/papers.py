@@ -1,7 +1,11 @@
-"""A paper's numbers beside ours. The two were measured at different sizes, so what stands side by side is the
-difference of each to its own baseline, never the losses themselves.
+"""What a suite adds to its result: which runs diverged, and a paper's numbers beside ours.
+
+The two were measured at different sizes, so what stands side by side is the difference of each to its own baseline,
+never the losses themselves.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -10,11 +14,21 @@ import numpy as np
 
 from ..compare.records import ComparisonRecord, Result, Run
 from ..compare.statistics import paired_difference
-from ..compare.suite import PAPER, Published, Suite
-from .text import ABSENT, Table, compact, listed, signed
+from ..compare.suite import PAPER, Published
+from ..compare.suites import SUITES
+from .text import ABSENT, Table, compact, listed, plus_minus, signed
 
 HEADERS = ("model", "published", "published difference\nto its baseline", "difference here")
 NOT_RUN = "not run"
+# Nats. Evaluations of a run that learns lie within hundredths of the lowest before them.
+RISE = 0.5
+STABILITY_HEADERS = ("model", "learning rate", "minimum", "weight\ndecay", "outcome", "lowest\nloss", "final\nloss")
+STABILITY_NOTE = (
+    f"A run counts as diverged where its loss is not finite, and where its validation loss ends {RISE} or more above "
+    "its own lowest, or above the logarithm of the vocabulary, which is the loss of one that knows nothing; the step "
+    "is that of the first evaluation so far up. A spike is such a rise that the run came back from. A run that "
+    "learned little counts as finished: see its loss."
+)
 
 
 @dataclass(frozen=True)
@@ -36,9 +50,19 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def published_tables(comparison: ComparisonRecord, suite: Suite) -> list[Table]:
-    """Return the suite's tables and figures, ours beside each."""
-    return [_table(comparison, published) for published in suite.published]
+def suite_claims(comparison: ComparisonRecord) -> list[str]:
+    """Return what a suite's papers claim."""
+    suite = SUITES.get(comparison.suite or "")
+    return list(suite.claims) if suite else []
+
+
+def suite_tables(comparison: ComparisonRecord) -> list[Table]:
+    """Return a suite's further tables: outcomes of its runs, the papers' numbers beside ours."""
+    suite = SUITES.get(comparison.suite or "")
+    if suite is None:
+        return []
+    outcomes = [stability_table(comparison)] if suite.stability else []
+    return outcomes + [_table(comparison, published) for published in suite.published]
 
 
 def _table(comparison: ComparisonRecord, published: Published) -> Table:
@@ -110,8 +134,8 @@ def _ours(result: Result, metric: Metric) -> str:
         return "diverged" if any(run.diverged for run in result.finals.values()) else ABSENT
     relative = 100 * difference.mean / float(np.mean([reference[seed] for seed in difference.by_seed]))
     width = difference.half_width if metric.trained else None
-    spread = "" if width is None else f" ± {width:.{metric.digits}f}"
-    return f"{signed(difference.mean, metric.digits)}{spread} ({signed(relative, 2)}%)"
+    ours = plus_minus(signed(difference.mean, metric.digits), width, f".{metric.digits}f")
+    return f"{ours} ({signed(relative, 2)}%)"
 
 
 def _values(result: Result, metric: Metric) -> dict[int, float]:
@@ -139,3 +163,41 @@ def _agreement(published: Published, results: Sequence[tuple[Result, str]]) -> s
 def _range(values: Sequence[int]) -> str:
     low, high = compact(min(values)), compact(max(values))
     return low if low == high else f"{low} to {high}"
+
+
+def outcome(run: Run) -> str:
+    """Return `diverged at step 340`, `spike at step 200` or `finished`."""
+    if run.diverged:
+        return f"diverged at step {run.diverged[0]:,}"
+    vocab_size = run.data.get("vocab_size")
+    start = math.log(vocab_size) if vocab_size else math.inf
+    lowest, losses = start, run.curves["loss"]
+    for step, loss in sorted(losses.items()):
+        if loss >= lowest + RISE:
+            stayed = run.loss is not None and run.loss >= min(start, *losses.values()) + RISE
+            return f"{'diverged' if stayed else 'spike'} at step {step:,}"
+        lowest = min(lowest, loss)
+    return "finished"
+
+
+def stability_table(comparison: ComparisonRecord) -> Table:
+    """Return a table of every architecture's rates, the outcome of every seed, its lowest and its final loss."""
+    rows = [_row(comparison, result) for result in comparison.results]
+    return Table(STABILITY_HEADERS, rows, f"Which runs diverged. Here: {here(comparison)}.", STABILITY_NOTE)
+
+
+def _row(comparison: ComparisonRecord, result: Result) -> list[str]:
+    runs = [run for seed, run in sorted(result.finals.items()) if result.state(seed) != "missing"]
+    if not runs:
+        return [f"`{result.name}`", *[ABSENT] * 3, "missing", ABSENT, ABSENT]
+    recipe = runs[0].recipe
+    outcomes = [f"{text} ({n} seeds)" if n > 1 else text for text, n in Counter(outcome(run) for run in runs).items()]
+    missing = len(comparison.seeds) - len(runs)
+    lowest = [min(losses.values()) for run in runs if (losses := run.curves["loss"])]
+    return [
+        f"`{result.name}`",
+        *(f"{recipe[name]:g}" for name in ("learning_rate", "min_learning_rate", "weight_decay")),
+        "\n".join([*outcomes, *([f"{missing} missing"] if missing else [])]),
+        f"{min(lowest):.3f}" if lowest else ABSENT,
+        f"{result.mean_loss:.3f}" if result.losses else ABSENT,
+    ]
