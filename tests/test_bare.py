@@ -55,6 +55,8 @@ WORKING = (
     "eliminate model --remove query --layer 1 --out less",
     "generate less --prompt the --max-new-tokens 4",
     "import model --out imported",
+    "convert model --to gqa --ratio 0.5 --out grouped",
+    "convert model --to latents --calibration corpus.txt --tokens 512 --sequence-length 32 --out latents",
 )
 REFUSED = {
     "serve model": "serve",
