@@ -421,13 +421,13 @@ def test_every_file_that_a_page_names_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_that_a_page_names_exists(page):
-    commands = get_command(app).commands
+    group = get_command(app)
     lines = re.findall(r"(?:^    |`|-m )leanqkv(?:\.cli)? ([^`\n]+)", page.read_text(), flags=re.MULTILINE)
     for line in lines:
         name, *words = line.partition("  #")[0].split()
         if re.fullmatch(r"[a-z]+", name):
-            assert name in commands, f"{page.name}: leanqkv {name}"
-            options = {option for parameter in commands[name].params for option in parameter.opts}
+            assert name in group.commands, f"{page.name}: leanqkv {name}"
+            options = {option for parameter in group.get_command(None, name).params for option in parameter.opts}
             assert {word for word in words if word.startswith("--")} <= options | {"--help"}, f"{page.name}: {line}"
 
 
