@@ -197,8 +197,9 @@ def report(
     """Make the table and report.html again, from the records alone."""
     from ..report.kinds import kind_of
 
-    needs("report", "matplotlib")
     kind = kind_of(directory)
     page = kind.write(directory)
+    if page is None:
+        needs("report", "matplotlib")
     console.print(kind.show(directory))
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
