@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import LeanError
+from ..errors import LeanError, needs
 from ..job import check_out
 from . import options
 from .options import (
@@ -196,11 +196,10 @@ def report(
 ) -> None:
     """Make the table and report.html again, from the records alone."""
     from ..report.kinds import kind_of
-    from ..report.page import NO_PAGE
 
     kind = kind_of(directory)
     page = kind.write(directory)
     if page is None:
-        raise LeanError(NO_PAGE)
+        needs("report", "matplotlib")
     console.print(kind.show(directory))
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
