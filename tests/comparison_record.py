@@ -58,8 +58,8 @@ def record(name: str, seed: int, loss: float, role: str = "final", rate: float =
             "bytes_per_token": 3.412,
         },
         "batch_plan": {"sha256": f"{seed}c7e" * 16, "evaluation_sequences": 256},
-        "precision": {"choice": "fp32"},
-        "hardware": {"device": "cpu", "cpu": "Example CPU @ 2.60GHz", "threads": 2},
+        "precision": {"choice": "fp32", "milliseconds_per_step": {}},
+        "hardware": {"device": "cpu", "cpu": "Example CPU @ 2.60GHz", "instructions": "AVX2", "threads": 2},
         "versions": {"leanqkv": "0.1.0", "torch": "2.11.0", "transformers": "5.17.0", "python": "3.11.7"},
         "git_commit": "0123456789abcdef0123456789abcdef01234567",
         "tokens": 600 * 16 * 128,
@@ -69,6 +69,8 @@ def record(name: str, seed: int, loss: float, role: str = "final", rate: float =
         "tokens_per_second": 24_000.0 + 100 * seed + kv_bytes,
         "seconds": 51.2,
         "diverged": None,
+        "rise": None,
+        "checkpoints_kept": False,
     }
 
 
@@ -90,9 +92,13 @@ def build(directory: Path, grid: bool = True) -> Path:
     plan = {
         "title": "Smaller caches at the tiny size",
         "suite": "tiny",
+        "scale": None,
         "command": "leanqkv compare " + " ".join(ARCHITECTURES) + " --seeds 0,1 --lr-grid 1e-3,3e-3,1e-2",
         "baseline": "tiny",
         "architectures": list(ARCHITECTURES),
+        "groups": [list(ARCHITECTURES)],
+        "entries": {name: {"row": ""} for name in ARCHITECTURES},
+        "recipe": {},
         "seeds": [0, 1],
         "grid": {"seed": 2, "learning_rates": RATES} if grid else None,
         "chosen_learning_rate": dict.fromkeys(ARCHITECTURES, 3e-3),

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from decoding import LENGTHS, NEW, build, names, run
 from shapes import tokens
-from test_decoder import SCATTERED, build, names
+from variants import SCATTERED
 
 from leanqkv.inference import Decoder
 from leanqkv.inference.batch import Row, Scheduler
 from leanqkv.inference.decoder import logits_warpers
 
-LENGTHS, NEW = (9, 3, 17, 1, 9, 12), (12, 5, 20, 9, 1, 30)
 SHAPES = [{}, {"sliding_window": 4}, {"mask_type": "prefix"}, {"key_value": SCATTERED}]
 
 
@@ -27,20 +27,6 @@ def rows(decoder: Decoder) -> list[Row]:
 
 def alone(decoder: Decoder) -> list[list[int]]:
     return [run(Scheduler(decoder, 0), [row])[row] for row in rows(decoder)]
-
-
-def run(scheduler: Scheduler, given: list[Row], every: int = 0) -> dict[Row, list[int]]:
-    """The events of each row, that a new one comes `every` steps, without the None at its end."""
-    events, coming, steps = {row: [] for row in given}, list(given), 0
-    while coming or scheduler.busy:
-        while coming and steps >= every * (len(given) - len(coming)):
-            scheduler.waiting.append(coming.pop(0))
-        for row, event in scheduler.advance():
-            events[row].append(event)
-        steps += 1
-    ended = [found.pop() for found in events.values()]
-    assert ended == [None] * len(given)
-    return events
 
 
 def check(model, every: int = 2) -> None:

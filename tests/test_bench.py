@@ -115,27 +115,3 @@ def test_the_command(tmp_path, monkeypatch, unwrapped):
     again = unwrapped("report", "out")
     assert again[0] == 0 and Path("out/report.html").read_text() == page
     assert Path("out/table.md").read_text().count("\n") == 10
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["nothing"], "nothing"),
-        ([TINY, TINY], "named twice"),
-        ([TINY, "--context", "8,x"], "--context is positive numbers between commas"),
-        ([TINY, "--batch", "0"], "each number of --batch must be a whole number from 1"),
-        ([TINY, "--context", "1000"], "cannot decode --context 1000"),
-        ([TINY, "--dtype", "fp16"], "--dtype is bf16 or fp32"),
-        (["vit-tiny"], "is a model for image_classification"),
-        ([TINY, "--out", "full"], "full exists and is not empty"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_input(tmp_path, monkeypatch, unwrapped, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    Path("full").mkdir()
-    Path("full/file").touch()
-    out = () if "--out" in arguments else ("--out", "out")
-    code, _, err = unwrapped("bench", *arguments, *out)
-    assert code == 2 and message in err
-    assert not Path("out").exists()

@@ -18,8 +18,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaModel,
 )
 
 from leanqkv import LeanForCausalLM, progress
@@ -48,10 +46,6 @@ def save_llama(name: str, **options) -> LlamaForCausalLM:
     return model.eval()
 
 
-def state(directory: Path) -> dict[str, str]:
-    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(directory.rglob("*")) if f.is_file()}
-
-
 IN_A_FRESH_PROCESS = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -69,6 +63,11 @@ def logits_in_a_fresh_process(*directories: str) -> list[torch.Tensor]:
     command = [sys.executable, "-c", IN_A_FRESH_PROCESS, *directories]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return torch.load("logits.pt")
+
+
+@torch.no_grad()
+def logits(directory: str) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(directory).eval()(tokens(2, 12)).logits
 
 
 def assert_logits(computed: torch.Tensor, model) -> None:
@@ -177,7 +176,7 @@ def test_import_and_export_lead_back(folder, unwrapped):
     code, out, _ = unwrapped("import", "llama", "--out", "ours")
     assert code == 0
     assert "LeanForCausalLM" in out
-    assert_logits(*logits_in_a_fresh_process("ours"), llama)
+    assert_logits(logits("ours"), llama)
     code, out, _ = unwrapped("export", "ours", "--out", "back")
     assert code == 0
     assert "LlamaForCausalLM" in out
@@ -201,7 +200,7 @@ def test_norms_that_an_epsilon_disables(folder, unwrapped):
     )
     assert code == 0
     assert "the norms that the epsilon disables" in out
-    assert_logits(*logits_in_a_fresh_process("less"), model)
+    assert_logits(logits("less"), model)
     packed = load_file("less/model.safetensors")["transformer.h.1.attn.c_attn.weight"]
     assert torch.equal(packed[:, :32], torch.eye(32))
 
@@ -257,7 +256,7 @@ def test_a_tied_head_is_counted_once(folder, cli):
 
 @pytest.mark.slow
 def test_inspect_says_plainly_that_norms_leave_less_than_a_hundredth(folder, unwrapped):
-    for name, plain in (("gpt2-124m", True), ("gpt2-124m+norm_type=none", False), ("tiny", False)):
+    for name, plain in (("gpt2-124m", True), ("tiny", False)):
         _, out, _ = unwrapped("inspect", name)
         assert ("less than 1% of the weights can be removed exactly" in out) is plain, name
 
@@ -325,173 +324,11 @@ def test_long_work_names_its_phases_in_a_log(folder, cli, monkeypatch):
 # --- bad input: one line, exit code 2, the source untouched, nothing left behind --------------------------------------
 
 
-def no_such(folder: Path) -> None:
-    pass
-
-
-def free(folder: Path) -> None:
-    save("source", "gpt", **FREE)
-
-
-def normed(folder: Path) -> None:
-    save("source", "llama")
-
-
-def skipless(folder: Path) -> None:
-    save("source", "gpt", "gqa", **SKIPLESS)
-
-
-def parallel(folder: Path) -> None:
-    save("source", "gpt", **SKIPLESS, block_type="parallel")
-
-
-def missing_shard(folder: Path) -> None:
-    save_llama("source", max_shard_size="20KB")
-    next(Path("source").glob("model-00002*")).unlink()
-
-
-def truncated(folder: Path) -> None:
-    save_llama("source")
-    with Path("source/model.safetensors").open("r+b") as file:
-        file.truncate(5000)
-
-
 def changed(name: str, change) -> None:
     save("source", "gpt", **FREE)
     tensors = load_file("source/model.safetensors")
     change(tensors[name])
     save_file(tensors, "source/model.safetensors", metadata={"format": "pt"})
-
-
-def not_a_number(folder: Path) -> None:
-    changed("model.layers.2.mlp.up_proj.weight", lambda tensor: tensor[4].fill_(torch.nan))
-
-
-def singular(folder: Path) -> None:
-    changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].zero_())
-
-
-def ill(folder: Path) -> None:
-    changed("model.layers.1.self_attn.q_proj.weight", lambda tensor: tensor[4].mul_(1e-12))
-
-
-def occupied(folder: Path) -> None:
-    free(folder)
-    Path("result").mkdir()
-    Path("result/mine").write_text("mine")
-
-
-def another_class(folder: Path) -> None:
-    Path("source").mkdir()
-    Path("source/config.json").write_text('{"model_type": "bert"}')
-
-
-@pytest.mark.parametrize(
-    "prepare, arguments, message",
-    [
-        (no_such, "--remove query --layer 1", "source is not a checkpoint: it has no config.json"),
-        (another_class, "--remove query --layer 1", "source is a 'bert' checkpoint"),
-        (missing_shard, "--remove block-diagonal", "is missing"),
-        (truncated, "--remove block-diagonal", "model.safetensors cannot be read"),
-        (not_a_number, "--remove query --layer 1", "model.layers.2.mlp.up_proj.weight has 32 values that are NaN"),
-        (singular, "--remove query --layer 1", "model.layers.1.self_attn.q_proj.weight is singular"),
-        (ill, "--remove query --layer 1 --plain", "model.layers.1.self_attn.q_proj.weight is too badly conditioned"),
-        (occupied, "--remove query --layer 1", "result exists and is not empty"),
-        (free, "--remove queries", "did you mean 'query'?"),
-        (free, "--remove query,query", "each thing can be removed once"),
-        (free, "--remove query --layer 3", "there is no layer 3: layers count from 0 to 2"),
-        (free, "--remove query --layer one", "layers are numbers from 0"),
-        (free, "--remove block-diagonal --layer 1", "no layers to choose"),
-        (free, "--remove query", "skip connections carry the stream past them"),
-        (free, "--remove single-head", "it has 4 heads a layer"),
-        (free, "--remove query --layer 1 --format ggml", "--format is strict or stock"),
-        (free, "--remove query --layer 1 --family llama", "it needs --format stock"),
-        (free, "--remove query --layer 1 --format stock", "a LayerNorm would subtract it"),
-        (free, "--remove query --layer 1 --dtype int8", "--dtype is one of fp64, fp32, bf16"),
-        (normed, "--remove query --layer 1", "every matrix that reads the stream follows RMSNorm"),
-        (normed, "--remove query --layer 1", "possible here: block-diagonal, 2.36% of the weights"),
-        (skipless, "--remove key,output", "it is not square (32 by 16)"),
-        (parallel, "--remove query,output", "in a parallel block the outputs of attention and MLP are added"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-def test_bad_input(folder, unwrapped, prepare, arguments, message):
-    prepare(folder)
-    before = state(folder)
-    code, _, err = unwrapped("eliminate", "source", *arguments.split(), "--out", "result")
-    assert code == 2
-    assert message in err
-    assert state(folder) == before
-    assert sorted(p.name for p in folder.iterdir()) == sorted({Path(f).relative_to(folder).parts[0] for f in before})
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("inspect runs/nowhere", "there is no directory runs/nowhere"),
-        ("inspect cut", "model.safetensors cannot be read"),
-        ("inspect nan", "model.layers.2.self_attn.q_proj.weight has 32 values that are NaN"),
-        ("verify whole nowhere", "nowhere is not a checkpoint"),
-        ("verify whole nan", "model.layers.2.self_attn.q_proj.weight has 32 values that are NaN"),
-        ("verify whole whole --text nowhere.txt", "nowhere.txt cannot be read"),
-        ("import nowhere --out result", "nowhere is not a checkpoint"),
-        ("import cut --out result", "model.safetensors cannot be read"),
-        ("import nan --out result", "model.layers.2.self_attn.q_proj.weight has 32 values that are NaN"),
-        ("import whole --out file/result", "file is a file"),
-        ("import whole --out whole", "whole exists and is not empty"),
-        ("export whole --out whole", "whole exists and is not empty"),
-        ("export whole --family lama --out result", "did you mean 'llama'?"),
-        ("export whole --format gguf --out result", "--format is stock"),
-        ("export whole --dtype int8 --out result", "--dtype is one of fp64, fp32, bf16"),
-    ],
-)
-def test_bad_input_of_the_other_commands(folder, cli, arguments, message):
-    if "cut" in arguments:
-        truncated(folder)
-        Path("source").rename("cut")
-    elif "nan" in arguments:
-        changed("model.layers.2.self_attn.q_proj.weight", lambda tensor: tensor[4].fill_(torch.nan))
-        Path("source").rename("nan")
-    save("whole", "gpt")
-    Path("file").write_text("")
-    before = state(folder)
-    code, _, err = cli(*arguments.split())
-    assert code == 2
-    assert len(err.splitlines()) == 1
-    assert message in err
-    assert state(folder) == before
-
-
-@pytest.mark.parametrize(
-    "model, message",
-    [
-        (LlamaModel, "headless has no language-model head: there is no tensor lm_head.weight"),
-        (
-            LlamaForSequenceClassification,
-            "it is a LlamaForSequenceClassification; only a LlamaForCausalLM can be opened",
-        ),
-    ],
-)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "import headless --out result",
-        "export headless --out result",
-        "inspect headless",
-        "convert headless --to skipv1 --method mean-v --out result",
-        "eliminate headless --remove block-diagonal --out result",
-        "verify headless headless",
-    ],
-    ids=lambda arguments: arguments.split()[0],
-)
-def test_a_model_without_a_language_models_head(folder, cli, model, message, arguments):
-    model(LlamaConfig(**HF, max_position_embeddings=64)).save_pretrained("headless")
-    before = state(folder)
-    code, out, err = cli(*arguments.split())
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert message in err
-    assert state(folder) == before
 
 
 def test_max_condition_overrides(folder, unwrapped):

@@ -82,22 +82,12 @@ def test_ctrl_c_says_how_to_continue_and_the_run_does(place, cli, trained, monke
     assert (place / "stopped" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_two_processes_are_one_with_accumulation(place, cli):
-    model = f"tiny{SHAPE}"
-    arguments = (*TRAIN[2:], "--batch-size", "8", "--micro-batch-size", "4")
-    assert cli("train", model, *arguments, "--out", "one")[0] == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "leanqkv.cli", "train", model, *arguments, "--device", "cpu", "--out", "two"]
-    run = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    one, two = (json.loads((place / d / "record.json").read_text()) for d in ("one", "two"))
-    assert two["hardware"]["processes"] == 2
-    assert two["evaluations"] == one["evaluations"]
-    assert (place / "one" / "model.safetensors").read_bytes() == (place / "two" / "model.safetensors").read_bytes()
+def test_a_run_that_diverges_says_so(place, cli):
+    steps = ("--batch-size", "4", "--learning-rate", "1e30", "--warmup-steps", "0")
+    code, _, err = cli(*TRAIN, *steps, "--device", "cpu", "--out", "diverged")
+    record = json.loads((place / "diverged" / "record.json").read_text())
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"diverged at step {record['diverged']['step']}" in err
 
 
 @pytest.mark.exhaustive
@@ -176,55 +166,6 @@ def test_presets_name_their_papers(cli):
     for text in ("gpt2-124m", "llama-3b", "tinyllama-1.1b", "skipv0", "P2 eq. 2-3", "source_layer=2"):
         assert text in out
     assert "heads=" not in out, "rows cannot be in a name"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "tiny+task=masked_lm", "--out", "run"], "is a masked language model"),
-        (["train", "tiny+mask_type=prefix", "--out", "run"], "attends to prefixes"),
-        (["inspect", "tinny"], "unknown base 'tinny' in 'tinny': did you mean 'tiny'"),
-        (["inspect", "tiny+skipv9"], "did you mean 'skipv"),
-        (["inspect", "tiny+skip"], "did you mean 'skipv0' or 'skipv1' or 'skipv2'?"),
-        (["inspect", "tiny+skipv1:ration=0.5"], "did you mean 'ratio'"),
-        (["inspect", "tiny+mqa+skipv1"], "less than one"),
-        (["train", MODEL, "--data", "nowhere.txt", "--out", "x"], "no data at nowhere.txt"),
-        (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--precision", "fp8"], "precision 'fp8' is not known"),
-        (["train", MODEL, "--data", "tiny.txt", "--out", "x", "--precision", "fp32"], "text is too short"),
-        (["train", MODEL, "--data", "corpus.txt", "--out", "other", "--precision", "fp32"], "not empty and not a run"),
-        (["compare", "tiny", "--out", "x"], "one model alone is no comparison"),
-        (["compare", "tiny", "tiny", "--out", "x"], "named twice"),
-        (["compare", "quickstart", "--lr-grid", "fast", "--out", "x"], "--lr-grid takes learning rates"),
-        (["compare", "tiny", "small", "--lr-grid", "1e-3,0.001", "--out", "x"], "each once"),
-        (["compare", "tiny", "small", "--lr-grid", "1e-3", "--learning-rate", "1", "--out", "x"], "clash"),
-        (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--learning-rate", "0"], "positive number"),
-        (["train", MODEL, "--data", "corpus.txt", "--out", "x", "--device", "gpu"], "no device 'gpu'"),
-        (["inspect", "tiny+num_key_value_heads=1+gqa"], "gqa and num_key_value_heads clash"),
-        (["inspect", "tiny+gqa:group_size=0"], "group_size must divide"),
-        (["inspect", "wrong"], "hidden_size"),
-        (["report", "nowhere"], "there is no nowhere/compare.json"),
-        (["generate", "other", "--prompt", "a"], "other has no weights"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(place, cli, arguments, message):
-    (place / "tiny.txt").write_text("too short")
-    (place / "other").mkdir(exist_ok=True)
-    (place / "wrong").mkdir(exist_ok=True)
-    (place / "wrong" / "config.json").write_text('{"model_type": "leanqkv", "hidden_size": "wide"}')
-    (place / "other" / "config.json").write_text('{"model_type": "gpt2"}')
-    code, _, err = cli(*arguments)
-    assert code == 2
-    assert message in err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1, "more than one line"
-    assert not (place / "x").exists() or not any((place / "x").iterdir()), "something half-written was left"
-    assert [file.name for file in (place / "other").iterdir()] == ["config.json"]
-
-
-def test_prompts_beyond_the_positions_are_refused(cli, trained):
-    code, _, err = cli("generate", str(trained), "--prompt", "the " * 20, "--max-new-tokens", "30")
-    assert code == 2
-    assert "--max-new-tokens can be" in err
 
 
 def test_parameters_that_the_library_names_are_shown_as_options(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comparing import COMPARISON, NAMES, models
 from corpus import SHAPE
 
 from leanqkv import LeanError
@@ -15,29 +16,11 @@ from leanqkv.compare.comparison import default_jobs, run_comparison, slug
 from leanqkv.compare.jobs import PlannedRun
 from leanqkv.compare.places import to_train_here
 from leanqkv.compare.records import load_comparison
-from leanqkv.compare.suite import Comparison, Entry
+from leanqkv.compare.suite import Entry
 from leanqkv.environment import same_place
 from leanqkv.report.comparison_page import KIND
 
 pytestmark = pytest.mark.slow
-
-
-def models(*names):
-    """One group, the first its baseline."""
-    return (tuple(map(Entry, names)),)
-
-
-NAMES = tuple(f"tiny{mechanism}{SHAPE}" for mechanism in ("", "+identity-query", "+skipv1"))
-COMPARISON = Comparison(
-    title="Three models",
-    groups=models(*NAMES),
-    seeds=(0, 1),
-    recipe={"steps": 12, "batch_size": 4},
-    command="leanqkv compare ...",
-    learning_rates=(1e-3, 3e-3),
-    evaluation_sequences=8,
-    evaluate_every=6,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +45,7 @@ def done(data, tmp_path_factory):
 def test_every_model_sees_the_same_batches(done):
     out, records = done
     finals = [record for record in records.values() if record["role"] == "final"]
-    assert sorted((r["name"], r["seed"]) for r in finals) == sorted((name, s) for name in NAMES for s in (0, 1))
+    assert sorted((r["name"], r["seed"]) for r in finals) == sorted((name, s) for name in NAMES[:2] for s in (0, 1))
     plans = {seed: {r["batch_plan"]["sha256"] for r in finals if r["seed"] == seed} for seed in (0, 1)}
     assert all(len(plan) == 1 for plan in plans.values())
     assert plans[0] != plans[1]
@@ -73,10 +56,10 @@ def test_every_model_sees_the_same_batches(done):
 def test_the_grid_has_a_seed_of_its_own_and_its_best_rate_is_used(done):
     out, records = done
     grid = [record for record in records.values() if record["role"] == "grid"]
-    assert len(grid) == 6
+    assert len(grid) == 4
     assert {record["seed"] for record in grid} == {2}
     chosen = json.loads((out / "compare.json").read_text())["chosen_learning_rate"]
-    for name in NAMES:
+    for name in NAMES[:2]:
         tried = {r["recipe"]["learning_rate"]: r["final"]["validation_loss"] for r in grid if r["name"] == name}
         assert chosen[name] == min(tried, key=tried.get)
         finals = [r for r in records.values() if r["role"] == "final" and r["name"] == name]
@@ -100,7 +83,7 @@ def test_it_goes_on_where_it_was_stopped(data, done, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(COMPARISON, data, tmp_path / "out", on_update=stop)
-    assert 0 < len(list(tmp_path.glob("out/runs/*/record.json"))) < 12
+    assert 0 < len(list(tmp_path.glob("out/runs/*/record.json"))) < 8
     KIND.write(tmp_path / "out")  # what there is can be looked at
     assert losses(run(COMPARISON, data, tmp_path / "out")) == losses(done[1])
 
@@ -259,17 +242,17 @@ def test_a_search_shortens_what_was_asked_for(data, tmp_path):
 
 def test_the_search_may_be_shorter(data, tmp_path):
     """Its schedule is as short, its runs are others' alone, and the report says how long they were."""
-    shorter = replace(COMPARISON, groups=models(*NAMES[:2]), seeds=(0,), grid_steps=6)
+    shorter = replace(COMPARISON, groups=models(*NAMES[:2]), seeds=(0,), grid_steps=3)
     records = run(shorter, data, tmp_path / "out")
     for record in records.values():
-        steps = 6 if record["role"] == "grid" else 12
+        steps = 3 if record["role"] == "grid" else 6
         assert record["recipe"]["steps"] == steps and record["tokens"] == steps * 4 * 32
     plan = json.loads((tmp_path / "out/compare.json").read_text())
-    assert plan["grid"] == {"seed": 1, "learning_rates": [1e-3, 3e-3], "steps": 6}
+    assert plan["grid"] == {"seed": 1, "learning_rates": [1e-3, 3e-3], "steps": 3}
     page = KIND.write(tmp_path / "out").read_text()
-    assert "after 6 steps" in page
+    assert "after 3 steps" in page
     assert "is the least or the largest that was tried" in page
-    assert "Rates were searched in runs of 6 steps" in page
+    assert "Rates were searched in runs of 3 steps" in page
 
 
 ANOTHER = {"device": "cpu", "cpu": "Another CPU", "instructions": "AVX2", "threads": 1}
@@ -373,8 +356,6 @@ def test_a_cluster_leaves_seeds_of_a_machine_without_accelerator_to_it(done, her
 
 def test_places_are_the_same_where_sums_round_alike():
     assert same_place(ANOTHER, ANOTHER | {"cores": 64}) and same_place(GPU, GPU | {"threads": 3})
-    earlier = {key: value for key, value in ANOTHER.items() if key != "instructions"}
-    assert same_place(ANOTHER, earlier) and same_place(earlier, ANOTHER | {"instructions": "AVX512"})
     for change in ({"cpu": "A third CPU"}, {"instructions": "AVX512"}, {"threads": 2}, {"device": "mps"}):
         assert not same_place(ANOTHER, ANOTHER | change) and not same_place(ANOTHER | change, ANOTHER)
     assert not same_place(GPU, GPU | {"device": "NVIDIA H100"})

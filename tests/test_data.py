@@ -247,6 +247,9 @@ BAD = {
     "a list a line": ("lists.jsonl", b'["a"]\n', "line 1 is a list, not a record"),
     "a list for text": ("parts.jsonl", b'{"text": ["a"]}\n', "field 'text' holds a list, not text"),
     "null alone": ("null.jsonl", b'{"text": null}\n', "empty"),
+    "half a surrogate": ("half.jsonl", b'{"text": "fine"}\n{"text": "half \\ud800 of one"}\n', "line 2"),
+    "nested lists": ("nested.jsonl", b'{"text": "fine"}\n' + b"[" * 200_000 + b"]" * 200_000 + b"\n", "line 2"),
+    "a number of many digits": ("number.jsonl", b'{"text": "fine"}\n' + b"9" * 10_000 + b"\n", "number.jsonl"),
     "latin-1": ("latin.txt", b"caf\xe9 \xff", "not UTF-8 text: byte 0xe9"),
     "NUL bytes": ("garbage.txt", b"abc\0\0def", "NUL"),
     "no text files": ("folder", {"x.png": b"\x89PNG"}, "no text in"),
@@ -293,21 +296,6 @@ def test_texts_are_read_without_their_mark_and_null_is_no_text(tmp_path, pack):
     for name, content in contents.items():
         (tmp_path / f"{name}{ending}").write_bytes(pack.compress(content) if pack else content)
     assert list(open_corpus(str(tmp_path)).documents()) == ["one\ntwo\ufeff\n", "three", "four\r\n"]
-
-
-def test_a_mark_makes_another_text_of_a_cache_made_before_it_was_dropped(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
-    digest = hashlib.sha256(b"text\0a.txt\0" + hashlib.sha256(b"\xef\xbb\xbftext").hexdigest().encode())
-    assert open_corpus(str(tmp_path / "a.txt")).fingerprint != digest.hexdigest()
-    (tmp_path / "a.txt").write_bytes(b"text")
-    digest = hashlib.sha256(b"text\0a.txt\0" + hashlib.sha256(b"text").hexdigest().encode())
-    assert open_corpus(str(tmp_path / "a.txt")).fingerprint == digest.hexdigest()
-
-
-def test_the_standard_library_keeps_its_marks():
-    """Every record on it is of tokens with them."""
-    marked = [part for part in open_corpus("stdlib").parts if part.args[0].read_bytes().startswith(b"\xef\xbb\xbf")]
-    assert marked and all(next(part()).startswith("\ufeff") for part in marked)
 
 
 @pytest.fixture

@@ -4,13 +4,15 @@ import re
 
 import pytest
 import torch
-from shapes import randomize, tiny, tokens
+from decoding import PROMPT, build, names
+from shapes import tokens
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
+from variants import SCATTERED
 
 from leanqkv import LeanForCausalLM, cache_bytes
-from leanqkv.inference import Decoder, allocate_cache, prepared
+from leanqkv.inference import Decoder, allocate_cache
 from leanqkv.inference.attention import (
     CHUNK_TOKENS,
     attend_one_query,
@@ -21,14 +23,8 @@ from leanqkv.inference.attention import (
 from leanqkv.inference.cache import AllocatedLayer
 from leanqkv.inference.linear import PackedLinear, can_pack, packed
 from leanqkv.model.latent_heads import LatentAndKeys
-from leanqkv.presets import MECHANISMS
 
-PROMPT, NEW = 9, 12
-# Of the same layer, of the layer below and of the first one, not the last heads.
-SCATTERED = {
-    "type": "borrowed_values",
-    "heads": [[0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0]],
-}
+NEW = 12
 SHAPES = [
     ("gpt", {}),
     ("llama", {}),
@@ -36,25 +32,6 @@ SHAPES = [
     ("llama", {"mask_type": "prefix"}),
     ("llama", {"key_value": SCATTERED}),
 ]
-
-
-def build(shape: str, *mechanisms: str, **fields) -> LeanForCausalLM:
-    config = tiny(shape, *mechanisms, max_position_embeddings=64, **fields)
-    model = randomize(LeanForCausalLM(config), std=0.2).eval()
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-def names() -> list[tuple[str, ...]]:
-    """Every mechanism that a language model can have, alone."""
-    several: list[tuple[str, ...]] = [
-        (),
-        ("mla",),
-        ("mla", "skipv1"),
-        ("gqa", "skipv1"),
-        ("skipv1", "nonlinear-query"),
-    ]
-    return several + [(name,) for name in MECHANISMS if name != "mla"]
 
 
 def both(model: LeanForCausalLM, ids: torch.Tensor, seed: int = 0, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,18 +84,6 @@ def test_a_sequence_ends_with_its_last_token_and_is_filled_up():
     assert (both(model, ids, eos_token_id=ends, pad_token_id=1)[0] == 1).any()
     one, expected = both(model, ids[:1], eos_token_id=ends)
     assert one.shape == expected.shape == (1, PROMPT + 4)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"key_value": SCATTERED}, {"key_value": SCATTERED, "num_attention_heads": 8}], ids=str
-)
-def test_single_borrowed_heads_give_the_same_tokens(fields):
-    model = build("gpt", **{"num_key_value_heads": 4, **fields})
-    actual, expected = both(model, tokens(2, PROMPT))
-    assert torch.equal(actual, expected)
-    decoder = Decoder(model)
-    decoder.generate(tokens(2, PROMPT), max_new_tokens=NEW)
-    assert cache_bytes(decoder.cache) == 2 * (PROMPT + NEW - 1) * model.config.plan.kv_bytes_per_token(torch.float32)
 
 
 @pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("gqa", "skipv1"), ("mla",), ("yoco",), ("keys-as-values",)])
@@ -257,14 +222,6 @@ def test_a_packed_model_shares_the_parameters_and_leaves_the_model():
         # What is part of a joined product is not packed a second time.
         assert not any(isinstance(linear, PackedLinear) for linear in (attention.k_proj, attention.q_proj.down_proj))
     assert not any("project" in vars(module) for layer in model.model.layers for module in (layer.self_attn, layer.mlp))
-
-
-def test_a_prepared_model_generates_as_the_model_does():
-    model, ids = build("llama", "skipv1"), tokens(2, PROMPT)
-    options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    with torch.no_grad():
-        assert torch.equal(prepared(model).generate(ids, **options), model.generate(ids, **options))
-    assert model.config._attn_implementation == "sdpa"  # the model itself is as it was
 
 
 def test_what_is_not_a_plain_layer_is_not_packed():

@@ -15,7 +15,7 @@ from shapes import randomize, tiny
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leanqkv import LeanError, LeanForCausalLM, LeanForMaskedLM, progress
+from leanqkv import LeanError, LeanForCausalLM, progress
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data import evaluation_text, prepare_data
@@ -29,7 +29,7 @@ MULTI_BYTE = "naïve café – 日本語 🙂 the quick brown fox jumps over the
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """gpt and llama, of this library; stock, a LlamaForCausalLM; bare, without a tokenizer; corpus.txt."""
+    """gpt and llama, of this library; stock, a LlamaForCausalLM; corpus.txt."""
     root = tmp_path_factory.mktemp("eval")
     text = write_corpus(root / "corpus.txt").read_text()
     tokenizer = train_tokenizer(iter([text]), VOCABULARY)
@@ -37,7 +37,6 @@ def checkpoints(tmp_path_factory):
         model = randomize(LeanForCausalLM(tiny(shape, vocab_size=VOCABULARY, max_position_embeddings=32)), std=0.1)
         model.save_pretrained(root / shape)
         tokenizer.save_pretrained(root / shape)
-    model.save_pretrained(root / "bare")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     stock = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=32))
@@ -369,57 +368,11 @@ def refused(cli, *arguments) -> str:
     return err
 
 
-@pytest.mark.parametrize(
-    "content, message", [("", "the data is empty"), ("a", "too short: 1 token found"), (b"\xff\xfe", "not UTF-8")]
-)
-def test_texts_that_cannot_be_scored(checkpoints, cli, tmp_path, content, message):
-    (tmp_path / "text.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
-    out = tmp_path / "record.json"
-    assert message in refused(cli, checkpoints / "gpt", "--data", tmp_path / "text.txt", "--out", out)
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((), "one of the two"),
-        (("--data", "DATA", "--tasks", "p3"), "one of the two"),
-        (("--data", "DATA", "--stride", "33"), "a stride of 33 does not fit windows of 32"),
-        (("--data", "DATA", "--context-length", "8", "--stride", "9"), "does not fit windows of 8"),
-        (("--data", "DATA", "--context-length", "33"), "longer than the 32 positions"),
-        (("--data", "DATA", "--split", "valid"), "did you mean 'validation'"),
-        (("--data", "DATA", "--limit", "3"), "--limit goes with --tasks"),
-        (("--data", "DATA", "--include-path", "x"), "--include-path goes with --tasks"),
-        (("--tasks", "p3", "--stride", "3"), "--stride goes with --data"),
-        (("--data", "DATA", "--precision", "auto"), "--precision auto is for training"),
-        (("--data", "DATA", "--precision", "bf16+compile"), "is for training"),
-        (("--data", "DATA", "--device", "tpu"), "no device 'tpu'"),
-        (("--data", "DATA", "--out", "missing/a.json"), "in a folder that exists"),
-        (("--data", "nothing.txt"), "no data at nothing.txt"),
-        (("--tasks", "p3", "--include-path", "nowhere"), "no folder of tasks at nowhere"),
-    ],
-)
-def test_arguments_that_do_not_fit(checkpoints, cli, arguments, message):
-    arguments = [str(checkpoints / "corpus.txt") if part == "DATA" else part for part in arguments]
-    assert message in refused(cli, checkpoints / "gpt", *arguments)
-
-
-def test_models_that_do_not_continue_text(checkpoints, cli, tmp_path):
-    LeanForMaskedLM(tiny("gpt", task="masked_lm")).save_pretrained(tmp_path / "encoder")
-    for options in (("--data", "stdlib"), ("--tasks", "p3")):
-        message = refused(cli, tmp_path / "encoder", *options)
-        assert "masked_lm, which does not predict the next token" in message
-    assert "not a checkpoint" in refused(cli, tmp_path, "--data", "stdlib")
-
-
-def test_tokenizers_that_do_not_fit(checkpoints, cli, local_tasks, tmp_path):
-    data = ("--data", checkpoints / "corpus.txt")
-    assert "it has no tokenizer.json" in refused(cli, checkpoints / "bare", *data)
+def test_a_vocabulary_that_tasks_do_not_fit(checkpoints, cli, local_tasks, tmp_path):
     LeanForCausalLM(tiny("gpt")).save_pretrained(tmp_path / "small")
     load_tokenizer(checkpoints / "gpt").save_pretrained(tmp_path / "small")
-    message = "and the model's vocabulary ends at 96; leave it out"
-    assert message in refused(cli, tmp_path / "small", *data)
-    assert message in refused(cli, tmp_path / "small", "--tasks", "animals", "--include-path", local_tasks)
+    message = refused(cli, tmp_path / "small", "--tasks", "animals", "--include-path", local_tasks)
+    assert "and the model's vocabulary ends at 96; leave it out" in message
 
 
 def test_logits_that_are_nan(checkpoints, cli, local_tasks, tmp_path):
@@ -429,8 +382,6 @@ def test_logits_that_are_nan(checkpoints, cli, local_tasks, tmp_path):
     model.save_pretrained(tmp_path / "broken")
     load_tokenizer(checkpoints / "gpt").save_pretrained(tmp_path / "broken")
     out = tmp_path / "record.json"
-    message = refused(cli, tmp_path / "broken", "--data", checkpoints / "corpus.txt", "--out", out)
-    assert "the loss is not finite at token 2 of" in message
     tasks = ("--tasks", "animals", "--include-path", local_tasks)
     assert "logits are NaN" in refused(cli, tmp_path / "broken", *tasks, "--out", out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "tasks"]

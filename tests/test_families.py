@@ -9,157 +9,32 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from shapes import GPT, LLAMA, assert_near, randomize, tiny, tokens
+from stock_models import (
+    CASES,
+    GRANITE_FIELDS,
+    LOCAL,
+    ONE_OF_EACH,
+    RMS,
+    SIZES,
+    stock_model,
+)
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     PreTrainedModel,
-    ViTConfig,
-    ViTModel,
 )
 
-from leanqkv import LeanConfig, LeanError, LeanForCausalLM, LeanForImageClassification
-from leanqkv.checkpoints.families import FAMILIES, choose_family, export_tensors, import_tensors
+from leanqkv import LeanConfig, LeanError, LeanForCausalLM
+from leanqkv.checkpoints.families import FAMILIES, choose_family, export_tensors
 from leanqkv.checkpoints.open import Checkpoint, load_model, open_checkpoint
 from leanqkv.checkpoints.tensors import LazyTensors, open_tensors
 from leanqkv.checkpoints.write import write_model
 from leanqkv.model.shapes import parameter_shapes
 from leanqkv.presets.edit import with_fields
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 3,
-    "eos_token_id": [4, 5],
-    "pad_token_id": 6,
-}
-# Those that give the MLP a size and the norms an epsilon that is felt.
-FEED: dict[str, Any] = {"intermediate_size": 48}
-RMS: dict[str, Any] = FEED | {"rms_norm_eps": 0.01}
-NEOX: dict[str, Any] = FEED | {"layer_norm_eps": 0.01}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-GRANITE_FIELDS = {
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.3,
-    "logits_scaling": 7.0,
-}
-SOME_WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-GEMMA = SOME_WINDOWS | {
-    "head_dim": 12,
-    "num_key_value_heads": 2,
-    "query_pre_attn_scalar": 16,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    },
-}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 500.0,
-    "partial_rotary_factor": 0.5,
-    "short_factor": [1.0, 1.5],
-    "long_factor": [2.0, 4.0],
-}
-QWEN3_MOE = {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", {}),
-    "gpt2-inner": ("gpt2", {"n_inner": 24, "activation_function": "relu", "layer_norm_epsilon": 0.01}),
-    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "attn_pdrop": 0, "resid_pdrop": 0.2, "embd_pdrop": 0.3}),
-    "gpt2-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    "neox": ("gpt_neox", NEOX),
-    "neox-serial": ("gpt_neox", NEOX | {"use_parallel_residual": False, "hidden_act": "gelu_new", "rotary_pct": 1.0}),
-    "neox-tied": ("gpt_neox", NEOX | {"tie_word_embeddings": True, "rotary_pct": 0.5, "rotary_emb_base": 500.0}),
-    "neox-linear": ("gpt_neox", NEOX | {"rope_scaling": {"type": "linear", "factor": 2.0}, "hidden_dropout": 0.1}),
-    "neox-unbiased": ("gpt_neox", NEOX | {"attention_bias": False}),
-    "llama": ("llama", RMS),
-    "llama-gqa-tied": ("llama", RMS | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "llama-biased": ("llama", RMS | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
-    "llama-attention-bias": ("llama", RMS | {"attention_bias": True, "num_key_value_heads": 1}),
-    "llama-head-dim": ("llama", RMS | {"head_dim": 12, "attention_dropout": 0.1}),
-    "llama-llama3": ("llama", RMS | {"rope_parameters": LLAMA3}),
-    "llama-linear": ("llama", RMS | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
-    "llama-yarn": (
-        "llama",
-        RMS | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
-    ),
-    "mistral": ("mistral", RMS | {"sliding_window": 5, "num_key_value_heads": 2}),
-    "mistral-whole": ("mistral", RMS | {"sliding_window": None, "num_key_value_heads": 2, "head_dim": 12}),
-    "qwen2": ("qwen2", RMS | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen2-window": (
-        "qwen2",
-        RMS | {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
-    ),
-    "qwen3": ("qwen3", RMS | {"num_key_value_heads": 2, "head_dim": 12}),
-    "qwen3-biased-tied": (
-        "qwen3",
-        RMS | {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
-    ),
-    "qwen2-upper-window": (
-        "qwen2",
-        RMS | {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "qwen3-some-windows": ("qwen3", RMS | SOME_WINDOWS | {"use_sliding_window": True, "num_key_value_heads": 2}),
-    "granite": ("granite", RMS | GRANITE_FIELDS | {"num_key_value_heads": 2}),
-    "granite-biased-tied": ("granite", RMS | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "smollm3": ("smollm3", RMS | {"no_rope_layer_interval": 2, "num_key_value_heads": 2}),
-    "smollm3-window": (
-        "smollm3",
-        RMS | {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5, "attention_bias": True},
-    ),
-    "olmo2": ("olmo2", RMS | {"num_key_value_heads": 2}),
-    "olmo2-biased-tied": ("olmo2", RMS | {"attention_bias": True, "tie_word_embeddings": True, "rope_theta": 500.0}),
-    "gemma3": ("gemma3_text", RMS | GEMMA),
-    "gemma3-defaults": ("gemma3_text", RMS | {"head_dim": 12, "num_key_value_heads": 4, "sliding_window": 5}),
-    "gemma3-full": ("gemma3_text", RMS | GEMMA | {"layer_types": ["full_attention"] * 3, "attention_bias": True}),
-    "gemma3-windows": ("gemma3_text", RMS | GEMMA | {"layer_types": ["sliding_attention"] * 3, "head_dim": 16}),
-    "phi3": ("phi3", RMS | {"num_key_value_heads": 2, "resid_pdrop": 0.1}),
-    "phi3-window-tied": ("phi3", RMS | {"sliding_window": 5, "tie_word_embeddings": True, "rope_theta": 500.0}),
-    "phi3-partial": ("phi3", RMS | {"partial_rotary_factor": 0.5, "num_key_value_heads": 1}),
-    "phi3-long": ("phi3", RMS | {"rope_parameters": LONG, "original_max_position_embeddings": 32}),
-    "phi3-longer": ("phi3", RMS | {"rope_parameters": LONG, "original_max_position_embeddings": 8}),
-    "mixtral": ("mixtral", RMS | {"num_key_value_heads": 2, "num_local_experts": 4}),
-    "mixtral-window": ("mixtral", RMS | {"num_key_value_heads": 4, "num_local_experts": 3, "sliding_window": 5}),
-    "qwen3-moe": ("qwen3_moe", RMS | QWEN3_MOE | {"norm_topk_prob": True, "head_dim": 12}),
-    "qwen3-moe-unnormed": ("qwen3_moe", RMS | QWEN3_MOE | {"attention_bias": True, "tie_word_embeddings": True}),
-    "qwen3-moe-window": ("qwen3_moe", RMS | QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 5}),
-    "smollm3-all-rope": ("smollm3", RMS | {"no_rope_layers": [1, 1, 1]}),
-}
-ONE_OF_EACH = (
-    "gpt2",
-    "neox",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "granite",
-    "smollm3",
-    "olmo2",
-    "gemma3",
-    "phi3",
-    "mixtral",
-    "qwen3-moe",
-)
 IDS = tokens(2, 12, vocab_size=61)
-
-
-def stock_model(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model of transformers, random in every weight."""
-    model_type, settings = CASES[case]
-    torch.manual_seed(0)  # the draws below leave nothing of it
-    config = CONFIG_MAPPING[model_type](**SIZES | settings)
-    return randomize(AutoModelForCausalLM.from_config(config)).to(dtype).eval()
 
 
 def ours(checkpoint: Checkpoint) -> LeanForCausalLM:
@@ -215,18 +90,6 @@ def test_there_and_back(case, tmp_path):
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
     assert open_checkpoint(tmp_path / "ours").config.to_dict() == config.to_dict()
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("gpt2", "neox"))])
-def test_in_float64(case, tmp_path):
-    """Where nothing of the class rounds to float32, nothing else differs."""
-    reference = stock_model(case, torch.float64)
-    reference.save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config.dtype == torch.float64
-    computed, expected = logits(ours(checkpoint)), logits(reference)
-    assert computed.dtype == expected.dtype == torch.float64
-    assert_near(computed, expected, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -296,36 +159,6 @@ def test_a_head_without_norms_is_not_rounded_by_the_epsilon(tmp_path, cli):
     assert code == 0, output
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float64)
     assert_near(logits(theirs), logits(model.double()), 1e-9)
-
-
-def save_pickled(tensors: dict[str, Tensor], directory: Path, sharded: bool) -> None:
-    if not sharded:
-        torch.save(tensors, directory / "pytorch_model.bin")
-        return
-    shards = {name: f"pytorch_model-{i % 3 + 1:05}-of-00003.bin" for i, name in enumerate(tensors)}
-    for shard in set(shards.values()):
-        torch.save({name: tensor for name, tensor in tensors.items() if shards[name] == shard}, directory / shard)
-    index = {"metadata": {}, "weight_map": shards}
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize("layout", ["sharded safetensors", "bin", "sharded bin"])
-@pytest.mark.parametrize("case", ["gpt2", "neox", "llama-gqa-tied", "llama-biased", "qwen3"])
-def test_every_layout_gives_the_same_tensors(case, layout, tmp_path):
-    reference = stock_model(case)
-    reference.save_pretrained(tmp_path / "single")
-    other = tmp_path / "other"
-    if layout == "sharded safetensors":
-        reference.save_pretrained(other, max_shard_size="4KB")
-        assert len(list(other.glob("*.safetensors"))) > 2
-    else:
-        reference.config.save_pretrained(other)
-        # A state dict names a tied head, too.
-        save_pickled(reference.state_dict(), other, layout == "sharded bin")
-    expected, tensors = (open_checkpoint(tmp_path / name).tensors for name in ("single", "other"))
-    assert list(tensors) == list(expected)
-    for name in expected:
-        assert torch.equal(tensors[name], expected[name]), name
 
 
 def test_qwen2_takes_a_head_dim_that_it_does_not_declare(tmp_path):
@@ -435,7 +268,6 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path, monkeypatch):
     assert read[1:] == ["gpt_neox.layers.2.mlp.dense_h_to_4h.bias"]
 
 
-LOCAL = {"sliding_window": 4, "window_layers": [0, 2], "window_rope_parameters": {"rope_theta": 100.0}}
 # What the model is, the family that holds it best, and one of those that hold it with more biases of zeros.
 BIASED = {"attention_bias": True}
 ROOT = 32**0.5
@@ -501,15 +333,6 @@ def test_models_of_ours_are_written_as_the_family_that_holds_them(case, tmp_path
         returned = export(checkpoint, tmp_path / f"as-{name}", name)
         assert returned.config.model_type == (name or expected)
         assert_near(logits(returned), logits(model), 1e-5)
-
-
-def test_an_export_comes_back_with_its_zeros(tmp_path):
-    config = LeanConfig(**GPT)
-    randomize(LeanForCausalLM(config)).save_pretrained(tmp_path / "own")
-    export(open_checkpoint(tmp_path / "own"), tmp_path / "gpt2")
-    returned = open_checkpoint(tmp_path / "gpt2")
-    assert returned.config.mlp_bias and returned.config.norm_bias
-    assert not returned.tensors["model.layers.1.mlp.up_proj.bias"].any()
 
 
 def test_other_checkpoints_are_refused(tmp_path):
@@ -598,14 +421,6 @@ def test_names_that_say_nothing_of_another_head_are_no_obstacle(name, tmp_path):
     assert open_checkpoint(tmp_path).family == "llama"
 
 
-def test_an_encoder_of_images_is_of_no_family(tmp_path):
-    ViTModel(
-        ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    ).save_pretrained(tmp_path)
-    with pytest.raises(LeanError, match="is a 'vit' checkpoint; only leanqkv, llama"):
-        open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("mechanisms", [("skipv1", "nonlinear-query"), ("resformer:mode=per_token",), ("mla",)])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_own_checkpoints(mechanisms, tied, tmp_path):
@@ -628,28 +443,3 @@ def test_own_checkpoints(mechanisms, tied, tmp_path):
         else:
             with pytest.raises(LeanError, match=r"model\.safetensors: lm_head\.weight is not"):
                 opened.tensors["model.embed_tokens.weight"]
-
-
-def test_own_models_of_images(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    images = {"task": "image_classification", "image_size": 8, "patch_size": 4, "num_labels": 5}
-    model = randomize(LeanForImageClassification(LeanConfig(**sizes, **images)))
-    model.save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    state = model.state_dict()
-    assert set(checkpoint.tensors) == set(state)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in checkpoint.tensors.items())
-
-
-def test_import_tensors_of_a_configuration_made_by_hand(tmp_path):
-    """As `open_checkpoint` does it, in steps."""
-    reference = stock_model("gpt2")
-    reference.save_pretrained(tmp_path)
-    family, hf = FAMILIES["gpt2"], json.loads((tmp_path / "config.json").read_text())
-    config = family.lean_config(hf)
-    tensors = import_tensors(family, config, open_tensors(tmp_path))
-    query = reference.transformer.h[2].attn.c_attn.weight.detach().T[:32]
-    assert torch.equal(tensors["model.layers.2.self_attn.q_proj.weight"], query)
-    assert torch.equal(
-        tensors["model.layers.0.self_attn.q_proj.bias"], reference.transformer.h[0].attn.c_attn.bias[:32]
-    )

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from decoding import LENGTHS, NEW, run
 from shapes import randomize, tiny, tokens
-from test_batch import LENGTHS, NEW, run
-from test_families import CASES, ONE_OF_EACH, stock_model
+from stock_models import CASES, ONE_OF_EACH, stock_model
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 

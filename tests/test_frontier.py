@@ -212,18 +212,6 @@ def test_samples_have_no_sequence_in_common() -> None:
     assert samples.shape == (3, 5, 4) and len(np.unique(samples)) == samples.size
 
 
-BAD = {
-    "budget": (("--budgets", "120%"), "--budgets is a share of the source's cache"),
-    "budgets": (("--budgets", "84%,,75%"), "--budgets is a share of the source's cache"),
-    "kind": (("--kinds", "latent"), "did you mean 'latents'"),
-    "budget of a kind": (("--kinds", "gqa,latents:84%:0"), "the budget of latents in --kinds is a share"),
-    "no budget": (("--kinds", "latents,gqa:50%"), "gqa takes no budget; latents and separate-latents do"),
-    "contexts": (("--contexts", "a"), "--contexts is a list"),
-    "nothing left": (("--kinds", "latents", "--budgets", "0.1%"), "out of reach"),
-    "short text": (("--tokens", 10**9), "calibration tokens are asked for"),
-}
-
-
 @pytest.mark.parametrize("length", ["64", "127"])
 def test_what_no_sequence_would_read_is_not_scored(place: Path, unwrapped, length: str) -> None:
     """Fewer tokens than two blocks would look as if quantizing cost nothing."""
@@ -232,18 +220,3 @@ def test_what_no_sequence_would_read_is_not_scored(place: Path, unwrapped, lengt
     record = json.loads((place / "short" / "frontier.json").read_text())
     assert {point["key_bits"] for point in record["points"]} == {16}
     assert "blocks of 64 tokens" in record["refused"]["8 and 4 bits"]
-
-
-def test_a_directory_of_something_else_is_left_alone(place: Path, unwrapped) -> None:
-    (place / "mine").mkdir()
-    (place / "mine" / "letter.txt").write_text("dear")
-    code, _, errors = unwrapped(*ASKED, "--out", "mine")
-    assert code == 2 and "is not empty and holds no frontier" in errors
-    assert [file.name for file in (place / "mine").iterdir()] == ["letter.txt"]
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(place: Path, unwrapped, name: str) -> None:
-    options, match = BAD[name]
-    code, _, errors = unwrapped(*ASKED, *map(str, options), "--out", "new")
-    assert code == 2 and match in errors and "Traceback" not in errors and not (place / "new").exists()

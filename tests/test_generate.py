@@ -130,13 +130,6 @@ def test_ctrl_c_ends_a_single_one(cli, model, interrupted):
     assert out.startswith("def ")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--prompt", "a", "--interactive")])
-def test_one_way_to_be_prompted(unwrapped, model, arguments):
-    code, out, err = unwrapped("generate", str(model), *arguments)
-    assert (code, out) == (2, "")
-    assert "generate takes either --prompt or --interactive" in err
-
-
 def test_bytes_of_tokens_and_the_room_for_more_are_told_apart(cli, model, tmp_path):
     """An answer that ends early has room left."""
     from leanqkv.checkpoints.tokenizer import load_tokenizer
@@ -185,7 +178,7 @@ def test_a_template_that_is_not_applied_is_told(cli, assistant, model):
 
 def with_tokenizer(model, directory, chat_template: str | None = None, **special: str):
     """The same model with a tokenizer as LLaMA's; returns the tokenizer."""
-    from test_text import sentencepiece
+    from text_tokenizers import sentencepiece
     from transformers import PreTrainedTokenizerFast
 
     LeanForCausalLM.from_pretrained(model).save_pretrained(directory)

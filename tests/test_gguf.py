@@ -23,8 +23,8 @@ from gguf_files import (
     write,
     write_model,
 )
+from refusing import refused
 from shapes import assert_near, tokens
-from test_hostile_files import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leanqkv.checkpoints import load_model, open_checkpoint
@@ -303,7 +303,7 @@ def test_another_tokenizer_beside_the_file_is_not_taken(tiny):
 
 def test_two_models_are_compared_if_their_tokens_are_the_same(folder, tiny, cli):
     """A file's tokens are those of the directory made of it, however that writes them down, but not of another one."""
-    write_corpus(folder / "corpus.txt")
+    Path("corpus.txt").write_text(write_corpus(folder / "corpus.txt").read_text()[:3000])
     assert cli("import", "tiny.gguf", "--out", "imported")[0] == 0
     tokenizer = Path("imported/tokenizer.json")
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text())))

@@ -90,12 +90,3 @@ def test_convert_to_gqa(tmp_path: Path, monkeypatch, unwrapped) -> None:
     made, tensors = with_grouped_heads(config, LeanForCausalLM.from_pretrained("source").state_dict(), 0.75)
     ids = tokens(1, 6)
     assert_near(found(ids).logits.double(), build(made, tensors)(ids).logits, 1e-4)
-    for arguments, said in (
-        (("--ratio", "0.6"), "a --ratio of 0.5 or 0.75 is possible"),
-        (("--cache", "50%"), "--cache is for --to latents and separate-latents"),
-        (("--calibration", "text.txt"), "--calibration is for latents"),
-        (("--method", "mean-v"), "--method mean-v is for --to skipv1"),
-        (("--layers", "1"), "--layers and --device are for"),
-    ):
-        code, _, errors = unwrapped("convert", "source", "--to", "gqa", *arguments, "--out", "other")
-        assert code == 2 and said in errors and not Path("other").exists()

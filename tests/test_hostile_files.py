@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from corpus import SHAPE, write_corpus
+from refusing import refused
 from safetensors.torch import load_file, save_file
 from shapes import assert_near, randomize, tiny
 
@@ -28,22 +29,6 @@ def folder(tmp_path, monkeypatch):
     train_tokenizer(iter(["def function(argument): return argument\n"] * 50), 300).save_pretrained("source")
     write_corpus(tmp_path / "corpus.txt")
     return tmp_path
-
-
-def state(folder: Path) -> dict[str, bytes | None]:
-    """Every file and directory, hidden ones too."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
-
-
-def refused(cli, folder: Path, arguments: list[str]) -> str:
-    """The line with which a command refuses; it has changed nothing."""
-    before = state(folder)
-    code, out, err = cli(*arguments)
-    assert code == 2, (code, out, err)
-    assert len(err.splitlines()) == 1, err
-    assert err.startswith("error: ")
-    assert state(folder) == before
-    return err
 
 
 # --- damaged directories ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from shapes import assert_near, randomize, tiny, tokens
 from torch import nn
 
-from leanqkv import LeanConfig, LeanForCausalLM
+from leanqkv import LeanForCausalLM
 from leanqkv.inference import joined
 from leanqkv.inference.joined import join_projections
 from leanqkv.model.latent import is_plain_linear, is_rewritten
@@ -81,11 +81,6 @@ def test_names_do_not_depend_on_it() -> None:
     names = list(model.state_dict())
     assert len(join_projections(model)) == 5 * model.config.num_hidden_layers  # W_1, K, V; gate, up
     assert list(model.state_dict()) == names
-
-
-def test_a_configuration_from_before_still_loads() -> None:
-    """It held whether projections were to be joined, which never changed the function."""
-    assert LeanConfig(fuse_projections=False).to_dict() == LeanConfig().to_dict()
 
 
 @pytest.mark.parametrize("where", ["q_proj", "q_proj.down_proj", "k_proj"])

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from leanqkv import LeanForCausalLM, LeanQuantizedCache, cache_bytes
-from leanqkv.model.cache_quantized import KiviLayer, kivi_layers, quantized_bytes_per_token
+from leanqkv.model.cache_quantized import KiviLayer, quantized_bytes_per_token
 
 BLOCK = 64
 EVERY_BITS = (2, 4, 8)
@@ -144,14 +143,6 @@ def test_history_is_the_naive_one(columns, bits):
         assert not torch.equal(one[:, :, 64:128], given[:, :, 64:128])
 
 
-@pytest.mark.parametrize("bits", [(2, 8), (8, 2), (4, 2)])
-def test_keys_and_values_have_their_own_bits_and_shapes(bits):
-    keys, values = random(1, 2, 70, 12), random(1, 3, 70, 65, seed=1)
-    found = fill(KiviLayer(*bits), keys, values, (69, 1))
-    for one, other in zip(found, fill(NaiveLayer(("keys", "values"), *bits), keys, values, (69, 1)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
-
-
 @bits_of_both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_entry_is_off_by_more_than_half_a_scale(dtype, bits):
@@ -167,18 +158,6 @@ def test_no_entry_is_off_by_more_than_half_a_scale(dtype, bits):
         rounding = torch.finfo(dtype).eps * (given.abs() + scales)
         assert ((found - given).abs() <= scales * (0.5 + 1e-4) + rounding).all()
         assert (found - given).abs().sum() > 0.1 * scales.sum(), "nothing was rounded"
-
-
-def test_less_is_lost_with_more_bits():
-    keys, values = random(2, 2, 64, 64, dtype=torch.float32), random(2, 2, 64, 64, dtype=torch.float32, seed=1)
-    errors = []
-    for bits in EVERY_BITS:
-        found = fill(KiviLayer(bits, bits), keys.repeat(1, 1, 2, 1), values.repeat(1, 1, 2, 1), (64, 64))
-        errors.append(
-            [float((one[:, :, :64] - given).abs().mean()) for one, given in zip(found, (keys, values), strict=True)]
-        )
-    for less, more in pairwise(errors):
-        assert all(few * 3 < many for few, many in zip(more, less, strict=True))
 
 
 def test_a_large_channel_of_the_keys_costs_the_others_nothing():
@@ -276,21 +255,6 @@ def test_a_call_sees_its_own_tokens_and_the_incomplete_block_exactly(pieces):
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-@bits_of_both
-@pytest.mark.parametrize("columns", [6, 64, 131, 200])
-@pytest.mark.parametrize("length", [64, 128, 150])
-def test_bytes_of_a_layer(length, columns, bits):
-    keys, values = random(2, 3, length, columns, dtype=torch.bfloat16), random(2, 1, length, columns, seed=1).bfloat16()
-    layer = KiviLayer(bits, bits)
-    fill(layer, keys, values, (length,))
-    whole, newest = length // BLOCK, length % BLOCK
-    groups = groups_of(columns)
-    padded = len(groups) * len(groups[0]) if len(groups) > 1 else -(-columns // 4) * 4
-    key_bytes = whole * 3 * columns * (BLOCK * bits // 8 + 4)
-    value_bytes = whole * BLOCK * (padded * bits // 8 + 4 * len(groups))
-    assert held(layer) == 2 * (key_bytes + value_bytes + newest * 2 * (3 + 1) * columns)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("bits", [(8, 4), (2, 8)])
 def test_bytes_of_every_mechanism(case: Model, bits):
@@ -324,18 +288,6 @@ def test_bytes_per_token_by_hand():
     assert quantized_bytes_per_token(latent.plan, 2, 8) == 3 * 12 * (0.25 + 4 / 64)
 
 
-def test_lone_values_are_treated_as_values():
-    """A layer that borrows its keys hands its values to the cache in their place."""
-    config = tiny("gpt", "skipv1-yoco", num_hidden_layers=4)
-    cached = [[tensor.name for tensor in layer.cached] for layer in config.plan.layers]
-    assert ["values"] in cached
-    layer = kivi_layers(config.plan, 2, 8)[cached.index(["values"])]
-    values = random(1, 2, 65, 8)
-    found, nothing = fill(layer, values, values[:, :0], (64, 1))
-    torch.testing.assert_close(found[:, :, :64], naive(values[:, :, :64], 8, True)[0], rtol=1e-13, atol=1e-13)
-    assert nothing.shape == (1, 0, 65, 8)
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -360,39 +312,6 @@ def in_pieces(model: LeanForCausalLM, ids: Tensor, cache: Any, pieces: Sequence[
     with torch.no_grad():
         parts = [model(piece, past_key_values=cache, **prefix).logits for piece in ids.split(list(pieces), 1)]
     return torch.cat(parts, 1)
-
-
-@bits_of_both
-def test_attention_by_loops(bits):
-    """Softmax of dequantized keys, then of the newest, times the values, one query and head at a time."""
-    model = randomize(LeanForCausalLM(tiny("gpt", "gqa", num_hidden_layers=1, **LONG)).double(), std=0.3).eval()
-    attention, calls = model.model.layers[0].self_attn, []
-    attention.register_forward_hook(
-        lambda _, given, options, output: calls.append(((*given, *options.values())[0], output[0])), with_kwargs=True
-    )
-    ids = tokens(1, 132)
-    in_pieces(model, ids, LeanQuantizedCache("kivi", model.config, key_bits=bits, value_bits=bits), (130, 1, 1))
-    inputs = torch.cat([given for given, _ in calls], 1)[0]
-
-    def heads(projection: torch.nn.Module) -> Tensor:
-        return torch.stack((inputs @ projection.weight.detach().T).split(8, 1))
-
-    query, keys, values = (heads(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
-    old_keys, _ = naive(keys[None, :, :128], bits, False)
-    old_values, _ = naive(values[None, :, :128], bits, True)
-    for step, position in ((1, 130), (2, 131)):
-        mixed = []
-        for head in range(4):
-            lent = head // 2
-            scores = [
-                float(query[head, position] @ (old_keys[0, lent, t] if t < 128 else keys[lent, t])) / math.sqrt(8)
-                for t in range(position + 1)
-            ]
-            weights = [math.exp(score - max(scores)) for score in scores]
-            seen = [old_values[0, lent, t] if t < 128 else values[lent, t] for t in range(position + 1)]
-            mixed.append(sum(w * value for w, value in zip(weights, seen, strict=True)) / sum(weights))
-        expected = torch.cat(mixed) @ attention.o_proj.weight.detach().T
-        torch.testing.assert_close(calls[step][1][0, 0], expected, rtol=1e-10, atol=1e-10)
 
 
 def test_more_bits_more_of_the_same_tokens():
@@ -453,15 +372,6 @@ def test_the_batch_can_be_changed():
         change(KiviLayer())  # which has no tokens yet
 
 
-def test_a_reset_cache_is_a_new_one():
-    config = tiny("gpt", "cla", num_hidden_layers=4, **LONG)
-    model, cache = LeanForCausalLM(config).eval(), LeanQuantizedCache("kivi", config, key_bits=2, value_bits=8)
-    first = in_pieces(model, tokens(2, 80), cache, (79, 1))
-    cache.reset()
-    assert (cache.get_seq_length(), cache_bytes(cache), cache.get_max_length()) == (0, 0, -1)
-    assert torch.equal(in_pieces(model, tokens(2, 80), cache, (79, 1)), first)
-
-
 def test_speculative_decoding_is_refused():
     model = LeanForCausalLM(tiny("gpt", **LONG)).eval()
     ids = tokens(1, 5).repeat(1, 20)
@@ -486,19 +396,6 @@ def test_generate_makes_the_cache_that_was_asked_for():
         assert isinstance(cache, LeanQuantizedCache)
         assert {(layer.key_bits, layer.value_bits) for layer in cache.layers} == {bits}
         assert cache_bytes(cache) == 2 * 128 * quantized_bytes_per_token(model.config.plan, *bits)
-
-
-def test_a_conversation_goes_on():
-    """`generate` on a cache that holds the beginning, as on the naive one."""
-    model = randomize(LeanForCausalLM(tiny("llama", "gqa", **LONG)).double(), std=0.3).eval()
-    texts = []
-    for cache in (LeanQuantizedCache("kivi", model.config), naive_cache(model, 8, 4)):
-        text = tokens(1, 60)
-        for _ in range(3):
-            text = model.generate(text, past_key_values=cache, do_sample=False, max_new_tokens=20, eos_token_id=None)
-            text = torch.cat((text, tokens(1, 10)), 1)
-        texts.append(text)
-    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize(

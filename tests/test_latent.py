@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from shapes import assert_near, randomize, tiny, tokens
-from torch import Tensor, nn
+from latents import CHANGES, assert_enlarged, assert_same_results, results
+from shapes import randomize, tiny, tokens
 from transformers import DynamicCache, StaticCache
 
 from leanqkv import LeanForCausalLM, cache_bytes, kv_bytes_per_token, preset
@@ -28,31 +28,11 @@ def test_absorbed_is_expanded(case, implementation: str, monkeypatch: pytest.Mon
     shape, names, overrides = case
     model = randomize(LeanForCausalLM(tiny(shape, *names, **overrides))).double()
     model.set_attn_implementation(implementation)
-    ids = tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[0, 3] = -100  # predicted at a padded position
-    found = {}
+    found = []
     for absorbed in (True, False):
         monkeypatch.setattr(LatentAttention, "_absorbing_pays", lambda *_, absorbed=absorbed: absorbed)
-        model.zero_grad()
-        output = model(input_ids=ids, attention_mask=mask, labels=labels, output_attentions=implementation == "eager")
-        output.loss.backward()
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            pieces = [
-                model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
-                for a, b in ((0, 5), (5, 8), (8, 9))
-            ]
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        weights = torch.stack(output.attentions)[:, 1] if output.attentions else torch.zeros(1)
-        found[absorbed] = output.logits.detach()[1], torch.cat(pieces, dim=1)[1], weights.detach(), gradients
-    for one, other in zip(found[True][:3], found[False][:3], strict=True):
-        assert_near(one, other, 1e-11, floor=1e-12)
-    floor = 1e-4 * max(gradient.abs().max().item() for gradient in found[False][3].values())
-    for name, gradient in found[False][3].items():
-        assert_near(found[True][3][name], gradient, 1e-11, name, floor)
+        found.append(results(model))
+    assert_same_results(*found)
 
 
 def test_the_cheaper_form_is_taken() -> None:
@@ -87,38 +67,11 @@ def test_decoding_never_expands_or_joins_the_latent(names, kind, monkeypatch: py
         assert stored.values.numel() == 0
 
 
-class Larger(nn.Module):
-    """What adapter libraries put in a layer's place."""
-
-    def __init__(self, base: nn.Linear):
-        super().__init__()
-        self.base, self.weight = base, base.weight
-
-    def forward(self, latent: Tensor) -> Tensor:
-        return 1.5 * self.base(latent)
-
-
 @pytest.mark.parametrize("name", ["k_up_proj", "v_up_proj"])
-@pytest.mark.parametrize("how", ["adapter", "hook", "hook before", "forward"])
+@pytest.mark.parametrize("how", CHANGES)
 def test_the_absorbed_form_passes_no_change_over(name: str, how: str) -> None:
     """It reads the weights of the up-projections without calling them."""
-    model, ids = randomize(LeanForCausalLM(tiny("llama", "mla", "skipv1"))).eval(), tokens(1, 12)
-    with torch.no_grad():
-        plain = model(ids).logits[:, -1]
-        for layer in model.model.layers:
-            up = layer.self_attn.get_submodule(name)
-            if how == "adapter":
-                setattr(layer.self_attn, name, Larger(up))
-            elif how == "hook":
-                up.register_forward_hook(lambda module, given, output: 1.5 * output)
-            elif how == "hook before":
-                up.register_forward_pre_hook(lambda module, given: (1.5 * given[0],))
-            else:
-                up.forward = lambda latent, up=up: 1.5 * nn.functional.linear(latent, up.weight)
-        whole = model(ids).logits[:, -1]
-        step = model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values).logits[:, -1]
-    assert_near(step, whole, 1e-5)
-    assert (whole - plain).abs().max() > 0.01
+    assert_enlarged(randomize(LeanForCausalLM(tiny("llama", "mla", "skipv1"))).eval(), name, how)
 
 
 # P3, Table 2, on the shape of LLaMA-350M: 24 layers, 16 heads of 64, G = H/2; d_c = 256, d_R = 32.

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from latents import CHANGES, assert_enlarged, assert_same_results, results
 from shapes import assert_near, randomize, tiny, tokens
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, kv_bytes_per_token
@@ -38,31 +39,11 @@ def test_absorbed_is_expanded(case, implementation: str, monkeypatch: pytest.Mon
     """Logits, gradients and, where there are any, attention weights, with padding and a filled cache."""
     model = randomize(LeanForCausalLM(config_of(case))).double()
     model.set_attn_implementation(implementation)
-    ids = tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[0, 3] = -100  # predicted at a padded position
-    found = {}
+    found = []
     for absorbed in (True, False):
         monkeypatch.setattr(latent_heads, "absorbing_pays", lambda *_, absorbed=absorbed: absorbed)
-        model.zero_grad()
-        output = model(input_ids=ids, attention_mask=mask, labels=labels, output_attentions=implementation == "eager")
-        output.loss.backward()
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            pieces = [
-                model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
-                for a, b in ((0, 5), (5, 8), (8, 9))
-            ]
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        weights = torch.stack(output.attentions)[:, 1] if output.attentions else torch.zeros(1)
-        found[absorbed] = output.logits.detach()[1], torch.cat(pieces, dim=1)[1], weights.detach(), gradients
-    for one, other in zip(found[True][:3], found[False][:3], strict=True):
-        assert_near(one, other, 1e-11, floor=1e-12)
-    floor = 1e-4 * max(gradient.abs().max().item() for gradient in found[False][3].values())
-    for name, gradient in found[False][3].items():
-        assert_near(found[True][3][name], gradient, 1e-11, name, floor)
+        found.append(results(model))
+    assert_same_results(*found)
 
 
 @pytest.mark.parametrize("up", [ComplexUp(2, (2, 0, 1, 1)), nn.Linear(8, 16, bias=False)], ids=["complex", "linear"])
@@ -144,45 +125,13 @@ def test_the_tensors_of_a_checkpoint(names, fields, shapes: dict[str, tuple[int,
     assert found == {f"model.layers.0.self_attn.{name}": shape for name, shape in (shapes | biases).items()}
 
 
-class Larger(nn.Module):
-    """What adapter libraries put in a layer's place."""
-
-    def __init__(self, base: Any):
-        super().__init__()
-        self.base, self.weight, self.out_features = base, base.weight, base.out_features
-
-    def forward(self, latent: Tensor) -> Tensor:
-        return 1.5 * self.base(latent)
-
-
 @pytest.mark.parametrize("shape", ["llama", "gpt"])
-@pytest.mark.parametrize("how", ["adapter", "hook", "hook before", "forward", "parameter", "subclass"])
+@pytest.mark.parametrize("how", CHANGES)
 def test_the_absorbed_form_passes_no_change_over(shape: str, how: str) -> None:
     """It reads the weight of the up-projection without calling it."""
-    model, ids = randomize(LeanForCausalLM(tiny(shape, "latent-keys"))).eval(), tokens(1, 12)
-    with torch.no_grad():
-        plain = model(ids).logits[:, -1]
-        for layer in model.model.layers:
-            up = layer.self_attn.k_up_proj
-            forward = type(up).forward
-            if how == "adapter":
-                layer.self_attn.k_up_proj = Larger(up)
-            elif how == "hook":
-                up.register_forward_hook(lambda module, given, output: 1.5 * output)
-            elif how == "hook before":
-                up.register_forward_pre_hook(lambda module, given: (1.5 * given[0],))
-            elif how == "forward":
-                up.forward = lambda latent, up=up, forward=forward: 1.5 * forward(up, latent)
-            elif how == "parameter":
-                kind = type("Quantized", (nn.Parameter,), {})
-                up.weight = kind(1.5 * up.weight)
-            else:
-                up.__class__ = type("Rewritten", (type(up),), {"forward": lambda up, x, f=forward: 1.5 * f(up, x)})
-            assert not absorbing_pays(layer.self_attn.k_up_proj, torch.zeros(1, 4, 1, 8), 99, 16)
-        whole = model(ids).logits[:, -1]
-        step = model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values).logits[:, -1]
-    assert_near(step, whole, 1e-5)
-    assert (whole - plain).abs().max() > 0.01
+    model = randomize(LeanForCausalLM(tiny(shape, "latent-keys"))).eval()
+    assert_enlarged(model, "k_up_proj", how)
+    assert not absorbing_pays(model.model.layers[0].self_attn.k_up_proj, torch.zeros(1, 4, 1, 8), 99, 16)
 
 
 @every

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from comparing import COMPARISON, models
 from corpus import SHAPE
-from test_compare import COMPARISON, models
 
 from leanqkv import LeanError
 from leanqkv.compare.comparison import run_comparison
@@ -25,6 +25,7 @@ SWEEP = replace(
     seeds=(0,),
     recipe={"steps": 60, "batch_size": 4},
     learning_rates=None,
+    evaluate_every=6,
 )
 CHANGING = ("last_session_seconds", "seconds", "tokens_per_second", "hardware", "git_commit", "command")
 
@@ -142,23 +143,6 @@ def test_an_error_in_a_job_is_its_own_line(tmp_path, local):
 def test_a_job_that_has_to_make_room_is_submitted_again():
     again = InJob(len, "abc").checkpoint()
     assert again.function() == (3, None)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--launcher", "slurm"], "--launcher is local or submitit, found 'slurm'"),
-        (["--partition", "gpu"], "--partition goes with --launcher submitit"),
-        (["--launcher", "submitit"], "there is no srun here"),
-        (["--launcher", "submitit", "--cluster", "pbs"], "--cluster is slurm or local, found 'pbs'"),
-        (["--launcher", "submitit", "--slurm", "account"], "--slurm takes NAME=VALUE"),
-        (["--launcher", "submitit", "--hours-per-run", "0"], "--hours-per-run must be a positive number"),
-    ],
-)
-def test_bad_options(unwrapped, tmp_path, options, message):
-    code, _, err = unwrapped("compare", "tiny", "tiny+skipv1", "--out", str(tmp_path / "out"), *options)
-    assert code == 2 and message in err
-    assert not (tmp_path / "out").exists()
 
 
 def test_without_submitit_its_package_is_named(monkeypatch):

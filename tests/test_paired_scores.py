@@ -6,25 +6,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from pairing import VOCABULARY, model, text
 from scipy import stats
-from shapes import randomize, tiny
 from torch.nn import functional as F
 
-from leanqkv import LeanError, LeanForCausalLM
+from leanqkv import LeanError
 from leanqkv.evaluate import paired, paired_figures, paired_scores, spread_windows, strided_windows
 from leanqkv.evaluate.paired import mean_over_windows
 
 ROUNDING = 1e-12
-VOCABULARY = 300
-
-
-def model(seed: int = 0, **fields) -> LeanForCausalLM:
-    config = tiny("gpt", vocab_size=VOCABULARY, max_position_embeddings=32, **fields)
-    return randomize(LeanForCausalLM(config), std=0.3, seed=seed).double().eval()
-
-
-def text(tokens: int = 150) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, VOCABULARY, tokens).astype("uint16")
 
 
 @torch.no_grad()

@@ -6,13 +6,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import pytest
 from comparison_record import ARCHITECTURES, build, diverge, edit, folders, record, save
+from pages import Page
 from rich.console import Console
 
 from leanqkv.compare.records import load_comparison
@@ -20,6 +20,7 @@ from leanqkv.compare.statistics import Band
 from leanqkv.report import figures
 from leanqkv.report.comparison import markdown, reading, remarks, terminal_table, warnings
 from leanqkv.report.comparison_page import KIND
+from leanqkv.report.text import percent
 
 
 def terminal(directory: Path) -> list[str]:
@@ -33,39 +34,6 @@ def markdown_rows(directory: Path) -> dict[str, list[str]]:
     lines = [line for line in markdown(load_comparison(directory)).splitlines() if line.startswith("| `")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0].strip("`"): row[1:] for row in rows}
-
-
-class Page(HTMLParser):
-    """Collects what the tests ask about; fails on tags that do not nest."""
-
-    void = {"meta", "br", "wbr"}
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        assert len(attrs) == len(dict(attrs)), f"an attribute of <{tag}> is given twice"
-        if tag not in self.void:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert "svg" in self.open, f"<{tag}/> closes itself outside of SVG"
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-    def count(self, tag: str) -> int:
-        return sum(name == tag for name, _ in self.tags)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +58,11 @@ def test_markdown_holds_the_numbers(finished: Path) -> None:
     assert rows["tiny+identity-query"][0] == "+0.0010 ± 0.0635"
 
 
+def test_shares_are_rounded_to_whole_percents() -> None:
+    assert [percent(part, 3) for part in (0, 1, 2, 4)] == ["0%", "33%", "67%", "133%"]
+    assert percent(None, 3) == percent(1, 0) == "–"
+
+
 def test_terminal_table_fits_100_columns_with_the_same_numbers(finished: Path) -> None:
     lines = terminal(finished)
     assert max(map(len, lines)) <= 100
@@ -104,7 +77,7 @@ def test_large_models_fit_100_columns_too(tmp_path: Path) -> None:
     names = ["gpt2-124m", "gpt2-124m+nonlinear-query:layers=0,3", "gpt2-124m+identity-query+skipv1"]
     directory = build(tmp_path, grid=False)
     shutil.rmtree(directory / "runs")
-    edit(directory / "compare.json", baseline=names[0], architectures=names)
+    edit(directory / "compare.json", baseline=names[0], architectures=names, groups=[names])
     for place, name in enumerate(names):
         for seed in (0, 1):
             run = record("tiny", seed, 10.25 + 0.2 * place * seed, rate=1.25e-4) | {
@@ -137,7 +110,8 @@ def test_reading_says_which_differences_are_clear(finished: Path) -> None:
 
 def test_baseline_comes_first_wherever_it_is_listed(finished: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(finished, tmp_path / "copy"))
-    edit(directory / "compare.json", baseline="tiny+mqa")
+    names = json.loads((directory / "compare.json").read_text())["architectures"]
+    edit(directory / "compare.json", groups=[["tiny+mqa", *(name for name in names if name != "tiny+mqa")]])
     rows = markdown_rows(directory)
     assert next(iter(rows)) == "tiny+mqa"
     assert rows["tiny"][2] == "2,048 (400%)"

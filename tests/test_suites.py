@@ -1,7 +1,6 @@
 """The suites: every entry can be built, recipes and numbers are the papers', pairs and divergence are reported."""
 
 import json
-import math
 import re
 import sys
 from dataclasses import replace
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 from comparison_record import record as a_record
 from corpus import SHAPE
+from pages import Page
 from rich.console import Console
-from test_report import Page
 
 import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import LeanError, count_parameters, kv_bytes_per_token, preset
@@ -19,7 +18,7 @@ from leanqkv.cli import main
 from leanqkv.compare.comparison import run_comparison
 from leanqkv.compare.records import Run, load_comparison
 from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry
-from leanqkv.compare.suites import SUITES, choose, load_suite
+from leanqkv.compare.suites import SUITES, load_suite
 from leanqkv.presets import recipe
 from leanqkv.report.comparison import markdown, reading, terminal_report
 from leanqkv.report.comparison_page import KIND
@@ -131,41 +130,6 @@ def test_committed_comparisons_are_what_their_suites_still_ask_for(plan):
 # --- what is printed agrees with itself and with what is built --------------------------------------------------------
 
 
-@pytest.mark.parametrize(("suite", "source"), [("gqa-mla", "P3 Table 2"), ("llama-sizes", "P3 Figure 5(a)")])
-def test_printed_perplexities_are_those_of_the_printed_losses(suite, source):
-    losses, perplexities = (published(suite, source, metric) for metric in ("validation loss", "perplexity"))
-    assert losses.keys() == perplexities.keys()
-    for row, loss in losses.items():
-        # Both are rounded: three digits of the loss, two of the perplexity.
-        tolerance = 0.0005 * float(perplexities[row]) + 0.005
-        assert math.exp(float(loss)) == pytest.approx(float(perplexities[row]), abs=1.1 * tolerance), row
-
-
-def test_tables_that_share_a_model_print_the_same_loss():
-    sizes = published("llama-sizes", "P3 Figure 5(a)", "validation loss")
-    ratios = published("skip-ratio", "P3 Table 7", "validation loss")
-    assert (ratios["0"], ratios["1/2"]) == (sizes["1B"], sizes["1B skipv1"])
-    assert published("injection", "P3 Table 13", "validation loss")["skipv1"] == sizes["350M skipv1"]
-    p2, sweep = (published(suite, "P2 Table 1", "validation loss") for suite in ("query", "query-sweep"))
-    assert [*p2.values()] == [*sweep.values()]
-
-
-def test_means_over_seeds_are_those_of_the_seeds():
-    means = published("llama-sizes", "P3 Table 5", "validation loss")
-    [claim] = SUITES["llama-sizes"].claims
-    by_seed = [re.findall(r"\d\.\d{3}", text)[:3] for text in claim.split("SkipV1Former")]
-    assert [f"{sum(map(float, losses)) / 3:.3f}" for losses in by_seed] == [*means.values()]
-    first = published("llama-sizes", "P3 Figure 5(a)", "validation loss")
-    assert [losses[0] for losses in by_seed] == [first["1B"], first["1B skipv1"]]
-
-
-def test_improvements_of_p2_are_those_of_its_losses():
-    baseline, *others = map(float, published("query", "P2 Table 1", "validation loss").values())
-    printed = re.findall(r"(\d\.\d\d)%", SUITES["query"].claims[0])
-    # Losses have three digits, so that a difference of 0.03 is known to 0.001.
-    assert [100 * (baseline - loss) / baseline for loss in others] == pytest.approx([*map(float, printed)], abs=0.035)
-
-
 @pytest.mark.parametrize("metric", ["parameters, millions", "non-embedding parameters, millions"])
 @pytest.mark.parametrize("suite", ["query", "gqa-mla"])
 def test_the_models_have_the_published_sizes(suite, metric):
@@ -237,88 +201,11 @@ def test_the_rates_of_the_nonlinear_query_are_those_of_its_rows():
             assert full.weight_decay == 2**-5
 
 
-def test_the_recipes_of_identity_queries_and_controls():
-    for scale in SCALES:
-        base = recipe(entry("query", scale, "baseline").model)
-        p1 = recipe_at("query", scale, "P1 baseline")
-        assert p1.schedule_steps == 6 * p1.steps
-        for row in ("P1 W_Q = Id", "P1 W_Q = Id, larger MLP"):
-            assert recipe_at("query", scale, row) == replace(p1, weight_decay=2**-5)
-        for suite in ("query", "query-sweep"):
-            scaled = recipe_at(suite, scale, "MLP 4.75 scaled")
-            assert base.learning_rate / scaled.learning_rate == pytest.approx(1.125**0.5, rel=1e-5)
-            assert base.min_learning_rate / scaled.min_learning_rate == pytest.approx(1.125**0.5, rel=1e-5)
-        for row in ("W_Q = Id", "W_Q = Id, larger MLP"):
-            p1b, theirs = recipe_at("query", scale, row), recipe_at("query", PAPER, row)
-            assert p1b.weight_decay == 0.1
-            assert p1b.min_learning_rate / p1b.learning_rate == pytest.approx(
-                theirs.min_learning_rate / theirs.learning_rate, rel=1e-5
-            )
-            assert p1b.learning_rate > base.learning_rate if scale == PAPER else p1b.learning_rate == base.learning_rate
-
-
-def test_the_settings_of_stability_are_those_of_their_labels():
-    for scale in SCALES:
-        standard = recipe(next(iter(SUITES["stability"].scales[scale].entries.values())).model)
-        peak, minimum = standard.learning_rate, standard.min_learning_rate
-        for one in SUITES["stability"].scales[scale].entries.values():
-            setting, full = one.label.partition(", ")[2], one.full_recipe({})
-            decay = float(setting.rpartition(" ")[2]) if setting.startswith("weight decay") else standard.weight_decay
-            factor = float(setting.rpartition(" ")[2]) if setting.startswith("rate times") else 1
-            end = {"constant rate": peak, "rate down to 1/200": peak / 200}.get(setting, factor * minimum)
-            expected = (factor * peak, end, decay)
-            assert (full.learning_rate, full.min_learning_rate, full.weight_decay) == pytest.approx(expected, rel=1e-5)
-
-
 def test_p3_trains_with_dropout_on_gpt2_alone():
     scales = SUITES["kv-sharing"].scales[PAPER].entries, SUITES["llama-sizes"].scales[PAPER].entries
     assert [{preset(one.model).hidden_dropout for one in entries.values()} for entries in scales] == [{0.2}, {0.0}]
     sizes = {one.model.partition("+")[0] for one in scales[0].values()}
     assert sizes == {f"gpt2-{size.lower()}" for size in re.findall(r"\d+M", SUITES["kv-sharing"].published[0].setting)}
-
-
-def test_ours_keep_the_papers_proportions():
-    for scale in SCALES:
-        d = preset(entry("query", scale, "baseline").model).hidden_size
-        assert preset(entry("query", scale, "smaller d").model).hidden_size == d * 31 / 32
-        assert preset(entry("query", scale, "larger d").model).hidden_size == d * 34 / 32
-        assert preset(entry("query", scale, "smaller MLP").model).intermediate_size == 3.5 * d
-        assert preset(entry("query", scale, "W_Q = Id, larger MLP").model).intermediate_size == 4.5 * d
-        for row in ("4.333", "4.5", "4.625", "4.75", "5"):
-            width = preset(entry("query-sweep", scale, f"MLP {row}").model).intermediate_size
-            assert width == pytest.approx(float(row) * d, abs=1)
-        lengths = [recipe_at("llama-sizes", scale, size).steps for size in ("60M", "130M", "350M")]
-        assert [steps / lengths[0] for steps in lengths] == [1, 2, 6]
-        ratios = [entry("skip-ratio", scale, row) for row in ("0", "1/4", "1/2", "3/4", "1")]
-        heads = [layer.computed_value_heads for one in ratios for layer in preset(one.model).plan.layers[1:2]]
-        assert [count / heads[0] for count in heads] == [1, 0.75, 0.5, 0.25, 0]
-
-
-@pytest.mark.parametrize("scale", [TINY, SMALL])
-@pytest.mark.parametrize("suite", P3)
-def test_llamas_are_divided_as_their_labels_say(suite, scale):
-    for one in SUITES[suite].scales[scale].entries.values():
-        size, slash, divisor = one.label.partition("+")[0].partition("/")
-        if not slash:
-            continue
-        ours, theirs, base = preset(one.model), preset(size), preset(scale)
-        assert ours.hidden_size == theirs.hidden_size // int(divisor)
-        assert ours.intermediate_size == round(theirs.intermediate_size / int(divisor))
-        assert theirs.num_attention_heads % ours.num_attention_heads == 0
-        assert 1 < theirs.num_hidden_layers / ours.num_hidden_layers < int(divisor)
-        assert (ours.vocab_size, ours.max_position_embeddings) == (base.vocab_size, base.max_position_embeddings)
-        assert (one.full_recipe({}).learning_rate, one.full_recipe({}).weight_decay) == (
-            2e-3,
-            recipe(size).weight_decay,
-        )
-
-
-def test_p3s_models_share_one_learning_rate():
-    """At tiny the preset of skipv1 has one of its own."""
-    assert recipe("tiny+skipv1").learning_rate != recipe("tiny").learning_rate
-    for suite in ("kv-sharing", "skip-ratio", "skip-layer", "kv-both"):
-        entries = SUITES[suite].scales[TINY].entries.values()
-        assert len({one.full_recipe({}).learning_rate for one in entries}) == 1
 
 
 def test_what_a_person_asks_for_goes_over_the_entries():
@@ -330,24 +217,6 @@ def test_what_a_person_asks_for_goes_over_the_entries():
         with pytest.raises(LeanError, match=r"differ in (learning rate|weight decay); leave it to them"):
             replace(stability, recipe=asked, learning_rates=learning_rates)
     replace(SUITES["kv-sharing"].scales[TINY], recipe={"learning_rate": 1e-3})
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ((["quickstart"], None, "small"), "quickstart exists only at tiny, found --scale small"),
-        (([], "quickstart", "paper"), "quickstart exists only at tiny"),
-        (([], "kv-sharing", "large"), "scale 'large' is not known: did you mean|scale 'large' is not known: valid"),
-        (([], "kv-sharring", None), "there is no suite 'kv-sharring': did you mean 'kv-sharing'"),
-        ((["tiny"], "query", None), "--suite query names what is compared; leave out tiny"),
-        ((["tiny", "small"], None, "tiny"), "--scale is for suites"),
-        (([], None, None), "nothing to compare"),
-    ],
-)
-def test_what_cannot_be_chosen_is_refused(asked, message):
-    with pytest.raises(LeanError, match=message) as error:
-        choose(*asked)
-    assert "\n" not in str(error.value)
 
 
 def test_the_command_line_lists_and_runs_suites(monkeypatch, capsys):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from converting import BIASES, build, source
 from reducing import EPS, KINDS, SMALL, Model, assert_same, fit_by_hand, normals, sample_of, sweep, sweeping
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from shapes import assert_near, tiny
 from torch import Tensor
@@ -298,10 +297,6 @@ def test_reductions_together_are_those_alone(wholes) -> None:
     assert_all_same(wholes["all at once"][1:2], wholes["merged"])
 
 
-def test_reductions_together_in_another_order(little: Little, wholes, tmp_path: Path) -> None:
-    assert_all_same(sweep(*little, tmp_path, KINDS["all at once"](little[0])[::-1]), wholes["all at once"][::-1])
-
-
 def test_the_source_is_run_once_for_all(little: Little, tmp_path: Path, monkeypatch) -> None:
     """Of the first sweep nothing is repeated, the sums that two shares read neither (those of latents beside keys, and
     of separate ones); in the second, every reduction passes its own stream on."""
@@ -348,21 +343,6 @@ def test_interrupted_anywhere(little: Little, wholes, tmp_path: Path, monkeypatc
         assert_all_same(sweep(*little, tmp_path / str(call), kind, job=JOB), wholes[kind])
     monkeypatch.setattr(Layers, "run", stopping(Layers.run, passes))
     sweep(*little, tmp_path / "end", kind, job=JOB)
-
-
-@pytest.mark.parametrize("kind, expected", [("merged", 4), ("latents", 4)])
-def test_interrupted_again_and_again(little: Little, wholes, tmp_path: Path, monkeypatch, kind, expected) -> None:
-    stops = 0
-    while stops < 20:
-        with monkeypatch.context() as patch:
-            patch.setattr(Layers, "run", stopping(Layers.run, 5))
-            try:
-                converted = sweep(*little, tmp_path, kind, job=JOB)
-                break
-            except Stop:
-                stops += 1
-    assert stops == expected
-    assert_all_same(converted, wholes[kind])
 
 
 @pytest.mark.parametrize("kind", ALONE)
@@ -484,15 +464,6 @@ def test_space_is_asked_for(fields: dict, kind: str, tmp_path: Path, monkeypatch
     start(1.25 * written)
 
 
-@pytest.mark.parametrize("share", [0.63, 0.99])
-def test_space_for_latents_of_few_and_of_many_columns(share: float, tmp_path: Path) -> None:
-    """As for one of little text, whose files are those of the weights."""
-    model = source("gpt", **BIASES)
-    sweeps = sweeping(model, sample_of(model[0], 4, 32), tmp_path, [Latents(*model, share)])
-    sweeps.run()
-    assert bytes_written(tmp_path) <= sweeps._disk_bytes() <= 1.25 * bytes_written(tmp_path)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize(
     "kind, name",
@@ -505,17 +476,6 @@ def test_a_full_disk_is_an_error(little: Little, tmp_path: Path, kind: str, name
     (tmp_path / name).symlink_to("/dev/full")
     with pytest.raises(LeanError, match=r"the disk is full: .*; choose an --out on a larger disk"):
         sweep(*little, tmp_path, kind)
-
-
-@pytest.mark.parametrize("kind", ALONE)
-def test_a_full_disk_while_a_layer_is_saved(little: Little, tmp_path: Path, monkeypatch, kind: str) -> None:
-    def full(tensors: dict[str, Tensor], file: Path) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("leanqkv.convert.sweeps.save_file", full)
-    with pytest.raises(LeanError, match=r"the disk is full: .*; choose an --out on a larger disk"):
-        sweep(*little, tmp_path, kind)
-    assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

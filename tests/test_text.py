@@ -1,6 +1,7 @@
 """New tokens as the text behind their prompt, for every form of tokenizer; chat templates that cannot be applied."""
 
 import pytest
+from text_tokenizers import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -17,18 +18,6 @@ from leanqkv.inference.text import (
 
 TEXTS = ["the lazy dogs jump over the lazy dogs", "naïve café, 你好世界, привет", "a\n\n  b\tc", "👩‍👩‍👧 and 🙂🙂"]
 IM_END = "<|im_end|>"
-
-
-def sentencepiece() -> Tokenizer:
-    """As LLaMA 2: spaces in tokens, bytes for what has no token, and a decoder that drops the first space."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(set("▁abcdefghijlmnoprstuvyz,"))]
-    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("l", "a"), ("z", "y"), ("la", "zy"), ("▁", "lazy"), ("▁", "▁")]
-    vocabulary = {piece: number for number, piece in enumerate(pieces + ["".join(merge) for merge in merges])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
 
 
 def metaspace() -> Tokenizer:

@@ -2,14 +2,9 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from corpus import content, document, forget
 
@@ -291,66 +286,6 @@ def test_a_worker_that_is_killed_is_one_line(corpus, monkeypatch, tmp_path):
         prepare_data(str(corpus), vocab_size=400, workers=2)
 
 
-# Small shards, and a pause before every 256 documents, so that it can be stopped between the first and the last.
-SLOW = """
-import os, time
-from leanqkv.cli import main
-from leanqkv.data import tokenizing
-
-def paused(documents, batches=tokenizing._batches):
-    for batch in batches(documents):
-        time.sleep(float(os.environ["PAUSE"]))
-        yield batch
-
-if __name__ == "__main__":
-    tokenizing.SHARD_TOKENS, tokenizing._batches = 12_500, paused
-    main()
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_processes_leave_none_behind(tmp_path, how):
-    """A command with two workers, stopped after its first shard: they end, and the same command goes on."""
-    with (tmp_path / "long.jsonl").open("w") as stream:
-        for number in range(6000):
-            stream.write(json.dumps({"text": document(number)}) + "\n")
-    guarded = tmp_path / "run.py"
-    guarded.write_text(SLOW)
-    environment = {**os.environ, "LEANQKV_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "PAUSE": "0.2"}
-    command = [
-        sys.executable,
-        str(guarded),
-        "tokenize",
-        "tiny",
-        "--data",
-        str(tmp_path / "long.jsonl"),
-        "--workers",
-        "2",
-    ]
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("cache/data/.*/manifest.json")) and time.monotonic() < deadline:
-        assert run.poll() is None, run.stderr.read()
-        time.sleep(0.01)
-    workers = psutil.Process(run.pid).children(recursive=True)
-    assert len(workers) >= 2
-    run.send_signal(how)
-    _, error = run.communicate(timeout=60)
-    assert run.returncode == (-how if how == signal.SIGKILL else 130)
-    assert "Traceback" not in error
-    _, alive = psutil.wait_procs(workers, timeout=20)
-    assert not alive
-    assert list(tmp_path.glob("cache/data/.*/manifest.json"))
-    if how == signal.SIGINT:
-        return
-    again = subprocess.run(command, env=environment | {"PAUSE": "0"}, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    (place,) = (path for path in (tmp_path / "cache/data").iterdir())
-    assert f"files: {place}" in again.stdout.replace("\n", "")
-
-
 # --- large files ------------------------------------------------------------------------------------------------------
 
 
@@ -385,18 +320,3 @@ def test_the_command_makes_what_training_finds(corpus, unwrapped, tmp_path, monk
     steps = ("--steps", "2", "--device", "cpu", "--precision", "fp32", "--out", str(tmp_path / "run"))
     code, _, err = unwrapped("train", shape, "--data", str(corpus), *steps)
     assert code == 0, err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["vit-digits"], "vit-digits is a model of images, and only text has tokens"),
-        (["tiny", "--workers", "0"], "--workers must be a whole number from 1 to 1,000, found 0"),
-        (["tiny", "--data", "nowhere.txt"], "no data at nowhere.txt"),
-    ],
-)
-def test_bad_commands(unwrapped, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
-    code, _, err = unwrapped("tokenize", *arguments)
-    assert code == 2 and message in err
-    assert not (tmp_path / "cache").exists()

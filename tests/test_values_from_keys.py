@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from latents import assert_same_results, results
 from shapes import assert_near, randomize, tiny, tokens
-from test_batch import check as check_batch
 from torch import Tensor
 from torch.func import functional_call
 from transformers import DynamicCache, StaticCache
@@ -224,18 +224,6 @@ def test_a_cache_is_cut_reordered_and_repeated(case: str) -> None:
 
 
 @some
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
-def test_generate_gives_what_it_gives_without_a_cache(case: str, options: dict[str, Any]) -> None:
-    model, ids = build(case, std=0.5), tokens(3, 6)
-    ids[0, :3], ids[1, :1] = 0, 0
-    given = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8, "do_sample": False}
-    beams = {name: value for name, value in options.items() if name == "num_beams"}
-    expected = model.generate(ids, use_cache=False, **given, **beams)
-    assert len(expected[:, 6:].unique()) > 6
-    assert torch.equal(model.generate(ids, **given, **options), expected)
-
-
-@some
 def test_the_decoder_gives_the_same(case: str) -> None:
     """In chunks of three tokens, with padding; its kernel for one query is made for float32."""
     model, ids = build(case), tokens(3, 10)
@@ -246,11 +234,6 @@ def test_the_decoder_gives_the_same(case: str) -> None:
         decoder = Decoder(model.to(dtype), chunk=3)
         found = [decoder.prefill(ids[:, :7], mask[:, :7], room=3)] + [decoder.step(ids[:, at]) for at in (7, 8, 9)]
         assert_near(torch.stack(found, dim=1), expected, tolerance)
-
-
-@pytest.mark.parametrize("case", ["grouped", "latent keys"])
-def test_rows_of_a_batch_come_and_go(case: str) -> None:
-    check_batch(build(case, std=0.2).float())
 
 
 @some
@@ -265,23 +248,6 @@ def test_quantized_keys_are_turned_back(case: str) -> None:
 
 
 # --- precisions -------------------------------------------------------------------------------------------------------
-
-
-@every
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
-def test_precisions(case: str, kind: str) -> None:
-    """Against the uncached pass in float64 of the same weights, whose matrices keep the length of what they multiply,
-    so that rounding grows little."""
-    stored = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    dtype = torch.float32 if kind == "float32" else torch.bfloat16
-    model, ids = build(case, std=32**-0.5).to(stored), tokens(2, 12)
-    expected = whole(model.double(), ids)
-    model.to(stored)
-    cache = DynamicCache(config=model.config)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
-        found = in_pieces(model, ids, cache, (7, 3))
-    assert cache.layers[1].keys.dtype == dtype
-    assert_near(found.double(), expected, 16 * torch.finfo(dtype).eps)
 
 
 # --- one function -----------------------------------------------------------------------------------------------------
@@ -335,31 +301,22 @@ def test_it_is_one_function_with_plain_keys_and_values(case: str, dropout: float
 @some
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_absorbed_is_expanded(case: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys and of values, each alone and both: logits and gradients, with padding and a filled cache."""
-    model, ids = build(case), tokens(2, 9)
+    """Of keys and of values, each alone and both."""
+    model = build(case)
     model.set_attn_implementation(implementation)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[0, 3] = -100  # predicted at a padded position
     found = []
     for keys, values in ((False, False), (True, False), (False, True), (True, True)):
         monkeypatch.setattr(latent_heads, "absorbing_pays", lambda *_, absorbed=keys: absorbed)
         monkeypatch.setattr(
             LatentHeadsAttention, "_absorbs_values", lambda made, *_, on=values: on and made.v_up_proj is not None
         )
-        output = model(ids, attention_mask=mask, labels=labels, use_cache=False)
-        gradients = torch.autograd.grad(output.loss, list(model.parameters()))
-        cached = in_pieces(model, ids, DynamicCache(config=model.config), (5, 3), mask)
-        found.append((output.logits[mask.bool()], cached[mask.bool()], *gradients))
-    assert_near(found[0][0], found[0][1], EXACT)
-    floor = 1e-4 * max(gradient.abs().max().item() for gradient in found[0][2:])
+        found.append(results(model))
     for other in found[1:]:
-        for one, expected in zip(other, found[0], strict=True):
-            assert_near(one, expected, EXACT, floor=floor)
+        assert_same_results(other, found[0])
 
 
 @pytest.mark.parametrize("by_mask", [True, False], ids=["given", "left out"])
+@pytest.mark.long_cases
 @pytest.mark.slow
 def test_a_decoding_step_is_one_graph(by_mask: bool) -> None:
     """What `generate(cache_implementation="static")` compiles, with padding."""

@@ -83,18 +83,3 @@ def test_a_checkpoint_of_another(tmp_path, plugin, started, unwrapped) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=97)).save_pretrained(tmp_path / "stock")
     code, _, errors = unwrapped("serve", str(tmp_path / "stock"), "--engine", "vllm")
     assert code == 2 and "a checkpoint of LlamaForCausalLM, which vLLM serves by itself" in errors and not started
-
-
-BAD = {
-    "engine": (("--engine", "tgi"), "--engine is leanqkv or vllm, found 'tgi'"),
-    "device": (("--engine", "vllm", "--device", "cpu"), "--device is for leanqkv's own server"),
-    "dtype": (("--engine", "vllm", "--dtype", "bf16"), "--dtype is for leanqkv's own server"),
-    "options": (("--", "--max-model-len", "32"), "'--max-model-len' is an option for vLLM; add --engine vllm"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(directory, plugin, started, unwrapped, name: str) -> None:
-    options, match = BAD[name]
-    code, _, errors = unwrapped("serve", str(directory), *options)
-    assert code == 2 and match in errors and "Traceback" not in errors and not started

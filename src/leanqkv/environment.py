@@ -130,20 +130,15 @@ def place_of(hardware: Mapping[str, Any]) -> str:
     if hardware["device"] != "cpu":
         return hardware["device"]
     # A name such as "AMD EPYC" stands for several processors.
-    kind = hardware.get("instructions", "unknown instructions")
     threads = hardware["threads"]
-    return f"{hardware['cpu']} ({kind}) with {threads} thread{'' if threads == 1 else 's'}"
+    return f"{hardware['cpu']} ({hardware['instructions']}) with {threads} thread{'' if threads == 1 else 's'}"
 
 
 def same_place(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two records were made where sums round alike, of their entries on the machine.
-
-    Records of earlier versions do not name the instructions of a CPU; they are taken to be the same.
-    """
+    """Return whether two records were made where sums round alike, of their entries on the machine."""
     if one["device"] != "cpu" or other["device"] != "cpu":
         return one["device"] == other["device"]
-    alike = all(one[name] == other[name] for name in ("cpu", "threads"))
-    return alike and len({each["instructions"] for each in (one, other) if "instructions" in each}) < 2
+    return all(one[name] == other[name] for name in ("cpu", "instructions", "threads"))
 
 
 def versions(*packages: str) -> dict[str, str]:

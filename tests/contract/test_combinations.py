@@ -150,34 +150,6 @@ def test_a_parallel_block_has_one_skip() -> None:
             configure(plain | {"block": block, "skips": skips})
 
 
-def must_build() -> list[Combination]:
-    """Combinations that a paper or a user of one would expect."""
-    plain = {"value": "linear", "skips": "both"}
-    found = [
-        dict(plain, query=query, heads=heads, sharing=sharing, position=position, norm=norm, block=block, depth=depth)
-        for query, heads, sharing, position, norm, block, depth in product(
-            AXES["query"],
-            ("MHA", "GQA"),
-            ("none", "skipv1", "resformer", "yoco-v", "cla-v"),
-            ("learned", "rope"),
-            ("layernorm", "rmsnorm"),
-            ("serial", "parallel"),
-            AXES["depth"],
-        )
-    ]
-    for query, sharing, position, norm, block, depth in product(
-        ("linear", "nonlinear"),
-        ("none", "skipv1"),
-        ("learned", "rope"),
-        ("layernorm", "rmsnorm"),
-        ("serial", "parallel"),
-        AXES["depth"],
-    ):
-        chosen = {"query": query, "heads": "MLA", "sharing": sharing, "position": position, "norm": norm}
-        found.append({**plain, **chosen, "block": block, "depth": depth})
-    return found
-
-
 @cache
 def sampled() -> list[Combination]:
     """Of everything that has a meaning, enough that every two choices of different axes meet, and 320 more."""
@@ -208,14 +180,6 @@ def check(combination: Combination) -> None:
     full.loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-
-
-@pytest.mark.long_cases
-@pytest.mark.parametrize("query", AXES["query"])
-def test_what_must_build_is_built(query: str) -> None:
-    for combination in must_build():
-        if combination["query"] == query:
-            check(combination)
 
 
 @pytest.mark.long_cases

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,118 +15,14 @@ from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
 from torch.nn.attention import flex_attention
 from transformers import DynamicCache, StaticCache
+from variants import ALL, PAD, Variant
 
 from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, count_parameters, kv_bytes_per_token, plan
 from leanqkv.model.mechanisms import KEY_VALUES, KEYS, QUERIES, VALUES
 from leanqkv.model.shapes import parameter_shapes
 from leanqkv.presets import MECHANISMS
 
-PAD = 0
 NEW = 8  # tokens generated
-FOUR = {"num_hidden_layers": 4}  # so that the middle layer is not the first
-DEEPER = dict.fromkeys(("skipv3", "skipv1-yoco", "yoco-v", "yoco", "cla-v", "cla", "fusedkv-lite"), FOUR)
-DEEPER["skipv4"] = {"num_hidden_layers": 5}
-BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "qk_norm": True}
-MULTIPLIERS = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.3,
-    "logits_scaling": 2.0,
-}
-LOCAL = FOUR | {"sliding_window": 4, "window_layers": [0, 2, 3]}
-# Of the same layer, of the layer below and of the first one, not the last heads.
-SCATTERED = {
-    "type": "borrowed_values",
-    "heads": [[0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0]],
-}
-COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    ((), BIASES),
-    (("skipv1", "nonlinear-query"), {}),
-    (("gqa", "skipv1"), BIASES),
-    (("mqa", "skipv1:ratio=1.0"), {}),
-    (("identity-query:layers=0,2",), {}),
-    (("identity-query:bias=true", "identity-key:bias=true", "identity-value:bias=true", "no-output:bias=true"), {}),
-    (("block-identity-key:start=6", "block-identity-value:start=26,width=5", "skipv1"), BIASES),
-    (("identity-query", "identity-key", "identity-value", "skipv1:ratio=0.75"), {}),
-    (("nonlinear-query:anchor=linear,activation=relu2,norm_out=false", "gqa", "skipv0"), {"head_dim": 6}),
-    (("skipv1:injection=pooling",), {}),
-    (("skipv1:injection=dynamic,ratio=0.75", "gqa"), FOUR),
-    (("skipv1:injection=odd_even",), FOUR),
-    (("skipv1:injection=resformer", "nonlinear-query"), {}),
-    (("resformer:mode=per_layer", "gqa"), {}),
-    (("resformer:mode=per_token,weight=0.7", "keys-as-values"), {}),
-    (("mla", "skipv1"), {"attention_bias": True}),
-    (("mla:rank=12", "skipv1:injection=dynamic", "nonlinear-query"), FOUR),
-    (("mla", "yoco", "mlp-query"), FOUR),
-    (("mla", "resformer", "identity-query"), {}),
-    (("keys-as-values", "skipv1", "gqa"), BIASES),
-    (("keys-as-values", "yoco"), FOUR),
-    (("denseformer:dilation=2,period=2", "skipv1"), FOUR),
-    (("no-output", "identity-query"), {"block_type": "parallel"}),
-    ((), {"block_type": "parallel_shared_norm", "norm_type": "dyt", "norm_eps": 1e-5}),
-    ((), {"norm_type": "none", "norm_eps": 1e-5, "attention_skip": False, "mlp_skip": False}),
-    (("mlp-query",), {"norm_type": "none", "mlp_skip": False}),
-    (("skipv1",), {"block_type": "parallel", "attention_skip": False, "mlp_skip": False}),
-    (("yoco-v:local=true",), {"num_hidden_layers": 6, "sliding_window": 4}),
-    (("skipv1", "gqa"), {"sliding_window": 5}),
-    (("skipv1",), {"mlp_type": "moe", "num_local_experts": 3}),
-    (("keys-as-values",), {"mask_type": "prefix"}),
-    ((), FOUR | {"num_hidden_groups": 2}),
-    (("gqa",), MULTIPLIERS | {"qk_norm": True, "norm_placement": "both"}),
-    (("gqa",), LOCAL | {"rope_parameters": {"rope_theta": 500.0}, "window_rope_parameters": {"rope_theta": 20.0}}),
-    (("skipv1", "gqa"), MULTIPLIERS | {"qk_norm": "width", "norm_placement": "after"}),
-    (("nonlinear-query", "gqa"), FOUR | {"rope_layers": [0, 2]}),
-    (("mla",), LOCAL | MULTIPLIERS),
-    (("keys-as-values",), LOCAL),
-    ((), {"mlp_type": "moe", "num_local_experts": 3, "norm_topk_prob": False}),
-    ((), {"key_value": SCATTERED}),
-    ((), {"key_value": SCATTERED, **BIASES}),
-    (("gqa",), {"key_value": {"type": "borrowed_values", "heads": [[0, 1, 0, 0], [1, 0, 0, 0], [2, 1, 1, 1]]}}),
-    (("nonlinear-query",), {"key_value": SCATTERED, "sliding_window": 5}),
-    (("borrowed-values:ratio=0.25", "keys-as-values"), {}),
-    (("latent-values:rank=5", "gqa"), BIASES),
-    (("latent-values:rank=3,layers=1", "latent-values:rank=13,layers=2", "nonlinear-query"), {}),
-    (("latent-values", "gqa"), {"sliding_window": 5}),
-    (("latent-values:rank=3", "mqa"), FOUR | {"num_hidden_groups": 2}),
-    (("latent-keys:rank=9,layers=1", "latent-keys:rank=12,layers=2", "nonlinear-query"), {}),
-    (("latent-keys:columns=0,2,3,1", "latent-values:rank=3"), BIASES | {"qk_norm": False}),
-    (("latent-keys:rank=3", "mqa"), FOUR | {"num_hidden_groups": 2}),
-    (("latent-keys:columns=1,0,2,1", "gqa"), {"sliding_window": 5}),
-    (("latent-keys:rank=6", "latent-values:rank=3", "gqa"), {"sliding_window": 4}),
-    (("latent-keys:rank=8", "latent-values", "gqa"), FOUR | {"rope_layers": [0, 2]}),
-    (("latent-values:rank=3,keys=true", "gqa"), BIASES | {"qk_norm": False}),
-    (("latent-values:rank=4,keys=true", "latent-keys:columns=0,2,3,1"), BIASES | {"qk_norm": False}),
-    (("latent-values:rank=3,keys=true", "mqa"), FOUR | {"num_hidden_groups": 2}),
-    (("latent-values:rank=4,keys=true", "gqa"), FOUR | {"rope_layers": [0, 2]}),
-    (("latent-values:rank=5,keys=true", "nonlinear-query"), {}),
-    (("latent-values:rank=3,keys=true", "latent-keys:rank=6", "gqa"), {}),
-    (("latent-values:keys=true", "identity-key"), {"mask_type": "prefix"}),
-]
-
-
-class Variant(NamedTuple):
-    shape: str
-    mechanisms: tuple[str, ...]
-    overrides: dict[str, Any]
-
-    def __str__(self) -> str:
-        return "+".join((self.shape, *self.mechanisms, *self.overrides))
-
-    def config(self, **overrides: Any) -> LeanConfig:
-        return tiny(self.shape, *self.mechanisms, pad_token_id=PAD, **{**self.overrides, **overrides})
-
-    def trained(self, **overrides: Any) -> LeanForCausalLM:
-        """In evaluation mode, with weights far from their start: distinct tokens, nothing near zero. Without norms they
-        are such that a matrix keeps the length of what it multiplies, or rounding would grow with every layer."""
-        config = self.config(**overrides)
-        std = 0.5 if config.norm_type != "none" else config.hidden_size**-0.5
-        return randomize(LeanForCausalLM(config), std=std).eval()
-
-
-# Every preset on both shapes, combinations by turns on one of them.
-ALL = [Variant(shape, (name,), DEEPER.get(name, {})) for shape, name in product(("gpt", "llama"), MECHANISMS)]
-ALL += [Variant(("gpt", "llama")[i % 2], *combined) for i, combined in enumerate(COMBINED)]
-ALL += [Variant(shape, (), {}) for shape in ("gpt", "llama")]
 every = pytest.mark.parametrize("variant", ALL, ids=str)
 
 
@@ -405,43 +301,33 @@ print(json.dumps(different))
 """
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every variant saved, with the logits it gave before."""
-    folders = {}
-    for number, variant in enumerate(ALL):
-        folder = tmp_path_factory.mktemp(f"model{number}_")
-        model = variant.trained()
-        ids = tokens(2, 6)
-        with torch.no_grad():
-            torch.save({"ids": ids, "logits": model(input_ids=ids).logits}, folder / "wanted.pt")
-        model.save_pretrained(folder)
-        folders[str(variant)] = folder
-    assert len(folders) == len(ALL)
-    return folders
+def save(variant: Variant, folder: Path) -> Path:
+    """Write a model, with the logits it gave before."""
+    model, ids = variant.trained(), tokens(2, 6)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        torch.save({"ids": ids, "logits": model(input_ids=ids).logits}, folder / "wanted.pt")
+    return folder
 
 
 @every
 @pytest.mark.slow
-def test_saved_is_loaded(variant: Variant, saved: dict[str, Path]) -> None:
-    folder = saved[str(variant)]
-    model = LeanForCausalLM.from_pretrained(folder).eval()
-    wanted = torch.load(folder / "wanted.pt")
+def test_saved_is_loaded(variant: Variant, tmp_path: Path) -> None:
+    model = LeanForCausalLM.from_pretrained(save(variant, tmp_path)).eval()
+    wanted = torch.load(tmp_path / "wanted.pt")
     with torch.no_grad():
         assert torch.equal(model(input_ids=wanted["ids"]).logits, wanted["logits"])
     assert plan(model.config) == plan(variant.config())
 
 
+@pytest.mark.long_cases
+@pytest.mark.parametrize("first", range(4))
 @pytest.mark.slow
-def test_saved_is_loaded_without_the_package(saved: dict[str, Path], tmp_path: Path) -> None:
-    """One fresh process for every fourth: the checkpoint's own code is all it has."""
+def test_saved_is_loaded_without_the_package(first: int, tmp_path: Path) -> None:
+    """One fresh process for every twelfth: the checkpoint's own code is all it has."""
+    folders = [str(save(variant, tmp_path / str(variant))) for variant in ALL[first::12]]
     environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": ""}
-    command = [
-        sys.executable,
-        "-c",
-        LOAD_WITHOUT_THE_PACKAGE,
-        json.dumps([str(path) for path in list(saved.values())[::4]]),
-    ]
+    command = [sys.executable, "-c", LOAD_WITHOUT_THE_PACKAGE, json.dumps(folders)]
     run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     assert json.loads(run.stdout.splitlines()[-1]) == []

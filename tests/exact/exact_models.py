@@ -67,6 +67,8 @@ def build(config: LeanConfig, tensors: Mapping[str, Tensor]) -> LeanForCausalLM 
     return model
 
 
+BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+SKIPLESS = {"attention_skip": False, "mlp_skip": False}
 IDS = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
 
 

@@ -4,15 +4,24 @@ import random
 
 import pytest
 import torch
-from exact_models import elements, logits, random_config, relative, small, tolerance, weights, with_condition
+from exact_models import (
+    BIASES,
+    SKIPLESS,
+    elements,
+    logits,
+    random_config,
+    relative,
+    small,
+    tolerance,
+    weights,
+    with_condition,
+)
 from expected_eliminations import weights_fewer
 
 from leanqkv import LeanConfig, LeanError, count_parameters
 from leanqkv.checkpoints.families import FAMILIES
 from leanqkv.eliminate import findings, parse_request, spectra, transform, weight_table
 
-SKIPLESS = {"attention_skip": False, "mlp_skip": False}
-BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 NORMS_OFF = {"norm_type": "layernorm", "norm_bias": True, "norm_eps": 1e12, **BIASES}
 
 

@@ -4,9 +4,6 @@ import copy
 import hashlib
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from exact_models import IDS, ROUNDING, build, logits, relative, small, weights, with_condition
-from safetensors.torch import load_file, save_file
+from exact_models import BIASES, IDS, ROUNDING, SKIPLESS, build, logits, relative, small, weights
+from safetensors.torch import load_file
 from torch import Tensor
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, count_parameters, kv_bytes_per_token
@@ -25,8 +22,6 @@ from leanqkv.eliminate.certify import logits as logits_of
 from leanqkv.eliminate.transform import Transformed
 from leanqkv.model.shapes import parameter_shapes
 
-BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
-SKIPLESS = {"attention_skip": False, "mlp_skip": False}
 CASES: dict[str, tuple[dict[str, Any], str, int | None]] = {
     "one query": (BIASES, "query", 1),
     "all queries, tied": ({"mlp_skip": False, **BIASES}, "query", None),
@@ -96,6 +91,7 @@ def test_certificate(case: str, tmp_path: Path) -> None:
     assert certificate["dtypes"]["bf16"]["result"]["relative"] > certificate["dtypes"]["fp32"]["result"]["relative"] > 0
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("case", CASES)
 def test_in_memory_as_in_a_directory(case: str, tmp_path: Path) -> None:
     """The same tensors, and the model that was given is left as it was."""
@@ -136,26 +132,6 @@ def test_what_is_stored_in_less_is_certified_as_less(dtype: torch.dtype) -> None
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow
-def test_one_flipped_weight_is_found(case: str, tmp_path: Path) -> None:
-    fields, remove, layer = CASES[case]
-    source = saved(tmp_path / "source", small(**fields), torch.float64)
-    eliminate_directory(source, tmp_path / "out", parse_request(remove, layer), dtype=torch.float64)
-    whole = verify(source, tmp_path / "out")["fp64"]["result"]
-    assert whole["relative"] <= 1e-9
-    tensors = stored(tmp_path / "out")
-    name = next(name for name in tensors if name.endswith("0.mlp.up_proj.weight"))
-    tensors[name][3, 2] *= -1
-    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    measured = verify(source, tmp_path / "out")["fp64"]["result"]
-    assert measured["relative"] > 1e-4
-    assert measured["max_abs"] > 0 and measured["kl"] > whole["kl"]
-    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
-    file = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert certificate["weights_sha256"] != hashlib.sha256(file).hexdigest()
-
-
 def damaged(change: Callable[[str, Tensor], Tensor]) -> Callable[..., Transformed]:
     """`transform` that gets one tensor wrong: `change` is given every tensor's name and values."""
 
@@ -184,9 +160,10 @@ def test_a_wrong_result_is_not_written(
     monkeypatch.setattr(elimination, "transform", damaged(one_off))
     config = small(norm_type="layernorm", norm_bias=True, tie_word_embeddings=False, **BIASES)
     source = saved(tmp_path / "source", config)
-    with pytest.raises(LeanError, match="not the same function"):
+    said = f"^the {'' if limit else 'stored '}result is not the same function"
+    with pytest.raises(LeanError, match=said):
         eliminate(source, "block-diagonal")
-    with pytest.raises(LeanError, match="not the same function"):
+    with pytest.raises(LeanError, match=said):
         eliminate_directory(source, tmp_path / "out", parse_request("block-diagonal"), stock=stock)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -209,7 +186,7 @@ def possible_mistakes(case: str) -> list[str]:
     """Of tensors that the result has, and where they can be transposed."""
     fields, remove, layer = CASES[case]
     config = small(**fields)
-    shapes = transform(config, weights(config), parse_request(remove, layer)).parameter_shapes(config)
+    shapes = parameter_shapes(transform(config, weights(config), parse_request(remove, layer)).config)
     found = {mistake: shapes.get(f"model.layers.{name}") for mistake, (name, _) in MISTAKES.items()}
     swaps = config.num_attention_heads > 1
     return [mistake for mistake, shape in found.items() if shape in ((12,), (20,)) or (shape == (12, 12) and swaps)]
@@ -266,113 +243,3 @@ def test_verify_is_measured_plainly(tmp_path: Path) -> None:
     p, q = wanted.log_softmax(-1), got.log_softmax(-1)
     assert measured["kl"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-9)
     assert measured["agreement"] == pytest.approx((wanted.argmax(-1) == got.argmax(-1)).double().mean().item())
-
-
-def test_models_that_cannot_be_compared(tmp_path: Path) -> None:
-    one = saved(tmp_path / "one", small())
-    with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):
-        verify(one, saved(tmp_path / "other", small(vocab_size=17)))
-
-
-@pytest.mark.parametrize("remove", ["query", "block-diagonal", "value"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_weights_that_are_not_finite_are_refused(remove: str, value: float, name: str, tmp_path: Path) -> None:
-    model = model_of(small(mlp_skip=False))
-    with torch.no_grad():
-        model.get_parameter(name)[1, 2] = value
-    with pytest.raises(LeanError, match=r"NaN|infinite|finite"):
-        eliminate(model, remove)
-    model.save_pretrained(tmp_path / "source")
-    with pytest.raises(LeanError, match=r"NaN|infinite|finite"):
-        eliminate_directory(tmp_path / "source", tmp_path / "out", parse_request(remove))
-    assert not (tmp_path / "out").exists()
-
-
-def test_numerically_singular_is_refused_whatever_the_limit() -> None:
-    model = model_of(small(attention_output_bias=True), torch.float64)
-    for slot in ("q", "o"):
-        matrix = with_condition(12, 3.0)
-        matrix[:, -1] = matrix[:, 0]
-        damaged = copy.deepcopy(model)
-        damaged.get_parameter(f"model.layers.0.self_attn.{slot}_proj.weight").data = matrix
-        with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):
-            eliminate(damaged, {"q": "query", "o": "output"}[slot], 0, max_condition=1e300)
-
-
-def test_nothing_is_written_over(tmp_path: Path) -> None:
-    source = saved(tmp_path / "source", small())
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("kept")
-    with pytest.raises(LeanError, match="not empty"):
-        eliminate_directory(source, tmp_path / "out", parse_request("query", 0))
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-@pytest.mark.parametrize(
-    "remove, layer",
-    [("querry", None), ("", None), ("query,query", None), ("query", "7"), ("query", -1), ("query", "x")],
-)
-def test_requests_that_name_nothing(remove: str, layer: Any) -> None:
-    with pytest.raises(LeanError, match=r"\w+ \w+ \w+"):
-        eliminate(model_of(small()), remove, layer)
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-LOAD_WITHOUT_THE_PACKAGE = """
-import json, sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "leanqkv":
-            raise ImportError("leanqkv is not installed here")
-
-sys.meta_path.insert(0, Blocked())
-import torch
-from transformers import AutoModelForCausalLM
-
-torch.set_num_threads(1)
-different = []
-for folder in json.loads(sys.argv[1]):
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float64).eval()
-    wanted = torch.load(f"{folder}/wanted.pt")
-    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(wanted["ids"])}
-    with torch.no_grad():
-        computed = model(input_ids=wanted["ids"]).logits
-    off = ((computed - wanted["logits"]).abs().max() / wanted["logits"].abs().max()).item()
-    tokens = [model.generate(wanted["ids"], pad_token_id=0, use_cache=use, **options) for use in (True, False)]
-    if off > 1e-9 or not all(torch.equal(one, wanted["generated"]) for one in tokens):
-        different.append([folder, off])
-    model.train()(input_ids=wanted["ids"], labels=wanted["ids"]).loss.backward()
-    different += [[folder, name] for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-assert "leanqkv" not in sys.modules
-print(json.dumps(different))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_results_load_without_the_package(tmp_path: Path) -> None:
-    """They compute and generate what the original does, with a cache and without, and can be trained on."""
-    folders = []
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}
-    for number, (fields, remove, layer) in enumerate(CASES.values()):
-        model = model_of(small(max_position_embeddings=32, **fields), torch.float64)
-        with torch.no_grad():
-            wanted = {"ids": IDS, "logits": model(input_ids=IDS).logits, "generated": model.generate(IDS, **options)}
-        for how in ("memory", "directory"):
-            folder = tmp_path / f"{how}{number}"
-            if how == "memory":
-                eliminate(model, remove, layer, dtype=torch.float64).model.save_pretrained(folder)
-            else:
-                model.save_pretrained(tmp_path / f"source{number}")
-                request = parse_request(remove, layer)
-                eliminate_directory(tmp_path / f"source{number}", folder, request, dtype=torch.float64)
-            torch.save(wanted, folder / "wanted.pt")
-            folders.append(str(folder))
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
-    command = [sys.executable, "-c", LOAD_WITHOUT_THE_PACKAGE, json.dumps(folders)]
-    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert json.loads(process.stdout.splitlines()[-1]) == []

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from exact_models import (
+    BIASES,
     IDS,
     borrowing_config,
     build,
@@ -25,7 +26,6 @@ from leanqkv.eliminate import certify, eliminate, parse_request, transform
 from leanqkv.eliminate.block_diagonal import eligible
 from leanqkv.model.shapes import parameter_shapes
 
-BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 PARTLY_ROTARY = {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}}
 
 REQUESTS = (

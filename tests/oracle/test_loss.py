@@ -6,19 +6,20 @@ import pytest
 import torch
 from shapes import assert_near, tiny, tokens
 
-from .cases_blocks import EXPERTS, PARALLEL
-from .cases_masks import BIDIRECTIONAL, PREFIX
 from .loss import load_balancing, loss
 from .test_oracle import build, exact_angles
 
 TOLERANCE = 1e-5  # losses are taken in float32, as in transformers
+PREFIX = {"mask_type": "prefix"}
+BIDIRECTIONAL = {"mask_type": "bidirectional", "task": "masked_lm"}
+EXPERTS = {"mlp_type": "moe", "num_local_experts": 4, "num_experts_per_tok": 2}
 WHAT: list[dict[str, Any]] = [
     {},
     PREFIX,
     BIDIRECTIONAL,
     EXPERTS | {"router_aux_loss_coef": 0.5},
     EXPERTS | {"router_aux_loss_coef": 0.0},
-    EXPERTS | {"router_aux_loss_coef": 2.0, "num_experts_per_tok": 1, "num_hidden_groups": 1} | PARALLEL,
+    EXPERTS | {"router_aux_loss_coef": 2.0, "num_experts_per_tok": 1, "num_hidden_groups": 1, "block_type": "parallel"},
 ]
 ENCODER_OF_EXPERTS = EXPERTS | {"router_aux_loss_coef": 0.5} | BIDIRECTIONAL
 

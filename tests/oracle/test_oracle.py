@@ -9,12 +9,10 @@ import leanqkv
 from leanqkv import LeanConfig
 from leanqkv.model.shapes import parameter_shapes
 
-from . import cases, cases_blocks, cases_latent, cases_masks, cases_sharing
-from .cases import Case
+from .cases import CASES, Case
 from .model import logits
 
 TOLERANCE = 1e-10  # relative to the largest entry; float64 rounding is some 1e-14 here
-CASES = [case for module in (cases, cases_sharing, cases_latent, cases_blocks, cases_masks) for case in module.CASES]
 
 
 def case_id(case: Case) -> str:

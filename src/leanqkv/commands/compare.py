@@ -95,10 +95,7 @@ def compare(
         jobs: Runs at a time. Default: one a core for small models on a CPU, else 1.
     """
     check_out(out, "comparison")
-    if lr_grid is not None and recipe.learning_rate is not None:
-        raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
-    if grid_steps is not None and lr_grid is None:
-        raise LeanError("--grid-steps goes with --lr-grid; leave it out")
+    rates = _search(lr_grid, grid_steps, recipe)
     from ..compare.suites import choose
 
     where = cluster.chosen()
@@ -107,7 +104,7 @@ def compare(
         chosen,
         seeds=tuple(range(seeds)) if seeds else chosen.seeds,
         recipe=recipe_overrides(**vars(recipe)),
-        learning_rates=None if lr_grid is None else learning_rates("--lr-grid", lr_grid),
+        learning_rates=rates,
         grid_steps=grid_steps,
         context_length=context_length,
         micro_batch_size=micro_batch_size,
@@ -126,6 +123,17 @@ def compare(
     page = KIND.write(out)
     console.print(KIND.show(out))
     console.print(written(page), highlight=False, soft_wrap=True)
+
+
+def _search(lr_grid: str | None, grid_steps: int | None, recipe: RecipeOptions) -> tuple[float, ...] | None:
+    """Return the learning rates to search; None: those of the recipes."""
+    if grid_steps is not None and lr_grid is None:
+        raise LeanError("--grid-steps goes with --lr-grid; leave it out")
+    if lr_grid is None:
+        return None
+    if recipe.learning_rate is not None:
+        raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
+    return learning_rates("--lr-grid", lr_grid)
 
 
 def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
