@@ -146,10 +146,9 @@ def _train(
         console.print(
             f"warning: at step {rise['step']:,} the training loss was {rise['nats']:.2f} nats above the lowest one "
             "before; a smaller --learning-rate or more --warmup-steps keep it down",
-            highlight=False,
         )
     files = [file for file in ("model.safetensors", "tokenizer.json", "record.json") if (run.out / file).exists()]
-    console.print(f"{run.out}: {', '.join(files)}", highlight=False)
+    console.print(f"{run.out}: {', '.join(files)}")
     return record
 
 
@@ -167,7 +166,7 @@ def _settle(run: RunOptions, step: Step, steps: int) -> tuple[int | None, Precis
     elif micro_batch_size is None:
         chosen = choose_micro_batch([step], free_memory(step.device))
         micro_batch_size = chosen.size
-        console.print(str(chosen), highlight=False, soft_wrap=True)
+        console.print(str(chosen), soft_wrap=True)
     if precision is None and begun is not None:
         precision = parse_precision(begun["precision"], begun["precision_timings"])
         if precision is None:
@@ -176,5 +175,5 @@ def _settle(run: RunOptions, step: Step, steps: int) -> tuple[int | None, Precis
     if precision is None:
         with progress_bar("timing precisions") as bar:
             precision = fastest_precision(step, micro_batch_size, steps, bar.describe)
-    console.print(f"precision: {precision}", highlight=False)
+    console.print(f"precision: {precision}")
     return micro_batch_size, precision
