@@ -5,12 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..environment import check_device, free_memory
 from ..errors import LeanError, TimeIsUpError
 from ..job import check_out
 from ..model.config import LeanConfig
-from ..presets import Recipe
+from ..presets import Recipe, preset, recipe
 from ..progress import console, progress_bar, training_display
 from ..records import BEGUN, read_record
 from ..train import Precision, RunSpec, Step, choose_micro_batch, parse_precision
@@ -21,11 +22,28 @@ from ..train.processes import connect, first_decides, is_first
 from ..train.tasks import Data as PreparedData
 from ..train.tasks import check_fit, task_of
 from ..train.training import check_trackers, read_teacher
-from .options import DataOptions, RunOptions, TeacherOptions, outcome, prepare
+from .options import DataOptions, RunOptions, TeacherOptions, TextOptions, outcome, prepare
 
 NO_TEACHER = TeacherOptions()
 # Nats that a run's training loss may rise without a word.
 ALARMING_RISE = 1.0
+
+
+def train_preset(name: str, overrides: dict[str, Any], data: DataOptions, run: RunOptions) -> None:
+    """Train the model of a name by its recipe, of which `overrides` replace fields."""
+    train_model(name, preset(name), recipe(name, **overrides), data, run)
+
+
+def uptrain_checkpoint(
+    source: Path, sizes: tuple[Any, ...], text: TextOptions, run: RunOptions, learns: TeacherOptions
+) -> None:
+    """Train a checkpoint further, without dropout; `sizes` are the fields of the recipe."""
+    overrides = open_checkpoint(source).config.as_overrides()
+    config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
+    has_tokenizer = task_of(config, source.name).has_tokenizer
+    data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
+    record = train_model(source.name, config, Recipe(*sizes), data, run, source, learns)
+    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}")
 
 
 def train_model(
