@@ -8,6 +8,7 @@ from variants import SCATTERED
 
 from leanqkv.inference import Decoder
 from leanqkv.inference.batch import Row, Scheduler
+from leanqkv.inference.decoder import logits_warpers
 
 SHAPES = [{}, {"sliding_window": 4}, {"mask_type": "prefix"}, {"key_value": SCATTERED}]
 
@@ -18,7 +19,7 @@ def rows(decoder: Decoder) -> list[Row]:
     for number, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True)):
         row = Row(tokens(1, length, seed=number)[0], new)
         if number % 2:
-            row.warpers = decoder.warpers(0.5 + number / 4, None, 0.9 if number == 3 else None)
+            row.warpers = logits_warpers(0.5 + number / 4, None, 0.9 if number == 3 else None)
             row.generator = torch.Generator().manual_seed(number)
         found.append(row)
     return found
@@ -52,7 +53,7 @@ def test_every_mask_gives_the_tokens_of_each_row_alone(shape, fields):
 def test_a_row_alone_has_the_tokens_of_generate(seed):
     decoder = Decoder(build("llama"))
     prompt = tokens(1, 9)
-    row = Row(prompt[0], 12, decoder.warpers(0.8, 20, 0.9), torch.Generator().manual_seed(seed))
+    row = Row(prompt[0], 12, logits_warpers(0.8, 20, 0.9), torch.Generator().manual_seed(seed))
     torch.manual_seed(seed)
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
     expected = decoder.generate(prompt, max_new_tokens=12, **options)[0, 9:].tolist()
@@ -101,7 +102,7 @@ def test_a_cancelled_row_is_dropped_and_the_others_go_on():
 def test_an_error_ends_its_own_row():
     decoder = Decoder(build("llama"))
     expected, given = alone(decoder), rows(decoder)
-    given[1].warpers = decoder.warpers(1e-44, None, None)  # The logits become infinite.
+    given[1].warpers = logits_warpers(1e-44, None, None)  # The logits become infinite.
     scheduler = Scheduler(decoder, 10**6)
     scheduler.waiting.extend(given)
     found = {row: [] for row in given}

@@ -145,7 +145,7 @@ def test_where_a_file_comes_from(tmp_path, monkeypatch):
     file = tmp_path / "model.Q8_0.gguf"
     file.write_bytes(b"GGUF")
     about = {"general.license": "apache-2.0", "general.base_model.0.repo_url": "https://huggingface.co/owner/base"}
-    monkeypatch.setattr("leanqkv.checkpoints.card.read_gguf", lambda path: SimpleNamespace(metadata=about))
+    monkeypatch.setattr("leanqkv.checkpoints.card.GgufFile.open", lambda path: SimpleNamespace(metadata=about))
     assert origin(file) == {"base_model": "owner/base", "license": "apache-2.0"}
     about.clear()
     assert origin(file) == {"base_model": "model.Q8_0"}

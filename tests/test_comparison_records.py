@@ -97,9 +97,9 @@ def test_a_number_that_is_none_is_named(tmp_path: Path, part: str, field: str) -
 @pytest.mark.parametrize(
     "change",
     [
-        {"hardware": {"device": "cpu", "cpu": "Another CPU", "threads": 2}},
-        {"hardware": {"device": "cpu", "cpu": "Example CPU @ 2.60GHz", "threads": 1}},
-        {"precision": {"choice": "bf16"}},
+        {"hardware": {"device": "cpu", "cpu": "Another CPU", "instructions": "AVX2", "threads": 2}},
+        {"hardware": {"device": "cpu", "cpu": "Example CPU @ 2.60GHz", "instructions": "AVX2", "threads": 1}},
+        {"precision": {"choice": "bf16", "milliseconds_per_step": {}}},
     ],
 )
 def test_a_pair_of_two_machines_or_precisions_is_refused(tmp_path, change):

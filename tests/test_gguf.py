@@ -5,6 +5,7 @@ import math
 import os
 import random
 import struct
+import sys
 from pathlib import Path
 
 import gguf
@@ -27,7 +28,7 @@ from shapes import assert_near, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leanqkv.checkpoints import load_model, open_checkpoint
-from leanqkv.checkpoints.gguf import GgufCheckpoint, open_gguf
+from leanqkv.checkpoints.gguf import GgufCheckpoint
 from leanqkv.checkpoints.gguf_tokenizer import CUTTINGS, load_tokenizer
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.errors import LeanError
@@ -532,7 +533,7 @@ def test_a_file_without_a_tokenizer_is_imported_without_one(folder, cli):
 
 
 def test_a_file_that_is_cut_off_anywhere_is_refused(folder, tiny, cli):
-    whole, header = tiny.read_bytes(), min(entry.start for entry in open_gguf(tiny).entries.values())
+    whole, header = tiny.read_bytes(), min(entry.start for entry in GgufCheckpoint.open(tiny).entries.values())
     generator = random.Random(0)
     cuts = [*range(64), *(generator.randrange(header) for _ in range(300)), header, len(whole) - 1]
     for cut in cuts:
@@ -546,7 +547,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(folder, tiny, cli):
 
 def test_a_damaged_header_is_opened_or_refused(folder, tiny):
     """Whatever a wrong byte makes of it, and it takes no time: a length is believed only as far as the file goes."""
-    whole, header = tiny.read_bytes(), min(entry.start for entry in open_gguf(tiny).entries.values())
+    whole, header = tiny.read_bytes(), min(entry.start for entry in GgufCheckpoint.open(tiny).entries.values())
     generator, refusals = random.Random(0), 0
     for _ in range(400):
         data = bytearray(whole)
@@ -569,7 +570,7 @@ def test_a_directory_with_a_file_in_it_says_to_give_the_file(folder, tiny, cli):
 
 
 def test_the_package_that_is_missing_is_named(folder, tiny, cli, monkeypatch):
-    monkeypatch.setattr("leanqkv.checkpoints.gguf_format.is_gguf_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install 'leanqkv[gguf]'" in refused(cli, folder, ["import", "tiny.gguf", "--out", "result"])
 
 

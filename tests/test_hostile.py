@@ -47,7 +47,8 @@ COMMANDS = {
     "analyze": ("analyze", "source", *DATA, *OUT),
     "demo": ("demo", *OUT),
 }
-PARAMETERS = {name: command.params for name, command in typer.main.get_command(app).commands.items()}
+GROUP = typer.main.get_command(app)
+PARAMETERS = {name: GROUP.get_command(None, name).params for name in GROUP.commands}
 
 
 def takes(option: str) -> list[str]:

@@ -15,6 +15,7 @@ LAYERS = (
     "ranges",
     "files",
     "records",
+    "job",
     "compat",
     "environment",
     "memory",

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM
 from leanqkv.checkpoints.open import GENERATION, open_checkpoint, read_generation_config
-from leanqkv.inference.decoder import Decoder
+from leanqkv.inference.decoder import Decoder, logits_warpers
 
 DEEP = "[" * 400 + "]" * 400
 ODD = [
@@ -139,7 +139,7 @@ def test_settings_of_generation(tmp_path):
                 continue
             decoder.generation_config = settings
             decoder.generate(ids, max_new_tokens=2)
-            warpers = decoder.warpers(float(settings.temperature or 1), settings.top_k, settings.top_p)
+            warpers = logits_warpers(float(settings.temperature or 1), settings.top_k, settings.top_p)
             assert warpers(None, torch.randn(1, 97)).shape == (1, 97), (name, value)
             json.dumps(settings.to_diff_dict())
             taken += 1

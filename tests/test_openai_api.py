@@ -295,7 +295,8 @@ LISTS = [
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 def test_no_value_of_a_field_is_the_fault_of_the_server(api, path):
     """OpenAI's client would send what gets a 5xx again and again."""
-    from leanqkv.inference.openai_api import COMMON_FIELDS, ENDPOINTS
+    from leanqkv.inference.api_fields import COMMON_FIELDS
+    from leanqkv.inference.openai_api import ENDPOINTS
 
     text = {"completions": "prompt", "chat/completions": "messages", "responses": "input"}[path]
     length = "max_output_tokens" if path == "responses" else "max_tokens"

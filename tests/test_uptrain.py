@@ -139,7 +139,7 @@ def test_only_what_differs_from_the_teacher_is_trained(tmp_path, data, source, c
 def test_a_model_like_its_teacher_has_nothing_to_train(tmp_path, data, source):
     directory, _, made = source
     made = replace(made, teacher_sha256=weights_hash(directory), distillation=1.0, only_changed=True)
-    with pytest.raises(LeanError, match="the model has its teacher's weights; leave out --only-changed"):
+    with pytest.raises(LeanError, match="the model has its teacher's weights; leave out `only_changed`"):
         train(made, data, tmp_path / "out", initial=directory, teacher=directory)
 
 

@@ -17,7 +17,7 @@ from leanqkv.files import write_json
 from leanqkv.model.config import LeanConfig
 from leanqkv.model.image_classification import LeanForImageClassification
 from leanqkv.train.spec import RunSpec
-from leanqkv.train.tasks import BALANCED, Autocast, Progress, check_context
+from leanqkv.train.tasks import BALANCED, Autocast, Progress
 
 from .images import ImageData, image_batch, prepare_images, processor_settings, scaled_pixels
 
@@ -52,7 +52,6 @@ class ImageTask:
 
     @staticmethod
     def check_data(name: str, config: LeanConfig, data: ImageData, context_length: int) -> None:
-        check_context(name, config, context_length)
         for noun, count, field in (
             ("channels", data.channels, "num_channels"),
             ("classes", len(data.labels), "num_labels"),

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
 from importlib import import_module
 from tempfile import NamedTemporaryFile
 from textwrap import shorten
@@ -48,32 +47,21 @@ COMMANDS = {
 USAGE_ERROR: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "UsageError")
 
 
-class Commands(Mapping[str, Any]):
-    """The commands by name. The module of each is imported when the command is asked for."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
-
-    def __getitem__(self, name: str) -> Any:
-        module, function = COMMANDS[name]
-        alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        alone.command(name)(option_groups(getattr(import_module(f".commands.{module}", __package__), function)))
-        return get_command(alone)
-
-
 class Group(TyperGroup):
-    """A group whose commands are made when they are asked for."""
+    """A group of these commands. The module of each is imported when the command is asked for."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        self.commands = Commands()  # type: ignore[assignment]
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names, in the order of the help."""
-        return list(COMMANDS)
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command, or None of an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, function = COMMANDS[cmd_name]
+        alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        alone.command(cmd_name)(option_groups(getattr(import_module(f".commands.{module}", __package__), function)))
+        return get_command(alone)
 
 
 app = typer.Typer(
@@ -83,7 +71,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-errors = Console(stderr=True)
+errors = Console(stderr=True, highlight=False)
 
 
 def _print_version(asked: bool) -> None:
@@ -168,8 +156,8 @@ def _user_message(error: Exception) -> str | None:
 def _as_options(message: str, app: typer.Typer) -> str:
     """Replace parameters that the library names, `steps` or `to=gqa`, by the options of the command that is run."""
     command: Any = get_command(app)
-    if (subcommands := getattr(command, "commands", None)) is not None:
-        command = next((subcommands[word] for word in sys.argv[1:] if word in subcommands), command)
+    if name := next((word for word in sys.argv[1:] if word in getattr(command, "commands", ())), None):
+        command = command.get_command(None, name)
     parameters = {parameter.name: parameter for parameter in command.params}
 
     def option(found: re.Match[str]) -> str:
@@ -214,7 +202,7 @@ def _fail(message: str, code: int) -> NoReturn:
     line = _shortened(" ".join(message.split()))
     # Neither a terminal's control characters nor bytes that are no text come from a message.
     printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    errors.print(f"[bold red]error:[/] {escape(printable)}", highlight=False, soft_wrap=True)
+    errors.print(f"[bold red]error:[/] {escape(printable)}", soft_wrap=True)
     sys.exit(code)
 
 

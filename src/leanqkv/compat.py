@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .errors import LeanError, first_line
+from .errors import LeanError, first_line, needs
 
 
 @contextmanager
@@ -122,8 +121,8 @@ def use_one_device(arguments: Any) -> None:
 
 def shard_on_cpus(accelerator: Any, plugin_arguments: dict[str, Any]) -> bool:
     """Let accelerate shard on CPUs, where it takes its FSDP plugin and does nothing; return whether it shards."""
-    state = accelerator.state
-    if state.distributed_type == DistributedType.MULTI_CPU:
-        state.distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_arguments)
-    return state.distributed_type == DistributedType.FSDP
+    state, utils = accelerator.state, needs("train", "accelerate.utils")
+    if state.distributed_type == utils.DistributedType.MULTI_CPU:
+        state.distributed_type = utils.DistributedType.FSDP
+        state.fsdp_plugin = utils.FullyShardedDataParallelPlugin(**plugin_arguments)
+    return state.distributed_type == utils.DistributedType.FSDP

@@ -18,6 +18,8 @@ import psutil
 from .errors import LeanError
 from .files import RECORD_FORMAT
 
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
 
 def default_device() -> str:
     """Return the accelerator that torch finds, else "cpu"."""
@@ -36,7 +38,7 @@ def check_device(device: str | None) -> str:
     device = device or default_device()
     available = {"cpu", default_device()}
     if device not in available:
-        raise LeanError(f"there is no device {device!r} here; --device can be {' or '.join(sorted(available))}")
+        raise LeanError(f"there is no device {device!r} here; `device` can be {' or '.join(sorted(available))}")
     return device
 
 
@@ -68,12 +70,11 @@ def keep_freed_memory(device: str) -> None:
     """
     if device != "cpu":
         return
-    trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
     with suppress(OSError, AttributeError, TypeError):
         libc = ctypes.CDLL(None)
         # Before 2.35 glibc takes 32 MB at most. To set one threshold alone would fix the other one at its start.
-        if libc.mallopt(mmap_threshold, 2**30) or libc.mallopt(mmap_threshold, 2**25):
-            libc.mallopt(trim_threshold, -1)
+        if libc.mallopt(MMAP_THRESHOLD, 2**30) or libc.mallopt(MMAP_THRESHOLD, 2**25):
+            libc.mallopt(TRIM_THRESHOLD, -1)
 
 
 @contextmanager
@@ -93,6 +94,16 @@ def denormals_as_zero(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(False)
+
+
+def give_back_freed_memory() -> None:
+    """Return freed memory to the system from now on, so that this process's resident size follows its use.
+
+    glibc raises the size from which a block is mapped by itself up to 32 MiB, and keeps smaller freed blocks, which add
+    up over the tensors of a large model. With another C library nothing changes.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**20)
 
 
 def return_freed_memory() -> None:
@@ -119,28 +130,26 @@ def place_of(hardware: Mapping[str, Any]) -> str:
     if hardware["device"] != "cpu":
         return hardware["device"]
     # A name such as "AMD EPYC" stands for several processors.
-    kind = hardware.get("instructions", "unknown instructions")
     threads = hardware["threads"]
-    return f"{hardware['cpu']} ({kind}) with {threads} thread{'' if threads == 1 else 's'}"
+    return f"{hardware['cpu']} ({hardware['instructions']}) with {threads} thread{'' if threads == 1 else 's'}"
 
 
 def same_place(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two records were made where sums round alike, of their entries on the machine.
-
-    Records of earlier versions do not name the instructions of a CPU; they are taken to be the same.
-    """
+    """Return whether two records were made where sums round alike, of their entries on the machine."""
     if one["device"] != "cpu" or other["device"] != "cpu":
         return one["device"] == other["device"]
-    alike = all(one[name] == other[name] for name in ("cpu", "threads"))
-    return alike and len({each["instructions"] for each in (one, other) if "instructions" in each}) < 2
+    return all(one[name] == other[name] for name in ("cpu", "instructions", "threads"))
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python and of `packages`, by default of those that a training run depends on."""
-    from importlib.metadata import version
+    """Return the versions of Python and of those `packages` that are installed, by default a training run's."""
+    from importlib.metadata import PackageNotFoundError, version
 
-    packages = packages or ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    found = {"python": platform.python_version()}
+    for name in packages or ("leanqkv", "torch", "transformers", "accelerate", "tokenizers", "numpy"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def record_header(kind: str, name: str, device: str = "cpu") -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _is_writing(process: int, path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory with its content; one that is gone is none to remove."""
+    """Remove a file or a directory with its content. Missing paths are ignored."""
     with suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -140,7 +140,7 @@ def check_free(out: Path, *sources: Path) -> None:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a directory is there; a name that is none of a file, such as one too long, has none."""
+    """Like `is_dir`, but False for invalid names."""
     try:
         return path.is_dir()
     except (OSError, ValueError):

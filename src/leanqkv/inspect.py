@@ -3,18 +3,27 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import prod
+from pathlib import Path
+from textwrap import fill
 
 import torch
 from rich.filesize import decimal
 from rich.table import Table
 
 from .checkpoints.disabled_norms import norms_disabled
-from .checkpoints.open import MODELS, Checkpoint
-from .eliminate.audit import WAYS, Finding, Spectrum, weight_table
+from .checkpoints.gguf_format import is_gguf
+from .checkpoints.open import MODELS, Checkpoint, open_checkpoint
+from .checkpoints.tensors import finite
+from .eliminate.audit import WAYS, Finding, Spectrum, findings, weight_table
+from .eliminate.audit import spectra as singular_values
 from .eliminate.transform import BLOCK_DIAGONAL, SINGLE_HEAD
+from .environment import give_back_freed_memory
+from .errors import LeanError
 from .model.config import MULTIPLIERS, LeanConfig
 from .model.layout import HeadSource, LayerPlan
 from .model.shapes import count_parameters
+from .presets import preset
+from .progress import console, progress_bar
 
 # Fields that change what a block computes, shown where they differ from their default.
 BLOCK_FIELDS = (
@@ -23,6 +32,40 @@ BLOCK_FIELDS = (
     *("norm_placement", "window_layers", "rope_layers", *MULTIPLIERS),
 )
 NUMBERS = {"layer", "cached per token (bf16)", "saves", "batch 1", "shape", "rank", "condition", "smallest σ"}
+
+
+def show(source: str, with_layers: bool, with_spectra: bool) -> None:
+    """Print what the checkpoint at a path, or the configuration of a name, is.
+
+    Args:
+        with_layers: also the plan of every layer, every elimination, and every tensor.
+        with_spectra: also the condition numbers of a checkpoint's projections.
+
+    Raises:
+        LeanError: neither a checkpoint nor a name.
+    """
+    exists = Path(source).exists() or is_gguf(source)
+    if "/" in source and not exists:
+        raise LeanError(f"there is no directory {source}")
+    opened = open_checkpoint(Path(source)) if exists else None
+    config = preset(source) if opened is None else opened.config
+    found, projections = findings(config), []
+    if opened is not None and with_spectra:
+        give_back_freed_memory()
+        with progress_bar("singular values") as bar:
+            projections = list(singular_values(config, finite(opened.tensors), bar))
+    lines = [*summary(config, source, opened, found)]
+    if projections:
+        lines.append(condition_line(projections))
+    for line in lines:
+        console.print(fill(line, console.width, subsequent_indent="  "), soft_wrap=True)
+    if with_layers or opened is None:
+        console.print(layer_table(config, f"Layers, {source}"))
+    if with_layers:
+        console.print(findings_table(found, f"Exact eliminations, {source}"))
+        console.print(query_output_line(config))
+    if with_layers and projections:
+        console.print(spectra_table(projections, f"Attention's projections, {source}"))
 
 
 def summary(

@@ -86,12 +86,6 @@ class Job:
         make_directory(self.directory)
         write_json(self.file, self.content)
 
-    def step(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the fact of this name; `compute` it once and keep it."""
-        if name not in self.content:
-            self.write(**{name: compute()})
-        return self.content[name]
-
     def start(self, keep: Iterable[str] = ()) -> None:
         """Write the file, and remove everything beside it but the lock and the files to `keep` of the same job."""
         kept = {self.file.name, LOCK, *(keep if self.resume() else ())}

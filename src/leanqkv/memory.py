@@ -1,7 +1,6 @@
 """Memory that tensors hold, by counting storages: the same on every device, and to the byte."""
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 # Documented in PyTorch's notes on extending it, whatever the name of the module says.
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .environment import free_memory
 from .errors import LeanError
@@ -59,16 +59,7 @@ class PeakMemory(TorchDispatchMode):
 
 def _storages(values: Any) -> dict[int, Any]:
     """Return the storages behind the tensors in nested sequences and dictionaries, by their identity."""
-    storages = (tensor.untyped_storage() for tensor in _tensors(values))
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    # A packed weight has no storage that could be seen.
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
     return {id(storage): storage for storage in storages}
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        if values.layout == torch.strided:  # A packed weight has no storage that could be seen.
-            yield values
-    elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)

@@ -23,8 +23,8 @@ from rich.progress import (
 
 LOG_SECONDS = 15.0
 # With several processes, the first one reports. `console` is for results, `terminal` for progress and remarks.
-console = Console(quiet=os.environ.get("RANK", "0") != "0")
-terminal = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+QUIET = os.environ.get("RANK", "0") != "0"
+console, terminal = (Console(stderr=errors, quiet=QUIET, highlight=False) for errors in (False, True))
 
 
 class Bar:
@@ -124,7 +124,7 @@ class TrainingDisplay:
         if label in self._running:
             self.bars.remove_task(self._running.pop(label))
         self._count(label, steps)
-        console.print(f"{label}: {outcome}", highlight=False)
+        console.print(f"{label}: {outcome}")
 
     def lines(self) -> list[str]:
         """The same for a log."""
@@ -154,7 +154,7 @@ def continued_when_repeated() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        terminal.print("stopped; run the same command again to continue", highlight=False)
+        terminal.print("stopped; run the same command again to continue")
         raise  # Typer exits with code 130
 
 
@@ -165,12 +165,13 @@ def _log_lines(lines: Callable[[], list[str]]) -> Iterator[None]:
         yield
         return
     ended = threading.Event()
-    log = Console(file=terminal.file, quiet=terminal.quiet)  # stays, where the body replaces sys.stderr
+    # It stays, where the body replaces sys.stderr.
+    log = Console(file=terminal.file, quiet=terminal.quiet, highlight=False)
 
     def print_lines() -> None:
         while not ended.wait(LOG_SECONDS):
             for line in lines():
-                log.print(line, highlight=False, soft_wrap=True)
+                log.print(line, soft_wrap=True)
 
     thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()

@@ -18,8 +18,8 @@ Shape = Any
 # Floats hold all of these.
 WHOLE, NUMBER = Range(0, 2**63 - 1, whole=True), Range(-1e300, 1e300, words="a number")
 POSITIVE = Range(1e-300, 1e300, words="a positive number")
-PRECISION = {"choice": str, "milliseconds_per_step?": {str: NUMBER}}
-HARDWARE = {"device": str, "cpu": str, "threads": (COUNT,), "instructions?": str}
+PRECISION = {"choice": str, "milliseconds_per_step": {str: NUMBER}}
+HARDWARE = {"device": str, "cpu": str, "threads": (COUNT,), "instructions": str}
 RECIPE: Shape = {
     **dict.fromkeys(("steps", "batch_size"), COUNT),
     **dict.fromkeys(("min_learning_rate", "weight_decay"), NUMBER),
@@ -36,8 +36,8 @@ FINISHED = {
     "diverged": ({"step": WHOLE, "reason": str},),
     "evaluations": [{"step": WHOLE, "loss": NUMBER}],
     "tokens_per_second": (NUMBER,),
-    "rise?": ({"step": WHOLE, "nats": NUMBER},),
-    "checkpoints_kept?": bool,
+    "rise": ({"step": WHOLE, "nats": NUMBER},),
+    "checkpoints_kept": bool,
 }
 RECORD = {
     **FINISHED,
@@ -63,8 +63,8 @@ ANALYZED = {"name?": str, "seed?": (WHOLE,), "initial_sha256?": (str,)}
 # Of run.json: what is read before it is compared with what is asked.
 BEGUN = {
     "precision": str,
-    "precision_timings?": {str: NUMBER},
-    "micro_batch_size?": (COUNT,),
+    "precision_timings": {str: NUMBER},
+    "micro_batch_size": (COUNT,),
     "hardware?": HARDWARE,
 }
 # Of compare.json.

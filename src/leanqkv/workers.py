@@ -1,4 +1,4 @@
-"""Processes that this one starts: deaf to Ctrl-C, which it hears itself, and gone when it is."""
+"""Child processes that ignore SIGINT and exit with their parent."""
 
 import ctypes
 import multiprocessing

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from leanqkv import LeanConfig, LeanError
-from leanqkv.checkpoints.dense import written_out
+from leanqkv.checkpoints.dense import to_dense
 from leanqkv.checkpoints.write import as_stock
 from leanqkv.eliminate import parse_request, transform
 from leanqkv.eliminate.transform import Transformed
@@ -113,7 +113,7 @@ def test_written_out_is_the_same_function(seed: int) -> None:
     config = random_config(random.Random(seed))
     tensors = weights(config, seed)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    plain, plain_tensors = written_out(config, tensors)
+    plain, plain_tensors = to_dense(config, tensors)
     assert is_written_out(plain)
     assert {name: tuple(plain_tensors[name].shape) for name in plain_tensors} == parameter_shapes(plain)
     assert relative(logits(plain, plain_tensors), logits(config, tensors)) <= ROUNDING
@@ -158,7 +158,7 @@ def test_every_identity_can_be_written_out() -> None:
     for fields, norm in product(IDENTITIES, ("rmsnorm", "none")):
         config = small(norm_type=norm, **fields)
         tensors = weights(config)
-        plain, plain_tensors = written_out(config, tensors)
+        plain, plain_tensors = to_dense(config, tensors)
         assert is_written_out(plain), fields
         assert relative(logits(plain, plain_tensors), logits(config, tensors)) <= ROUNDING, fields
 
@@ -173,7 +173,7 @@ def test_keys_that_are_values_stay(key: dict, rotary: bool) -> None:
     query = [{"type": "identity", "bias": True}]
     config = small(key=[key], value=[{"type": "keys"}], query=query, **positions)
     tensors = weights(config)
-    plain, plain_tensors = written_out(config, tensors)
+    plain, plain_tensors = to_dense(config, tensors)
     assert {layer.query.kind for layer in plain.plan.layers} == {"linear"}
     assert relative(logits(plain, plain_tensors), logits(config, tensors)) <= ROUNDING
 

@@ -21,7 +21,7 @@ from exact_models import (
 from expected_eliminations import removed, weights_fewer
 
 from leanqkv import ConfigError, LeanConfig, LeanError, LeanForImageClassification
-from leanqkv.checkpoints.dense import written_out
+from leanqkv.checkpoints.dense import to_dense
 from leanqkv.eliminate import certify, eliminate, parse_request, transform
 from leanqkv.eliminate.block_diagonal import eligible
 from leanqkv.model.shapes import parameter_shapes
@@ -126,7 +126,7 @@ def test_a_scale_is_not_written_into_keys_that_values_are_made_of(biases: bool) 
     key = {"type": "identity", "scale": 0.7, "bias": biases}
     config = small(key=[key], query=[{"type": "identity"}], value=[{"type": "latent", "keys": True, "layers": [1]}])
     before = weights(config)
-    plain, tensors = written_out(config, before)
+    plain, tensors = to_dense(config, before)
     assert [layer.query.kind for layer in plain.plan.layers] == ["linear"] * 2
     assert relative(logits(plain, tensors), logits(config, before)) <= tolerance({})
 
@@ -247,7 +247,7 @@ def test_weights_stored_in_less_are_not_rounded_again(case: str, dtype: torch.dt
     fields, remove = ROUNDED[case]
     config = small(**fields)
     stored = {name: tensor.to(dtype) for name, tensor in weights(config).items()}
-    new, tensors = written_out(config, stored) if not remove else (config, stored)
+    new, tensors = to_dense(config, stored) if not remove else (config, stored)
     conditions: dict[str, float] = {}
     if remove:
         result = transform(config, stored, parse_request(remove))

@@ -86,7 +86,7 @@ def common_context(subjects: Sequence[Subject], length: int | None) -> int:
     assert positions is not None
     learned = any(subject.opened.config.position_embedding_type == "learned" for subject in subjects)
     if length is not None and length > positions and learned:
-        raise LeanError(f"--context-length {length} is longer than the {positions} positions of {fewest.label}")
+        raise LeanError(f"`context_length={length}` is longer than the {positions} positions of {fewest.label}")
     context = length or positions
     if context < 2 * BUCKETS:
         raise LeanError(f"sequences of {context} tokens are too short to analyze; at least {2 * BUCKETS} are needed")

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .gguf_format import is_gguf, read_gguf
+from .gguf_format import GgufFile, is_gguf
 
 CARD = "README.md"
 # Of a task the Hub's name and the class that loads a model of it.
@@ -34,7 +34,7 @@ def origin(source: Path) -> dict[str, str]:
     said: Mapping[str, Any] = {}
     name = source.name
     if is_gguf(source):
-        about, name = read_gguf(source).metadata, source.stem
+        about, name = GgufFile.open(source).metadata, source.stem
         repository = str(about.get("general.base_model.0.repo_url", "")).partition("https://huggingface.co/")[2]
         said = {"base_model": repository, "license": about.get("general.license")}
     elif (source / CARD).is_file():

@@ -16,7 +16,7 @@ from .tensors import LazyTensors
 DENSE = ("identity", "block_identity", "residual")
 
 
-def written_out(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
+def to_dense(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanConfig, LazyTensors]:
     """Return the same function with linear projections for identities, identity blocks and residual queries.
 
     Mechanisms that are no linear map stay as they are. So do keys that values are, or are made of, because values have

@@ -136,5 +136,5 @@ def _check_mean_zero(tensor: StreamTensor, values: Tensor) -> None:
     if (means.abs() > max(rounding, 1e-9) * size).any():
         raise LeanError(
             f"{tensor.name} writes rows whose mean is not zero: a LayerNorm would subtract it, and the function "
-            "would change; eliminate with --format stock, which chooses a basis that keeps the mean"
+            "would change; eliminate with `format=stock`, which chooses a basis that keeps the mean"
         )

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..errors import LeanError
+from ..errors import LeanError, needs
 from .families import FAMILIES
 from .families.family import Packed
-from .gguf_format import PLAIN, Array, GgufFile, read_gguf
-from .tensors import StoredTensors
+from .gguf_format import PLAIN, Array, GgufFile
+from .tensors import StoredTensors, some
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -135,14 +134,10 @@ class GgufCheckpoint(GgufFile):
         architecture = self.architecture
         names = _stored_names(self.metadata["general.architecture"], tensor_map, config["num_hidden_layers"])
         expected = {names[packed.name] for packed in tensor_map}
-        read_elsewhere = {ROPE_FACTORS} if architecture.rotary else set()
-        for what, wrong in (
-            ("lacks", sorted(expected - set(self.entries))),
-            ("has unknown", sorted(set(self.entries) - expected - read_elsewhere)),
-        ):
+        found = {name for name in self.entries if name != ROPE_FACTORS or not architecture.rotary}
+        for what, wrong in (("lacks", expected - found), ("has unknown", found - expected)):
             if wrong:
-                more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-                raise LeanError(f"{self.path} {what} tensors: {', '.join(wrong[:3])}{more}")
+                raise LeanError(f"{self.path} {what} tensors: {some(sorted(wrong))}")
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config.get("num_key_value_heads", 0)}
         changes = {
             packed.name: _Change(
@@ -287,17 +282,11 @@ class _Weights:
         return tensor.to(self.dtypes[name]).contiguous()
 
 
-def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a GGUF file; raise a LeanError for one that is damaged or of a type that cannot be read."""
-    return GgufCheckpoint(**vars(read_gguf(path)))
-
-
 def _stored_names(architecture: str, tensor_map: Sequence[Packed], layers: int) -> dict[str, str]:
     """Return the names of transformers -> those in the file."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    modules = get_tensor_name_map(number, layers)
+    gguf = needs("gguf", "gguf")
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    modules = gguf.get_tensor_name_map(number, layers)
     names = {}
     for packed in tensor_map:
         module, _, kind = packed.name.rpartition(".")

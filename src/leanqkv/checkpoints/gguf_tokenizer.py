@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..compat import quiet_transformers
 from ..errors import LeanError, first_line
-from .gguf_format import Array, GgufFile, read_gguf
+from .gguf_format import Array, GgufFile
 
 TOKENS = "tokenizer.ggml.tokens"
 # Names of transformers for tokens with a role -> those in the file.
@@ -53,7 +53,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
     Raises a LeanError if there is none, or one whose way of cutting text is not known.
     """
-    file = read_gguf(path)
+    file = GgufFile.open(path)
     settings = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     kind, cutting = settings.get("model"), Cutting()
     if kind not in ("gpt2", "llama"):
@@ -115,4 +115,4 @@ def _cut_like(cutting: Cutting, tokenizer: Tokenizer) -> None:
 
 def has_tokenizer(path: Path) -> bool:
     """Whether a GGUF file has a tokenizer."""
-    return isinstance(read_gguf(path).metadata.get(TOKENS), Array)
+    return isinstance(GgufFile.open(path).metadata.get(TOKENS), Array)

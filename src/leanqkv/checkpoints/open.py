@@ -21,9 +21,10 @@ from ..model.image_classification import LeanForImageClassification
 from ..model.images import MOST_LABELS
 from ..model.masked_lm import LeanForMaskedLM
 from ..model.shapes import parameter_shapes
+from ..ranges import Range
 from .families import FAMILIES, NOT_THESE, import_tensors
 from .families.family import EMBEDDING, HEAD, INVALID, last_line
-from .gguf import open_gguf
+from .gguf import GgufCheckpoint
 from .gguf_format import is_gguf
 from .tensors import LazyTensors, StoredTensors, check_stored, count_nonfinite, finite, open_tensors, read_tied
 
@@ -32,10 +33,20 @@ MODELS: dict[str, Any] = {
     "masked_lm": LeanForMaskedLM,
     "image_classification": LeanForImageClassification,
 }
-# Settings of generation, with the type of their value.
-SETTINGS = {name: type(default) for name, default in GenerationConfig._get_default_generation_params().items()}
-SETTINGS |= {**dict.fromkeys(("max_new_tokens", "min_new_tokens"), int), **dict.fromkeys(("min_p", "max_time"), float)}
-del SETTINGS["early_stopping"]  # true, false or "never"
+DEFAULTS = GenerationConfig._get_default_generation_params()
+SWITCHES = {name for name, value in DEFAULTS.items() if isinstance(value, bool)} - {"early_stopping"}  # or "never"
+# The numbers that settings of generation can be, by the type of their default.
+KINDS = {
+    int: Range(0, 2**31 - 1, whole=True, words="a whole number from 0"),
+    float: Range(0, words="a number from 0, finite"),
+}
+SETTINGS = {name: KINDS.get(type(value)) for name, value in DEFAULTS.items()}
+SETTINGS |= {
+    **dict.fromkeys(("max_new_tokens", "min_new_tokens"), KINDS[int]),
+    **dict.fromkeys(("top_p", "min_p", "typical_p"), Range(0, 1, words="a number from 0 to 1")),
+    "max_time": KINDS[float],
+    "length_penalty": Range(-inf, words="a number, finite"),
+}
 GENERATION, ADAPTER = "generation_config.json", "adapter_config.json"
 
 
@@ -66,7 +77,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     Raises a LeanError for a class that is not supported, a configuration that cannot be expressed here, and weights
     that are missing, damaged, or not the configuration's.
     """
-    gguf = open_gguf(directory) if is_gguf(directory) else None
+    gguf = GgufCheckpoint.open(directory) if is_gguf(directory) else None
     hf = _read_config(directory) if gguf is None else gguf.config()
     kind = hf.get("model_type")
     if kind == LeanConfig.model_type:
@@ -124,9 +135,8 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     """Return the settings of generation in a directory; raise a LeanError that names a wrong one."""
     for name, value in read_json(directory / GENERATION).items():
         if expected := _wrong_setting(name, value):
-            raise LeanError(
-                f"{directory / GENERATION}: {name} must be {expected}, found {value!r}; correct or delete it"
-            )
+            found = f"{name} must be {expected}, found {value!r}"
+            raise LeanError(f"{directory / GENERATION}: {found}; correct or delete it")
     try:
         return GenerationConfig.from_pretrained(directory)
     except (*INVALID, OSError) as error:
@@ -142,18 +152,10 @@ def _wrong_setting(name: str, value: Any) -> str | None:
         ids = value if several else [value]
         whole = all(type(one) is int and -1 <= one < 2**31 for one in ids)
         return None if whole else "a token's id" + (", or a list of them" if name == "eos_token_id" else "")
-    kind = SETTINGS.get(name)
-    if kind is bool:
+    if name in SWITCHES:
         return None if isinstance(value, bool) else "true or false"
-    if kind is int:
-        return None if type(value) is int and 0 <= value < 2**31 else "a whole number from 0"
-    if kind is float:
-        most = 1.0 if name in ("top_p", "min_p", "typical_p") else inf
-        signed = name == "length_penalty"
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        valid = number and (-inf if signed else 0) <= value <= most and abs(value) < inf
-        return None if valid else "a number" + ("" if signed else " from 0") + (" to 1" if most == 1 else ", finite")
-    return None
+    allowed = SETTINGS.get(name)
+    return None if allowed is None or value in allowed else str(allowed)
 
 
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -207,6 +207,11 @@ def open_tensors(directory: Path) -> StoredTensors:
     return StoredTensors(directory, {name: files[shard] for name, shard in shards.items()})
 
 
+def some(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def check_stored(stored: StoredTensors, expected: Mapping[str, Shape], ignorable: Callable[[str], bool]) -> None:
     """Raise a LeanError unless `stored` holds the expected tensors, floating, and besides them only ignorable ones."""
     misfit = f"the weights in {stored.directory} do not fit its {stored.described_by}"
@@ -215,8 +220,7 @@ def check_stored(stored: StoredTensors, expected: Mapping[str, Shape], ignorable
         ("hold unknown", [name for name in stored if name not in expected and not ignorable(name)]),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise LeanError(f"{misfit}: they {what} tensors {', '.join(names[:3])}{more}")
+            raise LeanError(f"{misfit}: they {what} tensors {some(names)}")
     for name, shape in expected.items():
         if stored.shapes[name] != shape:
             raise LeanError(

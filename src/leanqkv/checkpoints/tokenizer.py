@@ -6,8 +6,7 @@ of that class in place of the file's. Here the file decides.
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from transformers.utils import cached_file
 from ..compat import quiet_transformers, set_backend
 from ..errors import LeanError, first_line
 from ..files import looks_like_path, read_json, write_json
+from . import gguf_tokenizer
 from .gguf_format import is_gguf
-from .gguf_tokenizer import has_tokenizer as gguf_has_tokenizer
-from .gguf_tokenizer import load_tokenizer as load_gguf_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -76,24 +74,18 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 def has_tokenizer(name: str | Path) -> bool:
     """Whether a directory or a GGUF file has a tokenizer: those of a directory in its own file."""
-    return gguf_has_tokenizer(Path(name)) if is_gguf(name) else (Path(name) / FILE).is_file()
+    return gguf_tokenizer.has_tokenizer(Path(name)) if is_gguf(name) else (Path(name) / FILE).is_file()
 
 
 def _read(name: str | Path) -> Any:
-    with _unreadable(name), quiet_transformers():
-        tokenizer = load_gguf_tokenizer(Path(name)) if is_gguf(name) else _from_files(str(name))
-        tokenizer("a")  # much that is wrong is noticed by then
-        return tokenizer
-
-
-@contextmanager
-def _unreadable(name: str | Path) -> Iterator[None]:
-    """Turn whatever a damaged tokenizer makes its reader raise into one line."""
     try:
-        yield
+        with quiet_transformers():
+            tokenizer = gguf_tokenizer.load_tokenizer(Path(name)) if is_gguf(name) else _from_files(str(name))
+            tokenizer("a")  # much that is wrong is noticed by then
+            return tokenizer
     except LeanError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # a damaged tokenizer makes its reader raise anything
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of tokenizers' Rust
             raise
         reason = first_line(error)

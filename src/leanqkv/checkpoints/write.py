@@ -14,17 +14,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..environment import versions
+from ..environment import give_back_freed_memory, versions
 from ..errors import LeanError
 from ..files import check_free, hash_files, remove, replacing, write_json
 from ..job import Job, beside, is_locked, unfinished
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters, parameter_shapes
 from ..presets.edit import with_fields
-from .dense import with_norm_offset, written_out
+from .dense import to_dense, with_norm_offset
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors, norm_offset_of
-from .memory import give_back_freed_memory
 from .open import MODELS, Checkpoint, open_checkpoint
 from .tensors import WEIGHTS, LazyTensors, finite
 from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer
@@ -41,7 +40,7 @@ def as_stock(
     A model without norms becomes a GPT-2 whose norms an epsilon disables, if its stream has mean zero. `family` is the
     class's model_type; None stands for the plainest that can hold the model. Raises a LeanError if no class can.
     """
-    config, tensors = written_out(config, tensors)
+    config, tensors = to_dense(config, tensors)
     if config.norm_type == "none":
         config, tensors = disable_norms(config, tensors)
     if config.norm_type == "rmsnorm":
@@ -205,7 +204,7 @@ def _write_shard(
         if narrower and (count := int((shard[name] != tensor).sum())):
             raise LeanError(
                 f"{name} is computed, and {str(dtype).removeprefix('torch.')} would round {count:,} of its "
-                f"{tensor.numel():,} values; store all of them with --dtype fp32, or round with --dtype bf16"
+                f"{tensor.numel():,} values; store all of them with `dtype=fp32`, or round with `dtype=bf16`"
             )
         yield sum(tensor.nbytes for tensor in shard.values())
     try:

@@ -10,23 +10,18 @@ from ..errors import LeanError
 from ..files import check_place, make_directory, write_json
 from ..progress import progress_bar
 from .compare import learning_rates
-from .options import ContextLength, DataOptions, Device, TextOptions, console, option_groups, prepare
+from .options import ContextLength, DataOptions, Device, TextOptions, console, prepare
 
 
-@option_groups
 def analyze(
     models: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of causal language models.")],
-    out: Annotated[Path, typer.Option(help="New directory for analysis.json, table.md and report.html.")],
+    out: Path,
     text: TextOptions,
-    samples: Annotated[
-        int, typer.Option(help="Sequences of held-out text to look at; as many of repeated random tokens.")
-    ] = 64,
+    samples: int = 64,
     context_length: ContextLength = None,
-    probe_steps: Annotated[int, typer.Option(help="0 for no probes; the paper takes 4000.")] = 500,
-    probe_batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 2,
-    probe_rates: Annotated[
-        str, typer.Option(help="Learning rates, separated by commas; every layer's probe gets its best one.")
-    ] = "1e-4,2e-4,3e-4",
+    probe_steps: int = 500,
+    probe_batch_size: int = 2,
+    probe_rates: str = "1e-4,2e-4,3e-4",
     device: Device = None,
 ) -> None:
     """Look inside models: linear probes, similarity of heads and tokens, what heads do, singular values.
@@ -39,6 +34,13 @@ def analyze(
     leanqkv analyze runs/baseline runs/skipv1 --out runs/analysis
 
     leanqkv analyze runs/baseline runs/skipv1 --data FILE --probe-steps 4000 --samples 256 --out runs/analysis
+
+    Options:
+        out: New directory for analysis.json, table.md and report.html.
+        samples: Sequences of held-out text to look at; as many of repeated random tokens.
+        probe_steps: 0 for no probes; the paper takes 4000.
+        probe_batch_size: Sequences a step.
+        probe_rates: Learning rates, separated by commas; every layer's probe gets its best one.
     """
     check_place(out, *models)
     if out.exists() and any(out.iterdir()):

@@ -28,13 +28,17 @@ def import_checkpoint(
 def export_checkpoint(
     source: Annotated[Path, typer.Argument(help=SOURCE, metavar="DIR")],
     out: Out,
-    format: Annotated[str, typer.Option(help="stock, a class of transformers.")] = "stock",
-    family: Annotated[str | None, typer.Option(help="Which one: llama, gpt2, … Default: the plainest.")] = None,
+    format: str = "stock",
+    family: str | None = None,
     dtype: StoredDtype = None,
 ) -> None:
     """Turn a checkpoint of leanqkv into one of a class that transformers knows, identities written out.
 
     leanqkv export runs/a --format stock --out hf/a
+
+    Options:
+        format: stock, a class of transformers.
+        family: Which one: llama, gpt2, … Default: the plainest.
     """
     if format != "stock":
         raise LeanError(f"`format` is stock, found {format!r}")
@@ -47,4 +51,4 @@ def _rewrite(source: Path, out: Path, dtype: str | None, *, stock: bool, family:
 
     with progress_bar("writing", in_bytes=True) as bar:
         name, parameters = rewrite(source, out, as_dtype(dtype), stock=stock, family=family, progress=bar)
-    console.print(f"{out}: {name}, {parameters:,} parameters", highlight=False)
+    console.print(f"{out}: {name}, {parameters:,} parameters")

@@ -23,7 +23,6 @@ from .options import (
     PrecisionOption,
     RecipeOptions,
     console,
-    option_groups,
     outcome,
     prepare,
     recipe_overrides,
@@ -52,39 +51,29 @@ def _list_suites(asked: bool) -> None:
     raise typer.Exit
 
 
-@option_groups
 def compare(
     *,
-    out: Annotated[Path, typer.Option(help="Directory of the comparison; goes on where an earlier start left off.")],
+    out: Path,
     names: Annotated[
         list[str] | None,
         typer.Argument(help=f"A suite, or models, the baseline first: {NAME_HELP}", show_default=False),
     ] = None,
-    suite: Annotated[str | None, typer.Option(help="The same as its name alone.", show_default=False)] = None,
-    scale: Annotated[
-        str | None, typer.Option(help="Of a suite: tiny (the default), small or paper.", show_default=False)
-    ] = None,
-    _list: Annotated[
-        bool, typer.Option("--list", is_eager=True, callback=_list_suites, help="List the suites, and stop.")
-    ] = False,
+    suite: str | None = None,
+    scale: str | None = None,
+    _list: Annotated[bool, typer.Option("--list", is_eager=True, callback=_list_suites)] = False,
     data: DataOptions,
     recipe: RecipeOptions,
     cluster: ClusterOptions,
-    seeds: Annotated[int | None, typer.Option(help="Paired seeds. Default: the suite's, else 3.")] = None,
+    seeds: int | None = None,
     lr_grid: LearningRateGrid = None,
-    grid_steps: Annotated[
-        int | None,
-        typer.Option(help="With --lr-grid: steps of the search, with as short a schedule.", show_default=False),
-    ] = None,
+    grid_steps: int | None = None,
     micro_batch_size: MicroBatchSize = None,
     context_length: ContextLength = None,
     precision: PrecisionOption = "auto",
     device: Device = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Runs at a time. Default: one a core for small models on a CPU, else 1.")
-    ] = None,
-    evaluate_every: Annotated[int | None, typer.Option()] = None,
-    evaluation_sequences: Annotated[int | None, typer.Option()] = None,
+    jobs: int | None = None,
+    evaluate_every: int | None = None,
+    evaluation_sequences: int | None = None,
 ) -> None:
     """Train several models on the same batches and seeds, and report paired differences.
 
@@ -95,12 +84,18 @@ def compare(
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
 
     leanqkv compare gpt2-124m gpt2-124m+skipv1 --launcher submitit --partition gpu --out runs/gpt2
+
+    Options:
+        out: Directory of the comparison; goes on where an earlier start left off.
+        suite: The same as its name alone.
+        scale: Of a suite: tiny (the default), small or paper.
+        _list: List the suites, and stop.
+        seeds: Paired seeds. Default: the suite's, else 3.
+        grid_steps: With --lr-grid: steps of the search, with as short a schedule.
+        jobs: Runs at a time. Default: one a core for small models on a CPU, else 1.
     """
     check_out(out, "comparison")
-    if lr_grid is not None and recipe.learning_rate is not None:
-        raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
-    if grid_steps is not None and lr_grid is None:
-        raise LeanError("--grid-steps goes with --lr-grid; leave it out")
+    rates = _search(lr_grid, grid_steps, recipe)
     from ..compare.suites import choose
 
     where = cluster.chosen()
@@ -109,7 +104,7 @@ def compare(
         chosen,
         seeds=tuple(range(seeds)) if seeds else chosen.seeds,
         recipe=recipe_overrides(**vars(recipe)),
-        learning_rates=None if lr_grid is None else learning_rates("--lr-grid", lr_grid),
+        learning_rates=rates,
         grid_steps=grid_steps,
         context_length=context_length,
         micro_batch_size=micro_batch_size,
@@ -128,6 +123,17 @@ def compare(
     page = KIND.write(out)
     console.print(KIND.show(out))
     console.print(written(page), highlight=False, soft_wrap=True)
+
+
+def _search(lr_grid: str | None, grid_steps: int | None, recipe: RecipeOptions) -> tuple[float, ...] | None:
+    """Return the learning rates to search; None: those of the recipes."""
+    if grid_steps is not None and lr_grid is None:
+        raise LeanError("--grid-steps goes with --lr-grid; leave it out")
+    if lr_grid is None:
+        return None
+    if recipe.learning_rate is not None:
+        raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
+    return learning_rates("--lr-grid", lr_grid)
 
 
 def _prepare(comparison: "Comparison", options: DataOptions) -> Any:

@@ -2,9 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..environment import check_device, default_device
 from ..job import check_out
@@ -19,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory of the demo; goes on where an earlier start left off.")],
-    steps: Annotated[int, typer.Option(help="Optimizer steps of both models.")] = 400,
+    out: Path,
+    steps: int = 400,
     device: Device = None,
 ) -> None:
     """Show every tool on one small model, and write one page about it: one to two minutes on two CPU cores.
@@ -29,6 +27,10 @@ def demo(
     removes weights from it exactly, scores all of them on held-out text, and decodes with each.
 
     leanqkv demo --out runs/demo
+
+    Options:
+        out: Directory of the demo; goes on where an earlier start left off.
+        steps: Optimizer steps of both models.
     """
     started = time.monotonic()
     check_out(out, "demo")

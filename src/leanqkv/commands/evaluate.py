@@ -1,7 +1,6 @@
 """`leanqkv eval`: the loss of a checkpoint on a text, or its accuracy on tasks."""
 
-import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,62 +8,54 @@ import typer
 
 from ..environment import check_device
 from ..errors import LeanError
-from ..files import RECORD_FORMAT, check_new_file, write_json
-from .options import SOURCE, Device, MaxDocuments, TextField, console, option_groups
+from ..files import check_new_file
+from .options import SOURCE, Device, MaxDocuments, TextField, check_left_out
 
 
 @dataclass(frozen=True)
 class TextScoring:
-    """The text to score, and how."""
+    """The text to score, and how.
 
-    data: Annotated[
-        str | None,
-        typer.Option(help="Text to score, as --data of train takes it; stdlib is the default one there."),
-    ] = None
-    split: Annotated[
-        str, typer.Option(help="whole: all of --data. validation: the part of it that train holds out.")
-    ] = "whole"
-    context_length: Annotated[
-        int | None, typer.Option(help="Tokens per window. Default: all positions.", show_default=False)
-    ] = None
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens from one window to the next; fewer give each token more context. Default: half a window.",
-        ),
-    ] = None
+    Options:
+        data: Text to score, as --data of train takes it; stdlib is the default one there.
+        split: whole: all of --data. validation: the part of it that train holds out.
+        context_length: Tokens per window. Default: all positions.
+        stride: Tokens from one window to the next; fewer give each token more context. Default: half a window.
+        against: A second checkpoint, such as the source of a conversion: print what the first one loses.
+    """
+
+    data: str | None = None
+    split: str = "whole"
+    context_length: int | None = None
+    stride: int | None = None
     text_field: TextField = "text"
     max_documents: MaxDocuments = None
-    against: Annotated[
-        Path | None,
-        typer.Option(help="A second checkpoint, such as the source of a conversion: print what the first one loses."),
-    ] = None
+    against: Path | None = None
 
 
 @dataclass(frozen=True)
 class TaskScoring:
-    """The tasks of lm-eval to score, and how."""
+    """The tasks of lm-eval to score, and how.
 
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025.")
-    ] = None
-    limit: Annotated[int | None, typer.Option(help="With --tasks: score so many examples of each.")] = None
-    include_path: Annotated[
-        Path | None, typer.Option(help="With --tasks: folder of YAML files with tasks of your own.")
-    ] = None
+    Options:
+        tasks: Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025.
+        limit: With --tasks: score so many examples of each.
+        include_path: With --tasks: folder of YAML files with tasks of your own.
+    """
+
+    tasks: str | None = None
+    limit: int | None = None
+    include_path: Path | None = None
 
 
-@option_groups
 def evaluate(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     text: TextScoring,
     tasks: TaskScoring,
-    batch_size: Annotated[int, typer.Option(help="Windows, or requests of tasks, at a time.")] = 8,
-    precision: Annotated[str, typer.Option(help="fp32 or bf16, with +sdpa or +eager.")] = "fp32",
+    batch_size: int = 8,
+    precision: str = "fp32",
     device: Device = None,
-    out: Annotated[
-        Path | None, typer.Option(help="JSON file for the record: figures, hashes, hardware, versions.")
-    ] = None,
+    out: Path | None = None,
 ) -> None:
     """Score a checkpoint on every token of a text, or on downstream tasks.
 
@@ -79,28 +70,20 @@ def evaluate(
     leanqkv eval hf/skipv1 --against hf/llama --data book.txt
 
     leanqkv eval hf/llama --tasks p3
+
+    Options:
+        batch_size: Windows, or requests of tasks, at a time.
+        precision: fp32 or bf16, with +sdpa or +eager.
+        out: JSON file for the record: figures, hashes, hardware, versions.
     """
     if (text.data is None) == (tasks.tasks is None):
         raise LeanError("give a text to score with --data, or tasks with --tasks: one of the two")
-    _refuse(tasks if tasks.tasks is None else text, "--tasks" if tasks.tasks is None else "--data")
+    if tasks.tasks is None:
+        check_left_out(tasks, "`tasks`")
+    else:
+        check_left_out(text, "`data`")
     if out is not None:
         check_new_file(out)
-    from ..checkpoints.open import open_causal_lm
-    from .scoring import Scored, parsed_precision, score_tasks, score_text
+    from .scoring import score
 
-    arithmetic = parsed_precision(precision)
-    device = check_device(device)
-    scored = Scored(open_causal_lm(source), arithmetic, device, batch_size)
-    started = time.perf_counter()
-    figures = score_text(scored, text) if tasks.tasks is None else score_tasks(scored, tasks)
-    if out is not None:
-        seconds = round(time.perf_counter() - started, 2)
-        write_json(out, {"record": RECORD_FORMAT, **scored.record(), **figures, "seconds": seconds})
-        console.print(f"{out}: the record", highlight=False)
-
-
-def _refuse(options: TextScoring | TaskScoring, leader: str) -> None:
-    """Refuse options of the kind of scoring that was not asked for."""
-    for field in fields(options):
-        if getattr(options, field.name) != field.default:
-            raise LeanError(f"--{field.name.replace('_', '-')} goes with {leader}; leave it out")
+    score(source, text, tasks, batch_size, precision, check_device(device), out)

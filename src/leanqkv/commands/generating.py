@@ -52,7 +52,7 @@ def generate_answers(
         except (LeanError, MemoryError, RuntimeError) as error:  # PyTorch reports missing memory as a RuntimeError.
             message = " ".join(str(error).split())
             terminal.print("error:", style="bold red", end=" ")
-            terminal.print(message, highlight=False, soft_wrap=True, markup=False)
+            terminal.print(message, soft_wrap=True, markup=False)
 
 
 def _tokenizer(directory: Path, chat: bool) -> Any:
@@ -68,7 +68,7 @@ def _tokenizer(directory: Path, chat: bool) -> Any:
         raise LeanError(f"{directory} has no chat template, it continues text; leave out `chat`")
     if tokenizer.chat_template and not chat:
         note = "this model has a chat template, and the prompt is continued without it; --chat applies it"
-        terminal.print(note, style="dim", highlight=False, soft_wrap=True)
+        terminal.print(note, style="dim", soft_wrap=True)
     return tokenizer
 
 
@@ -107,7 +107,7 @@ def _print_answer(
     new, seconds = output.shape[1] - length, time.perf_counter() - start
     held, allocated = token_bytes(decoder.cache), cache_bytes(decoder.cache)
     cache = f"KV cache {held:,} bytes of tokens in {allocated:,} allocated"
-    terminal.print(f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, {cache}", style="dim", highlight=False)
+    terminal.print(f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, {cache}", style="dim")
 
 
 def _input_lines() -> Iterator[str]:

@@ -1,14 +1,13 @@
 """`leanqkv generate`, `serve` and `bench`."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..environment import check_device
-from ..errors import LeanError
+from ..errors import LeanError, needs
 from ..files import check_free, make_directory, write_json
 from ..progress import console, progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
@@ -19,23 +18,13 @@ ENGINES = ("leanqkv", "vllm")
 
 def generate(
     directory: Annotated[Path, typer.Argument(help=SOURCE)],
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.", show_default=False)] = None,
-    interactive: Annotated[
-        bool,
-        typer.Option(
-            "--interactive",
-            help="Read prompts from standard input, one per line, until it ends (Ctrl-D). Each is answered by itself, "
-            "with the same seed. A backslash at the end of a line continues the prompt on the next line. Ctrl-C stops "
-            "an answer.",
-        ),
-    ] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt into the model's chat template, as a user's message.")
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option()] = 64,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")] = 50,
-    seed: Annotated[int, typer.Option()] = 0,
+    prompt: str | None = None,
+    interactive: bool = False,
+    chat: bool = False,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
     device: Device = None,
 ) -> None:
     """Continue a prompt with a trained model; speed and KV-cache size go to standard error.
@@ -45,6 +34,15 @@ def generate(
     leanqkv generate runs/skipv1 --interactive
 
     leanqkv generate runs/assistant --interactive --chat
+
+    Options:
+        prompt: Text to continue.
+        interactive: Read prompts from standard input, one per line, until it ends (Ctrl-D). Each is answered by itself,
+            with the same seed. A backslash at the end of a line continues the prompt on the next line. Ctrl-C stops an
+            answer.
+        chat: Put each prompt into the model's chat template, as a user's message.
+        temperature: 0 always takes the likeliest token.
+        top_k: Sample among this many likeliest tokens.
     """
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
@@ -59,15 +57,11 @@ def serve(
     engine_options: Annotated[
         list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="For vLLM, behind --.", show_default=False)
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    host: str = "127.0.0.1",
+    port: int = 8000,
     device: Device = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the weights: fp64, fp32 or bf16. Default: as stored.", show_default=False)
-    ] = None,
-    engine: Annotated[
-        str, typer.Option(help="leanqkv, for one person or a few; vllm, for many, with the plugin leanqkv-vllm.")
-    ] = "leanqkv",
+    dtype: str | None = None,
+    engine: str = "leanqkv",
 ) -> None:
     """Serve a model with OpenAI's API: /v1/completions, chat/completions, responses, models; and /health.
 
@@ -77,6 +71,12 @@ def serve(
     leanqkv serve runs/skipv1 --port 8000
 
     leanqkv serve runs/skipv1 --engine vllm -- --max-model-len 2048
+
+    Options:
+        host: Address to listen on; 0.0.0.0 for all of this machine's.
+        port: 0 takes a free one.
+        dtype: Of the weights: fp64, fp32 or bf16. Default: as stored.
+        engine: leanqkv, for one person or a few; vllm, for many, with the plugin leanqkv-vllm.
     """
     if engine not in ENGINES:
         raise LeanError(f"--engine is {' or '.join(ENGINES)}, found {engine!r}")
@@ -90,12 +90,12 @@ def serve(
         os.execv(command[0], command)
     if engine_options:
         raise LeanError(f"{engine_options[0]!r} is an option for vLLM; add `engine=vllm`")
-    if not (find_spec("fastapi") and find_spec("uvicorn")):
-        raise LeanError("serving needs packages that are not installed: pip install 'leanqkv[serve]'")
+    for package in ("fastapi", "uvicorn"):
+        needs("serve", package)
     from ..inference.serve import serve as run
 
     def started(name: str, address: str) -> None:
-        console.print(f"{name}: {address} (Ctrl-C ends it)", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{name}: {address} (Ctrl-C ends it)", soft_wrap=True, markup=False)
 
     device = check_device(device)
     try:
@@ -106,12 +106,12 @@ def serve(
 
 def bench(
     models: Annotated[list[str], typer.Argument(help=f"Directories, or: {NAME_HELP}, with random weights.")],
-    out: Annotated[Path, typer.Option(help="New directory for bench.json, table.md and report.html.")],
-    context: Annotated[str, typer.Option(help="Tokens of the prompts, between commas.")] = "512,1024",
-    batch: Annotated[str, typer.Option(help="Sequences at a time, between commas.")] = "1,8,16",
-    new_tokens: Annotated[int, typer.Option(help="Decoded after every prompt.")] = 32,
-    rounds: Annotated[int, typer.Option(help="The models take turns in each.")] = 3,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    out: Path,
+    context: str = "512,1024",
+    batch: str = "1,8,16",
+    new_tokens: int = 32,
+    rounds: int = 3,
+    dtype: str = "bf16",
     device: Device = None,
 ) -> None:
     """Measure KV cache, memory, prefill and decoding of several models, in turns in one process.
@@ -119,6 +119,14 @@ def bench(
     leanqkv bench gpt2-124m gpt2-124m+skipv1 --context 256,512,992 --batch 1,8 --out runs/bench
 
     leanqkv bench runs/baseline runs/skipv1 --out runs/bench
+
+    Options:
+        out: New directory for bench.json, table.md and report.html.
+        context: Tokens of the prompts, between commas.
+        batch: Sequences at a time, between commas.
+        new_tokens: Decoded after every prompt.
+        rounds: The models take turns in each.
+        dtype: bf16 or fp32.
     """
     check_free(out, *map(Path, models))
     if len(set(models)) < len(models):
@@ -138,7 +146,7 @@ def bench(
     write_json(out / KIND.file, record)
     page = KIND.write(out)
     console.print(KIND.terminal(record))
-    console.print(written(page), highlight=False, soft_wrap=True)
+    console.print(written(page), soft_wrap=True)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

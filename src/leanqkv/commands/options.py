@@ -3,11 +3,12 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -34,23 +35,8 @@ Out = Annotated[
     Path, typer.Option(help="New directory; written whole or not at all. Killed and started again it goes on.")
 ]
 Dtype = Annotated[str, typer.Option(help="Of the stored weights: fp64, fp32 or bf16.")]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="Text, JSONL or Parquet file or folder, nanoGPT's or Megatron's .bin, stdlib, prose (English, of "
-        "docstrings), a Hugging Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this "
-        "Python's standard library.",
-        show_default=False,
-    ),
-]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(help="Directory or hub name. Default: a byte-level BPE trained on the data.", show_default=False),
-]
 TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datasets that holds the text.")]
 MaxDocuments = Annotated[int | None, typer.Option(help="Read no more documents than that.")]
-Workers = Annotated[int, typer.Option(help="Processes that tokenize a text on first use. One uses some cores, too.")]
-Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the warm-up scales along.")]
 BatchSize = Annotated[int | None, typer.Option(help="Sequences per step, over all processes.")]
 MicroBatchSize = Annotated[
     int | None,
@@ -60,9 +46,6 @@ MicroBatchSize = Annotated[
     ),
 ]
 ContextLength = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: all positions.")]
-LearningRate = Annotated[float | None, typer.Option(help="Peak; the minimum scales along.")]
-WeightDecay = Annotated[float | None, typer.Option(help="On matrices only.")]
-WarmupSteps = Annotated[int | None, typer.Option()]
 PrecisionOption = Annotated[
     str, typer.Option(help="auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.")
 ]
@@ -71,94 +54,99 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps. Default: an 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The text that a command reads."""
+    """The text that a command reads.
 
-    data: Data = None
+    Options:
+        data: Text, JSONL or Parquet file or folder, nanoGPT's or Megatron's .bin, stdlib, prose (English, of
+            docstrings), a Hugging Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this
+            Python's standard library.
+        workers: Processes that tokenize a text on first use. One uses some cores, too.
+    """
+
+    data: str | None = None
     text_field: TextField = "text"
     max_documents: MaxDocuments = None
-    workers: Workers = 1
+    workers: int = 1
 
 
 @dataclass(frozen=True)
 class DataOptions(TextOptions):
-    """The data of a run."""
+    """The data of a run.
 
-    tokenizer: Tokenizer = None
+    Options:
+        tokenizer: Directory or hub name. Default: a byte-level BPE trained on the data.
+    """
+
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """What is to differ from the recipe of a model; None keeps the recipe's value."""
+    """What is to differ from the recipe of a model; None keeps the recipe's value.
 
-    steps: Steps = None
+    Options:
+        steps: Optimizer steps; the warm-up scales along.
+        learning_rate: Peak; the minimum scales along.
+        min_learning_rate: End of the cosine.
+        weight_decay: On matrices only.
+        schedule_steps: Length of the cosine; a longer run stays at its minimum. Default: the steps.
+    """
+
+    steps: int | None = None
     batch_size: BatchSize = None
-    learning_rate: LearningRate = None
-    min_learning_rate: Annotated[float | None, typer.Option(help="End of the cosine.")] = None
-    weight_decay: WeightDecay = None
-    warmup_steps: WarmupSteps = None
-    schedule_steps: Annotated[
-        int | None,
-        typer.Option(help="Length of the cosine; a longer run stays at its minimum. Default: the steps."),
-    ] = None
+    learning_rate: float | None = None
+    min_learning_rate: float | None = None
+    weight_decay: float | None = None
+    warmup_steps: int | None = None
+    schedule_steps: int | None = None
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is done."""
+    """How a run is done.
 
-    out: Annotated[Path, typer.Option(help="Directory of the run; goes on where an earlier start of it left off.")]
-    seed: Annotated[int, typer.Option(help="Of the order of the batches, and of new weights.")] = 0
+    Options:
+        out: Directory of the run; goes on where an earlier start of it left off.
+        seed: Of the order of the batches, and of new weights.
+        evaluate_every: Steps between validations, which are checkpoints too.
+        evaluation_sequences: Validation sequences, the same each time. Default: 128.
+        gradient_checkpointing: Less memory for more time.
+        shard: fsdp: split weights and optimizer over the processes of torchrun.
+        report_to: tensorboard, wandb, trackio, mlflow or another tracker of transformers; may be repeated.
+        max_hours: Stop before this command has run so long, with a checkpoint and exit code 75.
+        keep_checkpoints: Keep the weights of every validation, for `leanqkv analyze`.
+    """
+
+    out: Path
+    seed: int = 0
     micro_batch_size: MicroBatchSize = None
     context_length: ContextLength = None
     precision: PrecisionOption = "auto"
     device: Device = None
-    evaluate_every: Annotated[int, typer.Option(help="Steps between validations, which are checkpoints too.")] = 50
-    evaluation_sequences: Annotated[
-        int | None,
-        typer.Option(
-            help="Validation sequences, the same each time. Default: 128.",
-            show_default=False,
-        ),
-    ] = None
-    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False
-    shard: Annotated[
-        str | None,
-        typer.Option(help="fsdp: split weights and optimizer over the processes of torchrun.", show_default=False),
-    ] = None
-    report_to: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="tensorboard, wandb, trackio, mlflow or another tracker of transformers; may be repeated.",
-            show_default=False,
-        ),
-    ] = None
-    max_hours: Annotated[
-        float | None,
-        typer.Option(
-            help="Stop before this command has run so long, with a checkpoint and exit code 75.", show_default=False
-        ),
-    ] = None
-    keep_checkpoints: Annotated[
-        bool, typer.Option("--keep-checkpoints", help="Keep the weights of every validation, for `leanqkv analyze`.")
-    ] = False
+    evaluate_every: int = 50
+    evaluation_sequences: int | None = None
+    gradient_checkpointing: Annotated[bool, typer.Option()] = False
+    shard: str | None = None
+    report_to: list[str] | None = None
+    max_hours: float | None = None
+    keep_checkpoints: bool = False
 
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """What is learned from another model's predictions."""
+    """What is learned from another model's predictions.
 
-    teacher: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose predictions are matched as well.", show_default=False)
-    ] = None
-    distillation: Annotated[float, typer.Option(help="With --teacher: share of KL(teacher || model) in the loss.")] = (
-        0.5
-    )
-    distillation_temperature: Annotated[
-        float, typer.Option(help="With --teacher: divides the logits of both in the KL divergence.")
-    ] = 1.0
-    only_changed: Annotated[
-        bool, typer.Option("--only-changed", help="With --teacher: train only the weights that differ from its own.")
-    ] = False
+    Options:
+        teacher: Checkpoint whose predictions are matched as well.
+        distillation: With --teacher: share of KL(teacher || model) in the loss.
+        distillation_temperature: With --teacher: divides the logits of both in the KL divergence.
+        only_changed: With --teacher: train only the weights that differ from its own.
+    """
+
+    teacher: Path | None = None
+    distillation: float = 0.5
+    distillation_temperature: float = 1.0
+    only_changed: bool = False
 
     def __post_init__(self) -> None:
         if self.teacher is None:
@@ -167,25 +155,27 @@ class TeacherOptions:
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Where the runs of a comparison are trained."""
+    """Where the runs of a comparison are trained.
 
-    launcher: Annotated[
-        str, typer.Option(help="local: by this command. submitit: each run is a job of a cluster, in the same --out.")
-    ] = "local"
-    cluster: Annotated[
-        str, typer.Option(help="With submitit: slurm, or local for processes that outlive this command.")
-    ] = "slurm"
-    partition: Annotated[str | None, typer.Option(help="Of SLURM.", show_default=False)] = None
-    gpus_per_run: Annotated[int, typer.Option(help="Of SLURM.")] = 1
-    cpus_per_run: Annotated[int, typer.Option(help="Of SLURM.")] = 8
-    memory_per_run: Annotated[float | None, typer.Option(help="Of SLURM, in GB.", show_default=False)] = None
-    hours_per_run: Annotated[
-        float, typer.Option(help="With submitit: the time limit of a job; a run that needs more goes on in another.")
-    ] = 24
-    slurm: Annotated[
-        list[str] | None,
-        typer.Option(help="Another parameter, such as account=lab; may be repeated.", show_default=False),
-    ] = None
+    Options:
+        launcher: local: by this command. submitit: each run is a job of a cluster, in the same --out.
+        cluster: With submitit: slurm, or local for processes that outlive this command.
+        partition: Of SLURM.
+        gpus_per_run: Of SLURM.
+        cpus_per_run: Of SLURM.
+        memory_per_run: Of SLURM, in GB.
+        hours_per_run: With submitit: the time limit of a job; a run that needs more goes on in another.
+        slurm: Another parameter, such as account=lab; may be repeated.
+    """
+
+    launcher: str = "local"
+    cluster: str = "slurm"
+    partition: str | None = None
+    gpus_per_run: int = 1
+    cpus_per_run: int = 8
+    memory_per_run: float | None = None
+    hours_per_run: float = 24
+    slurm: list[str] | None = None
 
     def __post_init__(self) -> None:
         if self.launcher not in ("local", "submitit"):
@@ -218,19 +208,21 @@ def check_left_out(options: Any, leader: str) -> None:
 def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
     """Return a function for Typer that checks every number and the place of results, and then calls the command.
 
-    Of a parameter that is a dataclass of options every field is an option of the command line. Options without a
-    default come first.
+    A parameter is an option; its help stands in the section Options, the last one of the command's docstring. Of a
+    parameter that is a dataclass every field is an option, with its help in the docstring of the class. Options without
+    a default come first.
     """
-    signature = inspect.signature(command)
-    groups: dict[str, Any] = {
-        name: parameter.annotation
-        for name, parameter in signature.parameters.items()
-        if is_dataclass(parameter.annotation)
-    }
+    signature, (text, helps) = inspect.signature(command), _documented(command)
+    groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        parameters += inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+        if is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            parameters += inspect.signature(groups[name]).parameters.values()
+            helps |= {name: words for cls in groups[name].__mro__ for name, words in _documented(cls)[1].items()}
+        else:
+            parameters.append(parameter)
+    parameters = [_as_option(parameter, helps.get(parameter.name)) for parameter in parameters]
     parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
 
     @wraps(command)
@@ -244,10 +236,30 @@ def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
 
-    # Typer reads both.
+    # Typer reads these.
+    run.__doc__ = text
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _documented(owner: Any) -> tuple[str, dict[str, str]]:
+    """Return the docstring of a function or class without its section Options, and that section by option."""
+    text, _, section = (inspect.getdoc(owner) or "").partition("\n\nOptions:\n")
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return text, {name: " ".join(words.split()) for name, words in entries}
+
+
+def _as_option(parameter: inspect.Parameter, words: str | None) -> inspect.Parameter:
+    """Return a parameter as Typer takes it: an option with this help, or what its annotation says."""
+    kind, *annotated = get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else (None,)
+    if annotated:
+        info = copy(annotated[0])
+    else:  # a switch that is off has no option that leaves it off
+        kind, switch = parameter.annotation, parameter.default is False
+        info = typer.Option(*([f"--{parameter.name.replace('_', '-')}"] if switch else []))
+    info.help = info.help or words
+    return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
 
 
 def recipe_overrides(**options: Any) -> dict[str, Any]:
@@ -262,7 +274,7 @@ def prepare(options: DataOptions, configs: "Sequence[LeanConfig]") -> "PreparedD
     text = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "data"}
     with progress_bar("reading the data") as bar:
         data = prepare(configs, options.data, bar.describe, **text)
-    console.print(f"data: {data.description}; {data.sizes()}", highlight=False)
+    console.print(f"data: {data.description}; {data.sizes()}")
     return data
 
 

@@ -27,7 +27,7 @@ def presets() -> None:
         table.add_row(name, parameters, f"{config.plan.kv_bytes_per_token(torch.bfloat16):,}", base.source)
     console.print(table)
     for source, note in {base.source: base.note for base in BASES.values() if base.note}.items():
-        console.print(f"{source}: {note}", highlight=False)
+        console.print(f"{source}: {note}")
     console.print()
     table = Table(title="Mechanisms", title_justify="left")
     for column in ("name", "what it does", "options", "source"):
@@ -36,7 +36,7 @@ def presets() -> None:
         table.add_row(name, mechanism.summary, _options(mechanism), mechanism.source)
     console.print(table)
     console.print("A model is BASE+MECHANISM+…, with options as in tiny+skipv1:ratio=0.25+identity-query:layers=0,3;")
-    console.print("any configuration field as in tiny+intermediate_size=576.", highlight=False)
+    console.print("any configuration field as in tiny+intermediate_size=576.")
 
 
 def _options(mechanism: "MechanismPreset") -> str:

@@ -1,5 +1,6 @@
 """What `leanqkv eval` does."""
 
+import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..environment import made_on
 from ..errors import LeanError
 from ..evaluate import loss_figures, paired_record, strided_losses, strided_windows
 from ..evaluate.harness import load_tasks, mean_accuracy, task_figures
+from ..files import RECORD_FORMAT, write_json
 from ..model.shapes import count_parameters
 from ..progress import console, progress_bar
 from ..report import conversion
@@ -56,6 +58,26 @@ class Scored:
         }
 
 
+def score(
+    source: Path,
+    text: "TextScoring",
+    tasks: "TaskScoring",
+    batch_size: int,
+    precision: str,
+    device: str,
+    out: Path | None,
+) -> None:
+    """Score a checkpoint on the tasks if some are asked for, else on the text; write the record to `out`, if any."""
+    arithmetic = parsed_precision(precision)
+    scored = Scored(open_causal_lm(source), arithmetic, device, batch_size)
+    started = time.perf_counter()
+    figures = score_text(scored, text) if tasks.tasks is None else score_tasks(scored, tasks)
+    if out is not None:
+        seconds = round(time.perf_counter() - started, 2)
+        write_json(out, {"record": RECORD_FORMAT, **scored.record(), **figures, "seconds": seconds})
+        console.print(f"{out}: the record")
+
+
 def score_text(scored: Scored, options: "TextScoring") -> dict[str, Any]:
     """Score a text, print the figures, and return a record's entries on them."""
     config = scored.checkpoint.config
@@ -80,7 +102,7 @@ def score_text(scored: Scored, options: "TextScoring") -> dict[str, Any]:
     size = "" if text.bytes is None else f", {text.bytes:,} bytes"
     if text.around is not None and text.around.begin is not None:
         size += f"; every window begins with token {text.around.begin}, as the tokenizer begins a text"
-    console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}", highlight=False)
+    console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}")
     if other is not None:
         return {"stride": stride, **_compare(scored, replace(scored, checkpoint=other), text, context, stride)}
     model = scored.load()
@@ -96,9 +118,7 @@ def score_text(scored: Scored, options: "TextScoring") -> dict[str, Any]:
         )
     figures = loss_figures(losses, text.bytes)
     bits = "" if text.bytes is None else f", {figures['bits_per_byte']:.4f} bits per byte"
-    console.print(
-        f"loss {figures['loss']:.4f} nats per token, perplexity {figures['perplexity']:.4g}{bits}", highlight=False
-    )
+    console.print(f"loss {figures['loss']:.4f} nats per token, perplexity {figures['perplexity']:.4g}{bits}")
     return {"text": text.record(), "context_length": context, "stride": stride, "figures": figures}
 
 
@@ -180,7 +200,7 @@ def score_tasks(scored: Scored, options: "TaskScoring") -> dict[str, Any]:
     console.print(_task_table(figures))
     mean = mean_accuracy(figures)
     if mean is not None and len(figures) > 1:
-        console.print(f"mean acc: {mean:.4f} over {len(figures)} tasks", highlight=False)
+        console.print(f"mean acc: {mean:.4f} over {len(figures)} tasks")
     return {"tasks": figures, "mean_acc": mean, "limit": options.limit, "lm_eval": version("lm_eval")}
 
 
@@ -202,5 +222,5 @@ def _task_table(figures: dict[str, dict[str, Any]]) -> Table:
 def parsed_precision(text: str) -> Precision:
     precision = parse_precision(text)
     if precision is None or precision.compiled:
-        raise LeanError(f"--precision {text} is for training; here it is fp32 or bf16, with +sdpa or +eager")
+        raise LeanError(f"`precision={text}` is for training; here it is fp32 or bf16, with +sdpa or +eager")
     return precision

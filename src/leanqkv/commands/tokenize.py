@@ -6,10 +6,9 @@ import typer
 
 from ..errors import LeanError
 from ..progress import console
-from .options import NAME_HELP, DataOptions, option_groups, prepare
+from .options import NAME_HELP, DataOptions, prepare
 
 
-@option_groups
 def tokenize(
     names: Annotated[list[str], typer.Argument(help=NAME_HELP + " Several share one tokenizer.")], data: DataOptions
 ) -> None:
@@ -31,4 +30,4 @@ def tokenize(
             raise LeanError(f"{name} is a model of images, and only text has tokens")
         task_of(config, name)
     prepared = prepare(data, configs)
-    console.print(f"files: {prepared.directory}", highlight=False, soft_wrap=True)
+    console.print(f"files: {prepared.directory}", soft_wrap=True)

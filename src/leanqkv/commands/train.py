@@ -17,12 +17,10 @@ from .options import (
     TeacherOptions,
     TextOptions,
     console,
-    option_groups,
     recipe_overrides,
 )
 
 
-@option_groups
 def train(
     name: Annotated[str, typer.Argument(help=NAME_HELP)], data: DataOptions, recipe: RecipeOptions, run: RunOptions
 ) -> None:
@@ -40,18 +38,17 @@ def train(
     train_model(name, presets.preset(name), presets.recipe(name, **recipe_overrides(**vars(recipe))), data, run)
 
 
-@option_groups
 def uptrain(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")],
+    steps: int,
     text: TextOptions,
     run: RunOptions,
     learns: TeacherOptions,
     batch_size: BatchSize = 16,
-    learning_rate: Annotated[float, typer.Option(help="Peak, as in P3's uptraining.")] = 1.5e-4,
-    min_learning_rate: Annotated[float | None, typer.Option(help="Default: a tenth.", show_default=False)] = None,
-    weight_decay: Annotated[float, typer.Option(help="On matrices only.")] = 0.1,
-    warmup_steps: Annotated[int | None, typer.Option(help="Default: a tenth.", show_default=False)] = None,
+    learning_rate: float = 1.5e-4,
+    min_learning_rate: float | None = None,
+    weight_decay: float = 0.1,
+    warmup_steps: int | None = None,
 ) -> None:
     """Go on training a checkpoint, such as a converted one; dropout is off, as in the paper's uptraining.
 
@@ -61,6 +58,13 @@ def uptrain(
     leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --out runs/uptrained
 
     leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --teacher runs/baseline --out runs/distilled
+
+    Options:
+        steps: Optimizer steps.
+        learning_rate: Peak, as in P3's uptraining.
+        min_learning_rate: Default: a tenth.
+        weight_decay: On matrices only.
+        warmup_steps: Default: a tenth.
     """
     _check_out(run.out, source, learns.teacher)
     from ..checkpoints.open import open_checkpoint
@@ -82,7 +86,7 @@ def uptrain(
     has_tokenizer = task_of(config, source.name).has_tokenizer
     data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
     record = train_model(source.name, config, recipe, data, run, source, learns)
-    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}", highlight=False)
+    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}")
 
 
 def _check_out(out: Path, *sources: Path | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..environment import available_cores, check_device, default_device, hardware, place_of
-from ..errors import LeanError
+from ..errors import LeanError, needs
 from ..files import partial_name
 from ..job import Job
 from ..model.shapes import count_parameters
@@ -21,12 +21,11 @@ from ..train import (
     RunSpec,
     Step,
     choose_micro_batch,
-    choose_precision,
     free_memory,
     parse_precision,
 )
 from ..train.directory import RECORD
-from ..train.micro_batch import split_batch
+from ..train.micro_batch import fastest_precision, split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
 from .jobs import PlannedRun, Update, run_jobs
@@ -60,19 +59,19 @@ def run_comparison(
     on_jobs: Callable[[Sequence[PlannedRun]], None] = lambda jobs: None,
     on_update: Callable[[Update], None] = lambda update: None,
 ) -> None:
-    """Train what is not trained yet; `out` then holds compare.json and one directory per run under runs/.
+    """Train whatever is not trained yet; `out` then holds compare.json and one directory per run under runs/.
 
     Args:
         precision: "auto" times the candidates on the baseline once; every run then uses the same one.
         jobs: runs at a time. Default: on a CPU one for each core if the models are small, else one; of a cluster all.
-        cluster: where each run is a job of its own; None: all are processes of this command.
-        on_message, on_jobs, on_update: called with progress, for a display.
+        cluster: whose jobs the runs are; None: they are processes of this command.
 
     Raises:
-        LeanError: names or data that do not fit, or `out` holding another comparison.
+        LeanError: names or data that do not fit, or `out` holds another comparison.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
+    needs("train", "accelerate")
     elsewhere = cluster is not None and cluster.elsewhere
     if not elsewhere:
         device = check_device(device)
@@ -81,13 +80,11 @@ def run_comparison(
     for label, config in comparison.configs.items():
         check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
         split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses a batch that does not divide
-    directory = _Directory(
-        out, replace(comparison, context_length=context), data.sha256, asked, device, jobs, elsewhere
-    )
+    comparison = replace(comparison, context_length=context)
+    directory = _Directory(out, comparison, data.sha256, asked, device, jobs, elsewhere)
     directory.begin()
     launcher = None if cluster is None else Launcher(cluster, out)
     if launcher is not None and directory.precision is None:
-        # Memory and speed are those of the device of a job.
         on_message("a job chooses micro-batch and precision")
         directory = launcher.wait_for(_settled, directory)
     workers = directory.settle(on_message)
@@ -101,7 +98,7 @@ def run_comparison(
         at_once = jobs or len(todo) if elsewhere else workers
         return launcher.run(todo, data, settings, threads, at_once, on_message, on_update)
 
-    rates = {label: own.learning_rate for label, own in recipes.items()}
+    rates = {label: recipe.learning_rate for label, recipe in recipes.items()}
     if comparison.learning_rates:
         tried = product(rates, comparison.learning_rates)
         grid = [as_begun(directory.job(label, comparison.grid_seed, rate, "grid")) for label, rate in tried]
@@ -202,7 +199,7 @@ class _Directory(Job):
             if (kept := self.content.get("chosen_micro_batch_size")) and recipe.batch_size % kept:
                 raise LeanError(
                     f"{self.directory} was begun with micro-batches of {kept}, which the batch of {label}, "
-                    f"{recipe.batch_size}, is not made of; choose another --out for it"
+                    f"{recipe.batch_size}, is not made of; choose another `out` for it"
                 )
         if repeated := [name for name in names if names.count(name) > 1]:
             raise LeanError(f"two runs would have one directory, {repeated[0]}; learning rates count to six digits")
@@ -232,7 +229,7 @@ class _Directory(Job):
             raise LeanError(f"{self.file} names no precision that was chosen, found {record['choice']!r}")
         if self.asked not in (None, begun):
             raise LeanError(
-                f"{self.directory} was begun in {begun}, {self.asked} is asked; choose another --out or delete it"
+                f"{self.directory} was begun in {begun}, {self.asked} is asked; choose another `out` or delete it"
             )
         return begun
 
@@ -252,38 +249,25 @@ class _Directory(Job):
         torch.set_num_threads(self.content.setdefault("threads", threads))
         if comparison.micro_batch_size is None:
             if "chosen_micro_batch_size" not in self.content:
-                self._choose_micro_batch(device, free_memory(device) // workers, on_message)
-            self.comparison = replace(comparison, micro_batch_size=self.content["chosen_micro_batch_size"])
+                chosen = choose_micro_batch([*map(self._step, comparison.configs)], free_memory(device) // workers)
+                on_message(str(chosen))
+                self.write(chosen_micro_batch_size=chosen.size)
+            self.comparison = comparison = replace(comparison, micro_batch_size=self.content["chosen_micro_batch_size"])
         if self.precision is None:
-            assert self.here is not None
-            record = (self.asked or self._fastest(device, on_message)).record()
-            self.write(precision=record, places=self.content.get("places", {}) | {place_of(self.here): record})
+            baseline = next(iter(comparison.entries))
+            step, steps = self._step(baseline), comparison.recipes[baseline].steps
+            precision = self.asked or fastest_precision(step, comparison.micro_batch_size, steps, on_message)
+            record, here = precision.record(), self.here
+            assert here is not None
+            self.write(precision=record, places=self.content.get("places", {}) | {place_of(here): record})
         return workers
 
-    def _choose_micro_batch(self, device: str, memory: int, on_message: Callable[[str], None]) -> None:
-        """Choose the largest micro-batch that fits every model."""
-        comparison = self.comparison
+    def _step(self, label: str) -> Step:
+        """A training step of a model."""
+        comparison, device = self.comparison, self.device or default_device()
         assert comparison.context_length is not None
-        steps = [
-            Step(config, comparison.recipes[label].batch_size, comparison.context_length, device, self.asked)
-            for label, config in comparison.configs.items()
-        ]
-        chosen = choose_micro_batch(steps, memory)
-        on_message(str(chosen))
-        self.write(chosen_micro_batch_size=chosen.size)
-
-    def _fastest(self, device: str, on_message: Callable[[str], None]) -> Precision:
-        """Return the precision that the baseline is trained fastest in."""
-        comparison, baseline = self.comparison, next(iter(self.comparison.entries))
-        assert comparison.context_length is not None
-        return choose_precision(
-            comparison.configs[baseline],
-            batch_size=comparison.micro_batch_size or comparison.recipes[baseline].batch_size,
-            context_length=comparison.context_length,
-            steps=comparison.recipes[baseline].steps,
-            device=device,
-            progress=on_message,
-        )
+        batch_size = comparison.recipes[label].batch_size
+        return Step(comparison.configs[label], batch_size, comparison.context_length, device, self.asked)
 
     def job(self, label: str, seed: int, learning_rate: float, role: str) -> PlannedRun:
         """Return a run of the comparison, in the precision that is settled."""

@@ -80,7 +80,7 @@ def run_jobs(
                     finish(pending.pop(future), future.result())
         except BrokenProcessPool:
             raise LeanError(
-                "a training process died, out of memory perhaps; run the same command again to go on, with --jobs 1"
+                "a training process died, out of memory perhaps; run the same command again to go on, with `jobs=1`"
             ) from None
         finally:
             # After an error or Ctrl-C: the pool would wait until all runs under way have ended.

@@ -15,7 +15,7 @@ from ..files import write_json
 from ..job import is_locked
 from ..records import read_record
 from ..train import train
-from ..train.directory import claim, last_checkpoint_step
+from ..train.directory import claim, complete_checkpoints
 from ..train.tasks import Data
 from ..workers import children_ignore_interrupts
 from .jobs import PlannedRun, Update
@@ -51,11 +51,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("submitit") is None:
-            raise LeanError("--launcher submitit needs submitit: pip install 'leanqkv[cluster]'")
+            raise LeanError("`launcher=submitit` needs submitit: pip install 'leanqkv[cluster]'")
         if self.kind not in ("slurm", "local"):
-            raise LeanError(f"--cluster is slurm or local, found {self.kind!r}")
+            raise LeanError(f"`cluster` is slurm or local, found {self.kind!r}")
         if self.kind == "slurm" and shutil.which("srun") is None:
-            raise LeanError("--cluster slurm: there is no srun here; start the command where jobs are submitted")
+            raise LeanError("`cluster=slurm`: there is no srun here; start the command where jobs are submitted")
 
     @property
     def elsewhere(self) -> bool:
@@ -147,16 +147,17 @@ class Launcher:
             while waiting and len(running) < at_once:
                 running.append(waiting.pop(0))
             for job in list(running):
-                if _alive(handles.get(job.out), job.out):
-                    on_update(Update(job, last_checkpoint_step(job.out)))
+                handle = handles.get(job.out)
+                if (handle is not None and not handle.done()) or is_locked(job.out):  # waits, or is trained
+                    on_update(Update(job, _last_step(job.out)))
                     continue
                 if (record := claim(job.out, job.spec)) is not None:
                     records[job.out] = record
                     on_update(Update(job, job.spec.recipe.steps, record=record))
                     running.remove(job)
                     continue
-                if job.out in handles:
-                    self._note_death(job, handles[job.out], deaths, on_message)
+                if handle is not None:
+                    self._note_death(job, handle, deaths, on_message)
                 handles[job.out] = self._submit(_train, job, data, settings, threads)
                 self._store(handles)
             if running:
@@ -170,7 +171,7 @@ class Launcher:
         log = handle.paths.stderr
         if handle.paths.result_pickle.exists():
             _result(handle)
-        step = last_checkpoint_step(job.out)
+        step = _last_step(job.out)
         before, count = deaths.get(job.out, (-1, 0))
         deaths[job.out] = (step, count + 1 if step == before else 1)
         if deaths[job.out][1] >= MOST_DEATHS:
@@ -184,21 +185,26 @@ class Launcher:
         """
         import submitit
 
-        file = self.folder / STARTED
-        started = read_record(file, {str: str}, FORGET) if self.cluster.elsewhere and file.exists() else {}
+        started = self._started() if self.cluster.elsewhere else {}
         named = [job.out for job in jobs if job.out.name in started]
         handles: dict[Path, Any] = {out: submitit.SlurmJob(self.folder, started[out.name]) for out in named}
         return {out: handle for out, handle in handles.items() if not handle.done()}
 
     def _store(self, handles: Mapping[Path, Any]) -> None:
-        file = self.folder / STARTED  # those of other runs, which may wait, stay in it
-        started = read_record(file, {str: str}, FORGET) if file.exists() else {}
-        write_json(file, started | {out.name: handle.job_id for out, handle in handles.items()})
+        """Add jobs to those that are kept; those of other runs, which may wait, stay."""
+        write_json(
+            self.folder / STARTED, self._started() | {out.name: handle.job_id for out, handle in handles.items()}
+        )
+
+    def _started(self) -> dict[str, str]:
+        """Return the number of the last job of each run, by the name of its directory."""
+        file = self.folder / STARTED
+        return read_record(file, {str: str}, FORGET) if file.exists() else {}
 
 
-def _alive(handle: Any, out: Path) -> bool:
-    """Whether a job waits or runs, or another process trains the same run."""
-    return (handle is not None and not handle.done()) or is_locked(out)
+def _last_step(out: Path) -> int:
+    """Return the step of the newest complete checkpoint, or 0."""
+    return max(complete_checkpoints(out), default=0)
 
 
 def _result(handle: Any) -> Any:

@@ -1,7 +1,7 @@
 """The records of a comparison as they lie in its directory: its plan, and a run per architecture and seed."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -188,9 +188,9 @@ class ComparisonRecord:
     recipe: Mapping[str, Any]
     seeds: Sequence[int]
     grid: Mapping[str, Any] | None
-    chosen_learning_rate: Mapping[str, float]  # empty until the search is done
     notes: Sequence[str]
-    runs: Sequence[Run] = field(repr=False)
+    chosen_learning_rate: Mapping[str, float] = field(default_factory=dict)  # empty until the search is done
+    runs: Sequence[Run] = field(default=(), repr=False)
 
     @property
     def measure(self) -> Measure:
@@ -242,25 +242,15 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
     """Read `compare.json` and every `runs/*/record.json`; runs that are not there yet are absent.
 
     Raises:
-        LeanError: a file is missing, not JSON, lacks a field, or repeats another run; the message names the file.
+        LeanError: a file is missing, not JSON, lacks a field, or repeats another run or does not fit the others; the
+            message names the file.
     """
     directory = Path(directory)
     plan = read_record(directory / "compare.json", COMPARISON, AGAIN)
-    comparison = ComparisonRecord(
-        title=plan["title"],
-        suite=plan["suite"],
-        scale=plan["scale"],
-        command=plan["command"],
-        groups=plan["groups"],
-        rows={name: entry["row"] for name, entry in plan["entries"].items()},
-        recipe=plan["recipe"],
-        seeds=plan["seeds"],
-        grid=plan["grid"],
-        chosen_learning_rate=plan.get("chosen_learning_rate", {}),
-        notes=plan["notes"],
-        runs=[],
-    )
-    runs: dict[tuple[str, str, int, float | None], tuple[Path, Run]] = {}
+    rows = {name: entry["row"] for name, entry in plan["entries"].items()}
+    named = {field.name for field in fields(ComparisonRecord)} & plan.keys()
+    comparison = ComparisonRecord(**{name: plan[name] for name in named}, rows=rows)
+    runs: dict[Any, tuple[Path, Run]] = {}
     for path in sorted(directory.glob("runs/*/record.json")):
         with reading(path, AGAIN) as record:
             run = Run.from_record(record)
@@ -270,32 +260,26 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
         if key in runs:
             raise LeanError(f"{path}: the same run as {runs[key][0]}; remove one of the two directories")
         runs[key] = (path, run)
-    _check_rates(runs.values())
-    _check_places(comparison, runs.values())
+    _check_finals(comparison, [(path, run) for path, run in runs.values() if run.role == "final"])
     return replace(comparison, runs=[run for _, run in runs.values()])
 
 
-def _check_rates(runs: Iterable[tuple[Path, Run]]) -> None:
-    """Refuse final runs of one model that differ in their recipe, such as those of two searches of the rate."""
-    first: dict[str, tuple[Path, Run]] = {}
-    for path, run in runs:
-        if run.role == "final":
-            other_path, other = first.setdefault(run.name, (path, run))
-            if different := [name for name, value in run.recipe.items() if other.recipe.get(name) != value]:
-                raise LeanError(
-                    f"{path.parent.name} and {other_path.parent.name} differ in {different[0].replace('_', ' ')}: a "
-                    "model has one recipe for all seeds. Remove those of one of the two, and run the comparison again"
-                )
-
-
-def _check_places(comparison: ComparisonRecord, runs: Iterable[tuple[Path, Run]]) -> None:
-    """Refuse pairs of runs of different machines or precisions, whose losses differ by that as well."""
-    first: dict[tuple[int, int], tuple[Path, Run]] = {}
-    for path, run in runs:
-        if run.role != "final" or run.loss is None:
+def _check_finals(comparison: ComparisonRecord, finals: Sequence[tuple[Path, Run]]) -> None:
+    """Refuse final runs of one model that differ in their recipe, and pairs of different machines or precisions."""
+    of_model: dict[str, tuple[Path, Run]] = {}
+    of_pair: dict[tuple[int, int], tuple[Path, Run]] = {}
+    for path, run in finals:
+        other_path, other = of_model.setdefault(run.name, (path, run))
+        if different := [name for name, value in run.recipe.items() if other.recipe.get(name) != value]:
+            raise LeanError(
+                f"{path.parent.name} and {other_path.parent.name} differ in {different[0].replace('_', ' ')}: a "
+                "model has one recipe for all seeds. Remove those of one of the two, and run the comparison again"
+            )
+    for path, run in finals:
+        if run.loss is None:
             continue
         group = next(number for number, names in enumerate(comparison.groups) if run.name in names)
-        other_path, other = first.setdefault((group, run.seed), (path, run))
+        other_path, other = of_pair.setdefault((group, run.seed), (path, run))
         alike = same_place(run.hardware, other.hardware) and run.precision["choice"] == other.precision["choice"]
         if not alike:
             place, known = (f"{place_of(each.hardware)}, {each.precision['choice']}" for each in (run, other))

@@ -81,23 +81,23 @@ def choose(names: Sequence[str], suite: str | None, scale: str | None) -> Compar
         LeanError: neither or both, an unknown suite, or a scale that it does not exist at.
     """
     if suite is not None and names:
-        raise LeanError(f"--suite {suite} names what is compared; leave out {' '.join(names)}")
+        raise LeanError(f"`suite={suite}` names what is compared; leave out {' '.join(names)}")
     if suite is not None and suite not in SUITES:
         raise LeanError(f"there is no suite {suite!r}: {suggest(suite, SUITES)}; `leanqkv compare --list` shows them")
+    if suite is None and not names:
+        raise LeanError("nothing to compare: give a suite, see `leanqkv compare --list`, or models")
     if suite is None and len(names) == 1:
-        if names[0] not in SUITES:
-            raise LeanError(f"{names[0]!r} is not a suite ({', '.join(SUITES)}), and one model alone is no comparison")
         suite = names[0]
+        if suite not in SUITES:
+            raise LeanError(f"{suite!r} is not a suite ({', '.join(SUITES)}), and one model alone is no comparison")
     if suite is None:
-        if not names:
-            raise LeanError("nothing to compare: give a suite, see `leanqkv compare --list`, or models")
         if scale is not None:
-            raise LeanError("--scale is for suites; models are named with their size")
+            raise LeanError("`scale` is for suites; models are named with their size")
         title = " against ".join([", ".join(names[1:]), names[0]])
         return Comparison(title=title, groups=(tuple(map(Entry, names)),))
     scales, scale = SUITES[suite].scales, scale or TINY
     if scale not in SCALES:
         raise LeanError(f"scale {scale!r} is not known: {suggest(scale, SCALES)}")
     if scale not in scales:
-        raise LeanError(f"{suite} exists only at {' and '.join(scales)}, found --scale {scale}")
+        raise LeanError(f"{suite} exists only at {' and '.join(scales)}, found `scale={scale}`")
     return scales[scale]

@@ -194,7 +194,7 @@ def kept_plan(file: Path, plan: BatchPlan) -> BatchPlan:
     if about.get("sha256") != plan.sha256:
         raise LeanError(
             f"{file} was written with NumPy {about.get('numpy')}, and NumPy {np.__version__} draws other batches; go "
-            "on with that version, or choose another --out"
+            "on with that version, or choose another `out`"
         )
     return plan
 

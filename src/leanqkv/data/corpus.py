@@ -21,7 +21,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, BinaryIO, cast
 
-from ..errors import LeanError, UnreachableError, first_line
+from ..errors import LeanError, UnreachableError, first_line, needs
 from ..files import hash_files, looks_like_path
 from .cache import remembered
 
@@ -137,13 +137,10 @@ def encodable(text: str, place: str) -> str:
 
 def _standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if "site-packages" not in path.parts and "dist-packages" not in path.parts and _is_utf8(path)
-    ]
+    installed = {"site-packages", "dist-packages"}
+    files = [path for path in sorted(root.rglob("*.py")) if not installed & {*path.parts} and _is_utf8(path)]
     if not files:
-        raise LeanError(f"this interpreter has no standard library source at {root}; give --data")
+        raise LeanError(f"this interpreter has no standard library source at {root}; give `data`")
     # With their byte order marks, which some files of its tests have: the tokens of every run on it were made so.
     return _files_corpus("Python standard library source", root, files, "text", "utf-8")
 
@@ -293,34 +290,28 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
+    pyarrow, parquet = needs("train", "pyarrow"), needs("train", "pyarrow.parquet")
     # Arrow, its codecs and its text raise errors of many kinds.
     damaged = (pyarrow.ArrowException, OSError, ValueError)
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = parquet.ParquetFile(file)
     except damaged as error:
         raise LeanError(f"{file} is not a Parquet file: {first_line(error)}") from None
     schema = table.schema_arrow
     if schema.names.count(text_field) > 1:
         raise LeanError(f"{file} has several columns {text_field!r}; give one of them another name")
     if text_field not in schema.names:
-        raise LeanError(f"{file} has no column {text_field!r} (found: {', '.join(schema.names)}); give --text-field")
+        raise LeanError(f"{file} has no column {text_field!r} (found: {', '.join(schema.names)}); give `text_field`")
     kind = schema.field(text_field).type
     if not pyarrow.types.is_string(kind) and not pyarrow.types.is_large_string(kind):
-        raise LeanError(f"{file}: column {text_field!r} holds {kind}, not text; give --text-field")
-    batches = table.iter_batches(batch_size=1024, columns=[text_field])
+        raise LeanError(f"{file}: column {text_field!r} holds {kind}, not text; give `text_field`")
     row = 0
-    while True:
-        try:
-            texts = next(batches).column(0).to_pylist()
-        except StopIteration:
-            return
-        except damaged as error:
-            raise LeanError(f"{file} is damaged behind row {row:,}: {first_line(error)}") from None
-        row += len(texts)
-        yield from (text for text in texts if text)
+    try:
+        for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
+            yield from filter(None, batch.column(0).to_pylist())
+            row += len(batch)
+    except damaged as error:
+        raise LeanError(f"{file} is damaged behind row {row:,}: {first_line(error)}") from None
 
 
 def _field(record: object, text_field: str, place: str) -> str | None:
@@ -329,18 +320,18 @@ def _field(record: object, text_field: str, place: str) -> str | None:
         raise LeanError(f"{place} is a {type(record).__name__}, not a record such as {{{text_field!r}: ...}}")
     if text_field not in record:
         fields = shorten(", ".join(record), 200) or "none"
-        raise LeanError(f"{place} has no text in field {text_field!r} (found: {fields}); give --text-field")
+        raise LeanError(f"{place} has no text in field {text_field!r} (found: {fields}); give `text_field`")
     if (text := record[text_field]) is None:
         return None
     if not isinstance(text, str):
-        raise LeanError(f"{place}: field {text_field!r} holds a {type(text).__name__}, not text; give --text-field")
+        raise LeanError(f"{place}: field {text_field!r} holds a {type(text).__name__}, not text; give `text_field`")
     return encodable(text, place)
 
 
 def _hub_dataset(source: str, text_field: str) -> Corpus:
-    import datasets
     import huggingface_hub
 
+    datasets = needs("train", "datasets")
     name, _, config = source.partition(":")
     if name == "redpajama":
         raise LeanError(
@@ -359,18 +350,17 @@ def _hub_dataset(source: str, text_field: str) -> Corpus:
     digest = hashlib.sha256(f"{source}\0{text_field}\0{revision}".encode())
 
     def part(number: int) -> Iterator[str]:
-        records = iter(stream.shard(stream.num_shards, number) if stream.num_shards > 1 else stream)
-        while True:
-            try:
-                record = next(records)
-            except StopIteration:
-                return
-            except Exception as error:  # of a dozen libraries below
-                raise UnreachableError(
-                    f"the dataset {source} could not be read further: {first_line(error)}. The same command goes on"
-                ) from None
-            if text := _field(record, text_field, source):
-                yield text
+        records = stream.shard(stream.num_shards, number) if stream.num_shards > 1 else stream
+        try:
+            for record in records:
+                if text := _field(record, text_field, source):
+                    yield text
+        except LeanError:
+            raise
+        except Exception as error:  # of a dozen libraries below
+            raise UnreachableError(
+                f"the dataset {source} could not be read further: {first_line(error)}. The same command goes on"
+            ) from None
 
     parts = [partial(part, number) for number in range(stream.num_shards)]
     return Corpus(f"{source} (Hugging Face dataset, revision {revision[:12]})", digest.hexdigest(), parts)

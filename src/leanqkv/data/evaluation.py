@@ -95,7 +95,7 @@ def evaluation_text(
     _refuse_mixture(source)
     if (stored := stored_tokens(Path(source), vocab_size)) is not None:
         if max_documents is not None:
-            raise LeanError(f"{source} holds tokens, not text: --max-documents does not apply to it")
+            raise LeanError(f"{source} holds tokens, not text: `max_documents` does not apply to it")
         parts = [stored.validation()] if split == "validation" else [stored.train(), stored.validation()]
         around = framing(load_tokenizer(tokenizer)) if has_tokenizer(tokenizer) else None
         return EvaluationText(stored.description, split, _begun(np.concatenate(parts), around))

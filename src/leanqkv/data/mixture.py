@@ -34,7 +34,7 @@ def parse_mixture(source: str | None) -> list[Part]:
     """Return the texts that `source` names, with their shares; one that is no mixture is one text with share 1.
 
     A mixture is names between commas, each with `:SHARE` if it has one; texts without a share divide the rest equally.
-    A file or folder of exactly that name goes before.
+    An existing path takes precedence.
 
     Raises:
         LeanError: an empty name, a text twice, or shares that do not add up to 1.

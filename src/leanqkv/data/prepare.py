@@ -1,10 +1,12 @@
-"""Tokenizes a corpus once, into memory-mapped files cached by content, however much larger than memory it is."""
+"""Tokenize a corpus of any size once, into memory-mapped files that are cached by content."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from ..checkpoints.tokenizer import framing, identity, load_tokenizer, vocabulary
 from ..errors import LeanError
@@ -31,15 +33,14 @@ def prepare_data(
 ) -> TokenData:
     """Return token files of `source`, made on first use and read from the cache afterwards, by content hash.
 
-    One pass over the text, whatever its size, in the memory of a few thousand documents; stopped and started again, it
-    goes on behind the last complete shard of 64 Mi tokens.
+    One pass over the text, in the memory of a few thousand documents. An interrupted start is resumed after its last
+    complete shard of 64 Mi tokens.
 
     Args:
         source: see `open_corpus`; or files of tokens, see `stored_tokens`; or a mixture of texts, see `parse_mixture`.
         vocab_size: the model's vocabulary, which every token must fit into.
         tokenizer: a directory or hub name; None trains a byte-level BPE of `vocab_size` on the corpus.
-        max_documents: read no more than that many.
-        workers: processes that tokenize.
+        max_documents, workers: documents read, at most; processes that tokenize.
         progress: called with the current phase and how much of it is done.
 
     Raises:
@@ -49,17 +50,12 @@ def prepare_data(
         return _prepare_mixture(parts, vocab_size, tokenizer, text_field, max_documents, workers, progress)
     if source is not None and (tokens := stored_tokens(Path(source), vocab_size)) is not None:
         if tokenizer is not None or max_documents is not None:
-            raise LeanError(f"{source} holds tokens, not text: --tokenizer and --max-documents do not apply to it")
+            raise LeanError(f"{source} holds tokens, not text: `tokenizer` and `max_documents` do not apply to it")
         return tokens
     progress("reading the data")
     corpus = open_corpus(source, text_field)
     named = load_tokenizer(tokenizer) if tokenizer is not None else None
-    about_tokenizer = f"bpe {vocab_size}"
-    if named is not None:
-        around = framing(named)
-        about_tokenizer = identity(named) + ("" if around.begin is None else f"\0{around}")
-        if vocabulary(named) > vocab_size:  # of which not all may occur
-            about_tokenizer += f"\0{vocab_size}"
+    about_tokenizer = f"bpe {vocab_size}" if named is None else _identity(named, vocab_size)
     content = f"{FORMAT}\0{corpus.fingerprint}\0{about_tokenizer}\0{max_documents}"
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def prepare_data(
         if named is None and vocabulary(chosen) > vocab_size:
             raise LeanError(
                 f"a tokenizer of bytes has at least {vocabulary(chosen)} tokens, the model only {vocab_size}; set "
-                "vocab_size, or give --tokenizer"
+                "vocab_size, or give `tokenizer`"
             )
         chosen.save_pretrained(directory / "tokenizer")
         facts = write_tokens(directory, corpus, chosen, progress, max_documents, workers, vocab_size=vocab_size)
@@ -83,8 +79,15 @@ def prepare_data(
     except BrokenProcessPool:
         raise LeanError(
             f"one of the {workers} processes that tokenize was killed, perhaps for want of memory; the same command "
-            "goes on, with fewer --workers if it is memory"
+            "goes on, with fewer `workers` if it is memory"
         ) from None
+
+
+def _identity(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> str:
+    """Return a string that differs between tokenizers that make other tokens of a text."""
+    around = framing(tokenizer)
+    bound = f"\0{vocab_size}" if vocabulary(tokenizer) > vocab_size else ""  # of which not all may occur
+    return identity(tokenizer) + ("" if around.begin is None else f"\0{around}") + bound
 
 
 def _prepare_mixture(

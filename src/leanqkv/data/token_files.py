@@ -159,7 +159,7 @@ class TokenData:
             if tokens <= context_length:
                 raise LeanError(
                     f"the {split} text is too short: {tokens} tokens, one sequence needs {context_length + 1}; "
-                    "give more data or a smaller --context-length"
+                    "give more data or a smaller `context_length`"
                 )
 
     def evaluations(self, context_length: int) -> int:

@@ -1,4 +1,4 @@
-"""Tokenizes documents into sharded files, by several processes if asked to, and goes on where it was stopped."""
+"""Tokenize documents into sharded files, by several processes if asked; an interrupted start is resumed."""
 
 import os
 from collections import deque

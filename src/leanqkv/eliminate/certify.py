@@ -2,20 +2,20 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from accelerate import init_empty_weights
-from accelerate.hooks import attach_align_device_hook
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.initialization import no_init_weights
 
 from ..checkpoints.disabled_norms import norms_disabled, without_norms
 from ..checkpoints.open import MODELS, open_checkpoint
-from ..checkpoints.tensors import LazyTensors, finite
+from ..checkpoints.tensors import finite
 from ..environment import versions
 from ..errors import LeanError
 from ..model.config import LeanConfig
@@ -25,7 +25,7 @@ from .transform import Message, Request, Transformed, no_message
 CERTIFICATE_FORMAT = 1
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 # Modules that use their submodules' weights without calling them.
-WHOLE = ["LatentAttention"]
+WHOLE = ("LatentAttention",)
 # Above this many parameters the result is certified only as it was stored (`check_rounding`): its tensors are not
 # solved for a second time, to compare them before rounding too.
 RECOMPUTED = 500_000_000
@@ -41,26 +41,40 @@ def logits(
     config: LeanConfig, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Return the logits, [tokens or images, outputs], float64, of a model computed in `dtype` with lazy weights."""
-    with init_empty_weights(include_buffers=False), no_init_weights():
+    register = nn.Module.register_parameter
+
+    def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        empty = None if parameter is None else nn.Parameter(parameter.to("meta", dtype), requires_grad=False)
+        register(module, name, empty)
+
+    # But no buffer: rotary frequencies stay in float32, as when a checkpoint is loaded.
+    with patch.object(nn.Module, "register_parameter", without_data), no_init_weights():
         model: Any = MODELS[config.task](config)
-    for module in model.modules():  # but no buffer: rotary frequencies stay in float32, as when a checkpoint is loaded
-        for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, torch.nn.Parameter(parameter.to(dtype), requires_grad=False))
 
     def in_dtype(name: str) -> Tensor:
         tied = name == "lm_head.weight" and name not in tensors
         return tensors["model.embed_tokens.weight" if tied else name].to(dtype)
 
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    attach_align_device_hook(
-        model,
-        torch.device("cpu"),
-        offload=True,
-        weights_map=LazyTensors(shapes, in_dtype),
-        preload_module_classes=WHOLE,
-    )
+    _load_when_called(model, in_dtype)
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     return model.eval()(**inputs).logits.double().flatten(0, -2)
+
+
+def _load_when_called(model: nn.Module, read: Callable[[str], Tensor]) -> None:
+    """Let each module hold its parameters, `read` by name, only while it is called."""
+    empty, left = dict(model.named_parameters(remove_duplicate=False)), set(model.state_dict())
+
+    def fill(source: Callable[[str], Tensor], names: Sequence[str], *_: Any) -> None:
+        for name in names:
+            owner, own_name = name.rpartition(".")[::2]
+            setattr(model.get_submodule(owner), own_name, nn.Parameter(source(name), requires_grad=False))
+
+    for path, module in model.named_modules():  # a module comes before those in it
+        whole = type(module).__name__ in WHOLE
+        names = [name for name, _ in module.named_parameters(path, recurse=whole) if name in left]
+        left -= {*names}
+        module.register_forward_pre_hook(partial(fill, read, names))
+        module.register_forward_hook(partial(fill, empty.__getitem__, names))
 
 
 def random_inputs(config: LeanConfig) -> dict[str, Tensor]:

@@ -98,8 +98,7 @@ def task_figures(
 
     def check(module: Any, inputs: Any, output: Any) -> None:
         nonlocal sequences
-        # Of NaN, lm-eval would take the first answer for the likeliest one.
-        if output.logits.isnan().any():
+        if output.logits.isnan().any():  # of which lm-eval would take the first answer for the likeliest one
             raise LeanError("the model's logits are NaN, so its answers cannot be scored; check the weights")
         sequences += len(output.logits)
         progress(sequences)
@@ -160,7 +159,7 @@ def _lm_eval() -> Any:
         import lm_eval.tasks
     except ImportError as error:
         raise LeanError(
-            f"--tasks needs lm-eval, which is not installed ({error}): pip install 'leanqkv[eval]'"
+            f"`tasks` needs lm-eval, which is not installed ({error}): pip install 'leanqkv[eval]'"
         ) from None
     return lm_eval
 

@@ -52,19 +52,23 @@ def token_losses(
     context_length: int,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    scored: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy in nats of each target, with dropout off, and whether it is one that is predicted.
 
-    Both are [len(starts), context_length], float64 and bool. The loss of a target that is not predicted is 0.
+    Both are [len(starts), context_length], float64 and bool; or [len(starts), scored], of so many last targets. The
+    loss of a target that is not predicted is 0.
     """
     losses, predicted = [], []
     with scoring(model) as device:
         for first in range(0, len(starts), batch_size):
             batch = collate(tokens, starts[first : first + batch_size], context_length)
-            targets = batch["shift_labels"].to(device)
+            targets = batch["shift_labels"][:, -scored:]
+            ids = batch["input_ids"].to(device)
             with autocast():
-                logits = uncompiled(model)(input_ids=batch["input_ids"].to(device), use_cache=False).logits
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+                logits = uncompiled(model)(input_ids=ids, use_cache=False, logits_to_keep=scored).logits
+            precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+            loss = nn.functional.cross_entropy(precise, targets.flatten().to(device), reduction="none")
             losses.append(loss.view_as(targets).cpu().double())
-            predicted.append(batch["shift_labels"] != IGNORED)
+            predicted.append(targets != IGNORED)
     return torch.cat(losses), torch.cat(predicted)

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from ..data import IGNORED, Tokens, collate
+from ..data import Tokens
 from ..errors import LeanError
-from .loss import scoring
+from .loss import token_losses
 
 
 def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple[int, int]]:
@@ -64,29 +64,20 @@ def strided_losses(
     length = min(context_length, len(tokens) - 1)
     losses: list[Tensor] = []
     done = 0
-    with scoring(model) as device:
-        # The first window alone, since it scores more than the others.
-        for batch in windows[:1], *(windows[i : i + batch_size] for i in range(1, len(windows), batch_size)):
-            scored = max(count for _, count in batch)
-            inputs = collate(tokens, [start for start, _ in batch], length)
-            targets = inputs["shift_labels"][:, -scored:].to(device)
-            with autocast():
-                logits = model.forward(
-                    input_ids=inputs["input_ids"].to(device), use_cache=False, logits_to_keep=scored
-                ).logits
-            precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = nn.functional.cross_entropy(precise.flatten(0, 1), targets.flatten(), reduction="none")
-            rows = loss.view_as(targets).cpu().double(), (targets != IGNORED).cpu()
-            for row, predicted, (_, count) in zip(*rows, batch, strict=True):
-                losses.append(row[-count:][predicted[-count:]])
-                if not (finite := row[-count:].isfinite()).all():
-                    token = done + int((~finite).int().argmax()) + 2
-                    raise LeanError(
-                        f"the loss is not finite at token {token:,} of {len(tokens):,}: the model's logits are NaN or "
-                        "infinite there"
-                    )
-                done += count
-            progress(done, len(tokens) - 1)
+    # The first window alone, since it scores more than the others.
+    for batch in windows[:1], *(windows[i : i + batch_size] for i in range(1, len(windows), batch_size)):
+        scored, starts = max(count for _, count in batch), [start for start, _ in batch]
+        rows = token_losses(model, tokens, starts, length, batch_size, autocast, scored)
+        for row, predicted, (_, count) in zip(*rows, batch, strict=True):
+            losses.append(row[-count:][predicted[-count:]])
+            if not (finite := row[-count:].isfinite()).all():
+                token = done + int((~finite).int().argmax()) + 2
+                raise LeanError(
+                    f"the loss is not finite at token {token:,} of {len(tokens):,}: the model's logits are NaN or "
+                    "infinite there"
+                )
+            done += count
+        progress(done, len(tokens) - 1)
     return torch.cat(losses)
 
 

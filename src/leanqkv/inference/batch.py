@@ -83,9 +83,8 @@ class Row:
         """Keep the scores of tokens that were next, by the logits of their positions [tokens, vocab_size]."""
         assert self.top is not None
         logprobs = logits.float().log_softmax(-1)
-        chosen = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None])[
-            :, 0
-        ].tolist()
+        ids = torch.tensor(tokens, dtype=torch.long, device=logits.device)
+        chosen = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
         values, top = logprobs.topk(min(self.top, logits.shape[-1]))
         for token, logprob, *likeliest in zip(tokens, chosen, top.tolist(), values.tolist(), strict=True):
             self.scores.append(Score(token, logprob, list(zip(*likeliest, strict=True))))

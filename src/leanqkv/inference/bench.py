@@ -50,7 +50,7 @@ def bench_record(
     models: dict[str, Any] = {name: build_model(name, contexts, new_tokens) for name in names}
     for model in models.values():
         model.to(device, DTYPES[dtype]).eval()
-        check_cache(model, max(batches), max(contexts) + new_tokens, "--context, --batch or --new-tokens")
+        check_cache(model, max(batches), max(contexts) + new_tokens, "`context`, `batch` or `new_tokens`")
     rows = measure(models, contexts, batches, new_tokens=new_tokens, rounds=rounds, progress=progress)
     return {
         "record": RECORD_FORMAT,
@@ -85,7 +85,7 @@ def build_model(name: str, contexts: Sequence[int], new_tokens: int) -> LeanForC
     for context in contexts:
         limit = last_position(config, context)
         if limit is not None and context + new_tokens > limit:
-            found = f"--context {context} and --new-tokens {new_tokens}"
+            found = f"`context={context}` and `new_tokens={new_tokens}`"
             raise LeanError(f"{name} cannot decode {found}: more than {position_limit(config, limit)}")
     return LeanForCausalLM(config) if checkpoint is None else load_model(checkpoint, torch.float32)
 

@@ -92,7 +92,7 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _expire(self) -> None:
-        # Nothing can be said to who is being answered already, nor to who has sent nothing.
+        # A client that is being answered, or that has sent nothing, cannot be told.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and self.conn.their_state is not h11.ERROR:
             headers = [("connection", "close"), ("content-length", "0")]
             response = h11.Response(status_code=408, headers=headers, reason=b"Request Timeout")

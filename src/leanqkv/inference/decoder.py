@@ -107,11 +107,10 @@ class Decoder:
     ) -> Tensor:
         """Continue `input_ids` [batch, length] by at most `max_new_tokens`, of which there is at least one.
 
-        The prompt is padded on the left where `attention_mask` [batch, length] is 0.
-
-        Sampling is among all tokens but for `top_k` and `top_p` (transformers' own default is the 50 likeliest), and
-        takes from torch's global generator what `model.generate` takes. A sequence ends with one of
-        `eos_token_id` (default: the generation config's; none, if that has none) and is filled up with `pad_token_id`.
+        The prompt is padded on the left where `attention_mask` [batch, length] is 0. Sampling is among all tokens but
+        for `top_k` and `top_p` (transformers' own default is the 50 likeliest), and takes from torch's global generator
+        what `model.generate` takes. A sequence ends with one of `eos_token_id` (default: the generation config's; none,
+        if that has none) and is filled up with `pad_token_id`.
 
         Args:
             callback: is given the new tokens [batch] after every step; a true answer ends the generation.
@@ -125,7 +124,7 @@ class Decoder:
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1")
-        warpers = self.warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
+        warpers = logits_warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
         logits = self.prefill(input_ids, attention_mask, room=max_new_tokens - 1)
         batch, length = input_ids.shape
         ends = self.ends(eos_token_id, input_ids.device)
@@ -138,10 +137,8 @@ class Decoder:
         for place in range(length, length + max_new_tokens):
             scores = warpers(tokens[:, :place], logits.float())  # type: ignore[arg-type]
             if not scores.amax(-1).isfinite().all():  # the likeliest of such logits is none, silently
-                raise LeanError(
-                    f"the scores of new token {place - length + 1} are NaN or infinite: the weights are too large "
-                    "to compute with, or the temperature is too small"
-                )
+                found = f"the scores of new token {place - length + 1} are NaN or infinite"
+                raise LeanError(f"{found}: the weights are too large to compute with, or the temperature is too small")
             new = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
             new = torch.where(running, new, pad)
             tokens[:, place] = new
@@ -225,25 +222,26 @@ class Decoder:
             **self.given,
         ).logits
 
-    def warpers(
-        self, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None = None
-    ) -> LogitsProcessorList:
-        """Return what turns logits into those to sample from."""
-        warpers = LogitsProcessorList()
-        if temperature != 1.0:
-            warpers.append(TemperatureLogitsWarper(temperature))
-        if top_k:
-            warpers.append(TopKLogitsWarper(top_k))
-        if top_p is not None and top_p < 1.0:
-            warpers.append(TopPLogitsWarper(top_p))
-        if min_p:
-            warpers.append(MinPLogitsWarper(min_p))
-        return warpers
-
     def ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
         """Return the tokens that end a sequence; None: the generation config's."""
         ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
         return torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=torch.long, device=device)
+
+
+def logits_warpers(
+    temperature: float, top_k: int | None, top_p: float | None, min_p: float | None = None
+) -> LogitsProcessorList:
+    """Return what turns logits into those to sample from."""
+    warpers = LogitsProcessorList()
+    if temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1.0:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
+    return warpers
 
 
 class CountPenalty(LogitsProcessor):

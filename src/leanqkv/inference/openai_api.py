@@ -1,4 +1,4 @@
-"""OpenAI's API as data: the fields of a request, the prompts in it, and the form of its answer."""
+"""OpenAI's API: the prompts in a request, and the form of its answer."""
 
 import asyncio
 import inspect
@@ -6,186 +6,25 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from fastapi import HTTPException
 from torch import Tensor
 
 from ..data.tokenizer import encode_prompt
 from ..model.config import LeanConfig
-from ..ranges import SHARE, TEMPERATURE, Range
+from .api_fields import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSE_FIELDS, ApiError, Rule, error_body, unsupported
 from .batch import Row, Score
 from .text import TextStream, check_tokens, encode_chat, longest_token, render_chat, token_text
 
-# Every token is compared with every beginning of every stop string.
-MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
-MAX_ANSWERS, MAX_N, MAX_LOGPROBS, MAX_BIASES = 256, 128, 20, 1024
 MAX_SCORES = 2**20  # of a request: answers times tokens times logarithms
-LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-FIELDS_WITHOUT_EFFECT = {
-    *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
-    *("safety_identifier", "prediction", "max_tool_calls"),
-}
-TEXT = {"format": {"type": "text"}}
-# Values of unsupported fields that ask for nothing, as false ones do.
-NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "response_format": ({"type": "text"},),
-    "text": (
-        {"format": {"type": "text"}},
-        {"verbosity": "medium"},
-        {"format": {"type": "text"}, "verbosity": "medium"},
-    ),
-    "truncation": ("disabled",),
-    "modalities": (["text"],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "verbosity": ("medium",),
-    "length_penalty": (1,),
-    "typical_p": (1,),
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-}
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("text", "input_text", "output_text")
-STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 # A logarithm that JSON has no number for is told as this one.
 LEAST_LOGPROB = -9999.0
-
-
-class ApiError(HTTPException):
-    """An error as the answer to a request, with OpenAI's code and the field at fault where there are such."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-        param: str | None = None,
-    ):
-        super().__init__(status, message, headers)
-        self.code, self.param = code, param
-
-
-def error_body(error: Exception) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
-    status = getattr(error, "status_code", 500)
-    kind = "server_error" if status >= 500 else "requests" if status == 429 else "invalid_request_error"
-    message = str(getattr(error, "detail", f"{type(error).__name__}: {error}")).encode(errors="replace").decode()
-    about = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
-    return {"error": {"message": message, "type": kind, **about}}
-
-
-# What a field of a request may be: in words, and as a test.
-Rule = tuple[str, Callable[[Any], bool]]
-
-
-def _range(allowed: Range) -> Rule:
-    return str(allowed), lambda value: value in allowed
-
-
-def _all(items: Any, allowed: Callable[[Any], bool]) -> bool:
-    return isinstance(items, list) and bool(items) and all(map(allowed, items))
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return True
-    kinds = (lambda item: isinstance(item, str), _is_token, lambda item: _all(item, _is_token))
-    return any(_all(value, kind) for kind in kinds)
-
-
-def _are_stops(value: Any) -> bool:
-    stops = [value] if isinstance(value, str) else value
-    return stops == [] or (
-        _all(stops, lambda stop: isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS)
-        and len(stops) <= MAX_STOPS
-    )
-
-
-def _are_biases(value: Any) -> bool:
-    allowed = Range(-100, 100)
-    return (
-        isinstance(value, dict)
-        and len(value) <= MAX_BIASES
-        and all(name.isascii() and name.isdecimal() and len(name) < 10 for name in value)
-        and all(bias in allowed for bias in value.values())
-    )
-
-
-BOOLEAN: Rule = ("true or false", lambda value: isinstance(value, bool))
-STRING: Rule = ("a string", lambda value: isinstance(value, str))
-OBJECT: Rule = ("an object", lambda value: isinstance(value, dict))
-COUNT = _range(Range(1, whole=True, words="a positive integer"))
-COMMON_FIELDS: dict[str, Rule] = {
-    "model": STRING,
-    "temperature": _range(TEMPERATURE),
-    "top_p": _range(Range(math.ulp(0.0), 1, words="a number above 0 and up to 1")),
-    "top_k": _range(Range(-1, 2**31 - 1, whole=True)),
-    "min_p": _range(SHARE),
-    "seed": _range(Range(1 - 2**63, 2**63 - 1, whole=True, words="an integer of 64 bits")),
-    "repetition_penalty": _range(Range(0.01, 100)),
-    "frequency_penalty": _range(Range(-2, 2)),
-    "presence_penalty": _range(Range(-2, 2)),
-    "logit_bias": (f"an object of up to {MAX_BIASES} token ids and numbers from -100 to 100", _are_biases),
-    "stream": BOOLEAN,
-}
-CHOICE_FIELDS: dict[str, Rule] = {
-    "n": _range(Range(1, MAX_N, whole=True)),
-    "stop": (f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or up to {MAX_STOPS} of them", _are_stops),
-    "stream_options": OBJECT,
-}
-LOGPROBS = _range(Range(0, MAX_LOGPROBS, whole=True))
-
-
-def check_model(asked: Any, model: str) -> None:
-    """Raise ApiError if another model is asked for."""
-    if asked != model:
-        message = f"there is no model {asked!r:.200} here, only {model!r}"
-        raise ApiError(404, message, "model_not_found", param="model")
-
-
-def checked_fields(body: dict[str, Any], endpoint: "type[Answer]", model: str) -> dict[str, Any]:
-    """Return the fields of a request that have an effect.
-
-    Raises:
-        ApiError: another model, a field that is not supported, or a value out of its range.
-    """
-    check_model(body.get("model", model), model)
-    rules = COMMON_FIELDS | endpoint.fields
-    for name, value in body.items():
-        if name in rules:
-            description, allowed = rules[name]
-            if not allowed(value):
-                message = f"{name} is {description}, found {value!r:.100}"
-                raise ApiError(400, message, "invalid_value", param=name)
-        elif name not in FIELDS_WITHOUT_EFFECT and value and value not in NO_OP_VALUES.get(name, ()):
-            raise _unsupported(name)
-    body = {name: value for name, value in body.items() if name in rules}
-    for name, value in body.get("stream_options", {}).items():
-        if value and name not in STREAM_OPTIONS:
-            raise _unsupported(f"stream_options.{name}")
-    if body.get("stream_options") and not body.get("stream"):
-        raise ApiError(400, "stream_options need stream: true", param="stream_options")
-    if body.get("top_logprobs") and not body.get("logprobs"):
-        raise ApiError(400, "top_logprobs need logprobs: true", param="top_logprobs")
-    if body.get("max_tokens") == 0 and not body.get("echo"):
-        raise ApiError(400, "max_tokens is a positive integer, found 0; with echo it may be 0", param="max_tokens")
-    if body.get("best_of", 1) not in (1, body.get("n", 1)):
-        raise _unsupported("best_of")
-    return body
 
 
 def check_scores(rows: list[Row]) -> None:
@@ -197,10 +36,6 @@ def check_scores(rows: list[Row]) -> None:
     if found > MAX_SCORES:
         message = f"a request has up to {MAX_SCORES} logprobs, found {found}; ask for fewer answers, tokens or logprobs"
         raise ApiError(400, message, param="logprobs")
-
-
-def _unsupported(name: str) -> ApiError:
-    return ApiError(400, f"{name:.100} is not supported", "unsupported_parameter", param=name[:100])
 
 
 class PromptReader:
@@ -291,7 +126,7 @@ class Answer(ABC):
     choices: list[Choice] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    fields = dict[str, Rule]()
+    fields: ClassVar[Mapping[str, Rule]]
 
     @staticmethod
     @abstractmethod
@@ -325,13 +160,7 @@ class Answer(ABC):
 class Completion(Answer):
     """/v1/completions: texts continued."""
 
-    fields = CHOICE_FIELDS | {
-        "prompt": ("a string, token ids, or a list of either", _is_prompt),
-        "max_tokens": _range(Range(0, whole=True, words="a positive integer")),
-        "echo": BOOLEAN,
-        "logprobs": (f"{LOGPROBS[0]}", lambda value: value is False or LOGPROBS[1](value)),
-        "best_of": COUNT,
-    }
+    fields = COMPLETION_FIELDS
     kinds = ("text_completion", "text_completion")  # in one piece, and streamed
     opening: dict[str, Any] = {"text": ""}
 
@@ -426,14 +255,7 @@ class Completion(Answer):
 class ChatCompletion(Completion):
     """/v1/chat/completions: a conversation continued."""
 
-    fields = CHOICE_FIELDS | {
-        "messages": ("a list of messages", lambda value: isinstance(value, list)),
-        "chat_template_kwargs": OBJECT,
-        "max_completion_tokens": COUNT,
-        "max_tokens": COUNT,
-        "logprobs": BOOLEAN,
-        "top_logprobs": LOGPROBS,
-    }
+    fields = CHAT_FIELDS
     kinds = ("chat.completion", "chat.completion.chunk")
     opening = {"delta": {"role": "assistant", "content": ""}}
 
@@ -464,11 +286,7 @@ class ChatCompletion(Completion):
 class Response(Answer):
     """/v1/responses: a text or a conversation continued."""
 
-    fields = {
-        "input": ("a string or a list", lambda value: isinstance(value, str | list)),
-        "instructions": STRING,
-        "max_output_tokens": COUNT,
-    }
+    fields = RESPONSE_FIELDS
 
     @staticmethod
     def encode(body: dict[str, Any], reader: PromptReader) -> list[Tensor]:
@@ -569,7 +387,7 @@ def _read_messages(messages: list[Any], reader: PromptReader, variables: dict[st
         raise ApiError(400, "there are no messages; give at least one", param="messages")
     reserved = inspect.signature(reader.tokenizer.apply_chat_template).parameters.keys()
     if taken := sorted(variables.keys() & reserved):
-        raise _unsupported(f"chat_template_kwargs.{taken[0]}")
+        raise unsupported(f"chat_template_kwargs.{taken[0]}")
     return reader.chat([_read_message(message) for message in messages], variables)
 
 
@@ -583,13 +401,13 @@ def _read_message(message: Any) -> dict[str, str]:
         )
     for name in ("tool_calls", "function_call", "audio"):
         if message.get(name):
-            raise _unsupported(name)
+            raise unsupported(name)
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ApiError(400, f"content is a string or a list of parts, found {content!r:.100}", param="messages")
     for part in parts:
         if part.get("type") not in TEXT_PARTS:
-            raise _unsupported(f"{part.get('type')}")
+            raise unsupported(f"{part.get('type')}")
         if not isinstance(part.get("text"), str):
             raise ApiError(400, f"the text of a part is a string, found {part.get('text')!r:.100}", param="messages")
     # OpenAI's newer name for the system's messages, which templates do not know.

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import psutil
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
@@ -37,38 +36,25 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from ..checkpoints.memory import give_back_freed_memory
 from ..checkpoints.open import load_model, open_causal_lm
 from ..checkpoints.tokenizer import load_tokenizer
 from ..compat import quiet_transformers
+from ..environment import free_memory, give_back_freed_memory
 from ..errors import LeanError
 from . import Decoder
+from .api_fields import ApiError, check_model, checked_fields, error_body
 from .batch import Row, Scheduler
 from .connections import Connection, most_connections
-from .decoder import CountPenalty, last_position, position_limit
-from .openai_api import (
-    ENDPOINTS,
-    LENGTH_FIELDS,
-    MAX_ANSWERS,
-    Answer,
-    ApiError,
-    Choice,
-    Completion,
-    Pieces,
-    PromptReader,
-    Response,
-    check_model,
-    check_scores,
-    checked_fields,
-    error_body,
-)
+from .decoder import CountPenalty, last_position, logits_warpers, position_limit
+from .openai_api import ENDPOINTS, Answer, Choice, Completion, Pieces, PromptReader, Response, check_scores
 from .text import TextStream, check_chat_template, end_tokens
 
 DEFAULT_NEW_TOKENS = 1024
 # Of a body: JSON is parsed in one go, and nothing else runs meanwhile (512 KiB take up to 60 milliseconds).
 MAX_BODY_BYTES, BODY_BYTES_PER_POSITION, BODY_BYTES_BESIDE = 2**19, 16, 2**16
 DROPPED_BODY_BYTES = 2**24  # beyond a body's limit, before the connection is closed
-MAX_REQUESTS = 256
+MAX_REQUESTS, MAX_ANSWERS = 256, 256  # of the server; of a request
+LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 RETRY_SECONDS = 10
 SHUTDOWN_SECONDS = 3  # for clients that are slow to read the rest of an answer
 # Settings of a generation_config.json that would change the text, and that Decoder does not have.
@@ -158,11 +144,7 @@ class Generator:
 
 def _cache_tokens(model: Any) -> int:
     """Return how many tokens the cache may hold: with padding, and twice while it grows, in half of the free memory."""
-    if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0]
-    else:
-        free = psutil.virtual_memory().available
-    return free // 8 // max(1, model.config.plan.kv_bytes_per_token(model.dtype))
+    return free_memory(model.device.type) // 8 // max(1, model.config.plan.kv_bytes_per_token(model.dtype))
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
@@ -217,6 +199,29 @@ def _read_object(request: Request, content: bytes) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
+def _read_answer(
+    generator: Generator, model: str, request: Request, content: bytes, endpoint: type[Completion | Response]
+) -> Answer:
+    """Return the answer that a request asks for, of which nothing is generated yet; raise ApiError for one refused."""
+    body = checked_fields(_read_object(request, content), endpoint.fields, model)
+    tokenizer = generator.prompts.tokenizer
+    try:
+        prompts = endpoint.encode(body, generator.prompts)
+    except (LeanError, LookupError, TypeError, ValueError, AttributeError) as error:
+        kind = "" if isinstance(error, LeanError) else f"{type(error).__name__}: "
+        raise ApiError(400, f"the request cannot be read: {kind}{error}") from error
+    if len(prompts) * body.get("n", 1) > MAX_ANSWERS:
+        raise ApiError(400, f"a request has up to {MAX_ANSWERS} answers, found {len(prompts)} prompts", param="n")
+    stops, ends = body.get("stop", []), end_tokens(generator.decoder.generation_config, tokenizer)
+    answer = endpoint(_request_id(request), model, body, tokenizer, prompts)
+    for prompt, echo in zip(prompts, endpoint.echoes(body, tokenizer), strict=True):
+        for row in _rows(body, prompt, generator.decoder, ends, endpoint.top_logprobs(body)):
+            text = TextStream(tokenizer, prompt.tolist(), [stops] if isinstance(stops, str) else stops)
+            answer.choices.append(Choice(len(answer.choices), row, text, echo))
+    check_scores([choice.row for choice in answer.choices])
+    return answer
+
+
 def _rows(body: dict[str, Any], prompt: Tensor, decoder: Decoder, ends: list[int], top: int | None) -> list[Row]:
     """Return what is to be generated behind a prompt; what a request leaves open is the model's default.
 
@@ -269,7 +274,7 @@ def _warpers(body: dict[str, Any], length: int, decoder: Decoder) -> tuple[Logit
     if temperature := _temperature(body, defaults):
         top_k = body.get("top_k", defaults.top_k)
         shares = [body.get(name, getattr(defaults, name)) for name in ("top_p", "min_p")]
-        warpers += decoder.warpers(temperature, max(top_k or 0, 0), *shares)
+        warpers += logits_warpers(temperature, max(top_k or 0, 0), *shares)
     return warpers, needs_tokens
 
 
@@ -304,7 +309,6 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
 
     Args:
         model: a causal language model in evaluation mode.
-        tokenizer: its tokenizer, a fast one.
         name: what requests call the model.
     """
     if unused := UNUSED_SETTINGS & model.generation_config.to_diff_dict().keys():
@@ -313,28 +317,10 @@ def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator
     limit = min(BODY_BYTES_BESIDE + BODY_BYTES_PER_POSITION * model.config.max_position_embeddings, MAX_BODY_BYTES)
     slots = Middleware(RequestLimit, slots=asyncio.Semaphore(MAX_REQUESTS))
 
-    def read(request: Request, content: bytes, endpoint: type[Completion | Response]) -> Answer:
-        body = checked_fields(_read_object(request, content), endpoint, name)
-        top = endpoint.top_logprobs(body)
-        try:
-            prompts = endpoint.encode(body, generator.prompts)
-        except (LeanError, LookupError, TypeError, ValueError, AttributeError) as error:
-            kind = "" if isinstance(error, LeanError) else f"{type(error).__name__}: "
-            raise ApiError(400, f"the request cannot be read: {kind}{error}") from error
-        if len(prompts) * body.get("n", 1) > MAX_ANSWERS:
-            raise ApiError(400, f"a request has up to {MAX_ANSWERS} answers, found {len(prompts)} prompts", param="n")
-        stops, ends = body.get("stop", []), end_tokens(model.generation_config, tokenizer)
-        answer = endpoint(_request_id(request), name, body, tokenizer, prompts)
-        for prompt, echo in zip(prompts, endpoint.echoes(body, tokenizer), strict=True):
-            for row in _rows(body, prompt, generator.decoder, ends, top):
-                text = TextStream(tokenizer, prompt.tolist(), [stops] if isinstance(stops, str) else stops)
-                answer.choices.append(Choice(len(answer.choices), row, text, echo))
-        check_scores([choice.row for choice in answer.choices])
-        return answer
-
     async def respond(request: Request, endpoint: type[Completion | Response]) -> PlainResponse:
         content = await _read_body(request, limit)
-        reading = asyncio.get_running_loop().run_in_executor(generator.reader, read, request, content, endpoint)
+        read = partial(_read_answer, generator, name, request, content, endpoint)
+        reading = asyncio.get_running_loop().run_in_executor(generator.reader, read)
         answer = await _unless_disconnected(request, reading)
         pieces, headers = generator.pieces(answer.choices), {"x-request-id": answer.id}
         if answer.body.get("stream"):
@@ -374,7 +360,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         # The error number of an address without a name is negative, and not the system's.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise LeanError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
+        raise LeanError(f"cannot listen on {host} port {port}: {reason}; choose another `host` or `port`") from None
 
 
 class Server(uvicorn.Server):

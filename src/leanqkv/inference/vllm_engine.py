@@ -32,7 +32,7 @@ def vllm_command(
     """
     if not (find_spec("vllm") and find_spec("leanqkv_vllm")):
         raise LeanError(
-            "--engine vllm needs vLLM and the plugin leanqkv-vllm, in an environment of their own; "
+            "`engine=vllm` needs vLLM and the plugin leanqkv-vllm, in an environment of their own; "
             "plugins/vllm/README.md says how to install them"
         )
     checkpoint = open_causal_lm(directory)

@@ -40,7 +40,7 @@ class Recipe:
         if self.warmup_steps > (length := self.schedule_steps or self.steps):
             raise LeanError(
                 f"a warm-up of {self.warmup_steps:,} steps is longer than the schedule of {length:,}; give fewer "
-                "--warmup-steps"
+                "`warmup_steps`"
             )
 
 

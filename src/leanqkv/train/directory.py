@@ -110,9 +110,9 @@ def last_checkpoint(out: Path) -> str | None:
     """
     for path in checkpoints(out).values():
         if not (path / COMPLETE).exists():
-            shutil.rmtree(path)
+            remove(path)
     damaged: dict[Path, str] = {}
-    for path in reversed(complete_checkpoints(out).values()):
+    for path in reversed(checkpoints(out).values()):
         if fault := _damage(path):
             damaged[path] = fault
             continue
@@ -132,23 +132,14 @@ def last_checkpoint(out: Path) -> str | None:
 
 def _damage(checkpoint: Path) -> str | None:
     """Return how a complete checkpoint differs from the one that was saved; None if it does not."""
-    if not (checkpoint / COMPLETE).stat().st_size:
-        return "it has no hashes of its files, as an earlier version left it; that version can go on with it"
     try:
-        saved = read_json(checkpoint / COMPLETE).get("sha256")
+        saved = read_record(checkpoint / COMPLETE, {"sha256": {str: str}}, "delete the checkpoint")["sha256"]
     except LeanError as error:
         return str(error)
-    if not isinstance(saved, dict) or not saved:
-        return f"{COMPLETE} lists no files"
     for name, digest in _hashes(checkpoint, saved).items():
         if digest != saved[name]:
             return f"{name} is missing" if digest is None else f"{name} is not as it was saved"
-    return None
-
-
-def last_checkpoint_step(out: Path) -> int:
-    """Return the step of the newest complete checkpoint, or 0."""
-    return max(complete_checkpoints(out), default=0)
+    return None if saved else f"{COMPLETE} lists no files"
 
 
 def finish(
@@ -196,9 +187,9 @@ def clean(out: Path, record: dict[str, Any]) -> None:
 def _remains(out: Path, record: dict[str, Any]) -> list[Path]:
     """Return what a finished run has no use for: checkpoints, or their state of training if they are kept; its lock."""
     remains = [path for path in (out / ".partial", out / LOCK) if path.exists()]
-    kept = record.get("checkpoints_kept")  # None: by an earlier version, which left what was to be kept
+    kept = record["checkpoints_kept"]
     evaluated = {entry["step"] for entry in record["evaluations"]} if kept else {}  # at others the time was up
-    for step, checkpoint in checkpoints(out).items() if kept is not None else ():
+    for step, checkpoint in checkpoints(out).items():
         if step not in evaluated:
             remains.append(checkpoint)
             continue

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..errors import LeanError
 from ..memory import PeakMemory
 from ..model.config import LeanConfig
-from .precision import Precision
+from .precision import Precision, choose_precision
 from .processes import process_count
 from .tasks import task_of
 from .trainer import checkpoint_activations, divergence
@@ -167,8 +167,8 @@ class MicroBatch:
         text += f": {_in_words(self.needed)} of {_in_words(self.free)} free"
         if self.needed > self.free * USABLE_SHARE:
             text += (
-                ", so it may run out of memory. A smaller --context-length needs less, and so does "
-                "--gradient-checkpointing of `leanqkv train`"
+                ", so it may run out of memory. A shorter context needs less, and so does "
+                "gradient checkpointing in `leanqkv train`"
             )
         return text
 
@@ -202,6 +202,20 @@ def choose_micro_batch(steps: Sequence[Step], free: int) -> MicroBatch:
     return MicroBatch(size, batch_size, needed(size), free)
 
 
+def fastest_precision(
+    step: Step, micro_batch_size: int | None, steps: int, progress: Callable[[str], None]
+) -> Precision:
+    """Return the precision in which `steps` of this training step take least time; see `choose_precision`."""
+    return choose_precision(
+        step.config,
+        batch_size=split_batch(step.batch_size, micro_batch_size, step.processes)[0],
+        context_length=step.context_length,
+        steps=steps,
+        device=step.device,
+        progress=progress,
+    )
+
+
 def split_batch(batch_size: int, micro_batch_size: int | None, processes: int) -> tuple[int, int]:
     """Return how many sequences each process takes at a time, and how many times for one step.
 
@@ -214,6 +228,6 @@ def split_batch(batch_size: int, micro_batch_size: int | None, processes: int) -
     if batch_size % (micro * processes):
         raise LeanError(
             f"a batch of {batch_size} sequences does not divide into micro-batches of {micro} on "
-            f"{processes} process{'es' if processes > 1 else ''}; change --batch-size or --micro-batch-size"
+            f"{processes} process{'es' if processes > 1 else ''}; change `batch_size` or `micro_batch_size`"
         )
     return micro, batch_size // (micro * processes)

@@ -7,9 +7,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from accelerate import PartialState
 
-from ..errors import LeanError
+from ..errors import LeanError, needs
 
 Answer = TypeVar("Answer")
 # How long the others wait while the first reads the data and times precisions. torchrun ends them if it fails.
@@ -27,13 +26,9 @@ def is_first() -> bool:
 
 
 def check_shard(shard: str | None) -> None:
-    """Check the name of a way to split a model over processes.
-
-    Raises:
-        LeanError: it is none.
-    """
+    """Raise a LeanError about an unknown shard mode."""
     if shard not in (None, "fsdp"):
-        raise LeanError(f"--shard is {shard!r}; give fsdp, or leave it out")
+        raise LeanError(f"`shard` is {shard!r}; give fsdp, or leave it out")
 
 
 def connect(device: str, shard: str | None = None) -> None:
@@ -41,20 +36,21 @@ def connect(device: str, shard: str | None = None) -> None:
 
     Raises:
         LeanError: `device` is of a kind that several processes cannot train on, or a sharded run was not started by
-            torchrun.
+            torchrun; or accelerate is not installed.
     """
+    accelerate = needs("train", "accelerate")
     check_shard(shard)
     if shard is not None and "LOCAL_RANK" not in os.environ:
         raise LeanError(
-            "--shard splits a model over the processes of torchrun; start it with torchrun "
+            "`shard` splits a model over the processes of torchrun; start it with torchrun "
             "--nproc-per-node N -m leanqkv"
         )
     if (process_count() == 1 and shard is None) or dist.is_initialized():
         return
     if device not in ("cpu", "cuda"):
-        raise LeanError(f"several processes train on cpu or cuda, found --device {device}; start one process")
+        raise LeanError(f"several processes train on cpu or cuda, found `device={device}`; start one process")
     # Trainer goes on with the process group that it finds.
-    PartialState(cpu=device == "cpu", timeout=PATIENCE)
+    accelerate.PartialState(cpu=device == "cpu", timeout=PATIENCE)
 
 
 def first_decides(decide: Callable[[], Answer]) -> Answer:

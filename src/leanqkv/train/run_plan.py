@@ -1,6 +1,6 @@
 """What a run needs, before it is started: memory of a device, arithmetic, time, and what it writes.
 
-| quantity | how it is reckoned |
+| quantity | formula |
 | --- | --- |
 | weights, gradients, optimizer | 16 bytes a parameter: float32 weights, gradients and AdamW's two moments; with several devices 4 more for DDP's copy of the gradients. Sharded over D devices: 16 / D, and the unsharded weights and gradients of embeddings, head and two blocks |
 | activations | counted on tensors without content, in bfloat16 autocast, for the micro-batch that is chosen |
@@ -39,7 +39,7 @@ class RunPlan:
     Attributes:
         fits: whether a step takes at most three quarters of the device's memory.
         flops_per_token: of forward and backward pass, those of gradient checkpointing included.
-        weights_bytes, checkpoint_bytes: of files, in float32: the model, and what a run goes on from.
+        weights_bytes, checkpoint_bytes: of files, in float32: the model, and a checkpoint to resume from.
         kv_bytes: of a sequence of `context_length` tokens in bfloat16.
     """
 

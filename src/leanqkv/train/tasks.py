@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data import (
-    TokenData,
-    batch_plan,
-    check_plan,
-    collate,
-    prepare_data,
-)
+from ..data import TokenData, batch_plan, check_plan, collate, prepare_data
 from ..errors import LeanError
 from ..evaluate import sequence_losses
 from ..evaluate.loss import scoring
@@ -70,8 +64,7 @@ class TextTask:
 
     @staticmethod
     def check_data(name: str, config: LeanConfig, data: TokenData, context_length: int) -> None:
-        """Check that data of the right kind fits the model."""
-        check_context(name, config, context_length)
+        """Raise a LeanError if data of the right kind has tokens that the model does not have, or too few."""
         if data.vocab_size > config.vocab_size:
             raise LeanError(f"the data has {data.vocab_size} tokens, {name} only {config.vocab_size}; set vocab_size")
         data.require(context_length)
@@ -126,22 +119,22 @@ def task_of(config: LeanConfig, name: str = "the model") -> Any:
     Raises:
         LeanError: a model that cannot be trained here.
     """
-    if config.task == "image_classification" and config.task not in TASKS:
+    if config.task in TASKS and config.mask_type != "prefix":
+        return TASKS[config.task]
+    if config.task == "image_classification":
         raise LeanError(
             f"{name} is a model of images; train it from a checkout of leanqkv, with `python -m experiments.vision` in "
             "place of `leanqkv`"
         )
-    if config.task not in TASKS:
-        raise LeanError(
-            f"{name} is a masked language model; leanqkv trains next-token models and image classifiers. "
-            "Train it with transformers' Trainer and DataCollatorForLanguageModeling"
-        )
-    if config.mask_type == "prefix":
+    if config.task in TASKS:
         raise LeanError(
             f"{name} attends to prefixes, which windows of a text do not have: it would train as a causal model. Leave "
             "mask_type out, or train it with transformers' Trainer on batches with a prefix_mask"
         )
-    return TASKS[config.task]
+    raise LeanError(
+        f"{name} is a masked language model; leanqkv trains next-token models and image classifiers. "
+        "Train it with transformers' Trainer and DataCollatorForLanguageModeling"
+    )
 
 
 def prepare(configs: Sequence[LeanConfig], source: str | None, progress: Progress, **text: Any) -> Data:
@@ -162,13 +155,13 @@ def check_fit(
     """Check that a model can be trained on `data` in sequences of `context_length` tokens, before anything is written.
 
     Raises:
-        LeanError: a recipe whose batches do not fit in memory, or more to evaluate than there is; data of another kind
-            than the model's; sequences longer than its positions or than the data, tokens beyond its vocabulary; images
-            of another number of channels or classes than the model's.
+        LeanError: data of another kind than the model's, or that its task refuses; a recipe whose batches do not fit in
+            memory, or more to evaluate than there is.
     """
     task = task_of(config, name)
     if data.kind != task.reads:
         raise LeanError(f"{name} is a model of {task.reads}, the data ({data.description}) is {data.kind}")
+    check_context(name, config, context_length)
     task.check_data(name, config, data, context_length)
     check_plan(
         steps=recipe.steps,
@@ -188,7 +181,7 @@ def check_teacher(
     """
     task, teaches = task_of(config, name), task_of(teacher_config, f"the teacher {teacher_name}")
     if not task.has_tokenizer:
-        raise LeanError(f"--teacher is for models of text, and {name} is not one; leave it out")
+        raise LeanError(f"`teacher` is for models of text, and {name} is not one; leave it out")
     if teaches is not task:
         raise LeanError(f"the teacher {teacher_name} is a model of {teaches.reads}, {name} of {task.reads}")
     if (size := teacher_config.vocab_size) != config.vocab_size:
@@ -197,16 +190,12 @@ def check_teacher(
 
 
 def check_context(name: str, config: LeanConfig, context_length: int) -> None:
-    """Check that a model takes sequences of `context_length` tokens.
-
-    Raises:
-        LeanError: it has fewer positions; of images, another number.
-    """
+    """Raise a LeanError if a model has fewer than `context_length` positions; of images, another number."""
     positions = config.max_position_embeddings
     if not task_of(config).has_tokenizer and context_length != positions:
         raise LeanError(
             f"{name} cuts an image into {positions} tokens, not {context_length}; "
-            "leave out --context-length, and compare models of one image_size and patch_size"
+            "leave out `context_length`, and compare models of one image_size and patch_size"
         )
     if config.position_embedding_type == "learned" and context_length > positions:
         raise LeanError(f"a context of {context_length} is longer than the {positions} positions of {name}")

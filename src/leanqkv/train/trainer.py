@@ -242,7 +242,7 @@ def train_only_changed(model: torch.nn.Module, teacher: torch.nn.Module) -> None
         other = theirs.get(name)
         weight.requires_grad_(other is None or other.shape != weight.shape or not torch.equal(other, weight))
     if not any(weight.requires_grad for weight in model.parameters()):
-        raise LeanError("the model has its teacher's weights; leave out --only-changed")
+        raise LeanError("the model has its teacher's weights; leave out `only_changed`")
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

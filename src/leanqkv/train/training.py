@@ -44,7 +44,7 @@ def train(
     report_to: Sequence[str] = (),
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
-    """Train, or continue the run in `out`, and return the run's record, which is also written to `out`.
+    """Train, or resume the run in `out`, and return the run's record, which is also written to `out`.
 
     `out` becomes a directory that `from_pretrained` loads, with record.json and, for text, the tokenizer. Under
     `torchrun` or `accelerate launch` the batch is split over the processes.
@@ -66,21 +66,9 @@ def train(
     check_trackers(report_to)
     if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
-    config = LeanConfig(**spec.config)
-    check_fit(spec.name, config, data, spec.context_length, spec.recipe, spec.evaluation_sequences)
-    teacher_config: LeanConfig | None = None
-    if teacher is not None:
-        teacher_config = open_checkpoint(teacher).config
-        check_teacher(spec.name, config, teacher.name, teacher_config, spec.context_length)
     connect(device, spec.shard)
     arguments = _arguments(spec, out, device, report_to)
-    if data.sha256 != spec.data_sha256:
-        raise LeanError(f"{spec.name} was to be trained on other data than this ({data.description})")
-    for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
-        if (directory and weights_hash(directory)) != wanted:
-            raise LeanError(f"{spec.name} was to be trained from, or by, other weights than those in {directory}")
-    if teacher_config is not None and spec.teacher_config not in (None, teacher_config.as_overrides()):
-        raise LeanError(f"{spec.name} was to be trained by another model than that in {teacher}")
+    config, teacher_config = _check(spec, data, initial, teacher)
     if (finished := first_decides(lambda: claim(out, spec))) is not None:
         first_decides(lambda: clean(out, finished))
         return finished
@@ -94,22 +82,53 @@ def train(
             train_only_changed(model, teaching)
         task.configure(model)
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours, keep_checkpoints)
-        started = time.perf_counter()
         with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL), denormals_as_zero(device):
-            checkpoint = first_decides(lambda: last_checkpoint(out))
-            trainer.args.eval_on_start = initial is not None and checkpoint is None
-            trainer.train(resume_from_checkpoint=checkpoint)
-            if trainer.watch.time_is_up:
-                step = trainer.state.global_step
-                raise TimeIsUpError(
-                    f"stopped at step {step:,} of {spec.recipe.steps:,}: what is left of {max_hours:g} hours may not "
-                    "last for more; run the same command again to go on"
-                )
-            record = _record(trainer, config, data, time.perf_counter() - started)
+            seconds = _run(trainer, out, initial)
+            record = _record(trainer, config, data, seconds)
             whole = model if spec.shard is None else whole_model(model)
             if trainer.is_world_process_zero():
                 finish(out, whole, task, record, keep_checkpoints, initial)
     return record
+
+
+def _check(
+    spec: RunSpec, data: Data, initial: Path | None, teacher: Path | None
+) -> tuple[LeanConfig, LeanConfig | None]:
+    """Return the configurations of the model and of its teacher, if data and checkpoints are those of the run."""
+    config = LeanConfig(**spec.config)
+    check_fit(spec.name, config, data, spec.context_length, spec.recipe, spec.evaluation_sequences)
+    teacher_config = read_teacher(teacher, spec.name, config, spec.context_length)
+    if teacher_config is not None and spec.teacher_config not in (None, teacher_config.as_overrides()):
+        raise LeanError(f"{spec.name} was to be trained by another model than that in {teacher}")
+    if data.sha256 != spec.data_sha256:
+        raise LeanError(f"{spec.name} was to be trained on other data than this ({data.description})")
+    for directory, wanted in ((initial, spec.initial_sha256), (teacher, spec.teacher_sha256)):
+        if (directory and weights_hash(directory)) != wanted:
+            raise LeanError(f"{spec.name} was to be trained from, or by, other weights than those in {directory}")
+    return config, teacher_config
+
+
+def _run(trainer: LeanTrainer, out: Path, initial: Path | None) -> float:
+    """Train from the last checkpoint to the end, and return the seconds it took."""
+    started = time.perf_counter()
+    checkpoint = first_decides(lambda: last_checkpoint(out))
+    trainer.args.eval_on_start = initial is not None and checkpoint is None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.watch.time_is_up:
+        raise TimeIsUpError(
+            f"stopped at step {trainer.state.global_step:,} of {trainer.spec.recipe.steps:,}: what is left of "
+            f"{trainer.watch.max_hours:g} hours may not last for more; run the same command again to go on"
+        )
+    return time.perf_counter() - started
+
+
+def read_teacher(teacher: Path | None, name: str, config: LeanConfig, context_length: int) -> LeanConfig | None:
+    """Return the configuration of a teacher that can teach the model; None for none. Raises as `check_teacher`."""
+    if teacher is None:
+        return None
+    teacher_config = open_checkpoint(teacher).config
+    check_teacher(name, config, teacher.name, teacher_config, context_length)
+    return teacher_config
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -122,7 +141,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in available:
             found = ", ".join(available) or "none"
-            raise LeanError(f"--report-to {name}: no tracker of that name is installed; found: {found}")
+            raise LeanError(f"`report_to={name}`: no tracker of that name is installed; found: {found}")
 
 
 def _model(config: LeanConfig, weights: Path | None) -> PreTrainedModel:

@@ -224,8 +224,9 @@ class Family:
 
     def _read(self, stock: PreTrainedConfig) -> LeanConfig:
         overrides = {name: getattr(stock, name) for name in COMMON} | dict(self.fixed)
-        for ours, theirs in self.settings.items():
-            overrides[ours] = getattr(stock, theirs)
+        if self.fixed["position_embedding_type"] == "rope":  # such layers take one even if their class declares none
+            overrides["head_dim"] = getattr(stock, "head_dim", None)
+        overrides |= {ours: getattr(stock, theirs) for ours, theirs in self.settings.items()}
         if (activation := overrides["hidden_act"]) not in ACT2FN:
             known = suggest(str(activation), ACT2FN)
             raise LeanError(f"{self.settings['hidden_act']} {activation!r} is not known: {known}")

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 
 from ...errors import LeanError
 from ...model.config import LeanConfig
-from .family import read_rope, write_rope
-from .llama import LLAMA, read_windows, write_windows
+from .family import ATTENTION_BIASES, read_rope, write_rope
+from .llama import LLAMA, QK_NORMS, read_windows, write_windows
 
 
 def _read(stock: PreTrainedConfig) -> dict[str, Any]:
@@ -42,18 +42,17 @@ def _write(config: LeanConfig) -> dict[str, Any]:
     }
 
 
-_MODULES = {name: ours for name, ours in LLAMA.layer_modules.items() if name != "post_attention_layernorm"}
 GEMMA3 = replace(
     LLAMA,
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     fixed={**LLAMA.fixed, "norm_offset": 1.0, "norm_placement": "both", "qk_norm": True},
     settings={**LLAMA.settings, "hidden_act": "hidden_activation"},
-    biases={name: bias for name, bias in LLAMA.biases.items() if name != "mlp_bias"},
+    biases=ATTENTION_BIASES,
     ordinary={"final_logit_softcapping": None, "attn_logit_softcapping": None},
     layer_modules={
-        **_MODULES,
-        **{name: (name,) for name in ("self_attn.q_norm", "self_attn.k_norm")},
+        **{name: ours for name, ours in LLAMA.layer_modules.items() if name != "post_attention_layernorm"},
+        **QK_NORMS,
         "pre_feedforward_layernorm": ("post_attention_layernorm",),
         "post_attention_layernorm": ("attention_output_layernorm",),
         "post_feedforward_layernorm": ("mlp_output_layernorm",),

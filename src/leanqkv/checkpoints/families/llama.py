@@ -9,13 +9,17 @@ from ...errors import LeanError
 from ...model.config import MULTIPLIERS, LeanConfig
 from .family import ATTENTION_BIASES, Family
 
-_MODULES = {
-    name: (name,)
-    for name in (
-        *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-        *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    )
-}
+
+def same_modules(*names: str) -> dict[str, tuple[str, ...]]:
+    """Return modules of a layer that have one name here and there."""
+    return {name: (name,) for name in names}
+
+
+QK_NORMS = same_modules("self_attn.q_norm", "self_attn.k_norm")
+_MODULES = same_modules(
+    *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
 
 
 def read_windows(stock: PreTrainedConfig) -> dict[str, Any]:
@@ -47,17 +51,12 @@ def _write_qwen_windows(config: LeanConfig) -> dict[str, Any]:
     return theirs | {"use_sliding_window": config.sliding_window is not None, "max_window_layers": first}
 
 
-def read_head_dim(stock: PreTrainedConfig) -> dict[str, Any]:
-    """Return the head_dim of a class whose configuration declares none, but whose layers take one that is there."""
-    return {"head_dim": getattr(stock, "head_dim", None)}
-
-
 def _read_granite(stock: PreTrainedConfig) -> dict[str, Any]:
     multipliers = {name: float(getattr(stock, name)) for name in MULTIPLIERS}
-    head_dim = read_head_dim(stock)["head_dim"] or stock.hidden_size // stock.num_attention_heads
+    head_dim = getattr(stock, "head_dim", None) or stock.hidden_size // stock.num_attention_heads
     if multipliers["attention_multiplier"] == head_dim**-0.5:
         multipliers["attention_multiplier"] = None  # type: ignore[assignment]
-    return read_head_dim(stock) | multipliers
+    return multipliers
 
 
 def _write_granite(config: LeanConfig) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def _write_granite(config: LeanConfig) -> dict[str, Any]:
 def _read_smollm3(stock: PreTrainedConfig) -> dict[str, Any]:
     with_rope = [layer for layer in range(stock.num_hidden_layers) if stock.no_rope_layers[layer]]
     rope_layers = with_rope if len(with_rope) < stock.num_hidden_layers else None
-    return read_head_dim(stock) | read_windows(stock) | {"rope_layers": rope_layers}
+    return read_windows(stock) | {"rope_layers": rope_layers}
 
 
 def _write_smollm3(config: LeanConfig) -> dict[str, Any]:
@@ -121,7 +120,7 @@ QWEN2 = replace(
     architecture="Qwen2ForCausalLM",
     settings=_WITHOUT_HEAD_DIM,
     biases={"attention_bias": True},
-    read=lambda stock: read_windows(stock) | read_head_dim(stock),
+    read=read_windows,
     write=_write_qwen_windows,
 )
 QWEN3 = replace(
@@ -130,7 +129,7 @@ QWEN3 = replace(
     architecture="Qwen3ForCausalLM",
     fixed={**LLAMA.fixed, "qk_norm": True},
     biases=ATTENTION_BIASES,
-    layer_modules={**_MODULES, "self_attn.q_norm": ("self_attn.q_norm",), "self_attn.k_norm": ("self_attn.k_norm",)},
+    layer_modules=_MODULES | QK_NORMS,
     read=read_windows,
     write=_write_qwen_windows,
 )
@@ -159,11 +158,10 @@ OLMO2 = replace(
     biases=ATTENTION_BIASES,
     layer_modules={
         **{name: ours for name, ours in _MODULES.items() if "layernorm" not in name},
-        **{name: (name,) for name in ("self_attn.q_norm", "self_attn.k_norm")},
+        **QK_NORMS,
         "post_attention_layernorm": ("attention_output_layernorm",),
         "post_feedforward_layernorm": ("mlp_output_layernorm",),
     },
-    read=read_head_dim,
 )
 PHI3 = replace(
     LLAMA,
@@ -173,13 +171,9 @@ PHI3 = replace(
     biases={},
     partial_rope=True,
     layer_modules={
-        **{
-            name: (name,)
-            for name in ("input_layernorm", "self_attn.o_proj", "post_attention_layernorm", "mlp.down_proj")
-        },
+        **same_modules("input_layernorm", "self_attn.o_proj", "post_attention_layernorm", "mlp.down_proj"),
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     },
-    read=read_head_dim,
     write=_write_phi3,
 )

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import LeanError
 from ...model.config import LeanConfig
-from .llama import LLAMA, MISTRAL, QWEN3, read_head_dim
+from .llama import LLAMA, MISTRAL, QWEN3
 
 _EXPERTS = {**LLAMA.fixed, "mlp_type": "moe"}
 _SETTINGS = {name: name for name in ("num_experts_per_tok", "router_aux_loss_coef")}
@@ -24,7 +24,7 @@ def _read_qwen3_moe(stock: PreTrainedConfig) -> dict[str, Any]:
             f"mlp_only_layers {stock.mlp_only_layers} and decoder_sparse_step {stock.decoder_sparse_step} cannot be "
             "expressed here: all layers have experts"
         )
-    return read_head_dim(stock)
+    return {}
 
 
 def _write_qwen3_moe(config: LeanConfig) -> dict[str, Any]:
