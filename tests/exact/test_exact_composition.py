@@ -1,7 +1,7 @@
 """Eliminations after one another, identities written out again, classes of transformers."""
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -120,49 +120,47 @@ def test_written_out_is_the_same_function(seed: int) -> None:
     assert all(torch.equal(tensors[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"query": [{"type": "identity"}]},
-        {"query": [{"type": "identity", "bias": True, "layers": [1]}], "attention_bias": True},
-        {"query": [{"type": "identity", "bias": True, "layers": [1]}]},
-        {"query": [{"type": "residual", "scale": 0.3}], "attention_bias": True},
-        {"key": [{"type": "identity", "layers": [0]}], "query": [{"type": "identity", "layers": [1]}]},
-        {"key": [{"type": "identity"}], "query": [{"type": "identity"}], "position_embedding_type": "rope"},
-        {
-            "key": [{"type": "identity", "bias": True, "layers": [0]}],
-            "key_value": {"type": "shared_adjacent", "keys": True},
-        },
-        {"value": [{"type": "identity", "bias": True}], "key_value": {"type": "first_layer_values", "ratio": 0.34}},
-        {"output": [{"type": "identity", "bias": True, "layers": [0]}]},
-        {
-            "value": [{"type": "identity", "bias": True, "layers": [0]}],
-            "key_value": {"type": "borrowed_values", "heads": [[0, 1, 0, 0], [1, 0, 0, 2], [1, 2, 1, 1]]},
-        },
-        {"key": [{"type": "block_identity", "start": 3}], "value": [{"type": "block_identity", "start": 8}]},
-        {"key": [{"type": "block_identity", "start": 2, "width": 2}], "num_key_value_heads": 1, **BIASES},
-        {"query": [{"type": "identity"}], "qk_norm": True},
-        {"query": [{"type": "residual", "scale": 0.5}], "qk_norm": True},
-        {"key": [{"type": "identity"}], "qk_norm": True},
-        {"query": [{"type": "from_mlp", "scale": 0.5}], "attention_bias": True},
-        {"query": [{"type": "nonlinear", "anchor": "linear"}], "value": [{"type": "identity", "bias": True}]},
-        {"query": [{"type": "identity", "bias": True}], "kv_lora_rank": 5},
-        {"query": [{"type": "identity", "scale": 0.7}], "qk_norm": True, "num_hidden_groups": 1},
-        {
-            "key": [{"type": "identity", "scale": 0.7}],
-            "qk_norm": True,
-            "key_value": {"type": "shared_middle", "keys": True},
-        },
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("norm", ["rmsnorm", "none"])
-def test_every_identity_can_be_written_out(fields: dict, norm: str) -> None:
-    config = small(norm_type=norm, **fields)
-    tensors = weights(config)
-    plain, plain_tensors = to_dense(config, tensors)
-    assert is_written_out(plain)
-    assert relative(logits(plain, plain_tensors), logits(config, tensors)) <= ROUNDING
+IDENTITIES: list[dict] = [
+    {"query": [{"type": "identity"}]},
+    {"query": [{"type": "identity", "bias": True, "layers": [1]}], "attention_bias": True},
+    {"query": [{"type": "identity", "bias": True, "layers": [1]}]},
+    {"query": [{"type": "residual", "scale": 0.3}], "attention_bias": True},
+    {"key": [{"type": "identity", "layers": [0]}], "query": [{"type": "identity", "layers": [1]}]},
+    {"key": [{"type": "identity"}], "query": [{"type": "identity"}], "position_embedding_type": "rope"},
+    {
+        "key": [{"type": "identity", "bias": True, "layers": [0]}],
+        "key_value": {"type": "shared_adjacent", "keys": True},
+    },
+    {"value": [{"type": "identity", "bias": True}], "key_value": {"type": "first_layer_values", "ratio": 0.34}},
+    {"output": [{"type": "identity", "bias": True, "layers": [0]}]},
+    {
+        "value": [{"type": "identity", "bias": True, "layers": [0]}],
+        "key_value": {"type": "borrowed_values", "heads": [[0, 1, 0, 0], [1, 0, 0, 2], [1, 2, 1, 1]]},
+    },
+    {"key": [{"type": "block_identity", "start": 3}], "value": [{"type": "block_identity", "start": 8}]},
+    {"key": [{"type": "block_identity", "start": 2, "width": 2}], "num_key_value_heads": 1, **BIASES},
+    {"query": [{"type": "identity"}], "qk_norm": True},
+    {"query": [{"type": "residual", "scale": 0.5}], "qk_norm": True},
+    {"key": [{"type": "identity"}], "qk_norm": True},
+    {"query": [{"type": "from_mlp", "scale": 0.5}], "attention_bias": True},
+    {"query": [{"type": "nonlinear", "anchor": "linear"}], "value": [{"type": "identity", "bias": True}]},
+    {"query": [{"type": "identity", "bias": True}], "kv_lora_rank": 5},
+    {"query": [{"type": "identity", "scale": 0.7}], "qk_norm": True, "num_hidden_groups": 1},
+    {
+        "key": [{"type": "identity", "scale": 0.7}],
+        "qk_norm": True,
+        "key_value": {"type": "shared_middle", "keys": True},
+    },
+]
+
+
+def test_every_identity_can_be_written_out() -> None:
+    for fields, norm in product(IDENTITIES, ("rmsnorm", "none")):
+        config = small(norm_type=norm, **fields)
+        tensors = weights(config)
+        plain, plain_tensors = to_dense(config, tensors)
+        assert is_written_out(plain), fields
+        assert relative(logits(plain, plain_tensors), logits(config, tensors)) <= ROUNDING, fields
 
 
 @pytest.mark.parametrize("rotary", [True, False])
