@@ -429,7 +429,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(data, finished, tmp_path, mon
 
 
 def test_two_processes_do_not_train_in_one_place(data, finished, tmp_path, monkeypatch):
-    monkeypatch.setattr("leanqkv.files.PATIENCE", 0.1)
+    monkeypatch.setattr("leanqkv.job.PATIENCE", 0.1)
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):  # as the other process holds it
         write_json(tmp_path / "run" / "run.json", spec(data).as_json())
