@@ -50,6 +50,7 @@ for line in lines:
 """
 WORKING = (
     "presets",
+    "plan-run tiny",
     "inspect model",
     "verify model model --text short.txt",
     "eliminate model --remove query --layer 1 --out less",
@@ -57,8 +58,17 @@ WORKING = (
     "import model --out imported",
     "convert model --to gqa --ratio 0.5 --out grouped",
     "convert model --to latents --calibration corpus.txt --tokens 512 --sequence-length 32 --out latents",
+    "eval latents --data short.txt",
+    "eval latents --data short.txt --against model",
 )
 REFUSED = {
+    "train tiny --data corpus.txt --steps 1 --out run": "train",
+    "uptrain model --data corpus.txt --steps 1 --out run": "train",
+    "compare tiny tiny+skipv1 --data corpus.txt --out compared": "train",
+    "demo --out shown": "train",
+    "eval model --data some/dataset": "train",
+    "compare tiny tiny+skipv1 --data corpus.txt --launcher submitit --out compared": "cluster",
+    "eval model --tasks hellaswag": "eval",
     "serve model": "serve",
     "import model.gguf --out other": "gguf",
 }

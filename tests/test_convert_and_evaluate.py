@@ -60,8 +60,8 @@ def test_eval_against(place, unwrapped):
     assert code == 0 and "same likeliest token" in out
     both = json.loads(Path("both.json").read_text())
     for name, which in (("source", "before"), ("second", "after")):
-        assert unwrapped("eval", name, *options, "--out", f"{name}.json")[0] == 0
-        one = json.loads(Path(f"{name}.json").read_text())
+        assert unwrapped("eval", name, *options, "--out", f"{which}.json")[0] == 0
+        one = json.loads(Path(f"{which}.json").read_text())
         assert both[which] == pytest.approx(one["figures"], rel=1e-5)
     assert both["figures"] == both["after"] and both["name"] == "second" and both["against"]["name"] == "source"
     assert both["loss_difference"]["mean"] == pytest.approx(both["after"]["loss"] - both["before"]["loss"])

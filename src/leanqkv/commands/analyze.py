@@ -7,10 +7,9 @@ import typer
 
 from ..environment import check_device, default_device
 from ..errors import LeanError
-from ..files import check_place, make_directory, write_json
-from ..progress import progress_bar
+from ..files import check_place
 from .compare import learning_rates
-from .options import ContextLength, DataOptions, Device, TextOptions, console, prepare
+from .options import ContextLength, Device, TextOptions
 
 
 def analyze(
@@ -46,29 +45,7 @@ def analyze(
     if out.exists() and any(out.iterdir()):
         raise LeanError(f"{out} is not empty, and nothing is ever overwritten; choose another --out")
     rates = tuple(sorted(learning_rates("--probe-rates", probe_rates, below=1)))
-    from ..analyze.record import RECORD, Settings, analyze_models
-    from ..analyze.subjects import common_context, open_subjects, shared_tokenizer
-    from ..data import TokenData, stored_tokens
-    from ..report.analysis import KIND
-    from ..report.page import written
+    from .analyzing import analyze_and_report
 
-    device = check_device(device or default_device())
-    subjects = open_subjects(models)
-    settings = Settings(common_context(subjects, context_length), samples, probe_steps, probe_batch_size, rates)
-    config = subjects[0].opened.config
-    tokenized = text.data is not None and stored_tokens(Path(text.data), config.vocab_size) is not None
-    tokenizer = None if tokenized else str(shared_tokenizer(subjects))
-    data = prepare(DataOptions(**vars(text), tokenizer=tokenizer), [config])
-    assert isinstance(data, TokenData)
-    with progress_bar("analyzing") as bar:
-
-        def progress(part: str, done: int, total: int) -> None:
-            bar.describe(part)
-            bar(done, total)
-
-        record = analyze_models(subjects, data, settings, device, progress)
-    make_directory(out)
-    write_json(out / RECORD, record)
-    page = KIND.write(out)
-    console.print(KIND.terminal(record))
-    console.print(written(page), highlight=False, soft_wrap=True)
+    sizes = (samples, probe_steps, probe_batch_size, rates)
+    analyze_and_report(models, out, text, context_length, sizes, check_device(device or default_device()))

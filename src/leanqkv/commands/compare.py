@@ -4,13 +4,12 @@ import math
 import shlex
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import LeanError
+from ..errors import LeanError, needs
 from ..job import check_out
 from . import options
 from .options import (
@@ -45,9 +44,7 @@ def _list_suites(asked: bool) -> None:
 
     for name, suite in SUITES.items():
         runs = suite.scales["tiny"].runs
-        console.print(
-            f"{name:16}{runs:4} runs at tiny  {suite.title} ({suite.source})", highlight=False, soft_wrap=True
-        )
+        console.print(f"{name:16}{runs:4} runs at tiny  {suite.title} ({suite.source})", soft_wrap=True)
     raise typer.Exit
 
 
@@ -115,14 +112,14 @@ def compare(
     sequences = evaluation_sequences or prepared.evaluation_size(chosen.evaluation_sequences)
     comparison = replace(comparison, evaluation_sequences=sequences)
     if differing := comparison.recipe_differences:
-        console.print(f"recipes: the models differ in {' and '.join(differing)}", highlight=False)
+        console.print(f"recipes: the models differ in {' and '.join(differing)}")
     train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs, cluster=where)
     from ..report.comparison_page import KIND
     from ..report.page import written
 
     page = KIND.write(out)
     console.print(KIND.show(out))
-    console.print(written(page), highlight=False, soft_wrap=True)
+    console.print(written(page), soft_wrap=True)
 
 
 def _search(lr_grid: str | None, grid_steps: int | None, recipe: RecipeOptions) -> tuple[float, ...] | None:
@@ -165,7 +162,7 @@ def train_with_display(comparison: "Comparison", data: Any, out: Path, **options
             comparison,
             data,
             out,
-            on_message=partial(console.print, highlight=False),
+            on_message=console.print,
             on_jobs=lambda jobs: display.start(sum(job.spec.recipe.steps for job in jobs)),
             on_update=on_update,
             **options,
@@ -196,11 +193,10 @@ def report(
 ) -> None:
     """Make the table and report.html again, from the records alone."""
     from ..report.kinds import kind_of
-    from ..report.page import NO_PAGE
 
     kind = kind_of(directory)
     page = kind.write(directory)
     if page is None:
-        raise LeanError(NO_PAGE)
+        needs("report", "matplotlib")
     console.print(kind.show(directory))
-    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+    console.print(f"report: {page}", soft_wrap=True)

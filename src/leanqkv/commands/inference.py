@@ -8,8 +8,8 @@ import typer
 
 from ..environment import check_device
 from ..errors import LeanError, needs
-from ..files import check_free, make_directory, write_json
-from ..progress import console, progress_bar, terminal
+from ..files import check_free
+from ..progress import console, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
 from .options import NAME_HELP, SOURCE, Device, as_dtype
 
@@ -134,19 +134,10 @@ def bench(
     contexts, batches = _numbers(context, "--context", COUNT), _numbers(batch, "--batch", BATCH)
     if dtype not in ("bf16", "fp32"):
         raise LeanError(f"`dtype` is bf16 or fp32, found {dtype!r}")
-    from ..inference.bench import bench_record
-    from ..report.bench import KIND
-    from ..report.page import written
+    from .measuring import measure_and_report
 
-    device = check_device(device)
-    sizes = {"new_tokens": new_tokens, "rounds": rounds}
-    with progress_bar("measuring") as bar:
-        record = bench_record(models, contexts, batches, **sizes, dtype=dtype, device=device, progress=bar.show)
-    make_directory(out)
-    write_json(out / KIND.file, record)
-    page = KIND.write(out)
-    console.print(KIND.terminal(record))
-    console.print(written(page), soft_wrap=True)
+    sizes = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
+    measure_and_report(models, contexts, batches, out, **sizes)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

@@ -16,7 +16,6 @@ from .options import (
     RunOptions,
     TeacherOptions,
     TextOptions,
-    console,
     recipe_overrides,
 )
 
@@ -32,10 +31,9 @@ def train(
     leanqkv train small+skipv1 --steps 600 --out runs/skipv1
     """
     _check_out(run.out)
-    from .. import presets
-    from .training import train_model
+    from .training import train_preset
 
-    train_model(name, presets.preset(name), presets.recipe(name, **recipe_overrides(**vars(recipe))), data, run)
+    train_preset(name, recipe_overrides(**vars(recipe)), data, run)
 
 
 def uptrain(
@@ -67,26 +65,12 @@ def uptrain(
         warmup_steps: Default: a tenth.
     """
     _check_out(run.out, source, learns.teacher)
-    from ..checkpoints.open import open_checkpoint
-    from ..model.config import LeanConfig
-    from ..presets import Recipe
-    from ..train.tasks import task_of
-    from .training import train_model
+    from .training import uptrain_checkpoint
 
-    overrides = open_checkpoint(source).config.as_overrides()
-    config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
-    recipe = Recipe(
-        steps,
-        batch_size or 16,
-        learning_rate,
-        learning_rate / 10 if min_learning_rate is None else min_learning_rate,
-        weight_decay,
-        steps // 10 if warmup_steps is None else warmup_steps,
-    )
-    has_tokenizer = task_of(config, source.name).has_tokenizer
-    data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
-    record = train_model(source.name, config, recipe, data, run, source, learns)
-    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}")
+    end = learning_rate / 10 if min_learning_rate is None else min_learning_rate
+    warmup = steps // 10 if warmup_steps is None else warmup_steps
+    recipe = (steps, batch_size or 16, learning_rate, end, weight_decay, warmup)
+    uptrain_checkpoint(source, recipe, text, run, learns)
 
 
 def _check_out(out: Path, *sources: Path | None) -> None:

@@ -5,12 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..environment import check_device, free_memory
 from ..errors import LeanError, TimeIsUpError
 from ..job import check_out
 from ..model.config import LeanConfig
-from ..presets import Recipe
+from ..presets import Recipe, preset, recipe
 from ..progress import console, progress_bar, training_display
 from ..records import BEGUN, read_record
 from ..train import Precision, RunSpec, Step, choose_micro_batch, parse_precision
@@ -21,11 +22,28 @@ from ..train.processes import connect, first_decides, is_first
 from ..train.tasks import Data as PreparedData
 from ..train.tasks import check_fit, task_of
 from ..train.training import check_trackers, read_teacher
-from .options import DataOptions, RunOptions, TeacherOptions, outcome, prepare
+from .options import DataOptions, RunOptions, TeacherOptions, TextOptions, outcome, prepare
 
 NO_TEACHER = TeacherOptions()
 # Nats that a run's training loss may rise without a word.
 ALARMING_RISE = 1.0
+
+
+def train_preset(name: str, overrides: dict[str, Any], data: DataOptions, run: RunOptions) -> None:
+    """Train the model of a name by its recipe, of which `overrides` replace fields."""
+    train_model(name, preset(name), recipe(name, **overrides), data, run)
+
+
+def uptrain_checkpoint(
+    source: Path, sizes: tuple[Any, ...], text: TextOptions, run: RunOptions, learns: TeacherOptions
+) -> None:
+    """Train a checkpoint further, without dropout; `sizes` are the fields of the recipe."""
+    overrides = open_checkpoint(source).config.as_overrides()
+    config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
+    has_tokenizer = task_of(config, source.name).has_tokenizer
+    data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
+    record = train_model(source.name, config, Recipe(*sizes), data, run, source, learns)
+    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}")
 
 
 def train_model(
@@ -146,10 +164,9 @@ def _train(
         console.print(
             f"warning: at step {rise['step']:,} the training loss was {rise['nats']:.2f} nats above the lowest one "
             "before; a smaller --learning-rate or more --warmup-steps keep it down",
-            highlight=False,
         )
     files = [file for file in ("model.safetensors", "tokenizer.json", "record.json") if (run.out / file).exists()]
-    console.print(f"{run.out}: {', '.join(files)}", highlight=False)
+    console.print(f"{run.out}: {', '.join(files)}")
     return record
 
 
@@ -167,7 +184,7 @@ def _settle(run: RunOptions, step: Step, steps: int) -> tuple[int | None, Precis
     elif micro_batch_size is None:
         chosen = choose_micro_batch([step], free_memory(step.device))
         micro_batch_size = chosen.size
-        console.print(str(chosen), highlight=False, soft_wrap=True)
+        console.print(str(chosen), soft_wrap=True)
     if precision is None and begun is not None:
         precision = parse_precision(begun["precision"], begun["precision_timings"])
         if precision is None:
@@ -176,5 +193,5 @@ def _settle(run: RunOptions, step: Step, steps: int) -> tuple[int | None, Precis
     if precision is None:
         with progress_bar("timing precisions") as bar:
             precision = fastest_precision(step, micro_batch_size, steps, bar.describe)
-    console.print(f"precision: {precision}", highlight=False)
+    console.print(f"precision: {precision}")
     return micro_batch_size, precision

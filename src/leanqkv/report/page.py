@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import RenderableType
 
 from .. import __version__
@@ -13,7 +14,7 @@ from ..files import write_text
 from ..records import reading
 from .figures import Drawing
 
-NO_PAGE = "no page: it needs matplotlib and jinja2, pip install 'leanqkv[report]'"
+NO_PAGE = "no page: matplotlib is not installed: pip install 'leanqkv[report]'"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,6 @@ class Page:
 
     def html(self) -> str:
         """Return the page; the same content gives the same bytes."""
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             autoescape=True,
@@ -119,7 +118,7 @@ class Kind:
         place, beside = directory / self.html, directory / self.beside
         with reading(directory / self.file, self.again) as record:
             loaded = self.load(directory, record)
-            drawn = self.page(loaded).html() if all(map(find_spec, ("jinja2", "matplotlib"))) else None
+            drawn = self.page(loaded).html() if find_spec("matplotlib") else None
             if self.markdown and not (self.kept and beside.exists()):
                 write_text(beside, self.markdown(loaded))
         if drawn is None:

@@ -1,0 +1,17 @@
+"""A record of a command, written with its table and its page."""
+
+from pathlib import Path
+from typing import Any
+
+from ..files import make_directory, write_json
+from ..progress import console
+from ..report.page import Kind, written
+
+
+def publish(kind: Kind, out: Path, record: dict[str, Any]) -> None:
+    """Write the record and its page into `out`, and print its table."""
+    make_directory(out)
+    write_json(out / kind.file, record)
+    page = kind.write(out)
+    console.print(kind.terminal(record))
+    console.print(written(page), soft_wrap=True)
