@@ -407,7 +407,7 @@ def test_another_run_in_out_is_refused_untouched(data, finished, tmp_path):
     before = {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
     with pytest.raises(LeanError, match=r"holds another run \(seed: 0 there, 7 asked\)"):
         train(spec(data, seed=7), data, out, device="cpu")
-    with pytest.raises(LeanError, match="config"):
+    with pytest.raises(LeanError, match=r"holds another run \(name: "):
         train(spec(data, "+skipv1"), data, out, device="cpu")
     assert before == {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
     (tmp_path / "full").mkdir()
@@ -429,7 +429,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(data, finished, tmp_path, mon
 
 
 def test_two_processes_do_not_train_in_one_place(data, finished, tmp_path, monkeypatch):
-    monkeypatch.setattr("leanqkv.files.PATIENCE", 0.1)
+    monkeypatch.setattr("leanqkv.job.PATIENCE", 0.1)
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):  # as the other process holds it
         write_json(tmp_path / "run" / "run.json", spec(data).as_json())
