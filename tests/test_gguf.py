@@ -577,7 +577,7 @@ def test_the_package_that_is_missing_is_named(folder, tiny, cli, monkeypatch):
 def test_a_record_does_not_replace_the_file(folder, tiny, cli):
     Path("corpus.txt").write_text("text")
     error = refused(cli, folder, ["eval", "tiny.gguf", "--data", "corpus.txt", "--out", "tiny.gguf"])
-    assert "tiny.gguf is a file of the checkpoint" in error
+    assert "tiny.gguf is a file, and nothing is ever written over" in error
 
 
 # --- a real file ------------------------------------------------------------------------------------------------------
