@@ -15,7 +15,7 @@ from shapes import assert_near, tokens
 from torch import Tensor
 
 from leanqkv import LeanError
-from leanqkv.convert.calibrated import Calibration, Settings, calibrated, choose
+from leanqkv.convert.calibrated import Calibration, calibrated, choose
 from leanqkv.convert.least_squares import (
     LayerTerm,
     add_gram,
@@ -25,8 +25,9 @@ from leanqkv.convert.least_squares import (
     ridge,
     update_values,
 )
-from leanqkv.convert.methods import METHODS, with_first_layer_values
+from leanqkv.convert.methods import FUNCTIONS, with_first_layer_values
 from leanqkv.convert.scratch import Stream, map_tensor
+from leanqkv.convert.targets import SkipV1Options
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -174,10 +175,10 @@ def test_more_freedom_loses_less() -> None:
         freedoms = ("choose", "refit_lent", "refit_values")
         for given in range(4):
             options = {freedom: place < given for place, freedom in enumerate(freedoms)}
-            new, converted, report = calibrated(config, tensors, sample, Settings(**options))
+            new, converted, report = calibrated(config, tensors, sample, SkipV1Options(**options))
             errors.append(float((logits(new, converted, ids) - reference).square().mean()))
             assert [layer["layer"] for layer in report["layers"]] == [*([0] if report["lent_values"] else []), 1, 2]
-        mean = logits(*with_first_layer_values(config, tensors, METHODS["mean-v"], 0.5), ids)
+        mean = logits(*with_first_layer_values(config, tensors, FUNCTIONS["mean-v"], 0.5), ids)
         assert errors[0] < float((mean - reference).square().mean()) / 2
         assert errors[3] < errors[1] <= errors[0]
 
@@ -197,7 +198,7 @@ def test_every_layer_is_fitted_to_the_stream_of_the_source(shape, mechanisms, fi
     brings the stream back to the source's."""
     config, tensors = source(shape, *mechanisms, **fields)
     ids = tokens(64, 24, seed=5)
-    new, converted, _ = calibrated(config, tensors, ids.numpy(), Settings(ridge=1e-6, **options))
+    new, converted, _ = calibrated(config, tensors, ids.numpy(), SkipV1Options(ridge=1e-6, **options))
     seen: list[dict[str, Tensor]] = []
     for model in (build(config, tensors), build(new, converted)):
         inputs: dict[str, Tensor] = {}
@@ -227,7 +228,7 @@ def test_every_layer_is_fitted_to_the_stream_of_the_source(shape, mechanisms, fi
 def test_a_strong_pull_leaves_the_weights_of_the_source() -> None:
     """W_O of the heads that take a first-layer value is pulled to zero, everything else to the source's weights."""
     config, tensors = source("gpt")
-    _, converted, report = calibrated(config, tensors, tokens(8, 16).numpy(), Settings(ridge=1e8))
+    _, converted, report = calibrated(config, tensors, tokens(8, 16).numpy(), SkipV1Options(ridge=1e8))
     for layer in range(config.num_hidden_layers):
         value, output = (f"model.layers.{layer}.self_attn.{module}.weight" for module in ("v_proj", "o_proj"))
         kept = report["layers"][layer]["kept"] if layer else range(config.num_key_value_heads)
@@ -246,7 +247,7 @@ def test_heads_that_do_nothing_are_the_ones_that_go() -> None:
         for head in heads:
             tensors[f"model.layers.{layer}.self_attn.o_proj.weight"][:, 8 * head : 8 * head + 8] = 0
     sample, ids = tokens(64, 24, seed=5).numpy(), tokens(8, 24, seed=3)
-    new, converted, report = calibrated(config, tensors, sample, Settings(ridge=1e-9, sweeps=1))
+    new, converted, report = calibrated(config, tensors, sample, SkipV1Options(ridge=1e-9, sweeps=1))
     for layer in report["layers"][1:]:
         assert layer["kept"] == [h for h in range(4) if h not in idle[layer["layer"]]]
         assert set(layer["paired"]) == set(idle[layer["layer"]])
@@ -267,7 +268,7 @@ def test_calibration_is_deterministic_and_leaves_the_source() -> None:
 @pytest.mark.parametrize("ratio, kept", [(0.25, 3), (0.5, 2), (0.75, 1)])
 def test_ratios(ratio: float, kept: int) -> None:
     config, tensors = source("gpt")
-    new, _, report = calibrated(config, tensors, tokens(8, 16).numpy(), Settings(ratio=ratio))
+    new, _, report = calibrated(config, tensors, tokens(8, 16).numpy(), SkipV1Options(ratio=ratio))
     assert [len(layer["kept"]) for layer in report["layers"][1:]] == [kept, kept]
     assert new.plan.layers[1].computed_value_heads == kept
 
@@ -384,7 +385,7 @@ def test_costs_are_what_a_fit_leaves(shape: str, mechanisms: tuple, tmp_path: Pa
     config, tensors = source(shape, *mechanisms)
     sample, costs = tokens(12, 16).numpy(), []
     with torch.no_grad():
-        calibration = Calibration(config, tensors, sample, Settings(ridge=1e-10), tmp_path)
+        calibration = Calibration(config, tensors, sample, SkipV1Options(ridge=1e-10), tmp_path)
         for layer in range(3):
             costs.append(calibration.costs(layer))
             calibration.activations.advance_source(layer)
@@ -434,7 +435,7 @@ def test_space_is_asked_for_before_anything_is_written(fields: dict, tmp_path: P
     def start(name: str, free: float) -> Calibration:
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
         (tmp_path / name).mkdir()
-        return Calibration(config, tensors, sample, Settings(sweeps=1), tmp_path / name)
+        return Calibration(config, tensors, sample, SkipV1Options(sweeps=1), tmp_path / name)
 
     with torch.no_grad():
         calibration = start("written", float("inf"))
@@ -467,11 +468,11 @@ PEAKS = """
 from pathlib import Path
 from converting import source
 from shapes import tokens
-from leanqkv.convert.calibrated import Settings, calibrated
+from leanqkv.convert.calibrated import calibrated
 fields = {"hidden_size": 512, "num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 2, "intermediate_size": 8}
 config, tensors = source("gpt", **fields)
 for sequences in (128, 512):
-    settings = Settings(sweeps=1, batch_size=32, choose=False, refit_values=False)
+    settings = SkipV1Options(sweeps=1, batch_size=32, choose=False, refit_values=False)
     calibrated(config, tensors, tokens(sequences, 32).numpy(), settings)
     print(next(line.split()[1] for line in Path("/proc/self/status").open() if line.startswith("VmHWM")))
 """
@@ -494,7 +495,7 @@ def test_fits_that_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("leanqkv.convert.calibrated.LARGEST_STEP", 0.0)
     _, _, report = calibrated(config, tensors, tokens(8, 16).numpy())
     assert not report["lent_values"] and [layer["layer"] for layer in report["layers"]] == [1, 2]
-    alone = calibrated(config, tensors, tokens(8, 16).numpy(), Settings(refit_lent=False, refit_values=False))[2]
+    alone = calibrated(config, tensors, tokens(8, 16).numpy(), SkipV1Options(refit_lent=False, refit_values=False))[2]
     assert report["layers"] == alone["layers"]
 
 

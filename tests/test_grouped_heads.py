@@ -94,7 +94,7 @@ def test_convert_to_gqa(tmp_path: Path, monkeypatch, unwrapped) -> None:
         (("--cache", "50%"), "--cache is for --to latents and separate-latents"),
         (("--calibration", "text.txt"), "--calibration is for latents"),
         (("--method", "mean-v"), "--method mean-v is for --to skipv1"),
-        (("--layers", "1"), "--layers and --device are for"),
+        (("--layers", "1"), "--layers is for --to latents, separate-latents and merged-values"),
     ):
         code, _, errors = unwrapped("convert", "source", "--to", "gqa", *arguments, "--out", "other")
         assert code == 2 and said in errors and not Path("other").exists()

@@ -12,7 +12,7 @@ Nothing is trained; memory does not grow with the number of calibration tokens.
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch import Tensor
 from ..checkpoints.tensors import LazyTensors
 from ..checkpoints.write import Progress
 from ..model.config import LeanConfig
-from ..ranges import check_fields
 from .activations import Activations
 from .heads import (
     ConvertedHeads,
@@ -37,7 +36,9 @@ from .heads import (
 )
 from .least_squares import LayerTerm, add_gram, fit_values, ridge
 from .scratch import check_space, map_tensor
+from .targets import SkipV1Options
 
+DEFAULTS = SkipV1Options()
 # The largest Gram matrix from which values are fitted, in columns: 2 GB in float64.
 LARGEST_GRAM = 16_384
 # Values are fitted by hundreds of steps of conjugate gradients: so many operations at most in one over all layers.
@@ -51,42 +52,12 @@ FIRST_LAYER_WEIGHT = 1000.0
 SHARED_TOLERANCE, LAYER_TOLERANCE = 1e-3, 1e-4
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to calibrate.
-
-    Attributes:
-        ratio: share of the value heads that take the first layer's values.
-        choose: choose which heads keep a value, and the first-layer head for each of the others. Else, and in layers
-            whose query or key ties heads to their places, the first heads keep theirs.
-        refit_lent: fit the values that the first layer shares. Else they stay.
-        refit_values: fit W_V of the heads that keep a value. Else W_O alone.
-        sweeps: turns of W_O and W_V, at most.
-        ridge: pull towards the source's weights, as a share of the mean of the Gram matrix's diagonal.
-        batch_size: sequences per forward pass.
-
-    Raises:
-        LeanError: a number outside of its range.
-    """
-
-    ratio: float = 0.5
-    choose: bool = True
-    refit_lent: bool = True
-    refit_values: bool = True
-    sweeps: int = 30
-    ridge: float = 3e-3
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 @torch.no_grad()
 def calibrated(
     config: LeanConfig,
     tensors: Mapping[str, Tensor],
     tokens: np.ndarray,
-    settings: Settings = Settings(),
+    settings: SkipV1Options = DEFAULTS,
     *,
     first_layer_weight: float = FIRST_LAYER_WEIGHT,
     progress: Progress = lambda done, total: None,
@@ -154,7 +125,7 @@ class Calibration:
         config: LeanConfig,
         tensors: Mapping[str, Tensor],
         tokens: np.ndarray,
-        settings: Settings,
+        settings: SkipV1Options,
         directory: Path,
         progress: Progress = lambda done, total: None,
         message: Callable[[str], None] = lambda text: None,

@@ -197,7 +197,7 @@ def conjugate_gradients(
         raise LeanError(
             f"the fit of a value matrix did not converge: a relative residual of {residual:.1e} is left after "
             f"{max_iterations} steps of conjugate gradients. Use more calibration text, or leave the fit out with "
-            "--no-refit-lent or --no-refit-values"
+            "`refit_lent=False` or `refit_values=False`"
         )
     return value
 

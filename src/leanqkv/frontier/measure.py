@@ -87,7 +87,7 @@ class Frontier:
         make_directory(self.out / "points")
         with locked(self.out, "measuring"):
             if (self.out / JOB).exists() and read_json(self.out / JOB) != json.loads(json.dumps(self._job)):
-                raise LeanError(f"{self.out} holds a frontier of another source, text or version; choose another --out")
+                raise LeanError(f"{self.out} holds a frontier of another source, text or version; choose another `out`")
             write_json(self.out / JOB, self._job)
             for number in range(len(self.samples)):
                 self._measure_sample(number)
@@ -99,7 +99,7 @@ class Frontier:
         missing = [
             one
             for one in self.candidates
-            if (one.make is not None or not number)
+            if (one.fitted or not number)
             and not all(self._file(one, precision, number).exists() for precision in self._precisions_of(one))
         ]
         work = self.out / f"calibration{number}"
@@ -114,12 +114,12 @@ class Frontier:
     ) -> Iterator[tuple[Candidate, LeanConfig, Mapping[str, Tensor], list[dict[str, Any]]]]:
         """Yield the candidates with configuration, tensors and what the fit reports by layer."""
         stored = finite(self.source.tensors)
-        fitted = [one for one in self.candidates if one.make is not None]  # all: the job is the same when it goes on
+        fitted = [one for one in self.candidates if one.fitted]  # all: the job is the same when it goes on
         for one in missing:
-            if one.make is None:
-                config, tensors = (self.source.config, stored) if one.weights is None else one.weights()
+            if not one.fitted:
+                config, tensors, *_ = (self.source.config, stored) if one.make is None else one.make()
                 yield one, config, tensors, []
-        if not (asked := [one for one in missing if one.make is not None]):
+        if not (asked := [one for one in missing if one.fitted]):
             return
         sweeps = Sweeps(
             self.source.config,
@@ -149,7 +149,7 @@ class Frontier:
         """Write one file for every precision of a converted model, which is written and read again before."""
         directory = self.out / MODEL
         remove(directory)
-        if candidate.make is None and candidate.weights is None:
+        if candidate.make is None:
             model = self.scorer.source
         else:
             write_model(self.source, directory, config, tensors, torch.float32)
@@ -184,7 +184,7 @@ class Frontier:
 
     def _precisions_of(self, candidate: Candidate) -> Sequence[Precision]:
         """Those that a candidate is measured in: from the weights alone it loses too much to be worth quantizing."""
-        return self.precisions if candidate.weights is None else self.precisions[:1]
+        return self.precisions if candidate.fitted or candidate.make is None else self.precisions[:1]
 
     @property
     def scorer(self) -> Scorer:

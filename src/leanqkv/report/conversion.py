@@ -10,8 +10,8 @@ from rich.table import Table as TerminalTable
 
 from ..checkpoints.card import CARD, card
 from ..compare.statistics import Band
-from ..convert.conversion import BUDGETED, GQA, MERGED_VALUES, NONLINEAR_QUERY, REDUCED
 from ..convert.conversion import REPORT as RECORD
+from ..convert.targets import BUDGETED, SWEPT
 from ..files import write_text
 from ..records import reading
 from . import figures
@@ -87,7 +87,7 @@ def result_table(record: dict[str, Any]) -> Table:
 def layer_lines(record: dict[str, Any]) -> Iterator[str]:
     """Yield one line for each layer that was fitted, and one for heads that were pooled."""
     if "pools" in record:
-        heads = "key and value heads" if record["to"] == GQA else "value heads"
+        heads = "key and value heads" if record["to"] == "gqa" else "value heads"
         yield f"{heads} pooled: {record['pools']}"
     for layer in record.get("layers", ()):
         error = f"{layer['missed']:.2%} of attention's output missed" if "missed" in layer else "fitted"
@@ -149,7 +149,7 @@ def _page(record: dict[str, Any]) -> str:
         result=_narrow(result_table(record)),
         changed=_what_changed(record),
         layers=_layer_table(record),
-        missed_on=HELD_OUT if record["to"] in REDUCED else FITTED,
+        missed_on=HELD_OUT if record["to"] in SWEPT else FITTED,
         figure=_figure(record),
         facts=_facts(record),
         limits=_limits(record),
@@ -213,7 +213,7 @@ def _columns(record: dict[str, Any], name: str) -> str:
 
 
 def _what_changed(record: dict[str, Any]) -> str:
-    if record["to"] == NONLINEAR_QUERY:
+    if record["to"] == "nonlinear-query":
         return (
             "Every layer has a nonlinear query, which starts as exactly the function of the source's. Nothing is "
             "gained before training goes on."
@@ -229,14 +229,14 @@ def _what_changed(record: dict[str, Any]) -> str:
             f"The cache holds {columns} in each layer, of which its {made} made.{both} {same}, MLPs, norms and "
             f"embeddings are the source's. {changed} and output projections were fitted to text; nothing was trained."
         )
-    if record["to"] == MERGED_VALUES:
+    if record["to"] == "merged-values":
         count = sum(len(layer["merged"]) for layer in record["layers"])
         merged = "1 pair of value heads is merged" if count == 1 else f"{count:,} pairs of value heads are merged"
         return (
             f"{merged}: both key heads of a pair read one value, which is cached once. Queries, keys, MLPs, norms and "
             "embeddings are the source's. Value and output projections were fitted to text; nothing was trained."
         )
-    if record["to"] == GQA:
+    if record["to"] == "gqa":
         left = len(record["pools"])
         return (
             f"Neighbouring key and value heads are pooled to their mean, {left} in each layer; everything else is the "
@@ -256,7 +256,7 @@ def _what_changed(record: dict[str, Any]) -> str:
 
 def _limits(record: dict[str, Any]) -> list[str]:
     limits = ["The license and the intended use are the source model's."]
-    if record["to"] == NONLINEAR_QUERY:
+    if record["to"] == "nonlinear-query":
         return limits
     if "evaluation" in record:
         limits += [
