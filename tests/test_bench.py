@@ -127,7 +127,7 @@ def test_the_command(tmp_path, monkeypatch, unwrapped):
         ([TINY, "--context", "1000"], "cannot decode --context 1000"),
         ([TINY, "--dtype", "fp16"], "--dtype is bf16 or fp32"),
         (["vit-tiny"], "is a model for image_classification"),
-        ([TINY, "--out", "full"], "full is not empty"),
+        ([TINY, "--out", "full"], "full exists and is not empty"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

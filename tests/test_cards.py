@@ -11,6 +11,7 @@ import yaml
 from corpus import SHAPE, write_corpus
 from huggingface_hub import ModelCard
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv.checkpoints.card import card, origin
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from corpus import SHAPE
 
 from leanqkv import LeanError
 from leanqkv.compare.comparison import default_jobs, run_comparison, slug
-from leanqkv.compare.jobs import Job
+from leanqkv.compare.jobs import PlannedRun
 from leanqkv.compare.places import to_train_here
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suite import Comparison, Entry
@@ -90,16 +90,6 @@ def test_started_again_it_trains_nothing_that_is_done(data, done):
     again = run(COMPARISON, data, out, on_update=lambda update: steps.append(update.record is None))
     assert not any(steps)
     assert again == records
-
-
-def test_one_begun_by_an_earlier_version_goes_on(data, done, tmp_path):
-    out = Path(shutil.copytree(done[0], tmp_path / "out"))
-    plan = json.loads((out / "compare.json").read_text())
-    (out / "compare.json").write_text(json.dumps({k: plan[k] for k in plan.keys() - {"groups", "entries", "scale"}}))
-    steps = []
-    assert run(COMPARISON, data, out, on_update=lambda update: steps.append(update.record is None)) == done[1]
-    assert not any(steps)
-    assert [result.name for result in load_comparison(out).results] == list(NAMES)
 
 
 @pytest.mark.long_cases
@@ -340,25 +330,6 @@ def test_another_machine_has_a_precision_of_its_own(data, done, tmp_path):
         run(COMPARISON, data, out, precision="bf16")  # here
 
 
-def test_what_an_earlier_version_began_is_finished_in_its_precision(data, done, tmp_path):
-    """Its records do not tell processors apart, and its compare.json has one precision for all."""
-    out = Path(shutil.copytree(done[0], tmp_path / "out"))
-    shutil.rmtree(next(out.glob("runs/*skipv1*-final-*-seed0")))
-    content = json.loads((out / "compare.json").read_text())
-    content.pop("places")
-    (out / "compare.json").write_text(json.dumps(content))
-    for file in [*out.glob("runs/*/record.json"), *out.glob("runs/*/run.json")]:
-        edit(file, hardware={key: value for key, value in read(file)["hardware"].items() if key != "instructions"})
-    with pytest.MonkeyPatch.context() as patch:
-        elsewhere(patch)
-        said = []
-        run(COMPARISON, data, out, precision="auto", on_message=said.append)
-        assert len(said) == 1 and "1 of its runs wait" in said[0]
-    assert losses(run(COMPARISON, data, out, precision="auto")) == losses(done[1])
-    assert "places" not in json.loads((out / "compare.json").read_text())
-    assert len(load_comparison(out).results) == 3
-
-
 def test_a_seed_has_the_precision_of_its_first_run(data, done, tmp_path):
     """Of one that was trained on, before one that was only asked for, before what is chosen for the machine."""
     out = Path(shutil.copytree(done[0], tmp_path / "out"))
@@ -389,8 +360,8 @@ GPU = ANOTHER | {"device": "NVIDIA A100"}
 def test_a_cluster_leaves_seeds_of_a_machine_without_accelerator_to_it(done, here):
     """And goes on with those of its own, whichever of its machines they were begun on."""
     directories = sorted(done[0].glob("runs/*-final-*"))
-    jobs = [Job(SimpleNamespace(seed=int(each.name[-1])), each) for each in directories]
-    jobs.append(Job(SimpleNamespace(seed=0), done[0] / "runs/missing"))
+    jobs = [PlannedRun(SimpleNamespace(seed=int(each.name[-1])), each) for each in directories]
+    jobs.append(PlannedRun(SimpleNamespace(seed=0), done[0] / "runs/missing"))
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("leanqkv.compare.places.replace", lambda spec, precision: spec)

@@ -204,9 +204,7 @@ def test_a_record_with_any_wrong_field_is_shown_or_refused(tmp_path: Path, file:
     assert refused > 100
 
 
-@pytest.mark.parametrize(
-    "shape", [FINISHED, RECORD, BEGUN, COMPARISON, DEMO, CACHED["data"], CACHED["images"], SHARDS_WRITTEN]
-)
+@pytest.mark.parametrize("shape", [FINISHED, RECORD, BEGUN, COMPARISON, DEMO, CACHED["data"], SHARDS_WRITTEN])
 def test_a_shape_refuses_whatever_a_file_holds(tmp_path: Path, shape: Any) -> None:
     for value in WRONG:
         (tmp_path / "file.json").write_text(json.dumps(value))

@@ -131,19 +131,6 @@ def test_one_device(tmp_path):
         compat.use_one_device(SimpleNamespace(n_gpu=2))
 
 
-@pytest.mark.parametrize("missing", [True, False])
-def test_fingerprints_follow_the_content(missing):
-    from datasets import Dataset
-
-    def fingerprint(*values: int) -> str:
-        dataset = Dataset.from_dict({"value": values})
-        if missing:
-            del dataset._fingerprint
-        return compat.dataset_fingerprint(dataset)
-
-    assert fingerprint(1, 2) == fingerprint(1, 2) != fingerprint(1, 3)
-
-
 def test_transformers_is_quiet_for_a_while_only():
     from transformers.utils import logging
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.vision.task import image_plan, make_image_plan
 from leanqkv import LeanError
-from leanqkv.data import batch_plan, check_plan, collate, make_batch_plan, make_image_plan, open_corpus, prepare_data
+from leanqkv.data import batch_plan, check_plan, collate, make_batch_plan, open_corpus, prepare_data
 from leanqkv.data import prepare as prepare_module
 from leanqkv.data.tokenizer import train_tokenizer
 
@@ -343,6 +344,7 @@ def test_unreachable_dataset_is_one_line(tmp_path):
 
 
 IMAGES = {"train_images": 100, "test_images": 40, "batch_size": 4, "evaluation_images": 30}
+KEPT = {make_batch_plan: batch_plan, make_image_plan: image_plan}
 
 
 def drawn_at_once(make, steps, seed, sizes):
@@ -379,7 +381,7 @@ def test_a_plan_is_one_draw_however_it_is_read(monkeypatch, make, sizes):
 def test_one_directory_holds_plans_for_several_sets_of_data(tmp_path, make, sizes):
     every = [sizes, *({**sizes, name: count // 2} for name, count in sizes.items() if name != "context_length")]
     for each in every:
-        saved = batch_plan(tmp_path, make, seed=3, steps=10, **each)
+        saved = KEPT[make](tmp_path, seed=3, steps=10, **each)
         assert saved.sha256 == make(seed=3, steps=10, **each).sha256, each
     assert len(list(tmp_path.iterdir())) == len(every)
 
@@ -388,11 +390,11 @@ def test_one_directory_holds_plans_for_several_sets_of_data(tmp_path, make, size
     ("make", "sizes"), [(make_batch_plan, SIZES), (make_image_plan, IMAGES)], ids=["text", "images"]
 )
 def test_another_numpy_that_draws_other_batches_is_refused(tmp_path, make, sizes):
-    batch_plan(tmp_path, make, seed=3, steps=10, **sizes)
+    KEPT[make](tmp_path, seed=3, steps=10, **sizes)
     (file,) = tmp_path.iterdir()
     file.write_text(json.dumps({"sha256": "0" * 64, "numpy": "1.2.3"}))
     with pytest.raises(LeanError, match=r"NumPy 1\.2\.3, and NumPy .* draws other batches"):
-        batch_plan(tmp_path, make, seed=3, steps=10, **sizes)
+        KEPT[make](tmp_path, seed=3, steps=10, **sizes)
 
 
 def test_the_plan_of_a_hundred_billion_tokens_takes_kilobytes(tmp_path):

@@ -16,6 +16,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from typer.main import get_command
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import LeanConfig, LeanForCausalLM, kv_bytes_per_token, preset
 from leanqkv.cli import app
 from leanqkv.compare.records import load_comparison

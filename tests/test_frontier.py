@@ -96,7 +96,7 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
     assert {**again, "seconds": 0} == {**before, "seconds": 0}
     assert {name: (measured / "points" / name).stat().st_mtime_ns for name in times} == times
     code, _, errors = unwrapped(*ASKED, "--calibrations", "2", "--out", "out")
-    assert code == 2 and "holds a frontier of another source" in errors
+    assert code == 2 and "holds another frontier (calibration: " in errors
 
 
 def test_the_page(measured: Path) -> None:

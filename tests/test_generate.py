@@ -236,7 +236,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(cli, model, tmp_p
     tokenizer = with_tokenizer(model, tmp_path)
     tokenizer.add_tokens([f"<extra_{n}>" for n in range(20)], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    monkeypatch.setattr("leanqkv.checkpoints.tokenizer.load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr("leanqkv.commands.generating.load_tokenizer", lambda name: tokenizer)
     code, out, err = cli("generate", str(tmp_path), "--prompt", "the <extra_19>", *GREEDY)
     assert (code, out) == (2, "")
     assert "the prompt has token 309, '<extra_19>', and the model's vocabulary ends at 299" in err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import LeanError, LeanForCausalLM, preset
 from leanqkv.memory import PeakMemory
 from leanqkv.train import Step, choose_micro_batch, free_memory, parse_precision

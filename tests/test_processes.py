@@ -266,21 +266,6 @@ def test_a_comparison_takes_one_micro_batch_for_all_models(place, cli, monkeypat
     assert [record["evaluations"] for record in again] == [record["evaluations"] for record in records]
 
 
-def test_a_comparison_begun_with_whole_batches_goes_on(place, cli):
-    arguments = ("compare", f"tiny{SHAPE}", MODEL, *TRAIN, "--steps", "10", "--seeds", "1", "--jobs", "1")
-    assert cli(*arguments, "--out", "older")[0] == 0
-    for file in Path("older").rglob("*.json"):  # as an earlier version wrote them
-        content = json.loads(file.read_text())
-        content.pop("chosen_micro_batch_size", None)
-        if file.name in ("run.json", "record.json"):
-            content["micro_batch_size"] = None
-        file.write_text(json.dumps(content))
-    before = {file: file.stat().st_mtime_ns for file in Path("older/runs").glob("*/record.json")}
-    code, _, err = cli(*arguments, "--out", "older")
-    assert code == 0, err
-    assert before == {file: file.stat().st_mtime_ns for file in Path("older/runs").glob("*/record.json")}
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread ends it, which waits for the interpreter")
 def test_a_worker_ends_with_a_parent_that_is_killed_whatever_it_does(tmp_path):
     """Even where one call keeps all of its threads from running."""

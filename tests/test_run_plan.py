@@ -2,6 +2,7 @@
 
 import pytest
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import preset
 from leanqkv.presets import recipe
 from leanqkv.train.run_plan import ACCELERATORS, Accelerator, plan_run

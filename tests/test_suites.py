@@ -13,6 +13,7 @@ from corpus import SHAPE
 from rich.console import Console
 from test_report import Page
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import LeanError, count_parameters, kv_bytes_per_token, preset
 from leanqkv.cli import main
 from leanqkv.compare.comparison import run_comparison

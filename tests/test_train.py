@@ -25,7 +25,8 @@ from leanqkv.data import collate, make_batch_plan
 from leanqkv.errors import TimeIsUpError
 from leanqkv.evaluate import sequence_losses
 from leanqkv.evaluate.observe import logit_spreads
-from leanqkv.files import locked, write_json
+from leanqkv.files import write_json
+from leanqkv.job import locked
 from leanqkv.train import choose_precision, parse_precision, train
 from leanqkv.train import trainer as trainer_module
 from leanqkv.train.directory import begun_run, claim, clean

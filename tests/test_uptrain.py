@@ -9,6 +9,7 @@ import torch
 from corpus import SHAPE, spec, write_corpus
 from shapes import randomize
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, LeanForImageClassification, preset
 from leanqkv.checkpoints.tensors import weights_hash
 from leanqkv.convert.methods import mean_v, with_first_layer_values

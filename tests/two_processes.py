@@ -15,6 +15,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor
 from transformers import TrainingArguments
 
+import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import LeanConfig
 from leanqkv.compat import shard_on_cpus
 from leanqkv.train.sharding import sharding_arguments

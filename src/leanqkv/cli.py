@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from . import __version__
-from .commands.options import with_checked_numbers
+from .commands.options import option_groups
 from .errors import LeanError, first_line
 
 # By name: the module under commands/ and its function.
@@ -60,7 +60,7 @@ class Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         module, function = COMMANDS[name]
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        alone.command(name)(with_checked_numbers(getattr(import_module(f".commands.{module}", __package__), function)))
+        alone.command(name)(option_groups(getattr(import_module(f".commands.{module}", __package__), function)))
         return get_command(alone)
 
 

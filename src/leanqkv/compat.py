@@ -1,4 +1,4 @@
-"""Names that PyTorch, transformers and datasets do not promise to keep, each with a way to do without it.
+"""Names that PyTorch and transformers do not promise to keep, each with a way to do without it.
 
 A name that is missing or behaves differently in another version is noticed here. The way without it is slower or
 refuses; its results are the same. `model/` cannot import this module: it travels alone with every checkpoint.
@@ -118,13 +118,6 @@ def use_one_device(arguments: Any) -> None:
         arguments._n_gpu = min(arguments._n_gpu, 1)
     if arguments.n_gpu > 1:
         raise LeanError(f"{arguments.n_gpu} GPUs are visible; start with torchrun, or set CUDA_VISIBLE_DEVICES to one")
-
-
-def dataset_fingerprint(dataset: Any) -> str:
-    """A string that differs between datasets of different content."""
-    from datasets.fingerprint import Hasher
-
-    return getattr(dataset, "_fingerprint", None) or Hasher.hash(dataset)
 
 
 def shard_on_cpus(accelerator: Any, plugin_arguments: dict[str, Any]) -> bool:

@@ -1,6 +1,8 @@
 """The errors a person causes and can mend: shown as one line, exit code 2, never a traceback."""
 
 import os
+from importlib import import_module
+from typing import Any
 
 
 class LeanError(Exception):
@@ -22,3 +24,17 @@ class TimeIsUpError(LeanError):
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's message, to quote it in one of ours; its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def needs(extra: str, package: str) -> Any:
+    """Import and return an optional package, which comes with `pip install 'leanqkv[extra]'`.
+
+    Raises:
+        LeanError: it is not installed.
+    """
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package.partition(".")[0]:
+            raise
+        raise LeanError(f"{error.name} is not installed: pip install 'leanqkv[{extra}]'") from None

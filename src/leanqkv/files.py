@@ -15,22 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
 
 from .errors import LeanError
 
 # Of the run records; a reader refuses any other.
 RECORD_FORMAT = 1
-LOCK, PATIENCE = ".lock", 5.0  # seconds
 # Levels of a JSON file: more than that is nobody's, and copying it would exceed Python's own limit.
 DEEPEST = 100
-# What goes on in a directory of its own: the file that tells, and what is said of another directory.
-JOBS = {
-    "run": ("run.json", "is not empty and not a run of leanqkv; choose another `out`"),
-    "comparison": ("compare.json", "is not empty and not a comparison; choose another `out`"),
-    "demo": ("demo.json", "is not empty and not a demo. Choose another `out`."),
-    "frontier": ("job.json", "exists, is not empty and holds no frontier; choose another `out`"),
-}
 # Processes of several machines may write to one directory, and know only their own machine's process numbers.
 NODE = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:63] or "node"
 
@@ -40,19 +31,12 @@ def partial_name(file: Path) -> Path:
     return file.with_name(f".{file.name}.{NODE}-{os.getpid()}.partial")
 
 
-def leftovers(directory: Path, name: str | None = None) -> Iterator[Path]:
-    """Yield what killed processes of this machine left in `directory` under temporary names (of `name`, or of all)."""
-    pattern = "*" if name is None else escape(name)
-    for path in sorted(directory.glob(f".{pattern}.{escape(NODE)}-*.partial")):
+def remove_leftovers(file: Path) -> None:
+    """Remove what killed processes of this machine left of `file` under temporary names."""
+    for path in file.parent.glob(f".{escape(file.name)}.{escape(NODE)}-*.partial"):
         process = path.name.removesuffix(".partial").rpartition("-")[2]
         if process.isdecimal() and not _is_writing(int(process), path):
-            yield path
-
-
-def remove_leftovers(directory: Path, name: str | None = None) -> None:
-    """Remove what killed processes of this machine left in `directory` under temporary names (of `name`, or of all)."""
-    for path in leftovers(directory, name):
-        remove(path)
+            remove(path)
 
 
 def _is_writing(process: int, path: Path) -> bool:
@@ -78,7 +62,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
     The file gets the mode that the umask gives to new files; libraries write weights for the owner alone.
     """
-    remove_leftovers(file.parent, file.name)
+    remove_leftovers(file)
     partial = partial_name(file)
     try:
         partial.touch()
@@ -91,7 +75,9 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_text(file: Path, content: str) -> None:
-    """Write `content` as UTF-8, atomically."""
+    """Write `content` as UTF-8, atomically. Names in Markdown cannot bring HTML with them: only `<br>` stays a tag."""
+    if file.suffix == ".md":
+        content = re.sub(r"(?ms)(^```.*?^```$)|<(?!br>)", lambda found: found[1] or "&lt;", content)
     with replacing(file) as partial:
         partial.write_text(content, encoding="utf-8")
 
@@ -99,38 +85,6 @@ def write_text(file: Path, content: str) -> None:
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Write `content` as indented JSON, atomically."""
     write_text(file, json.dumps(content, indent=1) + "\n")
-
-
-@contextmanager
-def locked(directory: Path, doing: str) -> Iterator[None]:
-    """Lock `directory` against other processes that are `doing` the same; the lock's file goes at the end.
-
-    Raises:
-        LeanError: another process has it, and keeps it: one whose parent was killed takes a moment to end.
-    """
-    lock = FileLock(directory / LOCK, timeout=PATIENCE)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise LeanError(f"another process is {doing} in {directory}; wait for it, or stop it first") from None
-    try:
-        yield
-    finally:
-        (directory / LOCK).unlink(missing_ok=True)
-        lock.release()
-
-
-def is_locked(directory: Path) -> bool:
-    """Whether a process has locked `directory`, of this machine or of another one that shares its disk."""
-    if not (directory / LOCK).exists():
-        return False
-    lock = FileLock(directory / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        return True
-    lock.release()
-    return False
 
 
 def check_place(out: Path, *sources: Path | None) -> None:
@@ -163,23 +117,26 @@ def check_place(out: Path, *sources: Path | None) -> None:
             raise LeanError(f"{shown} lies in {source}, which would change; choose an `out` outside of it")
 
 
+def check_new_file(out: Path) -> None:
+    """Raise a LeanError unless a file can be made at `out`, in a folder that exists: nothing is ever written over."""
+    if not out.name or not is_directory(out.parent):
+        raise LeanError(f"`out` {out} cannot be written; give a file, in a folder that exists")
+    if os.path.lexists(out):
+        raise LeanError(f"{out} exists, and nothing is ever written over; choose another `out`")
+
+
+def check_apart(out: Path, *texts: str | None) -> None:
+    """Raise a LeanError if `out` lies in a folder of texts, alone or in a mixture: its files would become texts."""
+    for text in filter(None, texts):
+        names = [text, *(name for part in text.split(",") for name in (part.strip(), part.strip().rpartition(":")[0]))]
+        check_place(out, *(Path(name) for name in names if name))
+
+
 def check_free(out: Path, *sources: Path) -> None:
     """Raise a LeanError if `out` is no new or empty directory, or in a source: nothing is ever written over."""
     check_place(out, *sources)
     if out.is_dir() and any(out.iterdir()):
         raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another `out`")
-
-
-def check_out(out: Path, job: str, *sources: Path | None) -> None:
-    """Check that one of JOBS can be started or continued in `out`.
-
-    Raises:
-        LeanError: `out` cannot be a directory, lies in a source, or holds something else.
-    """
-    check_place(out, *sources)
-    own, refusal = JOBS[job]
-    if out.exists() and not (out / own).exists() and any(not file.name.startswith(".") for file in out.iterdir()):
-        raise LeanError(f"{out} {refusal}")
 
 
 def is_directory(path: Path) -> bool:
@@ -195,8 +152,8 @@ def looks_like_path(name: str) -> bool:
     return bool(Path(name).suffix) or name.startswith((".", "/", "~"))
 
 
-def make_directory(directory: Path) -> None:
-    """Make `directory` and those above it.
+def make_directory(directory: Path) -> Path:
+    """Make `directory` and those above it, and return it.
 
     Raises:
         LeanError: that is not possible.
@@ -205,6 +162,7 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LeanError(f"{directory} cannot be made: {error.strerror}; choose another place") from None
+    return directory
 
 
 @contextmanager

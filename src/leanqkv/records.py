@@ -71,11 +71,11 @@ BEGUN = {
 COMPARISON = {
     "baseline": str,
     "architectures": [str, ...],
-    "groups?": [[str, ...], ...],
-    "entries?": {str: {"row": str}},
+    "groups": [[str, ...], ...],
+    "entries": {str: {"row": str}},
     "seeds": [WHOLE, ...],
     "grid": ({"seed": WHOLE, "learning_rates": [POSITIVE, ...], "steps?": COUNT},),
-    "recipe?": ({str: (NUMBER,)},),
+    "recipe": {str: (NUMBER,)},
     "chosen_learning_rate?": {str: POSITIVE},
     "threads?": Range(1, 10_000, whole=True),
     "chosen_micro_batch_size?": (COUNT,),
@@ -83,7 +83,7 @@ COMPARISON = {
     "places?": {str: PRECISION},
     "cluster_hardware?": HARDWARE,
     **dict.fromkeys(("title", "command"), str),
-    **dict.fromkeys(("suite", "scale?"), (str,)),
+    **dict.fromkeys(("suite", "scale"), (str,)),
     "notes": [str],
 }
 
@@ -98,11 +98,6 @@ CACHED = {
         "bytes_per_token": (POSITIVE,),
         **dict.fromkeys(("train_shards", "validation_shards"), SHARDS),
         "parts?": [dict],
-    },
-    "images": {
-        **dict.fromkeys(("description", "sha256"), str),
-        **dict.fromkeys(("train_images", "test_images", "channels", "height", "width"), COUNT),
-        "labels": [str],
     },
     "prose": {"bytes": WHOLE, "sha256": str},
     "tokenizer": {},

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
+from zipfile import ZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -104,6 +105,9 @@ class _File:
             # What torch.save wrote before PyTorch 1.6 is no zip archive and cannot be mapped: it is held whole.
             self._mapped = path.suffix == ".safetensors" or file.read(4) == b"PK\x03\x04"
         tensors = self._load()
+        if self._mapped and path.suffix != ".safetensors":
+            with naming_file(path):
+                _check_records(path, tensors.values())
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.dtypes = {name: _computing(tensor.dtype) for name, tensor in tensors.items()}
         self._held = None if self._mapped else tensors
@@ -134,6 +138,20 @@ class _File:
                     f"{self.path}: {name} is a {kind.removeprefix('torch.')} tensor; save dense ones that have data"
                 )
         return {name: tensor.detach() for name, tensor in contents.items()}
+
+
+def _check_records(path: Path, tensors: Iterable[Tensor]) -> None:
+    """Check that mapped storages are as long as their records: PyTorch does so only where it reads them.
+
+    Raises:
+        LeanError: a storage would reach into the next one, or beyond the file.
+    """
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    with ZipFile(path) as archive:
+        records = [info for info in archive.infolist() if re.fullmatch(r"[^/]+/data/\d+", info.filename)]
+    lengths = [info.file_size for info in sorted(records, key=lambda info: info.header_offset) if info.file_size]
+    if [size for _, size in sorted(storages.items()) if size] != lengths:
+        raise LeanError(f"{path} is damaged: its tensors do not have the lengths of the data that is stored for them")
 
 
 def _computing(dtype: torch.dtype) -> torch.dtype:

@@ -106,7 +106,7 @@ def _from_files(name: str) -> Any:
     try:
         file = Path(cached_file(name, FILE))  # type: ignore[arg-type]
     except OSError:  # only vocabulary and merges, from which a class builds it
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     tokenizer, exact = PreTrainedTokenizerFast.from_pretrained(name), Tokenizer.from_file(str(file))
     exact.no_truncation()
     exact.no_padding()
@@ -247,7 +247,7 @@ def _differing(directory: Path, tokenizer: Any) -> str | None:
     """Return a text that `AutoTokenizer` cuts in another way than `tokenizer`, or None."""
     try:
         with quiet_transformers():
-            other = AutoTokenizer.from_pretrained(str(directory))
+            other = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     except Exception:  # such as for a class that is not there
         return SAMPLE[0]
     return differing(tokenizer, other)

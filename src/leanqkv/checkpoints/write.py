@@ -1,11 +1,9 @@
 """Write a model as a checkpoint of ours or of a class of transformers: sharded, resumable, whole or absent."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,19 @@ from transformers import PreTrainedConfig
 
 from ..environment import versions
 from ..errors import LeanError
-from ..files import LOCK, check_free, hash_files, locked, make_directory, read_json, remove, replacing, write_json
+from ..files import check_free, hash_files, remove, replacing, write_json
+from ..job import Job, beside, is_locked, unfinished
 from ..model.config import LeanConfig
 from ..presets.edit import with_fields
 from .dense import with_norm_offset, written_out
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors, norm_offset_of
-from .open import MODELS, Checkpoint
-from .tensors import WEIGHTS, LazyTensors
+from .memory import give_back_freed_memory
+from .open import MODELS, Checkpoint, open_checkpoint
+from .tensors import WEIGHTS, LazyTensors, finite
 from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer
 
 SHARD_BYTES = 2**30
-JOB = "job.json"
 Progress = Callable[[int, int], None]
 
 
@@ -48,6 +47,28 @@ def as_stock(
         config, tensors = with_norm_offset(config, tensors, norm_offset_of(config.norm_placement))
     chosen = choose_family(config, family)
     return chosen.to_stock(config), export_tensors(chosen, config, tensors)
+
+
+def rewrite(
+    source: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    stock: bool = False,
+    family: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[str, int]:
+    """Write a checkpoint as one of ours, or of a class of transformers; return its class's name and its parameters.
+
+    Args:
+        dtype: of the stored weights; None: as stored, and tensors that this would round are refused.
+        stock, family: as in `write_model`.
+    """
+    give_back_freed_memory()
+    opened = open_checkpoint(source)
+    config, tensors, stored = opened.config, finite(opened.tensors), dtype or opened.dtype
+    options: Any = {"stock": stock, "family": family, "exact": dtype is None, "progress": progress}
+    return write_model(opened, out, config, tensors, stored, **options), config.plan.count_parameters().total
 
 
 def write_model(
@@ -122,62 +143,32 @@ def write_checkpoint(
     """
     out = Path(os.path.realpath(out))
     check_free(out)
-    partial = out.with_name(f".{out.name}.partial")
-    content: dict[str, Any] = json.loads(
-        json.dumps({**job, "versions": versions(), "dtype": str(dtype), "shard_bytes": shard_bytes})
-    )
+    content = {**job, "versions": versions(), "dtype": str(dtype), "shard_bytes": shard_bytes}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
     sizes = {file: sum(empty[name].nbytes for name in names) for file, names in split.filename_to_tensors.items()}
-    whole = _whole_shards(partial, content, sizes)
+    work = Job(beside(out, "partial"), content)
+    whole = {file for file in sizes if work.resume() and (work.directory / file).exists()}
     _check_room(out, sum(size for file, size in sizes.items() if file not in whole))
-    made = [directory for directory in (partial, *partial.parents) if not directory.exists()]
-    make_directory(partial)
-    with locked(partial, "writing"):
-        try:
-            check_free(out)  # another process may have finished it
-            _begin(partial, content, sizes)
-            report = progress or (lambda done, total: None)
-            done, total = 0, sum(sizes.values())
-            for file, names in split.filename_to_tensors.items():
-                if not (partial / file).exists():
-                    for part in _write_shard(partial / file, names, tensors, dtype, exact):
-                        report(done + part, total)
-                done += sizes[file]
-                report(done, total)
-            if split.is_sharded:
-                index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
-                write_json(partial / "model.safetensors.index.json", index)
-            finish(partial)
-        except LeanError:  # starting again would not help
-            shutil.rmtree(partial)
-            with suppress(OSError):  # not empty: another process writes there
-                for directory in made[1:]:
-                    directory.rmdir()
-            raise
-        (partial / JOB).unlink()
-        (partial / LOCK).unlink(missing_ok=True)
-        if out.exists():
-            out.rmdir()  # empty, as checked
-        partial.replace(out)
-
-
-def _whole_shards(partial: Path, job: Mapping[str, Any], sizes: Mapping[str, int]) -> set[str]:
-    """Return the shards that an interrupted start of the same job has written."""
-    try:
-        begun = read_json(partial / JOB)
-    except LeanError:
-        return set()
-    return {file for file in sizes if begun == job and (partial / file).exists()}
-
-
-def _begin(partial: Path, job: dict[str, Any], sizes: Mapping[str, int]) -> None:
-    """Leave nothing in `partial` but whole shards of this job, the job, and the lock."""
-    whole = _whole_shards(partial, job, sizes)
-    for path in partial.iterdir():
-        if path.name not in {*whole, JOB, LOCK}:
-            remove(path)
-    write_json(partial / JOB, job)
+    with unfinished(out, "partial", "writing") as partial:
+        check_free(out)  # another process may have finished it
+        work.start(keep=sizes)
+        report = progress or (lambda done, total: None)
+        done, total = 0, sum(sizes.values())
+        for file, names in split.filename_to_tensors.items():
+            if not (partial / file).exists():
+                for part in _write_shard(partial / file, names, tensors, dtype, exact):
+                    report(done + part, total)
+            done += sizes[file]
+            report(done, total)
+        if split.is_sharded:
+            index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
+            write_json(partial / "model.safetensors.index.json", index)
+        finish(partial)
+        work.publish(out)
+    # What an interrupted conversion to `out` has left, which another command has now taken the place of.
+    if not is_locked(calibration := beside(out, "calibration")):
+        remove(calibration)
 
 
 def source_hashes(source: Checkpoint) -> dict[str, str]:

@@ -7,8 +7,8 @@ import typer
 
 from ..errors import LeanError
 from ..files import check_free
-from ..progress import progress_bar
-from .options import SOURCE, Out, as_dtype, console
+from ..progress import console, progress_bar
+from .options import SOURCE, Out, as_dtype
 
 StoredDtype = Annotated[str | None, typer.Option(help="fp64, fp32 or bf16. Default: as stored.", show_default=False)]
 
@@ -22,7 +22,7 @@ def import_checkpoint(
 
     leanqkv import model.Q8_0.gguf --out runs/model
     """
-    _convert(source, out, dtype, stock=False)
+    _rewrite(source, out, dtype, stock=False)
 
 
 def export_checkpoint(
@@ -37,23 +37,14 @@ def export_checkpoint(
     leanqkv export runs/a --format stock --out hf/a
     """
     if format != "stock":
-        raise LeanError(f"--format is stock, found {format!r}")
-    _convert(source, out, dtype, stock=True, family=family)
+        raise LeanError(f"`format` is stock, found {format!r}")
+    _rewrite(source, out, dtype, stock=True, family=family)
 
 
-def _convert(source: Path, out: Path, dtype: str | None, *, stock: bool, family: str | None = None) -> None:
+def _rewrite(source: Path, out: Path, dtype: str | None, *, stock: bool, family: str | None = None) -> None:
     check_free(out, source)
-    from ..checkpoints.memory import give_back_freed_memory
-    from ..checkpoints.open import open_checkpoint
-    from ..checkpoints.tensors import finite
-    from ..checkpoints.write import write_model
+    from ..checkpoints.write import rewrite
 
-    give_back_freed_memory()
-    opened = open_checkpoint(source)
-    config, tensors = opened.config, finite(opened.tensors)
-    stored = as_dtype(dtype) or opened.dtype
     with progress_bar("writing", in_bytes=True) as bar:
-        name = write_model(
-            opened, out, config, tensors, stored, stock=stock, family=family, exact=dtype is None, progress=bar
-        )
-    console.print(f"{out}: {name}, {config.plan.count_parameters().total:,} parameters", highlight=False)
+        name, parameters = rewrite(source, out, as_dtype(dtype), stock=stock, family=family, progress=bar)
+    console.print(f"{out}: {name}, {parameters:,} parameters", highlight=False)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import LeanError
-from ..files import check_out
+from ..job import check_out
+from . import options
 from .options import (
     NAME_HELP,
     ClusterOptions,
@@ -91,8 +92,6 @@ def compare(
 
     leanqkv compare --suite kv-sharing --scale small --seeds 3 --out runs/kv-sharing
 
-    leanqkv compare vit-digits vit-digits+skipv1 --data digits --out runs/images
-
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
 
     leanqkv compare gpt2-124m gpt2-124m+skipv1 --launcher submitit --partition gpu --out runs/gpt2
@@ -115,7 +114,7 @@ def compare(
         context_length=context_length,
         micro_batch_size=micro_batch_size,
         evaluate_every=evaluate_every or chosen.evaluate_every,
-        command=shlex.join(["leanqkv", *sys.argv[1:]]),
+        command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
     )
     prepared = _prepare(comparison, data)
     sequences = evaluation_sequences or prepared.evaluation_size(chosen.evaluation_sequences)
@@ -128,20 +127,17 @@ def compare(
 
 def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
     """The data of the command line, or else the comparison's own."""
-    from ..presets import preset
-
     if options.data is None:
         options = replace(options, data=comparison.data, tokenizer=options.tokenizer or comparison.tokenizer)
-    configs = [preset(entry.model) for entry in comparison.entries.values()]
-    return prepare(options, configs)
+    return prepare(options, [*comparison.configs.values()])
 
 
 def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:
     """Run a comparison with a bar for every run; `options` are those of `run_comparison`."""
-    from ..compare.comparison import Job, Update, run_comparison
+    from ..compare.comparison import PlannedRun, Update, run_comparison
     from ..progress import training_display
 
-    def label(job: Job) -> str:
+    def label(job: PlannedRun) -> str:
         role = f" lr {job.spec.recipe.learning_rate:g}" if job.spec.role == "grid" else ""
         return f"{job.spec.name}{role} seed {job.spec.seed}"
 

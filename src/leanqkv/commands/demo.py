@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..environment import check_device, default_device
-from ..files import check_out, read_json, write_json
+from ..files import read_json
+from ..job import check_out
 from ..progress import progress_bar
 from .compare import train_with_display
 from .options import DataOptions, Device, console, prepare
 
 if TYPE_CHECKING:
     from ..demo.phases import Settings
+    from ..job import Job
 
 
 def demo(
@@ -42,10 +44,10 @@ def demo(
     settings = Settings(steps=steps)
     sequences = settings.evaluation_sequences
     check_plan(steps=steps, batch_size=settings.batch_size, evaluation_sequences=sequences, different=sequences)
-    record = claim(out, settings, device)
+    job = claim(out, settings, device)
     console.print(SCALE, highlight=False)
-    if any(phase not in record for phase in PHASES):
-        _run_phases(out, settings, record, device)
+    if any(phase not in job.content for phase in PHASES):
+        _run_phases(job, settings, device)
     page = write_page(out)
     console.print(terminal_table(read_json(out / RECORD)))
     minutes, seconds = divmod(round(time.monotonic() - started), 60)
@@ -53,37 +55,34 @@ def demo(
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
 
 
-def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device: str) -> None:
+def _run_phases(job: "Job", settings: "Settings", device: str) -> None:
     """Run the phases that the record does not have yet; it is stored after each."""
     from ..demo import phases
     from ..presets import preset
     from ..report.comparison_page import write_report
 
     data: Any = prepare(DataOptions(settings.data, max_documents=settings.documents), [preset(settings.baseline)])
+    out, record = job.directory, job.content
     phases.check_data(record, data)
 
     def begin(phase: str, title: str) -> bool:
         console.print(f"{phases.PHASES.index(phase) + 1}/{len(phases.PHASES)} {title}", highlight=False, style="bold")
         return phase not in record
 
-    def store(phase: str, content: dict[str, Any]) -> None:
-        record[phase] = content
-        write_json(out / phases.RECORD, record)
-
     models = f"{settings.baseline} and {settings.variant}"
     if begin("training", f"train {models} on the same batches, {settings.steps:,} steps"):
         # bfloat16 is emulated on many CPUs, and timing what is faster takes as long as these runs.
         train_with_display(settings.comparison(), data, out / phases.COMPARISON, precision="fp32", device=device)
         write_report(out / phases.COMPARISON)
-        store("training", phases.training_results(out, settings, data))
+        job.write(training=phases.training_results(out, settings, data))
     if begin("conversion", f"convert the trained {settings.baseline} to a smaller KV cache"):
         with progress_bar("passes over the calibration text") as bar:
-            store("conversion", phases.convert(out, settings, data, bar))
+            job.write(conversion=phases.convert(out, settings, data, bar))
     before, after = record["conversion"]["kv_bytes_per_token_bf16"]
     console.print(f"{before:,} -> {after:,} bytes of KV cache per token ({after / before - 1:+.1%})", highlight=False)
     if begin("elimination", f"remove weights from the trained {settings.baseline} exactly, and verify"):
         with progress_bar("solving") as bar:
-            store("elimination", phases.eliminate(out, settings, data, bar.describe))
+            job.write(elimination=phases.eliminate(out, settings, data, bar.describe))
     certificate = record["elimination"]["certificate"]
     before, after = certificate["parameters"].values()
     console.print(
@@ -94,7 +93,7 @@ def _run_phases(out: Path, settings: "Settings", record: dict[str, Any], device:
     )
     if begin("evaluation", "score all four models on the same held-out text"):
         with progress_bar("models scored") as bar:
-            store("evaluation", phases.evaluate(out, settings, data, device, bar))
+            job.write(evaluation=phases.evaluate(out, settings, data, device, bar))
     if begin("decoding", "decode the same prompt with each"):
         with progress_bar("continuations") as bar:
-            store("decoding", phases.decode(out, settings, data, device, bar))
+            job.write(decoding=phases.decode(out, settings, data, device, bar))

@@ -9,7 +9,7 @@ import typer
 
 from ..environment import check_device
 from ..errors import LeanError
-from ..files import RECORD_FORMAT, write_json
+from ..files import RECORD_FORMAT, check_new_file, write_json
 from .options import SOURCE, Device, MaxDocuments, TextField, console, option_groups
 
 
@@ -83,10 +83,8 @@ def evaluate(
     if (text.data is None) == (tasks.tasks is None):
         raise LeanError("give a text to score with --data, or tasks with --tasks: one of the two")
     _refuse(tasks if tasks.tasks is None else text, "--tasks" if tasks.tasks is None else "--data")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise LeanError(f"--out {out} cannot be written; give a file, in a folder that exists")
-    if out is not None and out.exists() and source.resolve() in (out.resolve(), out.resolve().parent):
-        raise LeanError(f"--out {out} is a file of the checkpoint, which stays as it is; choose another name")
+    if out is not None:
+        check_new_file(out)
     from ..checkpoints.open import open_causal_lm
     from .scoring import Scored, parsed_precision, score_tasks, score_text
 

@@ -8,7 +8,8 @@ import typer
 from ..convert.targets import BUDGETED, SMALLER, SWEPT, listed
 from ..environment import check_device, command_line
 from ..errors import LeanError
-from ..files import check_out, write_json
+from ..files import write_json
+from ..job import check_out
 from ..progress import continued_when_repeated, progress_bar
 from .convert import read_share
 from .options import SOURCE, console

@@ -5,12 +5,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import LeanError
+from ..files import check_apart
 from ..progress import console, progress_bar
 from ..ranges import check_options
 
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
     from ..model.config import LeanConfig
     from ..train.tasks import Data as PreparedData
 
+TEXTS = ("data", "calibration", "evaluate")  # options that name texts
+PROGRAM = "leanqkv"  # as records name the command that made them
 NAME_HELP = "BASE+MECHANISM:option=value+field=value, for example tiny+skipv1:ratio=0.25 (see `leanqkv presets`)"
 
 SOURCE = (
     "Checkpoint directory: of leanqkv, or GPT-2, GPT-NeoX, LLaMA, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, "
     "Granite, OLMo 2, Phi-3 or SmolLM3; or a .gguf file"
 )
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 Out = Annotated[
     Path, typer.Option(help="New directory; written whole or not at all. Killed and started again it goes on.")
 ]
@@ -34,8 +39,7 @@ Data = Annotated[
     typer.Option(
         help="Text, JSONL or Parquet file or folder, nanoGPT's or Megatron's .bin, stdlib, prose (English, of "
         "docstrings), a Hugging Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this "
-        "Python's standard library. For a model of images: digits (the default), cifar10, cifar100, or a folder or "
-        "dataset of images with class labels.",
+        "Python's standard library.",
         show_default=False,
     ),
 ]
@@ -47,11 +51,11 @@ TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datase
 MaxDocuments = Annotated[int | None, typer.Option(help="Read no more documents than that.")]
 Workers = Annotated[int, typer.Option(help="Processes that tokenize a text on first use. One uses some cores, too.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the warm-up scales along.")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences or images per step, over all processes.")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences per step, over all processes.")]
 MicroBatchSize = Annotated[
     int | None,
     typer.Option(
-        help="Sequences or images a process takes at a time; the rest is accumulated. Default: what fits in memory.",
+        help="Sequences a process takes at a time; the rest is accumulated. Default: what fits in memory.",
         show_default=False,
     ),
 ]
@@ -112,7 +116,7 @@ class RunOptions:
     evaluation_sequences: Annotated[
         int | None,
         typer.Option(
-            help="Validation sequences, the same each time. Default: 128; of images the whole test split.",
+            help="Validation sequences, the same each time. Default: 128.",
             show_default=False,
         ),
     ] = None
@@ -157,9 +161,8 @@ class TeacherOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if self.teacher is None and getattr(self, field.name) != field.default:
-                raise LeanError(f"--{field.name.replace('_', '-')} goes with --teacher DIR; leave it out")
+        if self.teacher is None:
+            check_left_out(self, "`teacher` DIR")
 
 
 @dataclass(frozen=True)
@@ -186,13 +189,12 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         if self.launcher not in ("local", "submitit"):
-            raise LeanError(f"--launcher is local or submitit, found {self.launcher!r}")
-        for each in fields(self)[1:]:
-            if self.launcher == "local" and getattr(self, each.name) != each.default:
-                raise LeanError(f"--{each.name.replace('_', '-')} goes with --launcher submitit; leave it out")
+            raise LeanError(f"`launcher` is local or submitit, found {self.launcher!r}")
+        if self.launcher == "local":
+            check_left_out(self, "`launcher=submitit`")
         for parameter in self.slurm or ():
             if not re.fullmatch(r"[A-Za-z_-]+=.+", parameter):
-                raise LeanError(f"--slurm takes NAME=VALUE, such as account=lab; found {parameter!r}")
+                raise LeanError(f"`slurm` takes NAME=VALUE, such as account=lab; found {parameter!r}")
 
     def chosen(self) -> "Cluster | None":
         """Return the cluster, or None for this command's own processes."""
@@ -206,10 +208,18 @@ class ClusterOptions:
         return Cluster(self.cluster, *sizes, options)
 
 
-def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
-    """Let parameters of a Typer command be dataclasses of options: every field is an option of the command line.
+def check_left_out(options: Any, leader: str) -> None:
+    """Refuse options of a group that were given without `leader`, which they go with."""
+    for field in fields(options):
+        if getattr(options, field.name) != field.default:
+            raise LeanError(f"`{field.name}` goes with {leader}; leave it out")
 
-    Options without a default come first.
+
+def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
+    """Return a function for Typer that checks every number and the place of results, and then calls the command.
+
+    Of a parameter that is a dataclass of options every field is an option of the command line. Options without a
+    default come first.
     """
     signature = inspect.signature(command)
     groups: dict[str, Any] = {
@@ -225,6 +235,11 @@ def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**values: Any) -> None:
+        check_options(values)
+        if isinstance(values.get("out"), Path):
+            given = [values.get(name) or [] for name in TEXTS]
+            texts = chain.from_iterable([text] if isinstance(text, str) else text for text in given)
+            check_apart(values["out"], *texts)
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
@@ -232,19 +247,6 @@ def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
     # Typer reads both.
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
-
-def with_checked_numbers(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with every number among its options checked before anything else is done."""
-    signature = inspect.signature(command)
-
-    @wraps(command)
-    def run(**values: Any) -> None:
-        check_options(values)
-        command(**values)
-
-    run.__signature__ = signature  # type: ignore[attr-defined]
     return run
 
 
@@ -275,11 +277,9 @@ def outcome(record: dict[str, Any]) -> str:
 
 
 def as_dtype(name: str | None) -> Any:
-    """Return the torch dtype of --dtype, or None."""
-    from ..eliminate.certify import DTYPES
+    """Return the torch dtype of `dtype`, or None."""
+    if name not in (None, *DTYPES):
+        raise LeanError(f"`dtype` is one of {', '.join(DTYPES)}, found {name!r}")
+    import torch
 
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise LeanError(f"--dtype is one of {', '.join(DTYPES)}, found {name!r}")
-    return DTYPES[name]
+    return name and getattr(torch, DTYPES[name])

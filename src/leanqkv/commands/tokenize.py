@@ -27,7 +27,8 @@ def tokenize(
 
     configs = [presets.preset(name) for name in names]
     for name, config in zip(names, configs, strict=True):
-        if task_of(config, name).reads != "text":
+        if config.task == "image_classification":
             raise LeanError(f"{name} is a model of images, and only text has tokens")
+        task_of(config, name)
     prepared = prepare(data, configs)
     console.print(f"files: {prepared.directory}", highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..files import check_out
+from ..job import check_out
 from .options import (
     NAME_HELP,
     SOURCE,
@@ -32,8 +32,6 @@ def train(
     leanqkv train …`.
 
     leanqkv train small+skipv1 --steps 600 --out runs/skipv1
-
-    leanqkv train vit-tiny+skipv1 --data cifar10 --out runs/cifar10
     """
     _check_out(run.out)
     from .. import presets

@@ -12,7 +12,7 @@ from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..environment import check_device, free_memory
 from ..errors import LeanError, TimeIsUpError
-from ..files import check_out
+from ..job import check_out
 from ..model.config import LeanConfig
 from ..presets import Recipe
 from ..progress import console, progress_bar, training_display

@@ -6,17 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 
 from ..environment import available_cores, check_device, default_device, hardware, place_of
 from ..errors import LeanError
-from ..files import check_out, make_directory, partial_name, write_json
-from ..presets import Recipe, preset
+from ..files import partial_name
+from ..job import Job
 from ..records import COMPARISON as PLAN
-from ..records import read_record
 from ..train import (
     Precision,
     RunSpec,
@@ -30,10 +28,10 @@ from ..train.directory import RECORD
 from ..train.micro_batch import split_batch
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
-from .jobs import Job, Update, run_jobs
+from .jobs import PlannedRun, Update, run_jobs
 from .launch import Cluster, Launcher
 from .places import as_begun, to_train_here
-from .suite import Comparison, Entry, shortened
+from .suite import Comparison, shortened
 
 COMPARISON = "compare.json"
 # The fields of a comparison that compare.json has as they are.
@@ -58,7 +56,7 @@ def run_comparison(
     jobs: int | None = None,
     cluster: Cluster | None = None,
     on_message: Callable[[str], None] = lambda text: None,
-    on_jobs: Callable[[Sequence[Job]], None] = lambda jobs: None,
+    on_jobs: Callable[[Sequence[PlannedRun]], None] = lambda jobs: None,
     on_update: Callable[[Update], None] = lambda update: None,
 ) -> None:
     """Train what is not trained yet; `out` then holds compare.json and one directory per run under runs/.
@@ -76,45 +74,40 @@ def run_comparison(
         raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
     elsewhere = cluster is not None and cluster.elsewhere
     if not elsewhere:
-        device = check_device(device or default_device())
-    asked = parse_precision(precision)
-    configs = {label: preset(entry.model) for label, entry in comparison.entries.items()}
-    recipes = {label: entry.full_recipe(comparison.recipe) for label, entry in comparison.entries.items()}
-    rates = {label: own.learning_rate for label, own in recipes.items()}
-    context = comparison.context_length or min(config.max_position_embeddings for config in configs.values())
-    for label, config in configs.items():
+        device = check_device(device)
+    asked, recipes = parse_precision(precision), comparison.recipes
+    context = comparison.context_length or min(c.max_position_embeddings for c in comparison.configs.values())
+    for label, config in comparison.configs.items():
         check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
-        split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses what does not divide
-    directory = _Directory(out, replace(comparison, context_length=context), data.sha256)
-    directory.begin(asked, None if elsewhere else device)
+        split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses a batch that does not divide
+    directory = _Directory(
+        out, replace(comparison, context_length=context), data.sha256, asked, device, jobs, elsewhere
+    )
+    directory.begin()
     launcher = None if cluster is None else Launcher(cluster, out)
-    if launcher is not None and not directory.is_settled(None if elsewhere else device):
-        # What fits and what is fast is asked on the device of a job.
+    if launcher is not None and directory.precision is None:
+        # Memory and speed are those of the device of a job.
         on_message("a job chooses micro-batch and precision")
-        directory = launcher.wait_for(_settled, directory, asked, device, 1 if elsewhere else jobs, elsewhere)
-    of_cluster = directory.content.get("cluster_hardware") if elsewhere else None
-    chosen, workers = directory.settle(asked, "cpu" if elsewhere else device, jobs, on_message, of_cluster)
+        directory = launcher.wait_for(_settled, directory)
+    workers = directory.settle(on_message)
     threads, settings = directory.content["threads"], {"device": device, "batches": out / "batches"}
 
-    def train_all(todo: list[Job]) -> dict[Path, dict[str, Any]]:
+    def train_all(todo: list[PlannedRun]) -> dict[Path, dict[str, Any]]:
         on_jobs(todo)
-        todo = sorted(todo, key=lambda job: not (job.out / RECORD).exists())  # first what is done
+        todo = sorted(todo, key=lambda job: not (job.out / RECORD).exists())  # finished ones first
         if launcher is None:
             return run_jobs(todo, data, settings, workers, threads, on_update)
         at_once = jobs or len(todo) if elsewhere else workers
         return launcher.run(todo, data, settings, threads, at_once, on_message, on_update)
 
+    rates = {label: own.learning_rate for label, own in recipes.items()}
     if comparison.learning_rates:
-        grid = [
-            as_begun(directory.job(label, comparison.grid_seed, rate, "grid", chosen))
-            for label in rates
-            for rate in comparison.learning_rates
-        ]
+        tried = product(rates, comparison.learning_rates)
+        grid = [as_begun(directory.job(label, comparison.grid_seed, rate, "grid")) for label, rate in tried]
         rates = _best_rates(grid, train_all(grid))
     directory.write(chosen_learning_rate=rates)
-    finals = [directory.job(label, seed, rates[label], "final", chosen) for seed in comparison.seeds for label in rates]
-    here = of_cluster if elsewhere else directory.hardware(device)
-    train_all(to_train_here(finals, here, elsewhere, on_message))
+    finals = [directory.job(label, seed, rates[label], "final") for seed in comparison.seeds for label in rates]
+    train_all(to_train_here(finals, directory.here, elsewhere, on_message))
 
 
 def default_jobs(device: str, parameters: int) -> int:
@@ -130,250 +123,198 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", name)
 
 
-class _Directory:
-    """The directory of a comparison: compare.json, and under runs/ one directory per run."""
+class _Directory(Job):
+    """The directory of a comparison: compare.json, and under runs/ one directory per run.
 
-    def __init__(self, out: Path, comparison: Comparison, data_sha256: str):
-        """Make `out` this comparison's own, or go on with what an earlier start of it wrote.
+    Attributes:
+        asked: the precision of the command line; None: the fastest.
+        device: of the runs; None: the default one of the machine that they are made on.
+        elsewhere: the runs are made on the machines of a cluster, not on this one.
+    """
 
-        That may have had fewer models or seeds.
+    def __init__(
+        self,
+        out: Path,
+        comparison: Comparison,
+        data_sha256: str,
+        asked: Precision | None,
+        device: str | None,
+        jobs: int | None,
+        elsewhere: bool,
+    ):
+        """Read what an earlier start wrote, which may have had fewer models or seeds.
 
         Raises:
             LeanError: `out` holds something else.
         """
-        check_out(out, "comparison")
-        self.out, self.comparison, self.data_sha256 = out, comparison, data_sha256
-        wanted, file = self._plan(), out / COMPARISON
-        if file.exists():
-            self.content = read_record(file, PLAN, f"choose another --out or delete {out}")
-            # A key that an earlier version did not write yet says nothing against it.
-            compared = wanted.keys() & self.content.keys() - {"command", "title", "notes"}
-            different = [key for key in wanted if key in compared and self.content[key] != wanted[key]]
-            if different and _has_grown(different, self.content, wanted):
-                self.content |= {key: wanted[key] for key in (*different, "command", "title", "notes")}
-            elif different:
-                there, asked = (
-                    {key: shorten(str(plan[key]), 80) for key in different} for plan in (self.content, wanted)
-                )
-                shown = "; ".join(f"{key}: {there[key]} there, {asked[key]} asked" for key in different)
-                raise LeanError(f"{out} holds another comparison ({shown}); choose another --out or delete it")
-            return
-        self.content = wanted
+        self.comparison, self.data_sha256 = comparison, data_sha256
+        self.asked, self.device, self.jobs, self.elsewhere = asked, device, 1 if elsewhere else jobs, elsewhere
+        super().__init__(out, self._plan(), COMPARISON)
+        again = f"choose another `out` or delete {out}"
+        self.claim("comparison", PLAN, again, ignored=("command", "title", "notes"), grows=self._grows)
 
-    def begin(self, asked: Precision | None, device: str | None) -> None:
+    def _plan(self) -> dict[str, Any]:
+        """compare.json as it is before anything has run."""
+        comparison, grid = self.comparison, None
+        if comparison.learning_rates is not None:
+            grid = {"seed": comparison.grid_seed, "learning_rates": list(comparison.learning_rates)}
+            grid |= {} if comparison.grid_steps is None else {"steps": comparison.grid_steps}
+        return {name: getattr(comparison, name) for name in RECORDED} | {
+            "baseline": next(iter(comparison.entries)),
+            "architectures": list(comparison.entries),
+            "groups": [[entry.label for entry in group] for group in comparison.groups],
+            "entries": {
+                label: {"model": entry.model, "recipe": dict(entry.recipe), "row": entry.row}
+                for label, entry in comparison.entries.items()
+            },
+            "seeds": list(comparison.seeds),
+            "grid": grid,
+            "recipe": dict(comparison.recipe),
+            "data_sha256": self.data_sha256,
+            "notes": list(comparison.notes),
+        }
+
+    def _grows(self, different: Sequence[str], there: Mapping[str, Any]) -> bool:
+        """Whether this plan has all of the one there, and models or seeds besides."""
+        return (
+            {*different} <= {*GROWING}
+            and len(there["groups"]) == len(self.spec["groups"])
+            and all(own == more[: len(own)] for own, more in zip(there["groups"], self.spec["groups"], strict=True))
+            and there["entries"].items() <= self.spec["entries"].items()
+            and {*there["seeds"]} <= {*self.spec["seeds"]}
+        )
+
+    def begin(self) -> None:
         """Write the plan, unless a run of it could not be made.
 
         Raises:
             LeanError: a recipe or a directory's name that cannot be, or what was settled by an earlier start does not
                 fit what is asked now.
         """
-        self._check_runs(asked or Precision())
-        self._check_micro_batch()
-        if (begun := self._begun(device)) is not None:
-            self._refuse_another(asked, begun)
-        make_directory(self.out)
-        self.write()
-
-    def _check_runs(self, precision: Precision) -> None:
-        """Make every run's job, at every rate, and check that each has a directory of its own."""
         comparison, names = self.comparison, []
-        for label, entry in comparison.entries.items():
-            rates, grid = comparison.learning_rates or (), (comparison.grid_seed,)
-            finals = rates or (self._recipe(entry).learning_rate,)
-            for role, seeds, tried in (("grid", grid, rates), ("final", comparison.seeds, finals)):
-                jobs = (self.job(label, seed, rate, role, precision) for seed, rate in product(seeds, tried))
-                names += [partial_name(job.out).name for job in jobs]
+        for label, recipe in comparison.recipes.items():
+            rates = comparison.learning_rates
+            finals = product(comparison.seeds, rates or (recipe.learning_rate,))
+            jobs = [self.job(label, seed, rate, "final") for seed, rate in finals]
+            jobs += [self.job(label, comparison.grid_seed, rate, "grid") for rate in rates or ()]
+            names += [partial_name(job.out).name for job in jobs]
+            if (kept := self.content.get("chosen_micro_batch_size")) and recipe.batch_size % kept:
+                raise LeanError(
+                    f"{self.directory} was begun with micro-batches of {kept}, which the batch of {label}, "
+                    f"{recipe.batch_size}, is not made of; choose another --out for it"
+                )
         if repeated := [name for name in names if names.count(name) > 1]:
             raise LeanError(f"two runs would have one directory, {repeated[0]}; learning rates count to six digits")
         if len(longest := max(names, key=len)) > NAME_MAX:
             raise LeanError(f"a directory of {len(longest)} characters cannot be made: {longest}; give a shorter label")
+        self.write()
 
-    def _check_micro_batch(self) -> None:
-        """Check that the micro-batch that an earlier start chose divides every batch, those of added models too."""
-        kept = self.content.get("chosen_micro_batch_size")
-        for label, entry in self.comparison.entries.items():
-            if kept and (batch := self._recipe(entry).batch_size) % kept:
-                raise LeanError(
-                    f"{self.out} was begun with micro-batches of {kept}, which the batch of {label}, {batch}, is not "
-                    "made of; choose another --out for it"
-                )
+    @property
+    def here(self) -> dict[str, Any] | None:
+        """The machine of the runs as records name it, with their threads; None while a cluster's is not known."""
+        if self.elsewhere:
+            return self.content.get("cluster_hardware")
+        return {**hardware(self.device or default_device()), "threads": self.content.get("threads")}
 
-    def _recipe(self, entry: Entry) -> Recipe:
-        return entry.full_recipe(self.comparison.recipe)
+    @property
+    def precision(self) -> Precision | None:
+        """The precision that is settled for the machine of the runs, or None.
 
-    def _begun(self, device: str | None) -> Precision | None:
-        """Return the precision that an earlier start settled for this machine; of None: for those of a cluster."""
-        here = self.content.get("cluster_hardware") if device is None else self.hardware(device)
-        by_place = self.content.get("places")
-        record = self.content.get("precision") if by_place is None else here and by_place.get(place_of(here))
-        return None if record is None else parse_precision(record["choice"])
-
-    def _refuse_another(self, asked: Precision | None, begun: Precision) -> None:
-        if asked is not None and asked != begun:
-            raise LeanError(f"{self.out} was begun in {begun}, {asked} is asked; choose another --out or delete it")
-
-    def _plan(self) -> dict[str, Any]:
-        """compare.json as it is before anything has run."""
-        comparison = self.comparison
-        entries = comparison.entries
-        return {name: getattr(comparison, name) for name in RECORDED} | {
-            "baseline": next(iter(entries)),
-            "architectures": list(entries),
-            "groups": [[entry.label for entry in group] for group in comparison.groups],
-            "entries": {
-                label: {"model": entry.model, "recipe": dict(entry.recipe), "row": entry.row}
-                for label, entry in entries.items()
-            },
-            "seeds": list(comparison.seeds),
-            "grid": self._grid(),
-            "recipe": dict(comparison.recipe),
-            "data_sha256": self.data_sha256,
-            "notes": list(comparison.notes),
-        }
-
-    def _grid(self) -> dict[str, Any] | None:
-        if (rates := self.comparison.learning_rates) is None:
+        Raises:
+            LeanError: another one is asked.
+        """
+        record = self.here and self.content.get("places", {}).get(place_of(self.here))
+        if not record:
             return None
-        grid = {"seed": self.comparison.grid_seed, "learning_rates": list(rates)}
-        steps = self.comparison.grid_steps
-        return grid if steps is None else {**grid, "steps": steps}
+        begun = parse_precision(record["choice"], record["milliseconds_per_step"])
+        if begun is None:
+            raise LeanError(f"{self.file} names no precision that was chosen, found {record['choice']!r}")
+        if self.asked not in (None, begun):
+            raise LeanError(
+                f"{self.directory} was begun in {begun}, {self.asked} is asked; choose another --out or delete it"
+            )
+        return begun
 
-    def write(self, **changes: Any) -> None:
-        self.content |= changes
-        write_json(self.out / COMPARISON, self.content)
-
-    def is_settled(self, device: str | None) -> bool:
-        """Whether `settle` has nothing to choose on this machine; of None: on those of a cluster."""
-        if "places" not in self.content:
-            return "precision" in self.content  # an earlier version's holds everywhere
-        here = self.content.get("cluster_hardware") if device is None else self.hardware(device)
-        return here is not None and place_of(here) in self.content["places"]
-
-    def hardware(self, device: str | None) -> dict[str, Any]:
-        """Return this machine as records name it, with the threads that the comparison's runs have."""
-        return {**hardware(device or default_device()), "threads": self.content.get("threads")}
-
-    def settle(
-        self,
-        asked: Precision | None,
-        device: str | None,
-        jobs: int | None,
-        on_message: Callable[[str], None],
-        of_cluster: dict[str, Any] | None = None,
-    ) -> tuple[Precision, int]:
-        """Settle threads, micro-batch and precision of every run; return the precision, and how many runs at a time.
+    def settle(self, on_message: Callable[[str], None]) -> int:
+        """Settle threads, micro-batch and precision of every run, and return how many runs to train at a time.
 
         What was settled before stays: with other `jobs` the numbers would not be the same. The precision is that of
-        this machine, or that of a cluster's: another processor may be fast in another one.
+        the machine: another processor may be fast in another one.
         """
-        device = check_device(device or default_device())
-        models = [preset(entry.model) for entry in self.comparison.entries.values()]
-        largest = max(config.plan.count_parameters().total for config in models)
-        workers = min(self.comparison.runs, jobs or default_jobs(device, largest))
+        device, comparison = self.device or default_device(), self.comparison
+        largest = max(config.plan.count_parameters().total for config in comparison.configs.values())
+        workers = min(comparison.runs, self.jobs or default_jobs(device, largest))
         # Kept, because sums in another number of threads round differently: a run goes on as it began.
         threads = torch.get_num_threads()  # of all cores, or what OMP_NUM_THREADS says
         if device == "cpu":
             threads = min(threads, max(1, available_cores() // workers))
         torch.set_num_threads(self.content.setdefault("threads", threads))
-        self._settle_micro_batch(asked, device, workers, on_message)
-        place = place_of(of_cluster or self.hardware(device))
-        return self._settle_precision(asked, device, place, on_message), workers
+        if comparison.micro_batch_size is None:
+            if "chosen_micro_batch_size" not in self.content:
+                self._choose_micro_batch(device, free_memory(device) // workers, on_message)
+            self.comparison = replace(comparison, micro_batch_size=self.content["chosen_micro_batch_size"])
+        if self.precision is None:
+            assert self.here is not None
+            record = (self.asked or self._fastest(device, on_message)).record()
+            self.write(precision=record, places=self.content.get("places", {}) | {place_of(self.here): record})
+        return workers
 
-    def _settle_micro_batch(
-        self, asked: Precision | None, device: str, workers: int, on_message: Callable[[str], None]
-    ) -> None:
-        """Set the micro-batch of every run: the one asked for, else the one begun with, else what fits for every model.
+    def _choose_micro_batch(self, device: str, memory: int, on_message: Callable[[str], None]) -> None:
+        """Choose the largest micro-batch that fits every model."""
+        comparison = self.comparison
+        assert comparison.context_length is not None
+        steps = [
+            Step(config, comparison.recipes[label].batch_size, comparison.context_length, device, self.asked)
+            for label, config in comparison.configs.items()
+        ]
+        chosen = choose_micro_batch(steps, memory)
+        on_message(str(chosen))
+        self.write(chosen_micro_batch_size=chosen.size)
 
-        Runs that an earlier version began without one take whole batches.
-        """
-        comparison, context_length = self.comparison, self.comparison.context_length
-        if comparison.micro_batch_size is not None:
-            return
-        if "chosen_micro_batch_size" not in self.content and "precision" not in self.content:
-            assert context_length is not None
-            recipes = {label: entry.full_recipe(comparison.recipe) for label, entry in comparison.entries.items()}
-            steps = [
-                Step(preset(entry.model), recipes[label].batch_size, context_length, device, asked)
-                for label, entry in comparison.entries.items()
-            ]
-            chosen = choose_micro_batch(steps, free_memory(device) // workers)
-            on_message(str(chosen))
-            self.write(chosen_micro_batch_size=chosen.size)
-        chosen_size = self.content.get("chosen_micro_batch_size")
-        self.comparison = replace(comparison, micro_batch_size=chosen_size)
+    def _fastest(self, device: str, on_message: Callable[[str], None]) -> Precision:
+        """Return the precision that the baseline is trained fastest in."""
+        comparison, baseline = self.comparison, next(iter(self.comparison.entries))
+        assert comparison.context_length is not None
+        return choose_precision(
+            comparison.configs[baseline],
+            batch_size=comparison.micro_batch_size or comparison.recipes[baseline].batch_size,
+            context_length=comparison.context_length,
+            steps=comparison.recipes[baseline].steps,
+            device=device,
+            progress=on_message,
+        )
 
-    def _settle_precision(
-        self, asked: Precision | None, device: str, place: str, on_message: Callable[[str], None]
-    ) -> Precision:
-        """Return the precision of runs at a place: the one begun in, else the one asked for, else the fastest."""
-        by_place = self.content.get("places", {})
-        earlier = "precision" in self.content and not by_place  # an earlier version's holds everywhere
-        record = self.content["precision"] if earlier else by_place.get(place)
-        if record is None:
-            baseline = next(iter(self.comparison.entries.values()))
-            recipe, context_length = baseline.full_recipe(self.comparison.recipe), self.comparison.context_length
-            assert context_length is not None
-            chosen = asked or choose_precision(
-                preset(baseline.model),
-                batch_size=self.comparison.micro_batch_size or recipe.batch_size,
-                context_length=context_length,
-                steps=recipe.steps,
-                device=device,
-                progress=on_message,
-            )
-            record = chosen.record()
-        begun = parse_precision(record["choice"])
-        if begun is None:
-            raise LeanError(f"{self.out / COMPARISON} names no precision that was chosen, found {record['choice']!r}")
-        self._refuse_another(asked, begun)
-        if not earlier:
-            self.write(precision=record, places=by_place | {place: record})
-        return replace(begun, timings=record["milliseconds_per_step"])
-
-    def job(self, label: str, seed: int, learning_rate: float, role: str, precision: Precision) -> Job:
-        entry = self.comparison.entries[label]
-        overrides = {**self.comparison.recipe, "learning_rate": learning_rate}
-        if role == "grid" and self.comparison.grid_steps is not None:
-            overrides = shortened(overrides, self._recipe(entry).steps, self.comparison.grid_steps)
+    def job(self, label: str, seed: int, learning_rate: float, role: str) -> PlannedRun:
+        """Return a run of the comparison, in the precision that is settled."""
+        comparison, precision = self.comparison, self.precision or Precision()
+        overrides = {**comparison.recipe, "learning_rate": learning_rate}
+        if role == "grid" and comparison.grid_steps is not None:
+            overrides = shortened(overrides, comparison.recipes[label].steps, comparison.grid_steps)
         spec = RunSpec(
-            **{setting.name: getattr(self.comparison, setting.name) for setting in fields(RunSettings)},
+            **{setting.name: getattr(comparison, setting.name) for setting in fields(RunSettings)},
             name=label,
-            config=preset(entry.model).as_overrides(),
-            recipe=entry.full_recipe(overrides),
+            config=comparison.configs[label].as_overrides(),
+            recipe=comparison.entries[label].full_recipe(overrides),
             seed=seed,
             precision=str(precision),
             precision_timings=precision.timings,
             data_sha256=self.data_sha256,
             role=role,
         )
-        out = self.out / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}"
-        return Job(spec, out)
+        return PlannedRun(spec, self.directory / "runs" / f"{slug(label)}-{role}-lr{learning_rate:g}-seed{seed}")
 
 
-def _has_grown(different: Sequence[str], there: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a plan that differs from the one there has all of it, and models or seeds besides."""
-    if not {*different} <= {*GROWING} or not {*GROWING} <= there.keys():
-        return False
-    groups = zip(there["groups"], wanted["groups"], strict=False)
-    return (
-        len(there["groups"]) == len(wanted["groups"])
-        and all(own == more[: len(own)] for own, more in groups)
-        and there["entries"].items() <= wanted["entries"].items()
-        and {*there["seeds"]} <= {*wanted["seeds"]}
-    )
-
-
-def _settled(
-    directory: _Directory, asked: Precision | None, device: str | None, jobs: int | None, elsewhere: bool
-) -> _Directory:
-    """Settle a comparison in a job; what it prints is in the job's log."""
-    directory.settle(asked, device, jobs, print)
+def _settled(directory: _Directory) -> _Directory:
+    """Settle a comparison in a job; its log has the messages."""
+    elsewhere, directory.elsewhere = directory.elsewhere, False  # this is the machine of the runs
+    directory.settle(print)
     if elsewhere:
-        directory.write(cluster_hardware=directory.hardware(device))
+        directory.write(cluster_hardware=directory.here)
+    directory.elsewhere = elsewhere
     return directory
 
 
-def _best_rates(grid: Sequence[Job], records: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
+def _best_rates(grid: Sequence[PlannedRun], records: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
     """Return each architecture's learning rate of lowest validation loss."""
     losses: dict[str, dict[float, float]] = {job.spec.name: {} for job in grid}
     for job in grid:

@@ -19,7 +19,7 @@ from ..workers import children_ignore_interrupts, end_with_parent
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """A run to be trained, and its directory."""
 
     spec: RunSpec
@@ -30,7 +30,7 @@ class Job:
 class Update:
     """One run's progress; `record` once it is done."""
 
-    job: Job
+    job: PlannedRun
     step: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
@@ -38,7 +38,7 @@ class Update:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[PlannedRun],
     data: Data,
     settings: dict[str, Any],
     workers: int,
@@ -48,11 +48,11 @@ def run_jobs(
     """Run the jobs here one after another, or in `workers` processes; return their records by directory."""
     records: dict[Path, dict[str, Any]] = {}
 
-    def progress(job: Job, step: int, steps: int, loss: float | None, rate: float | None) -> None:
+    def progress(job: PlannedRun, step: int, steps: int, loss: float | None, rate: float | None) -> None:
         if job.out not in records:  # the queue may deliver a step after the end
             on_update(Update(job, step, loss, rate))
 
-    def finish(job: Job, record: dict[str, Any]) -> None:
+    def finish(job: PlannedRun, record: dict[str, Any]) -> None:
         records[job.out] = record
         on_update(Update(job, job.spec.recipe.steps, record=record))
 
@@ -99,5 +99,5 @@ def _start_worker(threads: int, steps: Any) -> None:
     end_with_parent()  # it must not write where the next one will
 
 
-def _work(index: int, job: Job, data: Data, settings: dict[str, Any]) -> dict[str, Any]:
+def _work(index: int, job: PlannedRun, data: Data, settings: dict[str, Any]) -> dict[str, Any]:
     return train(job.spec, data, job.out, progress=lambda *figures: _steps.put((index, *figures)), **settings)

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from ..errors import LeanError
-from ..files import is_locked, write_json
+from ..files import write_json
+from ..job import is_locked
 from ..records import read_record
 from ..train import train
 from ..train.directory import claim, last_checkpoint_step
 from ..train.tasks import Data
 from ..workers import children_ignore_interrupts
-from .jobs import Job, Update
+from .jobs import PlannedRun, Update
 
 # Where submitit writes what jobs print, and which job trains which run, in the comparison's directory.
 JOBS, STARTED = "jobs", "started.json"
@@ -83,7 +84,7 @@ class InJob:
         return DelayedSubmission(self)
 
 
-def _train(job: Job, data: Data, settings: Mapping[str, Any], threads: int) -> None:
+def _train(job: PlannedRun, data: Data, settings: Mapping[str, Any], threads: int) -> None:
     torch.set_num_threads(threads)
     train(job.spec, data, job.out, **settings)
 
@@ -121,7 +122,7 @@ class Launcher:
 
     def run(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[PlannedRun],
         data: Data,
         settings: Mapping[str, Any],
         threads: int,
@@ -141,7 +142,7 @@ class Launcher:
         deaths: dict[Path, tuple[int, int]] = {}
         handles = self._earlier(jobs)
         waiting = list(jobs)
-        running: list[Job] = []
+        running: list[PlannedRun] = []
         while waiting or running:
             while waiting and len(running) < at_once:
                 running.append(waiting.pop(0))
@@ -163,7 +164,7 @@ class Launcher:
         return records
 
     def _note_death(
-        self, job: Job, handle: Any, deaths: dict[Path, tuple[int, int]], on_message: Callable[[str], None]
+        self, job: PlannedRun, handle: Any, deaths: dict[Path, tuple[int, int]], on_message: Callable[[str], None]
     ) -> None:
         """Say that a job died and is started again, unless that is hopeless."""
         log = handle.paths.stderr
@@ -176,7 +177,7 @@ class Launcher:
             raise LeanError(f"the job of {job.out.name} died {MOST_DEATHS} times at step {step:,}; {log} says why")
         on_message(f"the job of {job.out.name} died; another one goes on from step {step:,}")
 
-    def _earlier(self, jobs: Sequence[Job]) -> dict[Path, Any]:
+    def _earlier(self, jobs: Sequence[PlannedRun]) -> dict[Path, Any]:
         """Return the jobs of an earlier start of this command that still wait or run; why others ended is past.
 
         Those of this machine are not known to another process: while one trains, its run is locked.

@@ -7,20 +7,20 @@ from typing import Any
 
 from ..environment import place_of, same_place
 from ..train.directory import begun_run
-from .jobs import Job
+from .jobs import PlannedRun
 
 Hardware = Mapping[str, Any]
 
 
-def as_begun(job: Job) -> Job:
+def as_begun(job: PlannedRun) -> PlannedRun:
     """Return a run in the precision that it was begun in."""
     begun = begun_run(job.out)
     return job if begun is None else _in_precision(job, _precision(begun))
 
 
 def to_train_here(
-    finals: Sequence[Job], here: Hardware | None, elsewhere: bool, on_message: Callable[[str], None]
-) -> list[Job]:
+    finals: Sequence[PlannedRun], here: Hardware | None, elsewhere: bool, on_message: Callable[[str], None]
+) -> list[PlannedRun]:
     """Return the final runs that can be trained here, in the precision that their seed was begun in.
 
     What is missing of a seed that was begun on another machine waits until the comparison goes on there: a pair of runs
@@ -57,15 +57,15 @@ def _fits(there: Hardware | None, here: Hardware | None, elsewhere: bool) -> boo
     return (there["device"] == "cpu") == (here["device"] == "cpu") if elsewhere else same_place(there, here)
 
 
-def _first_of_seeds(finals: Sequence[Job], begun: Mapping[Path, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _first_of_seeds(finals: Sequence[PlannedRun], begun: Mapping[Path, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return what decides over the other runs of a seed: one that was trained on, else one that was only asked for."""
     runs = [(job.spec.seed, begun[job.out]) for job in finals if job.out in begun]
     runs.sort(key=lambda run: "hardware" not in run[1])
     return dict(reversed(runs))
 
 
-def _in_precision(job: Job, precision: str) -> Job:
-    return Job(replace(job.spec, precision=precision), job.out)
+def _in_precision(job: PlannedRun, precision: str) -> PlannedRun:
+    return PlannedRun(replace(job.spec, precision=precision), job.out)
 
 
 def _precision(begun: Mapping[str, Any]) -> str:

@@ -246,16 +246,14 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
     """
     directory = Path(directory)
     plan = read_record(directory / "compare.json", COMPARISON, AGAIN)
-    baseline = plan["baseline"]
-    group = [baseline, *(name for name in plan["architectures"] if name != baseline)]
     comparison = ComparisonRecord(
         title=plan["title"],
         suite=plan["suite"],
-        scale=plan.get("scale"),
+        scale=plan["scale"],
         command=plan["command"],
-        groups=plan.get("groups", [group]),
-        rows={name: entry["row"] for name, entry in plan.get("entries", {}).items()},
-        recipe=plan.get("recipe") or {},
+        groups=plan["groups"],
+        rows={name: entry["row"] for name, entry in plan["entries"].items()},
+        recipe=plan["recipe"],
         seeds=plan["seeds"],
         grid=plan["grid"],
         chosen_learning_rate=plan.get("chosen_learning_rate", {}),

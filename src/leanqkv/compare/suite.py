@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ..errors import LeanError
-from ..presets import Recipe, recipe, recipe_differences
+from ..model.config import LeanConfig
+from ..presets import Recipe, preset, recipe, recipe_differences
 from ..ranges import POSITIVE, SEED, check_each
 from ..train.spec import RunSettings
 
@@ -102,10 +104,20 @@ class Comparison(RunSettings):
         """By label, the first baseline first."""
         return {entry.label: entry for group in self.groups for entry in group}
 
+    @cached_property
+    def configs(self) -> dict[str, LeanConfig]:
+        """By label."""
+        return {label: preset(entry.model) for label, entry in self.entries.items()}
+
+    @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """By label."""
+        return {label: entry.full_recipe(self.recipe) for label, entry in self.entries.items()}
+
     @property
     def recipe_differences(self) -> list[str]:
         """In what the recipes of a group's entries differ beside the peak of the learning rate."""
-        return recipe_differences([vars(entry.full_recipe(self.recipe)) for entry in group] for group in self.groups)
+        return recipe_differences([vars(self.recipes[entry.label]) for entry in group] for group in self.groups)
 
     @property
     def runs(self) -> int:

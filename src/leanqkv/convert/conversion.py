@@ -19,7 +19,8 @@ from ..checkpoints.write import Progress, source_hashes, write_model
 from ..data import TokenData
 from ..environment import versions
 from ..errors import LeanError
-from ..files import check_free, locked, make_directory, remove, write_json
+from ..files import check_free, remove, write_json
+from ..job import unfinished
 from ..model.config import LeanConfig
 from .sweeps import Reduction, Sweeps
 from .targets import CALIBRATED, SWEPT, TARGETS, read_options
@@ -184,18 +185,11 @@ class Conversion:
 @contextmanager
 def _calibration_directory(out: Path, wanted: bool) -> Iterator[Path]:
     """A directory beside `out` that lets an interrupted calibration go on; it goes at the end, or after a refusal."""
-    out = Path(os.path.realpath(out))
-    directory = out.with_name(f".{out.name}.calibration")
     if not wanted:
-        yield directory
+        yield out
         return
-    make_directory(directory)
-    with locked(directory, "calibrating"):
-        try:
-            yield directory
-        except LeanError:  # starting again would not help
-            remove(directory)
-            raise
+    with unfinished(Path(os.path.realpath(out)), "calibration", "calibrating") as directory:
+        yield directory
     remove(directory)
 
 

@@ -9,7 +9,6 @@ A token counts by the inverse mean square of its stream, as what follows reads t
 Several reductions go through the same sweeps: the source is run once for all of them.
 """
 
-import json
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -29,6 +28,7 @@ from ..checkpoints.tensors import LazyTensors
 from ..checkpoints.write import Progress
 from ..errors import LeanError
 from ..files import disk_full_is_an_error, read_json, replacing, write_json
+from ..job import Job
 from ..model.block import LeanBlock
 from ..model.config import LeanConfig
 from .activations import Layers, Recorder, correction, recording
@@ -221,8 +221,9 @@ class Sweeps:
         self.batch_size, self._progress, self._message = batch_size, progress, message
         self.device = device or torch.device("cpu")
         self.source = Layers(config, tensors, tokens.shape[1], self.device)
-        self._state = self._begin(json.loads(json.dumps(job or {})))
-        self.earlier_seconds, self._started = float(self._state.get("seconds", 0)), time.perf_counter()
+        self._job = Job(directory, {"job": job or {}}, STATE)
+        self._begin()
+        self.earlier_seconds, self._started = float(self._job.content.get("seconds", 0)), time.perf_counter()
 
     @property
     def seconds(self) -> float:
@@ -314,15 +315,13 @@ class Sweeps:
         for layer in range(layers):
             at = layer + (layers if phase == "fitting" else 0)
             self._progress(at, total)
-            if self._state["done"] > at:
+            if self._job.content["done"] > at:
                 continue
             self._message(f"{phase}: layer {layer + 1} of {layers}")
             if not layer:
                 self._embed()
             yield layer
-            self._state["done"] = at + 1
-            self._state["seconds"] = self.seconds
-            write_json(self.directory / STATE, self._state)
+            self._job.write(done=at + 1, seconds=self.seconds)
         self._progress(total if phase == "fitting" else layers, total)
 
     def _embed(self) -> None:
@@ -330,24 +329,17 @@ class Sweeps:
         for place, hidden in enumerate(self.source.embed(self.tokens)):
             stream[place : place + 1] = hidden[None]
 
-    def _begin(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The state of an interrupted run of the same job, or a new one."""
-        try:
-            state = read_json(self.directory / STATE)
-        except LeanError:
-            state = {}
-        if job and state.get("job") == job and self._whole(state.get("done")):
-            return state
+    def _begin(self) -> None:
+        """Take over what an interrupted run of the same job has left, or begin; without a job nothing is taken over."""
+        if self._job.spec["job"] and self._job.resume() and self._whole(self._job.content.get("done")):
+            return
         needed, free = self._disk_bytes(), shutil.disk_usage(self.directory).free
         if needed > free:
             raise LeanError(
                 f"calibration needs {needed / 1e6:,.1f} MB in {self.directory.parent}, which has {free / 1e6:,.1f} MB "
                 f"free. Use fewer `tokens`, or {ADVICE}"
             )
-        # From here on the files are another job's no more.
-        state = {"job": job, "done": 0}
-        write_json(self.directory / STATE, state)
-        return state
+        self._job.write(done=0, seconds=0)  # from here on, the files of another job are invalid
 
     def _disk_bytes(self) -> int:
         """What all files take at most: streams, measurements, and the attention weights of every reduction."""

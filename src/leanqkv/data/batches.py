@@ -1,4 +1,4 @@
-"""The batch plan: the tokens or images of every training batch and every evaluation, drawn once, before any model.
+"""The batch plan: the sequences of every training batch and every evaluation, drawn once, before any model.
 
 P1 section 5 and P2 section 3.1: all models of a comparison see the same tokens in the same order and are evaluated on
 the same tokens.
@@ -99,6 +99,14 @@ class BatchPlan:
     evaluation_starts: np.ndarray
     sha256: str
 
+    @classmethod
+    def drawn(cls, train: Draws, batch_size: int, evaluation: np.ndarray) -> "BatchPlan":
+        """Return the plan of these starts; they are read once, for its hash."""
+        digest = hashlib.sha256()
+        for array in chain(train.blocks(), [evaluation]):
+            digest.update(np.ascontiguousarray(array, dtype="<i8").data)
+        return cls(train, batch_size, evaluation, digest.hexdigest())
+
     @property
     def steps(self) -> int:
         """Optimizer steps."""
@@ -160,48 +168,27 @@ def make_batch_plan(
 
     train = Draws(np.random.default_rng([seed, 0]), draw, BLOCK, steps * batch_size)
     evaluation = np.random.default_rng([0, 1]).integers(0, validation_tokens - context_length, evaluation_sequences)
-    return _plan(train, batch_size, evaluation)
+    return BatchPlan.drawn(train, batch_size, evaluation)
 
 
-def make_image_plan(
-    *, train_images: int, test_images: int, batch_size: int, steps: int, evaluation_images: int, seed: int
-) -> BatchPlan:
-    """Draw an order of all training images for every epoch and cut batches from it, across the ends of epochs too.
-
-    The evaluation takes `evaluation_images` of the test split, the same for every seed.
-    """
-
-    def draw(random: np.random.Generator) -> np.ndarray:
-        return random.permutation(train_images)
-
-    train = Draws(np.random.default_rng([seed, 0]), draw, train_images, steps * batch_size)
-    evaluation = np.sort(np.random.default_rng([0, 1]).permutation(test_images)[:evaluation_images])
-    return _plan(train, batch_size, evaluation)
+def batch_plan(directory: Path, **sizes: int) -> BatchPlan:
+    """Return the plan of these `sizes`, the arguments of `make_batch_plan`. Raises as `kept_plan`."""
+    of = "seed{seed}-{steps}x{batch_size}x{context_length}-of-{train_tokens}"
+    name = f"{of}-{{evaluation_sequences}}-of-{{validation_tokens}}.json".format(**sizes)
+    return kept_plan(directory / name, make_batch_plan(**sizes))
 
 
-def batch_plan(directory: Path, make: Callable[..., BatchPlan] = make_batch_plan, **sizes: int) -> BatchPlan:
-    """Return the plan of these `sizes`, whose hash is written in `directory` on first use.
+def kept_plan(file: Path, plan: BatchPlan) -> BatchPlan:
+    """Return a plan whose hash is written to `file` on first use.
 
-    The name of its file holds all of `sizes`, so that one directory serves plans for several sets of data.
-
-    Args:
-        make: `make_batch_plan` or `make_image_plan`; `sizes` are its arguments.
+    The name of the file holds all of its sizes, so that one directory serves plans for several sets of data.
 
     Raises:
         LeanError: the plan is not the one of first use, since this version of NumPy draws other numbers.
     """
-    if "train_images" in sizes:
-        stem = "seed{seed}-{steps}x{batch_size}-of-{train_images}-images-{evaluation_images}-of-{test_images}"
-    else:
-        stem = (
-            "seed{seed}-{steps}x{batch_size}x{context_length}-of-{train_tokens}"
-            "-{evaluation_sequences}-of-{validation_tokens}"
-        )
-    file = directory / f"{stem.format(**sizes)}.json"
-    remove_leftovers(directory, file.name)  # another process may have made it while one that was killed was writing
-    plan = make(**sizes)
+    remove_leftovers(file)  # another process may have made it while one that was killed was writing
     if not file.exists():
-        make_directory(directory)
+        make_directory(file.parent)
         write_json(file, {"sha256": plan.sha256, "numpy": np.__version__})
     about = read_json(file)
     if about.get("sha256") != plan.sha256:
@@ -210,13 +197,6 @@ def batch_plan(directory: Path, make: Callable[..., BatchPlan] = make_batch_plan
             "on with that version, or choose another --out"
         )
     return plan
-
-
-def _plan(train: Draws, batch_size: int, evaluation: np.ndarray) -> BatchPlan:
-    digest = hashlib.sha256()
-    for array in chain(train.blocks(), [evaluation]):
-        digest.update(np.ascontiguousarray(array, dtype="<i8").data)
-    return BatchPlan(train, batch_size, evaluation, digest.hexdigest())
 
 
 def collate(tokens: Tokens, starts: Sequence[int] | np.ndarray, context_length: int) -> dict[str, torch.Tensor]:

@@ -217,13 +217,13 @@ def _files_corpus(
     return Corpus(f"{shown}, {size / 1e6:.1f} MB", digest.hexdigest(), parts)
 
 
-def _state(file: Path) -> tuple[int, int]:
-    """Return a file's size and time."""
+def _state(file: Path) -> tuple[int, int, int]:
+    """Return a file's size and times."""
     about = file.stat()
-    return about.st_size, about.st_mtime_ns
+    return about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
-def _documents(file: Path, text_field: str, state: tuple[int, int], encoding: str) -> Iterator[str]:
+def _documents(file: Path, text_field: str, state: tuple[int, int, int], encoding: str) -> Iterator[str]:
     """Yield the documents of a file, which is to stay in the state in which it was hashed."""
     if _ends_in(file, (*JSONL_SUFFIXES, ".json")):
         yield from _read_jsonl(file, text_field)

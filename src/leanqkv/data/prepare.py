@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoints.tokenizer import framing, identity, load_tokenizer, vocabulary
 from ..errors import LeanError
-from .cache import MANIFEST, made_once
+from .cache import MANIFEST, cached_directory
 from .corpus import open_corpus
 from .mixture import Part, parse_mixture, write_mixture
 from .token_files import TokenData, stored_tokens
@@ -79,7 +79,7 @@ def prepare_data(
         return {"description": corpus.description, "vocab_size": min(vocab_size, vocabulary(chosen)), **facts}
 
     try:
-        return TokenData(**made_once("data", content, fill))
+        return TokenData(**cached_directory("data", content, fill))
     except BrokenProcessPool:
         raise LeanError(
             f"one of the {workers} processes that tokenize was killed, perhaps for want of memory; the same command "
@@ -114,11 +114,11 @@ def _prepare_mixture(
 
         texts = "\0".join(f"{part.share} {corpus.fingerprint}" for part, corpus in zip(parts, corpora, strict=True))
         content = f"{FORMAT}\0{texts}\0bpe {vocab_size}\0{max_documents}"
-        tokenizer = str(made_once("tokenizer", content, fill_tokenizer)["directory"])
+        tokenizer = str(cached_directory("tokenizer", content, fill_tokenizer)["directory"])
     options: dict[str, Any] = {"tokenizer": tokenizer, "text_field": text_field, "workers": workers}
     options |= {"vocab_size": vocab_size, "max_documents": max_documents, "progress": progress}
     prepared = [prepare_data(part.source, **options) for part in parts]
     # The name of a part's directory stands for its text and its tokenizer.
     made_of = "\0".join(f"{part.share} {data.directory.name}" for part, data in zip(parts, prepared, strict=True))
     content = f"{FORMAT}\0mixture\0{made_of}"
-    return TokenData(**made_once("data", content, lambda directory: write_mixture(directory, parts, prepared)))
+    return TokenData(**cached_directory("data", content, lambda directory: write_mixture(directory, parts, prepared)))

@@ -14,10 +14,10 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from .cache import made_once
+from .cache import cached_directory
 
 FORMAT = 1
-# Packages that leanqkv needs, so that every machine has them, by their import names and the names they install under.
+# Packages of leanqkv and its extras, by their import names and the names they install under; missing ones are left out.
 PACKAGES = {
     "numpy": "numpy",
     "scipy": "scipy",
@@ -50,7 +50,7 @@ def prose() -> dict[str, Any]:
     the same of PACKAGES. Modules are parsed, never imported. The order is the same everywhere; the text follows the
     versions of Python and of the packages. Made on first use and read from the cache afterwards.
     """
-    installed = {name: version(package) for name, package in PACKAGES.items()}
+    installed = {name: version(package) for name, package in PACKAGES.items() if find_spec(name)}
     content = json.dumps([FORMAT, sysconfig.get_path("stdlib"), platform.python_version(), installed])
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def prose() -> dict[str, Any]:
                 size += len(encoded)
         return {"bytes": size, "sha256": digest.hexdigest()}
 
-    made = made_once("prose", content, fill)
+    made = cached_directory("prose", content, fill)
     return {**made, "file": made["directory"] / "prose.jsonl"}
 
 

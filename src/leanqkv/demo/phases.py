@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from ..eliminate.elimination import CERTIFICATE
 from ..environment import record_header
 from ..errors import LeanError
 from ..evaluate import sequence_losses
-from ..files import check_out, make_directory, write_json
 from ..inference import Decoder
+from ..job import Job
 from ..model.cache import cache_bytes
 from ..ranges import check_fields
 from ..records import DEMO, read_record
@@ -80,27 +79,17 @@ class Settings:
         )
 
 
-def claim(out: Path, settings: Settings, device: str) -> dict[str, Any]:
-    """Return the record in `out`; begin one where there is none.
+def claim(out: Path, settings: Settings, device: str) -> Job:
+    """Return the demo in `out`, whose content is its record; begin one where there is none.
 
     Raises:
         LeanError: `out` holds something else, or a demo of other settings.
     """
-    check_out(out, "demo")
-    file = out / RECORD
-    if file.exists():
-        record = read_record(file, DEMO, "choose another --out")
-        for name, value in asdict(settings).items():
-            if (stored := record["settings"].get(name)) != value:
-                raise LeanError(
-                    f"{out} holds a demo with other settings: {name} is {shorten(repr(stored), 80)} there and "
-                    f"{value!r} here. Choose another --out or delete it."
-                )
-        return record
-    make_directory(out)
-    record = {**record_header("demo", settings.comparison().title, device), "settings": asdict(settings)}
-    write_json(file, record)
-    return record
+    job = Job(out, {"settings": asdict(settings)}, RECORD)
+    if not job.claim("demo", DEMO, "choose another --out"):
+        job.content = record_header("demo", settings.comparison().title, device) | job.spec
+        job.write()
+    return job
 
 
 def check_data(record: dict[str, Any], data: TokenData) -> None:

@@ -1,4 +1,4 @@
-"""Loss on held-out sequences, and loss and accuracy on held-out images."""
+"""Loss on held-out sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..data import IGNORED, Tokens, collate, image_batch, scaled_pixels
+from ..data import IGNORED, Tokens, collate
 
 
 @contextmanager
@@ -68,25 +68,3 @@ def token_losses(
             losses.append(loss.view_as(targets).cpu().double())
             predicted.append(batch["shift_labels"] != IGNORED)
     return torch.cat(losses), torch.cat(predicted)
-
-
-def image_outcomes(
-    model: nn.Module,
-    images: np.ndarray,
-    classes: np.ndarray,
-    indices: Sequence[int] | np.ndarray,
-    size: int,
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, with dropout off, each image's cross-entropy in nats, float64, and whether its class scored highest."""
-    losses, hits = [], []
-    with scoring(model) as device:
-        for first in range(0, len(indices), batch_size):
-            batch = image_batch(images, classes, indices[first : first + batch_size])
-            pixels, labels = scaled_pixels(batch["pixel_values"].to(device), size), batch["labels"].to(device)
-            with autocast():
-                logits = uncompiled(model)(pixels).logits
-            losses.append(nn.functional.cross_entropy(logits.float(), labels, reduction="none").cpu().double())
-            hits.append((logits.argmax(-1) == labels).cpu())
-    return torch.cat(losses), torch.cat(hits)

@@ -1,7 +1,6 @@
 """The frontier of one checkpoint, point by point: what is measured stays, and is not measured again."""
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +16,15 @@ from ..checkpoints.write import source_hashes, write_model
 from ..convert.sweeps import Sweeps
 from ..data import EvaluationText
 from ..environment import record_header, versions
-from ..errors import LeanError
 from ..evaluate import spread_windows
-from ..files import check_out, locked, make_directory, read_json, remove, write_json
+from ..files import make_directory, remove, write_json
+from ..job import Job, locked
 from ..model.config import LeanConfig
 from ..records import NUMBER, read_record
 from .points import Candidate, Precision
 from .scoring import Scorer, decode_speed
 
-RECORD, JOB = "frontier.json", "job.json"
+RECORD = "frontier.json"
 MODEL = "model"  # the one that is being measured
 SCORES = ("loss_difference", "divergence", "agreement")
 
@@ -83,12 +82,11 @@ class Frontier:
         Raises:
             LeanError: `out` holds something else.
         """
-        check_out(self.out, "frontier")
+        job = Job(self.out, self._job)
+        if not job.claim("frontier"):
+            job.write()
         make_directory(self.out / "points")
         with locked(self.out, "measuring"):
-            if (self.out / JOB).exists() and read_json(self.out / JOB) != json.loads(json.dumps(self._job)):
-                raise LeanError(f"{self.out} holds a frontier of another source, text or version; choose another `out`")
-            write_json(self.out / JOB, self._job)
             for number in range(len(self.samples)):
                 self._measure_sample(number)
             remove(self.out / MODEL)

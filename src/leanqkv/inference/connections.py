@@ -65,7 +65,9 @@ class Connection(H11Protocol):
         # An answer has two parts, and the second must not wait for the client to acknowledge the first.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.most and self._idle:
-            next(iter(self._idle)).transport.abort()
+            oldest = next(iter(self._idle))
+            oldest._cancel()
+            oldest.transport.abort()
         self._await_request()
 
     def data_received(self, data: bytes) -> None:

@@ -1,7 +1,10 @@
 """Prompts as a model reads them, and new tokens as the text behind a prompt."""
 
 import json
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any
 
@@ -19,6 +22,7 @@ from ..errors import LeanError
 CONTEXT_TOKENS, MAX_CONTEXT_TOKENS = 8, 1024
 # Tokens that may make up one character; tokens that make up none are given up after so many.
 CHARACTER_TOKENS = 16
+TEMPLATE_SECONDS = 10.0  # for a chat template to write one short message
 CUT_OFF = "\ufffd"  # how tokenizers write a part of a character
 # At most four code points become one in Unicode's normal forms, such as a Greek letter with three accents.
 COMPOSED = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
@@ -131,15 +135,36 @@ def check_chat_template(tokenizer: Any) -> None:
     """Refuse a chat template that cannot be applied to any conversation.
 
     Raises:
-        LeanError: it has a syntax error, uses something undefined, or something that its sandbox forbids.
+        LeanError: it has a syntax error, uses something undefined, or something that its sandbox forbids, or it takes
+            longer than TEMPLATE_SECONDS.
     """
     try:
         if tokenizer.chat_template:
-            render_chat(tokenizer, [{"role": "user", "content": "a"}])
+            with _time_limit(TEMPLATE_SECONDS):
+                render_chat(tokenizer, [{"role": "user", "content": "a"}])
     except LeanError as error:
         # A TemplateError itself is the template's own refusal of this conversation.
-        if isinstance(error.__cause__, TemplateError) and type(error.__cause__) is not TemplateError:
+        if isinstance(error.__cause__, TemplateError | TimeoutError) and type(error.__cause__) is not TemplateError:
             raise
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise a TimeoutError in the body after so many seconds, where the system and the thread allow it."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} seconds for one short message")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, tokenizer: Any) -> None:

@@ -5,6 +5,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
+import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.generation import GenerationConfig
@@ -210,6 +211,9 @@ class LeanConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name} {value!r} is not known: {suggest(str(value), choices)}")
+        dtype = getattr(self, "dtype", None)
+        if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ConfigError(f"dtype {dtype!r} is not known; say float32, bfloat16 or float16")
         TASKS[self.task].check(self, kwargs.get("num_labels"))
         for name in SIZES:
             value = getattr(self, name)

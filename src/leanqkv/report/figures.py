@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +34,7 @@ _PAGE = "#fedcff"
 
 _STYLE = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names may have dollars
     "font.family": "DejaVu Sans",  # comes with Matplotlib, so that the layout is the same everywhere
     "text.color": _INK,
     "axes.edgecolor": _INK,
@@ -365,7 +367,8 @@ def _inline(svg: str, name: str, description: str) -> str:
     svg = svg[svg.index("<svg") :]
     view_box = re.search(r'viewBox="[^"]*"', svg)
     assert view_box is not None
-    svg = re.sub(r"^<svg[^>]*>", f'<svg {view_box[0]} role="img" aria-label="{description}">', svg)
+    opening = f'<svg {view_box[0]} role="img" aria-label="{escape(description)}">'
+    svg = re.sub(r"^<svg[^>]*>", lambda _: opening, svg)
     svg = re.sub(r"(<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>)\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("xlink:href", "href")
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', svg))

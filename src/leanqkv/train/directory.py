@@ -1,15 +1,12 @@
 """The directory of a run: its owner, its checkpoints, and the files put there at the end."""
 
-import json
 import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, fields
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -17,7 +14,8 @@ from transformers import PreTrainedModel
 from ..checkpoints.card import CARD
 from ..environment import hardware
 from ..errors import LeanError
-from ..files import LOCK, check_out, hash_files, locked, make_directory, read_json, remove, write_json, write_text
+from ..files import hash_files, read_json, remove, write_json, write_text
+from ..job import LOCK, Job, locked
 from ..records import BEGUN, FINISHED, read_record
 from ..records import RECORD as RUN_RECORD
 from .model_card import model_card
@@ -33,7 +31,7 @@ COMPLETE = "complete"
 
 
 @contextmanager
-def only_here(out: Path) -> Iterator[None]:
+def exclusive(out: Path) -> Iterator[None]:
     """Lock `out` against a second process on the same run; the processes of torchrun are one."""
     with ExitStack() as stack:
         first_decides(lambda: stack.enter_context(locked(out, "training")))
@@ -46,21 +44,9 @@ def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:
     Raises:
         LeanError: `out` holds another run, or something that is not a run.
     """
-    if not (out / SPEC).exists():
-        check_out(out, "run")
-        make_directory(out)
-        write_json(out / SPEC, spec.as_json())
-        return None
-    # A run of an earlier release has not the fields that came later; it was made with their defaults.
-    later = {field.name: field.default for field in fields(RunSpec) if field.default is not MISSING}
-    earlier, wanted = later | read_json(out / SPEC), spec.as_json()
-    differences = [
-        f"{key}: {shorten(json.dumps(earlier.get(key)), 80)} there, {shorten(json.dumps(value), 80)} asked"
-        for key, value in wanted.items()
-        if key != "precision_timings" and earlier.get(key) != value
-    ]
-    if differences:
-        raise LeanError(f"{out} holds another run ({'; '.join(differences)}); choose another --out or delete it")
+    job = Job(out, spec.as_json(), SPEC)
+    if not job.claim("run", ignored=("precision_timings",)):
+        job.write()
     if not (out / RECORD).exists():
         return None
     record = read_record(out / RECORD, FINISHED, AGAIN)

@@ -1,7 +1,7 @@
-"""The two tasks that models are trained on: the next token of a text, and the class of an image.
+"""Tasks that models are trained on. The package has one, the next token of a text; `experiments.vision` adds images.
 
 A task is everything that a run does differently for text and for images: the model's class, the data, the batches, the
-evaluation, and the files beside the model. All other code asks `task_of(config)`, never which of the two it is.
+evaluation, and the files beside the model. All other code asks `task_of(config)`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,30 +13,23 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data import (
-    ImageData,
     TokenData,
     batch_plan,
     check_plan,
     collate,
-    image_batch,
-    make_image_plan,
     prepare_data,
-    prepare_images,
-    processor_settings,
-    scaled_pixels,
 )
 from ..errors import LeanError
-from ..evaluate import image_outcomes, sequence_losses
+from ..evaluate import sequence_losses
 from ..evaluate.loss import scoring
 from ..evaluate.observe import logit_spreads
-from ..files import write_json
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
-from ..model.image_classification import LeanForImageClassification
 from ..presets import Recipe
 from .spec import RunSpec
 
-Data = TokenData | ImageData
+# TokenData, or data of another task with the same methods.
+Data = Any
 Autocast = Callable[[], AbstractContextManager]
 Progress = Callable[[str], None]
 
@@ -122,83 +115,22 @@ class TextTask:
             return logit_spreads(model, inputs[:, :SPREAD_TOKENS].to(device))
 
 
-class ImageTask:
-    """Classification of images: the methods of TextTask, for images."""
-
-    reads = "images"
-    has_tokenizer = False
-    model_class = LeanForImageClassification
-
-    def __init__(self, spec: RunSpec, data: ImageData, batches: Path):
-        self.size, self.channels, self.labels = spec.config["image_size"], data.channels, data.labels
-        self.plan = batch_plan(
-            batches,
-            make_image_plan,
-            train_images=data.train_images,
-            test_images=data.test_images,
-            batch_size=spec.recipe.batch_size,
-            steps=spec.recipe.steps,
-            evaluation_images=spec.evaluation_sequences,
-            seed=spec.seed,
-        )
-        self.train, self.test = data.train(), data.test()
-
-    @staticmethod
-    def prepare_data(configs: Sequence[LeanConfig], source: str | None, progress: Progress, **text: Any) -> ImageData:
-        for name, value in text.items():
-            if value not in (None, "text", 1):  # the defaults
-                option = "--" + name.replace("_", "-")
-                raise LeanError(f"{option} is about text, and a model of images reads none; leave it out")
-        return prepare_images(source, progress=progress)
-
-    @staticmethod
-    def check_data(name: str, config: LeanConfig, data: ImageData, context_length: int) -> None:
-        check_context(name, config, context_length)
-        for noun, count, field in (
-            ("channels", data.channels, "num_channels"),
-            ("classes", len(data.labels), "num_labels"),
-        ):
-            if (expected := getattr(config, field)) != count:
-                raise LeanError(f"the images have {count} {noun}, {name} {expected}; give it as {name}+{field}={count}")
-
-    @staticmethod
-    def random_batch(config: LeanConfig, batch_size: int, context_length: int, device: str) -> dict[str, Any]:
-        assert config.num_channels and config.image_size and config.num_labels
-        pixels = torch.rand(batch_size, config.num_channels, config.image_size, config.image_size, device=device)
-        labels = torch.randint(config.num_labels, (batch_size,), device=device)
-        return {"pixel_values": pixels, "labels": labels, **BALANCED}
-
-    def configure(self, model: PreTrainedModel) -> None:
-        model.config.id2label = dict(enumerate(self.labels))
-        model.config.label2id = {label: number for number, label in enumerate(self.labels)}
-
-    def save(self, directory: Path) -> None:
-        write_json(directory / "preprocessor_config.json", processor_settings(self.channels, self.size))
-
-    def collate(self, starts: Sequence[int]) -> dict[str, torch.Tensor]:
-        return image_batch(*self.train, starts)
-
-    def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {**batch, "pixel_values": scaled_pixels(batch["pixel_values"], self.size), **BALANCED}
-
-    def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
-        losses, hits = image_outcomes(model, *self.test, self.plan.evaluation_starts, self.size, batch_size, autocast)
-        return {"loss": losses.mean().item(), "accuracy": hits.double().mean().item()}
-
-    def spreads(self, model: Any) -> list[float]:
-        return []  # it is measured for models that predict tokens
-
-
-TrainingTask = TextTask | ImageTask
-TASKS: dict[str, Any] = {"causal_lm": TextTask, "image_classification": ImageTask}
+# By the configuration's `task`; other tasks are classes with the methods of TextTask.
+TASKS: dict[str, Any] = {"causal_lm": TextTask}
+TrainingTask = Any
 
 
 def task_of(config: LeanConfig, name: str = "the model") -> Any:
-    """Return the task that a model is trained on: the class TextTask or ImageTask.
+    """Return the class of the task that a model is trained on.
 
     Raises:
         LeanError: a model that cannot be trained here.
     """
+    if config.task == "image_classification" and config.task not in TASKS:
+        raise LeanError(
+            f"{name} is a model of images; train it from a checkout of leanqkv, with `python -m experiments.vision` in "
+            "place of `leanqkv`"
+        )
     if config.task not in TASKS:
         raise LeanError(
             f"{name} is a masked language model; leanqkv trains next-token models and image classifiers. "
@@ -271,7 +203,7 @@ def check_context(name: str, config: LeanConfig, context_length: int) -> None:
         LeanError: it has fewer positions; of images, another number.
     """
     positions = config.max_position_embeddings
-    if task_of(config) is ImageTask and context_length != positions:
+    if not task_of(config).has_tokenizer and context_length != positions:
         raise LeanError(
             f"{name} cuts an image into {positions} tokens, not {context_length}; "
             "leave out --context-length, and compare models of one image_size and patch_size"

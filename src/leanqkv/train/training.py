@@ -17,7 +17,7 @@ from ..environment import check_device, denormals_as_zero, git_commit, hardware,
 from ..errors import LeanError, TimeIsUpError
 from ..files import RECORD_FORMAT, disk_full_is_an_error
 from ..model.config import LeanConfig
-from .directory import claim, clean, finish, last_checkpoint, note_hardware, only_here
+from .directory import claim, clean, exclusive, finish, last_checkpoint, note_hardware
 from .micro_batch import split_batch
 from .precision import parse_precision
 from .processes import connect, first_decides, process_count
@@ -83,7 +83,7 @@ def train(
     if (finished := first_decides(lambda: claim(out, spec))) is not None:
         first_decides(lambda: clean(out, finished))
         return finished
-    with only_here(out):
+    with exclusive(out):
         first_decides(lambda: note_hardware(out, device))
         task = task_of(config)(spec, data, batches or out / "batches")
         torch.manual_seed(spec.seed)

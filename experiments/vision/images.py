@@ -10,12 +10,18 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ..compat import dataset_fingerprint
-from ..errors import LeanError, first_line
-from ..files import looks_like_path
-from .cache import made_once
+from leanqkv.data.cache import cached_directory
+from leanqkv.errors import LeanError, first_line
+from leanqkv.files import looks_like_path
+from leanqkv.ranges import COUNT
+from leanqkv.records import CACHED
 
 FORMAT = 1
+CACHED["images"] = {
+    **dict.fromkeys(("description", "sha256"), str),
+    **dict.fromkeys(("train_images", "test_images", "channels", "height", "width"), COUNT),
+    "labels": [str],
+}
 DIGITS = "digits"
 NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 # Of data without a test split, one image in this many is held out; the same ones for every seed.
@@ -97,7 +103,7 @@ def prepare_images(source: str | None = None, *, progress: Progress = lambda doi
     image, label = _columns(source, train.features)
     if not len(train) or not len(test):
         raise LeanError(f"{source} has too few images: {len(train)} to train on, {len(test)} to test on")
-    key = "\0".join(["datasets", source, label, dataset_fingerprint(train), dataset_fingerprint(test)])
+    key = "\0".join(["datasets", source, label, _fingerprint(train), _fingerprint(test)])
 
     def fill(directory: Path) -> dict[str, Any]:
         return {
@@ -108,8 +114,15 @@ def prepare_images(source: str | None = None, *, progress: Progress = lambda doi
             **_write(directory, source, train, test, image, label, progress),
         }
 
-    about = made_once("images", f"{FORMAT}\0{key}", fill)
+    about = cached_directory("images", f"{FORMAT}\0{key}", fill)
     return ImageData(**{**about, "labels": tuple(about["labels"])})
+
+
+def _fingerprint(dataset: Any) -> str:
+    """A string that differs between datasets of different content; datasets does not promise its own."""
+    from datasets.fingerprint import Hasher
+
+    return getattr(dataset, "_fingerprint", None) or Hasher.hash(dataset)
 
 
 def image_batch(images: np.ndarray, classes: np.ndarray, chosen: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:

@@ -16,6 +16,8 @@ from transformers import (
     AutoImageProcessor,
 )
 
+from experiments.vision.images import _fingerprint, image_batch, prepare_images, scaled_pixels
+from experiments.vision.task import image_outcomes, make_image_plan
 from leanqkv import (
     LeanError,
     preset,
@@ -23,8 +25,6 @@ from leanqkv import (
 )
 from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.compare.records import load_comparison
-from leanqkv.data import image_batch, make_image_plan, prepare_images, scaled_pixels
-from leanqkv.evaluate import image_outcomes
 from leanqkv.report.comparison import markdown
 from leanqkv.report.comparison_page import write_report
 from leanqkv.train import RunSpec, choose_precision, train
@@ -195,6 +195,17 @@ def test_pixels_that_would_become_others_are_refused(cache, pictures, message):
     with pytest.raises(LeanError, match=message):
         prepare_images(str(cache / "pictures"))
     assert not list((cache / "cache").rglob("data.json"))
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_fingerprints_follow_the_content(missing):
+    def fingerprint(*values: int) -> str:
+        dataset = datasets.Dataset.from_dict({"value": values})
+        if missing:
+            del dataset._fingerprint
+        return _fingerprint(dataset)
+
+    assert fingerprint(1, 2) == fingerprint(1, 2) != fingerprint(1, 3)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
