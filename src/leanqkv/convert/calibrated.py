@@ -4,10 +4,10 @@ Ours. Three fits from Gram matrices of activations on calibration tokens, all pu
 
 1. Choose which heads of a layer keep a value, and the first-layer head for each of the others: one assignment problem.
 2. Fit the values that the first layer shares to all layers at once.
-3. Layer by layer, on the stream of the model as converted so far, fit W_O of all heads and W_V of the layer's own heads
-   in turns. The target is the source's residual stream.
+3. Layer by layer, on the stream of the model as converted so far, fit W_O of all heads and W_V of the layer's own
+   heads. The target is the source's residual stream.
 
-Nothing is trained; memory does not grow with the number of calibration tokens.
+No gradient of a loss is taken; memory does not grow with the number of calibration tokens.
 """
 
 import tempfile
@@ -41,15 +41,15 @@ from .targets import SkipV1Options
 DEFAULTS = SkipV1Options()
 # The largest Gram matrix from which values are fitted, in columns: 2 GB in float64.
 LARGEST_GRAM = 16_384
-# Values are fitted by hundreds of steps of conjugate gradients: so many operations at most in one over all layers.
-# GPT-2 124M takes 5 billion; SmolLM2-135M takes 11 and 23, and did not come to an end.
+# Values are fitted where a product of the layers' Gram matrices with them takes so many operations at most. GPT-2 124M
+# takes 5 billion, SmolLM2-135M 11 and 23.
 LARGEST_STEP = 8e9
 # How much more an error of the first layer counts when the values that it shares are fitted. All layers build on its
 # output; the part of its values that it does not use is free for the others. From 100 to 10,000 it makes little
 # difference.
 FIRST_LAYER_WEIGHT = 1000.0
-# A fit in turns stops when a turn lowers its error by less than this share.
-SHARED_TOLERANCE, LAYER_TOLERANCE = 1e-3, 1e-4
+# A fit stops when a step changes what it misses, as a share, or the values by less.
+SHARED_TOLERANCE, LAYER_TOLERANCE = 1e-6, 1e-7
 
 
 @torch.no_grad()
@@ -81,8 +81,8 @@ def calibrated(
         heads from being chosen, if any) and `missed` (squared error of the attention's output over its square).
 
     Raises:
-        LeanError: the source cannot be converted, the temporary directory has too little space, activations are not
-            finite, or a fit does not converge.
+        LeanError: the source cannot be converted, the temporary directory has too little space, or activations are
+            not finite.
     """
     with tempfile.TemporaryDirectory() as directory:
         calibration = Calibration(config, tensors, tokens, settings, Path(directory), progress, message)

@@ -57,7 +57,7 @@ class SkipV1Options:
             whose query or key ties heads to their places, the first heads keep theirs.
         refit_lent: fit the values that the first layer shares. Else they stay.
         refit_values: fit W_V of the heads that keep a value. Else W_O alone.
-        sweeps: turns of W_O and W_V, at most.
+        sweeps: steps of a fit of values, at most.
         ridge: pull towards the source's weights, as a share of the mean of the Gram matrix's diagonal.
         batch_size: sequences per forward pass.
 
