@@ -111,7 +111,7 @@ def fit_values(
     if updates and len(start):
         # In coordinates in which the Gram matrix of each head's inputs is the identity, few steps suffice.
         grams = [term.weight * term.input_gram(start) for term in terms]
-        scales = _whitening(sum(grams), strength)
+        scales = _whitening(sum(grams[1:], grams[0]), strength)
         whole = sum(term.weight * term.target_square for term in terms) or 1.0
         sizes = [gram.diagonal(dim1=1, dim2=2).mean() for gram in grams]
         rows = [output.square().sum(1).mean() for output, _ in fits]
