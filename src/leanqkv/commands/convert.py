@@ -25,61 +25,24 @@ def convert(
             f"{listed([name for name in TARGETS if name not in SMALLER], 'or')}."
         ),
     ] = "latents",
-    cache: Annotated[
-        str | None,
-        typer.Option(help="Latents: share of the source's cache to take at most, as 75%. Default: 84%."),
-    ] = None,
+    cache: str | None = None,
     method: Annotated[
         str, typer.Option(help=f"For skipv1: {CALIBRATED}, or {', '.join(METHODS)} from weights alone.")
     ] = CALIBRATED,
-    calibration: Annotated[
-        str | None,
-        typer.Option(help="Text to calibrate on, as --data of train takes it.", show_default=False),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.", show_default=False
-        ),
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Of the sequences to calibrate and evaluate on. Default: 512, or all positions.")
-    ] = None,
-    evaluate: Annotated[
-        str | None,
-        typer.Option(help="Text on which source and result are compared, as --data of train takes it; no mixture."),
-    ] = None,
-    evaluate_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens to compare them on. Default: 16384, or all there are.", show_default=False),
-    ] = None,
-    ratio: Annotated[
-        float | None,
-        typer.Option(
-            help="Merged values, skipv1, gqa: share of the value heads that go: merged with another, the first "
-            "layer's instead, pooled with their neighbours (and so the keys). Default: 0.5.",
-            show_default=False,
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Latents and merged values: layers whose values may be reduced, as 2,5,8-11. Default: all.",
-            show_default=False,
-        ),
-    ] = None,
-    choose: Annotated[bool, typer.Option(help="skipv1: which heads keep a value, by what is lost without.")] = True,
-    refit_lent: Annotated[bool, typer.Option(help="skipv1: fit the values that the first layer lends.")] = True,
-    refit_values: Annotated[bool, typer.Option(help="skipv1: fit W_V of the kept heads, not W_O alone.")] = True,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Latents and merged values: cpu, cuda or mps, to calibrate on. Default: cpu."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the new matrices of a nonlinear query.")] = 0,
+    calibration: str | None = None,
+    tokens: int | None = None,
+    sequence_length: int | None = None,
+    evaluate: str | None = None,
+    evaluate_tokens: int | None = None,
+    ratio: float | None = None,
+    layers: str | None = None,
+    choose: bool = True,
+    refit_lent: bool = True,
+    refit_values: bool = True,
+    device: str | None = None,
+    seed: int = 0,
     dtype: Dtype = "fp32",
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print a line for every layer; a log has it anyway.")
-    ] = False,
+    verbose: bool = False,
 ) -> None:
     """Give a checkpoint a smaller KV cache, or a nonlinear query.
 
@@ -96,6 +59,23 @@ def convert(
     leanqkv convert hf/llama --to gqa --ratio 0.75 --out hf/grouped
 
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
+
+    Options:
+        cache: Latents: share of the source's cache to take at most, as 75%. Default: 84%.
+        calibration: Text to calibrate on, as --data of train takes it.
+        tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.
+        sequence_length: Of the sequences to calibrate and evaluate on. Default: 512, or all positions.
+        evaluate: Text on which source and result are compared, as --data of train takes it; no mixture.
+        evaluate_tokens: Tokens to compare them on. Default: 16384, or all there are.
+        ratio: Merged values, skipv1, gqa: share of the value heads that go: merged with another, the first layer's
+            instead, pooled with their neighbours (and so the keys). Default: 0.5.
+        layers: Latents and merged values: layers whose values may be reduced, as 2,5,8-11. Default: all.
+        choose: skipv1: which heads keep a value, by what is lost without.
+        refit_lent: skipv1: fit the values that the first layer lends.
+        refit_values: skipv1: fit W_V of the kept heads, not W_O alone.
+        device: Latents and merged values: cpu, cuda or mps, to calibrate on. Default: cpu.
+        seed: Of the new matrices of a nonlinear query.
+        verbose: Print a line for every layer; a log has it anyway.
     """
     check_free(out, source)
     given = {

@@ -19,23 +19,14 @@ TOKENS, EVALUATED_TOKENS, SAMPLES = 12_288, 4096, 3
 
 def frontier(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    out: Annotated[Path, typer.Option(help="Directory of the measurements; goes on where an earlier start left off.")],
-    evaluate: Annotated[
-        list[str],
-        typer.Option(help="Text to score, as --data of train takes it, no mixture; may be given several times."),
-    ],
-    calibration: Annotated[str, typer.Option(help="Text to calibrate on, as --data of train takes it.")] = "prose",
-    tokens: Annotated[int, typer.Option(help="Calibration tokens of each sample.")] = TOKENS,
-    calibrations: Annotated[
-        int, typer.Option(help="Calibrations on other parts of the text, for the intervals.")
-    ] = SAMPLES,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Of the sequences to calibrate and score. Default: 512, or all positions.")
-    ] = None,
-    evaluate_tokens: Annotated[int, typer.Option(help="Tokens to score of every text.")] = EVALUATED_TOKENS,
-    budgets: Annotated[
-        str, typer.Option(help="Shares of the source's cache that latents are fitted to.")
-    ] = "84%,75%,50%",
+    out: Path,
+    evaluate: list[str],
+    calibration: str = "prose",
+    tokens: int = TOKENS,
+    calibrations: int = SAMPLES,
+    sequence_length: int | None = None,
+    evaluate_tokens: int = EVALUATED_TOKENS,
+    budgets: str = "84%,75%,50%",
     kinds: Annotated[
         str,
         typer.Option(
@@ -44,14 +35,26 @@ def frontier(
             "KIND:SHARE:... for budgets of its own."
         ),
     ] = "latents,separate-latents:84%,skipv1,gqa",
-    contexts: Annotated[str, typer.Option(help="Tokens after which decoding is timed; 0 leaves it out.")] = "512,4096",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps. Default: cpu.")] = None,
+    contexts: str = "512,4096",
+    device: str | None = None,
 ) -> None:
     """Measure bytes of KV cache per token against loss, for every kind of reduction and precision of the cache.
 
     leanqkv frontier model.gguf --calibration prose --evaluate prose --evaluate book.txt --out runs/frontier
 
     leanqkv frontier hf/llama --budgets 84%,75% --calibrations 1 --evaluate book.txt --out runs/frontier
+
+    Options:
+        out: Directory of the measurements; goes on where an earlier start left off.
+        evaluate: Text to score, as --data of train takes it, no mixture; may be given several times.
+        calibration: Text to calibrate on, as --data of train takes it.
+        tokens: Calibration tokens of each sample.
+        calibrations: Calibrations on other parts of the text, for the intervals.
+        sequence_length: Of the sequences to calibrate and score. Default: 512, or all positions.
+        evaluate_tokens: Tokens to score of every text.
+        budgets: Shares of the source's cache that latents are fitted to.
+        contexts: Tokens after which decoding is timed; 0 leaves it out.
+        device: cpu, cuda or mps. Default: cpu.
     """
     check_out(out, "frontier", source)
     shares = [read_share(part, "--budgets") for part in budgets.split(",")]
