@@ -22,17 +22,17 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "+".join((case[0], *case[1], *case[2])))
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_absorbed_is_expanded(case, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absorbed_is_expanded(case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, gradients and, where there are any, attention weights, with padding and a filled cache."""
     shape, names, overrides = case
     model = randomize(LeanForCausalLM(tiny(shape, *names, **overrides))).double()
-    model.set_attn_implementation(implementation)
-    found = []
-    for absorbed in (True, False):
-        monkeypatch.setattr(LatentAttention, "_absorbing_pays", lambda *_, absorbed=absorbed: absorbed)
-        found.append(results(model))
-    assert_same_results(*found)
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        found = []
+        for absorbed in (True, False):
+            monkeypatch.setattr(LatentAttention, "_absorbing_pays", lambda *_, absorbed=absorbed: absorbed)
+            found.append(results(model))
+        assert_same_results(*found)
 
 
 def test_the_cheaper_form_is_taken() -> None:
