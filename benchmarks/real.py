@@ -30,14 +30,8 @@ import torch
 
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.checkpoints.write import source_hashes
-from leanqkv.convert.conversion import (
-    CACHE,
-    LATENTS,
-    MERGED_VALUES,
-    SEPARATE_LATENTS,
-    SKIPV1,
-    calibration_tokens,
-)
+from leanqkv.convert.conversion import calibration_tokens
+from leanqkv.convert.targets import METHODS, LatentsOptions
 from leanqkv.data import EvaluationText, evaluation_text, prepare_data, unseen_split
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
@@ -49,9 +43,10 @@ from leanqkv.report.text import signed
 # The conversion may take the time of so many forward passes over its tokens, and twice the weights and so many bytes.
 MOST_PASSES, MEMORY_BESIDE = 8, 10**9
 BATCH = 4  # sequences of the forward pass
+LATENTS, SEPARATE_LATENTS, MERGED_VALUES, SKIPV1 = "latents", "separate-latents", "merged-values", "skipv1"
+CACHE = LatentsOptions().cache
 WORDS = {LATENTS: f"latents of {CACHE:.0%}", SEPARATE_LATENTS: "separate latents", MERGED_VALUES: "merged values"}
 MEASURED = (LATENTS, MERGED_VALUES)  # their cost, and what they lose by number of tokens and on a mixture
-WEIGHTS_ALONE = ("mean-v", "mean-vo", "top-v", "top-vo", "svd")
 OF_A_CONVERSION = (
     *("to", "method", "ratio", "settings", "merged_pairs", "calibration_tokens", "calibration", "seconds"),
     *("parameters", "kv_bytes_per_token_bf16", "layers", "git_commit"),
@@ -205,7 +200,7 @@ class Bench:
         text = ("--calibration", self.calibration, "--tokens", most)
         fixed = ("--to", SKIPV1, "--no-refit-lent", "--no-refit-values", *text)
         yield "skipv1-calibrated", "SkipV1, calibrated, W_O fitted alone", fixed
-        for method in WEIGHTS_ALONE:
+        for method in METHODS:
             yield f"skipv1-{method}", f"SkipV1, {method}", ("--to", SKIPV1, "--method", method)
 
     def _fitting(self, target: str, amount: int, text: str | None = None) -> tuple[Any, ...]:

@@ -7,13 +7,14 @@ from shapes import randomize, tiny, tokens
 from torch import Tensor
 
 from leanqkv import LeanConfig, LeanForCausalLM
-from leanqkv.convert.calibrated import Settings, calibrated
+from leanqkv.convert.calibrated import calibrated
 from leanqkv.convert.heads import ValueHeads
-from leanqkv.convert.methods import METHODS, with_first_layer_values
+from leanqkv.convert.methods import FUNCTIONS, with_first_layer_values
 from leanqkv.convert.nonlinear_query import with_nonlinear_query
+from leanqkv.convert.targets import SkipV1Options
 from leanqkv.model.shapes import parameter_shapes
 
-CONVERSIONS = ("nonlinear-query", *METHODS, "calibrated")
+CONVERSIONS = ("nonlinear-query", *FUNCTIONS, "calibrated")
 # Of `conversion_error`: the calibrated method computes in float32 and solves least squares.
 TOLERANCES = dict.fromkeys(CONVERSIONS, 1e-12) | {"calibrated": 1e3 * torch.finfo(torch.float32).eps}
 
@@ -80,7 +81,7 @@ def swapped_by_hand(config: LeanConfig, tensors: Mapping[str, Tensor], method: s
         if i == 0:
             attention.v_proj.register_forward_hook(lambda m, x, y: first.update(values=y))
             continue
-        heads = METHODS[method](split_by_hand(config, tensors, i), num_own)
+        heads = FUNCTIONS[method](split_by_hand(config, tensors, i), num_own)
 
         def swap(module, inputs, output, heads=heads):
             own = torch.einsum("btd,hkd->bthk", inputs[0], heads.value)
@@ -129,7 +130,7 @@ def conversion_error(config: LeanConfig, tensors: Mapping[str, Tensor], conversi
         result = with_nonlinear_query(config, tensors)
         expected = logits(config, tensors, ids)
     elif conversion == "calibrated":
-        sample, settings = tokens(16, 24, config.vocab_size, seed=5).numpy(), Settings(ridge=1e-9, sweeps=1)
+        sample, settings = tokens(16, 24, config.vocab_size, seed=5).numpy(), SkipV1Options(ridge=1e-9, sweeps=1)
         new, converted, report = calibrated(config, tensors, sample, settings)
         missed = missed_by_hand(build(config, tensors), build(new, converted), torch.from_numpy(sample))
         reports = [(at["missed"], missed[at["layer"]]) for at in report["layers"]]
@@ -140,10 +141,10 @@ def conversion_error(config: LeanConfig, tensors: Mapping[str, Tensor], conversi
         expected = logits(config, tensors, ids)
     elif conversion == "top-vo":
         tensors = with_idle_heads(config, tensors, idle)
-        result = with_first_layer_values(config, tensors, METHODS[conversion], 0.5)
+        result = with_first_layer_values(config, tensors, FUNCTIONS[conversion], 0.5)
         expected = logits(config, tensors, ids)
     else:
-        result = with_first_layer_values(config, tensors, METHODS[conversion], 0.5)
+        result = with_first_layer_values(config, tensors, FUNCTIONS[conversion], 0.5)
         expected = swapped_by_hand(config, tensors, conversion, ids)
     wrong = float((logits(*result, ids) - expected).abs().max() / expected.abs().max())
     return max([wrong, *(abs(reported - found) for reported, found in reports)])

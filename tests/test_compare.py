@@ -264,7 +264,7 @@ def read(file):
 
 def elsewhere(patch):
     """This machine is another one, as far as a comparison and its runs see."""
-    for module in ("compare.comparison", "train.directory", "train.training"):
+    for module in ("compare.comparison", "train.directory", "environment"):
         patch.setattr(f"leanqkv.{module}.hardware", lambda device: ANOTHER)
 
 
@@ -274,7 +274,7 @@ def edit(file, **changes):
 
 def test_a_seed_is_finished_on_the_machine_it_was_begun_on(data, done, tmp_path):
     out = Path(shutil.copytree(done[0], tmp_path / "out"))
-    lost = next(out.glob("runs/*skipv1*-final-*-seed0"))
+    lost = next(out.glob("runs/*identity-query*-final-*-seed0"))
     shutil.rmtree(lost)
     said = []
     with pytest.MonkeyPatch.context() as patch:
@@ -283,7 +283,7 @@ def test_a_seed_is_finished_on_the_machine_it_was_begun_on(data, done, tmp_path)
         assert not lost.exists()
         assert len(said) == 1 and "seed 0 was begun on" in said[0] and "1 of its runs wait for that machine" in said[0]
         assert "remove runs/*-final-*-seed0" in said[0]
-        assert [result.state(0) for result in load_comparison(out).results] == ["finished", "finished", "missing"]
+        assert [result.state(0) for result in load_comparison(out).results] == ["finished", "missing"]
         for other in out.glob("runs/*-final-*-seed0"):  # as it says
             shutil.rmtree(other)
         run(COMPARISON, data, out, on_message=said.append)
@@ -319,16 +319,15 @@ def test_a_seed_has_the_precision_of_its_first_run(data, done, tmp_path):
     content = json.loads((out / "compare.json").read_text())
     place, chosen = next(iter(content["places"].items()))
     edit(out / "compare.json", places={place: chosen | {"choice": "bf16+sdpa"}})
-    lost = [next(out.glob(f"runs/*{name}*-final-*-seed0")) for name in ("skipv1", "identity-query")]
-    for directory in lost:
-        shutil.rmtree(directory)
+    lost = next(out.glob("runs/*identity-query*-final-*-seed0"))
+    shutil.rmtree(lost)
     records = run(COMPARISON, data, out, precision="auto")
-    assert {records[directory.name]["precision"]["choice"] for directory in lost} == {"fp32+sdpa"}
+    assert records[lost.name]["precision"]["choice"] == "fp32+sdpa"
     for directory in out.glob("runs/*-final-*-seed0"):  # asked for and never begun
         keep = read(directory / "run.json")
         keep.pop("hardware")
         shutil.rmtree(directory)
-        if "skipv1" in directory.name:
+        if "identity-query" in directory.name:
             directory.mkdir()
             (directory / "run.json").write_text(json.dumps(keep))
     records = run(COMPARISON, data, out, precision="auto")

@@ -11,7 +11,8 @@ from converting import BIASES, CONVERSIONS, TOLERANCES, conversion_error, source
 from shapes import tokens
 
 from leanqkv import LeanError
-from leanqkv.convert.calibrated import Settings, calibrated
+from leanqkv.convert.calibrated import calibrated
+from leanqkv.convert.targets import SkipV1Options
 from leanqkv.presets import MECHANISMS, parse_name
 
 # Slots whose refusal names no `type`.
@@ -67,7 +68,7 @@ def test_right_or_refused(mechanisms: tuple[str, ...], fields: Mapping[str, Any]
 def test_heads_are_chosen_where_they_can_move(mechanism: str, ties: list[str | None]) -> None:
     config, tensors = source("gpt", mechanism)
     reports = [
-        calibrated(config, tensors, tokens(8, 16).numpy(), Settings(sweeps=1, choose=choose))[2]["layers"][1:]
+        calibrated(config, tensors, tokens(8, 16).numpy(), SkipV1Options(sweeps=1, choose=choose))[2]["layers"][1:]
         for choose in (True, False)
     ]
     assert [[layer.get("tied_by") for layer in report] for report in reports] == [ties, [None, None]]

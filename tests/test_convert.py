@@ -13,11 +13,11 @@ from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
 
 from leanqkv import LeanError, LeanForCausalLM, cache_bytes
+from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.commands.convert import _read_layers, read_share
-from leanqkv.convert.calibrated import Settings
-from leanqkv.convert.conversion import convert_directory
-from leanqkv.convert.heads import ValueHeads, target_config
-from leanqkv.convert.methods import METHODS, pools, with_first_layer_values
+from leanqkv.convert.conversion import Conversion
+from leanqkv.convert.heads import ValueHeads, pools, target_config
+from leanqkv.convert.methods import FUNCTIONS, with_first_layer_values
 from leanqkv.convert.nonlinear_query import with_nonlinear_query
 from leanqkv.model.shapes import parameter_shapes
 
@@ -51,7 +51,7 @@ def test_means(heads: int, num_own: int, group: int) -> None:
     assert sorted(head for part in parts for head in part) == list(range(heads)) and len(parts) == num_own
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for name in ("mean-v", "mean-vo"):
-        converted = METHODS[name](before, num_own)
+        converted = FUNCTIONS[name](before, num_own)
         assert converted.order == tuple(range(heads))
         for place, part in enumerate(parts):
             assert_near(converted.value[place], sum(before.value[h] for h in part) / len(part), ROUNDING)
@@ -76,13 +76,13 @@ def test_largest_stay(group: int) -> None:
     before.value[1] *= 5
     before.value[2] *= 3
     before.output[3] *= 100
-    converted = METHODS["top-v"](before, 2)
+    converted = FUNCTIONS["top-v"](before, 2)
     assert converted.order == (0, 1, 2, 3)
     assert torch.equal(converted.value, before.value[[1, 2]]) and torch.equal(
         converted.value_bias, before.value_bias[[1, 2]]
     )
     assert torch.equal(converted.output, before.output)
-    converted = METHODS["top-vo"](before, 2)
+    converted = FUNCTIONS["top-vo"](before, 2)
     assert converted.order == (1, 3, 0, 2)
     for place, head in enumerate((1, 3)):
         for query in range(group):
@@ -93,7 +93,7 @@ def test_largest_stay(group: int) -> None:
 @pytest.mark.parametrize("group", [1, 2])
 def test_svd_is_the_best_of_its_rank(group: int) -> None:
     before = draw(4, group, 3, 12)
-    converted = METHODS["svd"](before, 2)
+    converted = FUNCTIONS["svd"](before, 2)
     whole = sum(contribution(before, h, h, q) for h in range(4) for q in range(group))
     reduced = sum(contribution(converted, h, h, q) for h in range(2) for q in range(group))
     sigma = torch.linalg.svdvals(whole[:-1])
@@ -105,7 +105,7 @@ def test_svd_is_the_best_of_its_rank(group: int) -> None:
     assert not converted.output[2:].any()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FUNCTIONS)
 @pytest.mark.parametrize(
     "shape, mechanisms, fields",
     [("gpt", (), {}), ("gpt", (), BIASES), ("llama", ("gqa",), {}), ("llama", (), {"block_type": "parallel"})],
@@ -113,7 +113,7 @@ def test_svd_is_the_best_of_its_rank(group: int) -> None:
 def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, fields: dict, method: str) -> None:
     """The converted model against the source with values swapped by hand, through hooks."""
     config, tensors = source(shape, *mechanisms, **fields)
-    new, converted = with_first_layer_values(config, tensors, METHODS[method], 0.5)
+    new, converted = with_first_layer_values(config, tensors, FUNCTIONS[method], 0.5)
     assert {name: tuple(converted[name].shape) for name in converted} == parameter_shapes(new)
     ids = tokens(2, 9)
     assert_near(logits(new, converted, ids), swapped_by_hand(config, tensors, method, ids), ROUNDING)
@@ -258,15 +258,13 @@ def test_shares_of_the_cache() -> None:
 
 def test_a_ratio_for_latents_is_refused_without_the_command_too(tmp_path) -> None:
     """Nothing that is asked for is left out silently."""
-    sample = tokens(8, 32).numpy()
-    convert = partial(convert_directory, tmp_path / "none", tmp_path / "out", to="latents", tokens=sample)
-    with pytest.raises(LeanError, match="--ratio is for --to merged-values, skipv1 and gqa"):
-        convert(settings=Settings(ratio=0.25))
-    save(str(tmp_path / "none"))
+    save(str(tmp_path / "source"))
+    convert = partial(Conversion, open_checkpoint(tmp_path / "source"), "latents")
+    with pytest.raises(LeanError, match="`ratio` is for `to=merged-values`, skipv1 and gqa; say by `cache`"):
+        convert(ratio=0.25)
     for share in (0.0, 1.0, float("nan")):
         with pytest.raises(LeanError, match="is out of reach"):
             convert(cache=share)
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
 def test_lists_of_layers() -> None:

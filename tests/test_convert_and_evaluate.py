@@ -19,7 +19,7 @@ from leanqkv import LeanError, progress
 from leanqkv.checkpoints.card import origin
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.commands import converting
-from leanqkv.convert import conversion as conversion_module
+from leanqkv.convert.conversion import Conversion
 from leanqkv.data import evaluation_text
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.evaluate import paired, paired_scores, spread_windows
@@ -291,7 +291,7 @@ def test_the_time_of_an_interrupted_calibration_counts(place, to):
     def kill(directory):
         raise KeyboardInterrupt
 
-    convert = partial(conversion_module.convert_directory, Path("source"), Path("result"), to=to)
+    convert = partial(Conversion(open_causal_lm(Path("source")), to).write, Path("result"))
     with pytest.raises(KeyboardInterrupt):
         convert(tokens=sample, evaluate=kill)
     state = Path(".result.calibration/state.json")
@@ -301,7 +301,15 @@ def test_the_time_of_an_interrupted_calibration_counts(place, to):
     assert 1000 < convert(tokens=sample)["seconds"] < 1500
 
 
-@pytest.mark.parametrize("change", [{"cache": 0.9}, {"layers": (0, 2)}, {"to": "merged-values"}, {"tokens": None}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"options": {"cache": 0.9}},
+        {"options": {"layers": (0, 2)}},
+        {"to": "merged-values"},
+        {"backwards": True},
+    ],
+)
 def test_an_interrupted_calibration_with_other_options_is_not_continued(place, change):
     """Its measurements or its fits are of something else."""
     sample = text(6 * 32).astype(np.int64).reshape(6, 32)
@@ -309,13 +317,16 @@ def test_an_interrupted_calibration_with_other_options_is_not_continued(place, c
     def kill(directory):
         raise KeyboardInterrupt
 
-    first = {"to": "latents", "tokens": sample}
-    other = first | change if change != {"tokens": None} else first | {"tokens": sample[::-1].copy()}
-    convert = partial(conversion_module.convert_directory, Path("source"))
+    tokens = sample[::-1].copy() if change.get("backwards") else sample
+    other = {"to": change.get("to", "latents"), "tokens": tokens, "options": change.get("options", {})}
+
+    def convert(out: str, tokens: np.ndarray, to: str, options: dict, **how) -> None:
+        Conversion(open_causal_lm(Path("source")), to, **options).write(Path(out), tokens, **how)
+
     with pytest.raises(KeyboardInterrupt):
-        convert(Path("result"), **first, evaluate=kill)
+        convert("result", sample, "latents", {}, evaluate=kill)
     for name in ("result", "expected"):
-        convert(Path(name), **other)
+        convert(name, **other)
     layers = [json.loads(Path(name, "conversion.json").read_text())["layers"] for name in ("result", "expected")]
     assert layers[0] == layers[1]
     assert Path("result/model.safetensors").read_bytes() == Path("expected/model.safetensors").read_bytes()

@@ -166,7 +166,7 @@ def test_a_complete_demo_is_only_drawn_again(whole, cli):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("demo", "--steps", "13", "--out", "whole"), "holds another demo (steps: 12 there, 13 asked)"),
+        (("demo", "--steps", "13", "--out", "whole"), "holds another demo (settings.steps: 12 there, 13 asked)"),
         (("report", "damaged"), "damaged/demo.json is damaged"),
     ],
 )

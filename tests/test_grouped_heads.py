@@ -53,8 +53,8 @@ def test_shares_that_can_go() -> None:
 
 
 REFUSED = {
-    "a share of a head": (tiny("llama"), 0.3, r"--ratio of 0\.3 cannot .* 4 key heads; a --ratio of 0\.5 or 0\.75 is"),
-    "all": (tiny("llama"), 1.0, "a --ratio of 1 cannot"),
+    "a share of a head": (tiny("llama"), 0.3, r"`ratio` of 0\.3 cannot .* 4 key heads; a `ratio` of 0\.5 or 0\.75 is"),
+    "all": (tiny("llama"), 1.0, "a `ratio` of 1 cannot"),
     "one head": (tiny("llama", "mqa"), 0.5, "1 key heads; there is nothing to pool"),
     "another key": (
         tiny("llama", "identity-key"),

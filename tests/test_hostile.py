@@ -22,7 +22,7 @@ from leanqkv import LeanError, LeanForCausalLM, preset
 from leanqkv.analyze.record import Settings as AnalysisSettings
 from leanqkv.cli import app
 from leanqkv.compare.suite import Comparison, Entry
-from leanqkv.convert.calibrated import Settings as ConversionSettings
+from leanqkv.convert.targets import SkipV1Options
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.demo.phases import Settings as DemoSettings
 from leanqkv.presets import recipe
@@ -155,7 +155,7 @@ SETTINGS = [
     (recipe, {"name": "tiny"}, ("steps", "batch_size", "learning_rate", "weight_decay", "warmup_steps", "beta1")),
     (RunSpec, SPEC, ("seed", "context_length", "evaluate_every", "evaluation_sequences", "distillation")),
     (Comparison, {"title": "", "groups": ((Entry("tiny"),),)}, ("evaluate_every", "micro_batch_size")),
-    (ConversionSettings, {}, ("ratio", "sweeps", "ridge", "batch_size")),
+    (SkipV1Options, {}, ("ratio", "sweeps", "ridge", "batch_size")),
     (AnalysisSettings, {"context_length": 32}, ("samples", "probe_steps", "probe_batch_size", "seed")),
     (DemoSettings, {"steps": 1}, ("steps", "batch_size", "learning_rate", "documents", "rounds")),
 ]

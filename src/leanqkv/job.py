@@ -108,7 +108,7 @@ def _unlike(name: str, there: Any, asked: Any) -> Iterator[str]:
     if isinstance(there, dict) and isinstance(asked, dict):
         for field in there | asked:
             if there.get(field) != asked.get(field):
-                yield from _unlike(field, there.get(field), asked.get(field))
+                yield from _unlike(f"{name}.{field}", there.get(field), asked.get(field))
     else:
         yield f"{name}: {_short(there)} there, {_short(asked)} asked"
 
@@ -135,7 +135,7 @@ def beside(out: Path, ending: str) -> Path:
 
 
 @contextmanager
-def unfinished(out: Path, ending: str, doing: str, patience: float = PATIENCE) -> Iterator[Path]:
+def unfinished(out: Path, ending: str, doing: str, patience: float | None = None) -> Iterator[Path]:
     """Lock and yield a directory beside `out` for unfinished work. An interruption leaves it to the next start.
 
     A LeanError, which the next start would meet again, removes it and the directories that were made for it.
@@ -157,13 +157,13 @@ def unfinished(out: Path, ending: str, doing: str, patience: float = PATIENCE) -
 
 
 @contextmanager
-def locked(directory: Path, doing: str, patience: float = PATIENCE) -> Iterator[None]:
+def locked(directory: Path, doing: str, patience: float | None = None) -> Iterator[None]:
     """Lock `directory` against other processes that are `doing` the same; the lock's file goes at the end.
 
     Raises:
         LeanError: another process keeps it for `patience` seconds: one whose parent was killed takes a moment to end.
     """
-    lock = FileLock(directory / LOCK, timeout=patience)
+    lock = FileLock(directory / LOCK, timeout=PATIENCE if patience is None else patience)
     try:
         lock.acquire()
     except Timeout:

@@ -1,7 +1,6 @@
 """Which file of the package imports which."""
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +10,13 @@ ROOT = Path(leanqkv.__file__).parent
 
 
 def import_graph() -> dict[str, object]:
-    """Return the number of imports between rooms, the first-level names of the package, and the circles of files."""
+    """Return which room of the package imports which, and the circles of files."""
     imports = {file: set(_imported(file)) for file in sorted(ROOT.rglob("*.py"))}
-    rooms = Counter((_room(file), _room(other)) for file, others in imports.items() for other in others)
+    rooms = {(_room(file), _room(other)) for file, others in imports.items() for other in others}
     reached = {file: _reached(file, imports) for file in imports}
     circles = {tuple(sorted(_name(other) for other in reached[file] if file in reached[other])) for file in imports}
     return {
-        "rooms": {f"{one} -> {other}": count for (one, other), count in sorted(rooms.items()) if one != other},
+        "rooms": [f"{one} -> {other}" for one, other in sorted(rooms) if one != other],
         "circles": [list(circle) for circle in sorted(circles) if circle],
     }
 

@@ -108,12 +108,22 @@ def compare(
         evaluate_every=evaluate_every or chosen.evaluate_every,
         command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
     )
-    prepared = _prepare(comparison, data)
-    sequences = evaluation_sequences or prepared.evaluation_size(chosen.evaluation_sequences)
+    how = {"precision": precision, "device": device, "jobs": jobs, "cluster": where}
+    _run(comparison, data, evaluation_sequences, out, **how)
+
+
+def _run(
+    comparison: "Comparison", data: DataOptions, evaluation_sequences: int | None, out: Path, **options: Any
+) -> None:
+    """Train and compare on the data of the command line, or else on the comparison's own, and show the report."""
+    if data.data is None:
+        data = replace(data, data=comparison.data, tokenizer=data.tokenizer or comparison.tokenizer)
+    prepared = prepare(data, [*comparison.configs.values()])
+    sequences = evaluation_sequences or prepared.evaluation_size(comparison.evaluation_sequences)
     comparison = replace(comparison, evaluation_sequences=sequences)
     if differing := comparison.recipe_differences:
         console.print(f"recipes: the models differ in {' and '.join(differing)}")
-    train_with_display(comparison, prepared, out, precision=precision, device=device, jobs=jobs, cluster=where)
+    train_with_display(comparison, prepared, out, **options)
     from ..report.comparison_page import KIND
     from ..report.page import written
 
@@ -131,13 +141,6 @@ def _search(lr_grid: str | None, grid_steps: int | None, recipe: RecipeOptions) 
     if recipe.learning_rate is not None:
         raise LeanError("--lr-grid and --learning-rate clash: the grid decides the learning rate; use one of them")
     return learning_rates("--lr-grid", lr_grid)
-
-
-def _prepare(comparison: "Comparison", options: DataOptions) -> Any:
-    """The data of the command line, or else the comparison's own."""
-    if options.data is None:
-        options = replace(options, data=comparison.data, tokenizer=options.tokenizer or comparison.tokenizer)
-    return prepare(options, [*comparison.configs.values()])
 
 
 def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..convert.targets import CALIBRATED, METHODS, SMALLER, TARGETS, listed
 from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_free
@@ -20,7 +21,8 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            help="latents, separate-latents, merged-values, skipv1 or gqa for a smaller cache; nonlinear-query."
+            help=f"{listed(SMALLER, 'or')} for a smaller cache; "
+            f"{listed([name for name in TARGETS if name not in SMALLER], 'or')}."
         ),
     ] = "latents",
     cache: Annotated[
@@ -28,8 +30,8 @@ def convert(
         typer.Option(help="Latents: share of the source's cache to take at most, as 75%. Default: 84%."),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="For skipv1: calibrated, or mean-v, mean-vo, top-v, top-vo, svd from weights alone.")
-    ] = "calibrated",
+        str, typer.Option(help=f"For skipv1: {CALIBRATED}, or {', '.join(METHODS)} from weights alone.")
+    ] = CALIBRATED,
     calibration: Annotated[
         str | None,
         typer.Option(help="Text to calibrate on, as --data of train takes it.", show_default=False),
@@ -96,32 +98,32 @@ def convert(
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
     """
     check_free(out, source)
-    chosen_layers = None if layers is None else _read_layers(layers)
-    share = None if cache is None else read_share(cache)
-    import torch
-
-    from ..checkpoints.open import open_checkpoint
-    from ..convert.calibrated import Settings, calibrated_target
-    from ..convert.conversion import CACHE, REDUCED, check_request, check_sequence_length, convert_directory, reduction
+    given = {
+        "method": None if method == CALIBRATED else method,
+        "cache": None if cache is None else read_share(cache),
+        "ratio": ratio,
+        "layers": None if layers is None else _read_layers(layers),
+        "choose": None if choose else False,
+        "refit_lent": None if refit_lent else False,
+        "refit_values": None if refit_values else False,
+        "device": None if device is None else check_device(device),
+        "seed": seed or None,
+    }
+    from ..checkpoints.open import open_causal_lm, open_checkpoint
+    from ..convert.conversion import Conversion, check_sequence_length
     from ..report.conversion import KIND, layer_lines
     from ..report.page import NO_PAGE
     from .converting import about_conversion, read_evaluation, read_tokens
 
-    heads = Settings.ratio if ratio is None else ratio
-    settings = Settings(ratio=heads, choose=choose, refit_lent=refit_lent, refit_values=refit_values)
     stored_dtype = as_dtype(dtype)
-    device = None if device is None else check_device(device)
-    check_request(to, method, settings, calibration is not None, chosen_layers, device is not None, share, ratio)
     if calibration is None and tokens is not None:
         raise LeanError("--tokens goes with --calibration FILE; leave it out")
-    opened = open_checkpoint(source)
-    if to in REDUCED:  # refuse before any text is read
-        reduction(to, opened.config, opened.tensors, cache=share or CACHE, ratio=heads, layers=chosen_layers)
-    elif calibration is not None:
-        calibrated_target(opened.config, heads)
+    opened = open_checkpoint(source) if evaluate is None else open_causal_lm(source)
+    conversion = Conversion(opened, to, **{name: value for name, value in given.items() if value is not None})
+    conversion.check_text(calibration is not None)
     length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
-    comparison = read_evaluation(source, evaluate, evaluate_tokens, length, calibration)
+    comparison = read_evaluation(opened, evaluate, evaluate_tokens, length, calibration)
     about, sample = about_conversion(source, out, device or "cpu"), None
     if calibration is not None:
         tokens = tokens or min(max(40 * opened.config.hidden_size, 24_576), 131_072)
@@ -136,17 +138,9 @@ def convert(
                 bar.start("writing, MB")
             bar(done // 10**6, total // 10**6)
 
-        report = convert_directory(
-            source,
+        report = conversion.write(
             out,
-            to=to,
-            method=method,
-            tokens=sample,
-            settings=settings,
-            cache=share,
-            layers=chosen_layers,
-            device=None if device is None else torch.device(device),
-            seed=seed,
+            sample,
             dtype=stored_dtype,
             calibrating=bar,
             message=bar.describe,

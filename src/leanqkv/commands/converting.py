@@ -80,7 +80,7 @@ class Comparison:
 
 
 def read_evaluation(
-    source: Path, evaluate: str | None, tokens: int | None, length: int, calibration: str | None
+    source: Checkpoint, evaluate: str | None, tokens: int | None, length: int, calibration: str | None
 ) -> Comparison | None:
     """Return what is to be compared on the text `evaluate`, or None of no text.
 
@@ -91,8 +91,7 @@ def read_evaluation(
         if tokens is not None:
             raise LeanError("--evaluate-tokens goes with --evaluate FILE; leave it out")
         return None
-    opened = open_causal_lm(source)
-    needed, free = 2 * 4 * count_parameters(opened.config).total, free_memory("cpu")
+    needed, free = 2 * 4 * count_parameters(source.config).total, free_memory("cpu")
     if needed > free:
         raise LeanError(
             f"--evaluate holds source and result in float32: {needed / 1e9:,.1f} GB of memory, and "
@@ -102,8 +101,8 @@ def read_evaluation(
         split = unseen_split(evaluate, calibration)
         text = evaluation_text(
             evaluate,
-            tokenizer=source,
-            vocab_size=opened.config.vocab_size,
+            tokenizer=source.directory,
+            vocab_size=source.config.vocab_size,
             split=split,
             progress=bar.describe,
         )
@@ -112,7 +111,7 @@ def read_evaluation(
             f"--evaluate-tokens {tokens:,} are asked for, the {split} text of {evaluate} has {there:,}. Give more "
             "text, or fewer tokens"
         )
-    return Comparison(opened, text, tokens or EVALUATED_TOKENS, min(length, len(text.tokens) - 1))
+    return Comparison(source, text, tokens or EVALUATED_TOKENS, min(length, len(text.tokens) - 1))
 
 
 def about_conversion(source: Path, out: Path, device: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..convert.targets import BUDGETED, SMALLER, SWEPT, listed
 from ..environment import check_device, command_line
 from ..errors import LeanError
 from ..files import write_json
@@ -38,7 +39,8 @@ def frontier(
     kinds: Annotated[
         str,
         typer.Option(
-            help="Kinds of reduction: latents, separate-latents and merged-values; skipv1 and gqa from weights alone. "
+            help=f"Kinds of reduction: {listed(SWEPT)}; "
+            f"{listed([kind for kind in SMALLER if kind not in SWEPT])} from weights alone. "
             "KIND:SHARE:... for budgets of its own."
         ),
     ] = "latents,separate-latents:84%,skipv1,gqa",
@@ -106,16 +108,15 @@ def frontier(
 
 def _kinds(text: str, shares: list[float]) -> dict[str, list[float]]:
     """Return the kinds of a list like "latents,separate-latents:84%", with the budgets of each."""
-    from ..frontier.points import FITTED_TO_SIZE, KINDS
     from ..model.registry import suggest
 
     kinds = {}
     for part in text.split(","):
         kind, *own = part.strip().split(":")
-        if kind not in KINDS[1:]:
-            raise LeanError(f"--kinds: there is no kind {kind!r}: {suggest(kind, KINDS[1:])}")
-        if own and kind not in FITTED_TO_SIZE:
-            raise LeanError(f"--kinds: {kind} takes no budget; {' and '.join(FITTED_TO_SIZE)} do")
+        if kind not in SMALLER:
+            raise LeanError(f"--kinds: there is no kind {kind!r}: {suggest(kind, SMALLER)}")
+        if own and kind not in BUDGETED:
+            raise LeanError(f"--kinds: {kind} takes no budget; {listed(BUDGETED)} do")
         kinds[kind] = [read_share(share, f"the budget of {kind} in --kinds") for share in own] or shares
     return kinds
 

@@ -4,15 +4,15 @@ Ours. Three fits from Gram matrices of activations on calibration tokens, all pu
 
 1. Choose which heads of a layer keep a value, and the first-layer head for each of the others: one assignment problem.
 2. Fit the values that the first layer shares to all layers at once.
-3. Layer by layer, on the stream of the model as converted so far, fit W_O of all heads and W_V of the layer's own heads
-   in turns. The target is the source's residual stream.
+3. Layer by layer, on the stream of the model as converted so far, fit W_O of all heads and W_V of the layer's own
+   heads. The target is the source's residual stream.
 
-Nothing is trained; memory does not grow with the number of calibration tokens.
+No gradient of a loss is taken; memory does not grow with the number of calibration tokens.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..checkpoints.tensors import LazyTensors
 from ..checkpoints.write import Progress
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
-from ..ranges import check_fields
 from .activations import Activations
 from .heads import (
     ConvertedHeads,
@@ -38,48 +37,20 @@ from .heads import (
 )
 from .least_squares import LayerTerm, add_gram, fit_values, ridge
 from .scratch import check_space, map_tensor
+from .targets import SkipV1Options
 
+DEFAULTS = SkipV1Options()
 # The largest Gram matrix from which values are fitted, in columns: 2 GB in float64.
 LARGEST_GRAM = 16_384
-# Values are fitted by hundreds of steps of conjugate gradients: so many operations at most in one over all layers.
-# GPT-2 124M takes 5 billion; SmolLM2-135M takes 11 and 23, and did not come to an end.
+# Values are fitted where a product of the layers' Gram matrices with them takes so many operations at most. GPT-2 124M
+# takes 5 billion, SmolLM2-135M 11 and 23.
 LARGEST_STEP = 8e9
 # How much more an error of the first layer counts when the values that it shares are fitted. All layers build on its
 # output; the part of its values that it does not use is free for the others. From 100 to 10,000 it makes little
 # difference.
 FIRST_LAYER_WEIGHT = 1000.0
-# A fit in turns stops when a turn lowers its error by less than this share.
-SHARED_TOLERANCE, LAYER_TOLERANCE = 1e-3, 1e-4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to calibrate.
-
-    Attributes:
-        ratio: share of the value heads that take the first layer's values.
-        choose: choose which heads keep a value, and the first-layer head for each of the others. Else, and in layers
-            whose query or key ties heads to their places, the first heads keep theirs.
-        refit_lent: fit the values that the first layer shares. Else they stay.
-        refit_values: fit W_V of the heads that keep a value. Else W_O alone.
-        sweeps: turns of W_O and W_V, at most.
-        ridge: pull towards the source's weights, as a share of the mean of the Gram matrix's diagonal.
-        batch_size: sequences per forward pass.
-
-    Raises:
-        LeanError: a number outside of its range.
-    """
-
-    ratio: float = 0.5
-    choose: bool = True
-    refit_lent: bool = True
-    refit_values: bool = True
-    sweeps: int = 30
-    ridge: float = 3e-3
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+# A fit stops when a step changes what it misses, as a share, or the values by less.
+SHARED_TOLERANCE, LAYER_TOLERANCE = 1e-6, 1e-7
 
 
 @torch.no_grad()
@@ -87,7 +58,7 @@ def calibrated(
     config: LeanConfig,
     tensors: Mapping[str, Tensor],
     tokens: np.ndarray,
-    settings: Settings = Settings(),
+    settings: SkipV1Options = DEFAULTS,
     *,
     first_layer_weight: float = FIRST_LAYER_WEIGHT,
     progress: Progress = lambda done, total: None,
@@ -111,8 +82,8 @@ def calibrated(
         heads from being chosen, if any) and `missed` (squared error of the attention's output over its square).
 
     Raises:
-        LeanError: the source cannot be converted, the temporary directory has too little space, activations are not
-            finite, or a fit does not converge.
+        LeanError: the source cannot be converted, the temporary directory has too little space, or activations are
+            not finite.
     """
     with tempfile.TemporaryDirectory() as directory:
         calibration = Calibration(config, tensors, tokens, settings, Path(directory), progress, message)
@@ -155,7 +126,7 @@ class Calibration:
         config: LeanConfig,
         tensors: Mapping[str, Tensor],
         tokens: np.ndarray,
-        settings: Settings,
+        settings: SkipV1Options,
         directory: Path,
         progress: Progress = lambda done, total: None,
         message: Callable[[str], None] = lambda text: None,

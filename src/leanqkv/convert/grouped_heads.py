@@ -4,6 +4,7 @@ Ainslie et al. 2023, section 2.1, https://arxiv.org/abs/2305.13245
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,8 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..presets.edit import with_fields
-from .heads import check_convertible
+from .heads import check_convertible, pools
+from .targets import GroupedHeadsOptions
 
 
 def ratios(config: LeanConfig) -> list[float]:
@@ -20,6 +22,15 @@ def ratios(config: LeanConfig) -> list[float]:
     heads = config.num_key_value_heads
     assert heads is not None
     return [1 - kept / heads for kept in range(heads - 1, 0, -1) if heads % kept == 0]
+
+
+def convert(
+    config: LeanConfig, tensors: Mapping[str, Tensor], options: GroupedHeadsOptions
+) -> tuple[LeanConfig, LazyTensors, dict[str, Any]]:
+    """Return `with_grouped_heads` and the entries of the report."""
+    target, pooled = with_grouped_heads(config, tensors, options.ratio)
+    heads = pools(*(c.num_key_value_heads for c in (config, target)))  # type: ignore[arg-type]
+    return target, pooled, {"ratio": options.ratio, "pools": heads}
 
 
 def with_grouped_heads(
@@ -39,9 +50,9 @@ def with_grouped_heads(
     choices = ratios(config)
     if not any(abs(ratio - choice) < 0.005 for choice in choices):
         named = " or ".join(f"{choice:.3g}" for choice in choices)
-        possible = f"a --ratio of {named} is possible" if named else "there is nothing to pool"
+        possible = f"a `ratio` of {named} is possible" if named else "there is nothing to pool"
         raise LeanError(
-            f"a --ratio of {ratio:g} cannot be pooled out of {config.num_key_value_heads} key heads; {possible}"
+            f"a `ratio` of {ratio:g} cannot be pooled out of {config.num_key_value_heads} key heads; {possible}"
         )
     for layer in config.plan.layers:
         if layer.key.kind != "linear":

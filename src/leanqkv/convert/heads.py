@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import floor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ def check_reads_the_stream(config: LeanConfig) -> None:
         readers.append("its layers read averages over depth (depth_average)")
     if readers:
         raise LeanError(
-            f"{readers[0]}. A calibration follows the residual stream alone: use --to skipv1 --method mean-v"
+            f"{readers[0]}. A calibration follows the residual stream alone: use `to=skipv1` `method=mean-v`"
         )
 
 
@@ -105,7 +106,7 @@ def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
     if not 0 < ratio <= 1 or floor(ratio * heads) in (0, heads):
         raise LeanError(
             f"a ratio of {ratio} replaces {floor(ratio * heads)} of {heads} value heads. At least one must go and "
-            "one must stay: choose another --ratio, or a model with more value heads"
+            "one must stay: choose another `ratio`, or a model with more value heads"
         )
     return with_fields(config, key_value={"type": "first_layer_values", "ratio": ratio})
 
@@ -179,3 +180,8 @@ def assemble_tensors(
                 return reorder(tensors[name], heads.order)
 
     return compute
+
+
+def pools(num_heads: int, num_own: int) -> list[list[int]]:
+    """Return `num_own` pools of neighboring heads, as equal as possible, larger ones first."""
+    return [part.tolist() for part in np.array_split(np.arange(num_heads), num_own)]

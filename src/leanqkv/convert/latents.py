@@ -20,6 +20,7 @@ from .heads import check_convertible, check_reads_the_stream, output_with_bias, 
 from .latent_keys import KeyGrams, KeyLatent, column_gains, columns_of, key_latent, keys_stay
 from .latent_values import ValueGram, choose_ranks, step_of, value_latents, value_width
 from .sweeps import Grams, ReducedHeads, Reduction
+from .targets import LatentsOptions
 
 # So many calibration tokens are needed at least for each column of a layer's values.
 TOKENS_PER_COLUMN = 4
@@ -28,6 +29,11 @@ KEYS = "keys."
 # How much more an error of the keys counts than one of the values that moves attention's output as far. W_O, which is
 # fitted afterwards, makes up for a part of lost values and for little of moved scores.
 KEY_WEIGHT = 10.0
+
+
+def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: LatentsOptions) -> "Latents":
+    """Return the reduction of a source."""
+    return Latents(config, tensors, options.cache, options.layers, separate=options.separate)
 
 
 class LatentGrams(Grams):
@@ -223,7 +229,7 @@ def may_be_cut(config: LeanConfig, layers: tuple[int, ...] | None) -> list[bool]
     check_reads_the_stream(config)
     last = config.num_hidden_layers
     if layers is not None and (wrong := [layer for layer in layers if not 0 <= layer < last]):
-        raise LeanError(f"--layers: the model has layers 0 to {last - 1}, found {wrong[0]}")
+        raise LeanError(f"`layers`: the model has layers 0 to {last - 1}, found {wrong[0]}")
     return [layers is None or layer in layers for layer in range(last)]
 
 
@@ -244,6 +250,6 @@ def count_columns(config: LeanConfig, share: float, cut: int) -> int:
     if not smallest <= columns < total:
         raise LeanError(
             f"latents of this model take from {ceil(1000 * smallest / total) / 10:g}% of its cache up to all of it; "
-            f"--cache {100 * share:g}% is out of reach. For less, quantize the cache as well"
+            f"`cache={100 * share:g}%` is out of reach. For less, quantize the cache as well"
         )
     return columns

@@ -20,6 +20,12 @@ from .activations import Recorder
 from .heads import check_convertible, check_reads_the_stream, output_with_bias, split_heads, value_with_bias
 from .low_rank import approximate
 from .sweeps import Grams, ReducedHeads, Reduction
+from .targets import MergedValuesOptions
+
+
+def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: MergedValuesOptions) -> "MergedValues":
+    """Return the reduction of a source."""
+    return MergedValues(config, tensors, options.ratio, options.layers)
 
 
 @dataclass(frozen=True)
@@ -57,15 +63,15 @@ def count_merges(config: LeanConfig, ratio: float, layers: tuple[int, ...] | Non
     heads, last = config.num_key_value_heads, config.num_hidden_layers
     assert heads is not None
     if layers is not None and (wrong := [layer for layer in layers if not 0 <= layer < last]):
-        raise LeanError(f"--layers: the model has layers 0 to {last - 1}, found {wrong[0]}")
+        raise LeanError(f"`layers`: the model has layers 0 to {last - 1}, found {wrong[0]}")
     number = last - 1 if layers is None else len(set(layers))
     if not number:
-        raise LeanError("no layer's values would be merged, as in a model of one layer; name its layers by --layers")
+        raise LeanError("no layer's values would be merged, as in a model of one layer; name its layers by `layers`")
     per_layer = floor(ratio * heads) if 0 <= ratio <= 1 else 0
     if not per_layer or 2 * per_layer > heads:
         raise LeanError(
             f"a ratio of {ratio} merges {per_layer} pairs of {heads} value heads a layer. At least one is merged, and "
-            "each head with one other at most: choose another --ratio, or a model with more value heads"
+            "each head with one other at most: choose another `ratio`, or a model with more value heads"
         )
     return per_layer * number
 

@@ -6,8 +6,9 @@ The paper leaves open what happens to queries, keys and columns of W_O; each doc
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
-from .heads import ConvertedHeads, ValueHeads, assemble_tensors, immovable, split_heads, target_config
+from .calibrated import calibrated, calibrated_target
+from .heads import ConvertedHeads, ValueHeads, assemble_tensors, immovable, pools, split_heads, target_config
+from .targets import CALIBRATED, METHODS, SkipV1Options
 
 Method = Callable[[ValueHeads, int], ConvertedHeads]
 
@@ -86,7 +89,19 @@ def svd(heads: ValueHeads, num_own: int) -> ConvertedHeads:
     return ConvertedHeads(value, bias, output, tuple(range(len(heads.value))))
 
 
-METHODS: dict[str, Method] = {"mean-v": mean_v, "mean-vo": mean_vo, "top-v": top_v, "top-vo": top_vo, "svd": svd}
+FUNCTIONS: dict[str, Method] = dict(zip(METHODS, (mean_v, mean_vo, top_v, top_vo, svd), strict=True))
+
+
+def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: SkipV1Options) -> Any:
+    """Return `with_first_layer_values` and the entries of the report; calibrated, the function that calibrates."""
+    if options.method == CALIBRATED:
+        calibrated_target(config, options.ratio)
+        return partial(calibrated, config, tensors, settings=options)
+    target, converted = with_first_layer_values(config, tensors, FUNCTIONS[options.method], options.ratio)
+    report: dict[str, Any] = {"method": options.method, "ratio": options.ratio}
+    if options.method.startswith("mean"):
+        report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)  # type: ignore[arg-type]
+    return target, converted, report
 
 
 def with_first_layer_values(
@@ -112,11 +127,6 @@ def with_first_layer_values(
         return method(split_heads(config, tensors, layer), target.plan.layers[layer].computed_value_heads)
 
     return target, LazyTensors(parameter_shapes(target), assemble_tensors(config, tensors, converted))
-
-
-def pools(num_heads: int, num_own: int) -> list[list[int]]:
-    """Return `num_own` pools of neighboring heads, as equal as possible, larger ones first."""
-    return [part.tolist() for part in np.array_split(np.arange(num_heads), num_own)]
 
 
 def pool(tensor: Tensor, num_own: int) -> Tensor:

@@ -7,6 +7,7 @@ https://github.com/MarkoKarbevski/beyond_query_linearity
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..model.transformer import normal
 from ..presets.edit import set_mechanisms
+from .targets import NonlinearQueryOptions
+
+
+def convert(
+    config: LeanConfig, tensors: Mapping[str, Tensor], options: NonlinearQueryOptions
+) -> tuple[LeanConfig, LazyTensors, dict[str, Any]]:
+    """Return `with_nonlinear_query` and the entries of the report."""
+    return *with_nonlinear_query(config, tensors, options.seed), {"seed": options.seed}
 
 
 def with_nonlinear_query(

@@ -54,9 +54,11 @@ def check_space(directory: Path, streams: int, gram_matrices: int) -> None:
     """Raise a LeanError if `directory` has no room for so many bytes of streams and of Gram matrices."""
     needed, free = streams + gram_matrices, shutil.disk_usage(directory).free
     if needed > free:
-        tokens = "use fewer --tokens"
+        tokens = "use fewer `tokens`"
         options = (
-            f"{tokens}, or save {gram_matrices / 1e6:,.1f} MB by --no-refit-lent" if gram_matrices else f"or {tokens}"
+            f"{tokens}, or save {gram_matrices / 1e6:,.1f} MB by `refit_lent=False`"
+            if gram_matrices
+            else f"or {tokens}"
         )
         raise LeanError(
             f"calibration needs {needed / 1e6:,.1f} MB in the temporary directory {directory.parent}, which has "

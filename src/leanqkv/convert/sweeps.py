@@ -39,7 +39,7 @@ from .scratch import Stream
 # Every fourth sequence is held out from the fit of W_O.
 HELD_OUT = 4
 # Where the disk is full; the files lie beside the new model.
-ADVICE = "choose an --out on a larger disk"
+ADVICE = "choose an `out` on a larger disk"
 STATE = "state.json"
 
 
@@ -209,12 +209,12 @@ class Sweeps:
         if len(tokens) < HELD_OUT:
             raise LeanError(
                 f"one of {HELD_OUT} sequences is held out from the fit, and the calibration tokens make {len(tokens)}. "
-                "Use more --tokens, or a shorter --sequence-length"
+                "Use more `tokens`, or a shorter `sequence_length`"
             )
         if tokens.size < (least := max(one.least_tokens for one in self.reductions)):
             raise LeanError(
                 f"{tokens.size:,} calibration tokens are too few for the width of this model's values, which needs "
-                f"{least:,}. Use more --tokens"
+                f"{least:,}. Use more `tokens`"
             )
         names = [one.name for one in self.reductions]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -338,7 +338,7 @@ class Sweeps:
         if needed > free:
             raise LeanError(
                 f"calibration needs {needed / 1e6:,.1f} MB in {self.directory.parent}, which has {free / 1e6:,.1f} MB "
-                f"free. Use fewer --tokens, or {ADVICE}"
+                f"free. Use fewer `tokens`, or {ADVICE}"
             )
         self._job.write(done=0, seconds=0)  # from here on, the files of another job are invalid
 

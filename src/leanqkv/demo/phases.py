@@ -11,7 +11,7 @@ import torch
 
 from ..checkpoints.open import load_config, load_model, open_checkpoint
 from ..compare.suite import Comparison, Entry
-from ..convert.conversion import REPORT, calibration_tokens, convert_directory
+from ..convert.conversion import REPORT, Conversion, calibration_tokens
 from ..data import TokenData, batch_plan, collate
 from ..eliminate import eliminate_directory, parse_request, verify
 from ..eliminate.elimination import CERTIFICATE
@@ -154,9 +154,11 @@ def convert(out: Path, settings: Settings, data: TokenData, progress: Progress) 
     source = run_directories(out)[settings.baseline]
     if (out / CONVERTED / REPORT).exists():
         return read_record(out / CONVERTED / REPORT, DEMO["conversion?"], AGAIN)
-    config = load_config(source)
-    tokens = calibration_tokens(data, config, settings.calibration_tokens, config.max_position_embeddings)
-    return convert_directory(source, out / CONVERTED, to="skipv1", tokens=tokens, calibrating=progress)
+    opened = open_checkpoint(source)
+    length = opened.config.max_position_embeddings
+    assert length is not None
+    tokens = calibration_tokens(data, opened.config, settings.calibration_tokens, length)
+    return Conversion(opened, "skipv1").write(out / CONVERTED, tokens, calibrating=progress)
 
 
 def eliminate(out: Path, settings: Settings, data: TokenData, message: Callable[[str], None]) -> dict[str, Any]:

@@ -150,9 +150,9 @@ def _alternative(removals: list[Removal], stream: Stream) -> str:
 def _check_conditions(conditions: Mapping[str, float], request: Request) -> None:
     for name, condition in conditions.items():
         if math.isinf(condition):
-            raise LeanError(f"{name} is singular: nothing can be solved with it, whatever --max-condition")
+            raise LeanError(f"{name} is singular: nothing can be solved with it, whatever `max_condition`")
         if condition > request.max_condition:
             raise LeanError(
                 f"{name} is too badly conditioned: {condition:.2g}, the limit is {request.max_condition:.2g} "
-                "(--max-condition)"
+                "(`max_condition`)"
             )

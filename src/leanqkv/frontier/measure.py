@@ -98,7 +98,7 @@ class Frontier:
         missing = [
             one
             for one in self.candidates
-            if (one.make is not None or not number)
+            if (one.fitted or not number)
             and not all(self._file(one, precision, number).exists() for precision in self._precisions_of(one))
         ]
         work = self.out / f"calibration{number}"
@@ -113,12 +113,12 @@ class Frontier:
     ) -> Iterator[tuple[Candidate, LeanConfig, Mapping[str, Tensor], list[dict[str, Any]]]]:
         """Yield the candidates with configuration, tensors and what the fit reports by layer."""
         stored = finite(self.source.tensors)
-        fitted = [one for one in self.candidates if one.make is not None]  # all: the job is the same when it goes on
+        fitted = [one for one in self.candidates if one.fitted]  # all: the job is the same when it goes on
         for one in missing:
-            if one.make is None:
-                config, tensors = (self.source.config, stored) if one.weights is None else one.weights()
+            if not one.fitted:
+                config, tensors, *_ = (self.source.config, stored) if one.make is None else one.make()
                 yield one, config, tensors, []
-        if not (asked := [one for one in missing if one.make is not None]):
+        if not (asked := [one for one in missing if one.fitted]):
             return
         sweeps = Sweeps(
             self.source.config,
@@ -148,7 +148,7 @@ class Frontier:
         """Write one file for every precision of a converted model, which is written and read again before."""
         directory = self.out / MODEL
         remove(directory)
-        if candidate.make is None and candidate.weights is None:
+        if candidate.make is None:
             model = self.scorer.source
         else:
             write_model(self.source, directory, config, tensors, torch.float32)
@@ -183,7 +183,7 @@ class Frontier:
 
     def _precisions_of(self, candidate: Candidate) -> Sequence[Precision]:
         """Those that a candidate is measured in: from the weights alone it loses too much to be worth quantizing."""
-        return self.precisions if candidate.weights is None else self.precisions[:1]
+        return self.precisions if candidate.fitted or candidate.make is None else self.precisions[:1]
 
     @property
     def scorer(self) -> Scorer:

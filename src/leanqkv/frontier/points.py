@@ -1,6 +1,6 @@
 """What is measured: the source's conversions, each with its cache in several precisions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,19 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..convert.grouped_heads import ratios, with_grouped_heads
-from ..convert.latents import Latents
-from ..convert.merged_values import MergedValues
-from ..convert.methods import METHODS, with_first_layer_values
-from ..convert.sweeps import Reduction
+from ..convert.grouped_heads import ratios
+from ..convert.targets import BUDGETED, SMALLER, SWEPT, TARGETS, read_options
 from ..errors import LeanError
 from ..model.cache_quantized import BLOCK, KIVI, LeanQuantizedCache, quantized_bytes_per_token
 from ..model.config import LeanConfig
 
-SOURCE, LATENTS, SEPARATE, MERGED, SKIPV1, GQA = KINDS = (
-    *("source", "latents", "separate-latents", "merged-values", "skipv1", "gqa"),
-)
-FITTED_TO_SIZE = (LATENTS, SEPARATE)
+SOURCE, KINDS = "source", SMALLER
+# SkipV1 is measured from the weights alone.
 METHOD = "mean-v"
 
 
@@ -75,14 +70,17 @@ class Candidate:
     """A conversion of the source, or the source itself.
 
     Attributes:
-        make: the reduction that fits it to text; None where it comes from the weights alone.
-        weights: configuration and tensors from the weights alone; None where it is fitted.
+        make: returns the reduction that fits it to text, or what is made of the weights alone; None: the source.
     """
 
     kind: str
     label: str
-    make: Callable[[], Reduction] | None = None
-    weights: Callable[[], tuple[LeanConfig, Mapping[str, Tensor]]] | None = None
+    make: Callable[[], Any] | None = None
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it is fitted to text."""
+        return self.kind in SWEPT
 
     @property
     def name(self) -> str:
@@ -96,36 +94,35 @@ def candidates(
     """Return what can be measured of a source, the source first, and why the others cannot, by label.
 
     Args:
-        kinds: of KINDS, with the shares of the source's cache that those of FITTED_TO_SIZE are fitted to.
+        kinds: of KINDS, with the shares of the source's cache that those of BUDGETED are fitted to.
 
     Raises:
         LeanError: nothing can be converted.
     """
     found, refused = [Candidate(SOURCE, SOURCE)], {}
-
-    def add(candidate: Candidate) -> None:
-        try:
-            for made in (candidate.make, candidate.weights):
-                if made is not None:
-                    made()
-        except LeanError as error:
-            refused[candidate.label] = str(error)
-        else:
-            found.append(candidate)
-
-    for kind in FITTED_TO_SIZE:
-        for share in sorted(kinds.get(kind, ()), reverse=True):
-            make = partial(Latents, config, tensors, share, separate=kind == SEPARATE)
-            add(Candidate(kind, f"{kind} {100 * share:g}%", make=make))
-    if MERGED in kinds:
-        add(Candidate(MERGED, MERGED, make=lambda: MergedValues(config, tensors)))
-    if SKIPV1 in kinds:
-        mean = METHODS[METHOD]
-        label = f"{SKIPV1}, {METHOD}"
-        add(Candidate(SKIPV1, label, weights=lambda: with_first_layer_values(config, tensors, mean, 0.5)))
-    for ratio in ratios(config) if GQA in kinds else ():
-        label = f"{GQA}, {1 - ratio:.0%} of the heads"
-        add(Candidate(GQA, label, weights=partial(with_grouped_heads, config, tensors, ratio)))
+    for kind in (kind for kind in KINDS if kind in kinds):
+        for label, given in _points_of(kind, config, kinds[kind]):
+            make = partial(TARGETS[kind].make, config, tensors, read_options(kind, given))
+            try:
+                make()
+            except LeanError as error:
+                refused[label] = str(error)
+            else:
+                found.append(Candidate(kind, label, make))
     if len(found) == 1:
         raise LeanError(next(iter(refused.values()), "no kind of reduction is asked for"))
     return found, refused
+
+
+def _points_of(kind: str, config: LeanConfig, shares: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield label and options of what is measured of a kind."""
+    if kind in BUDGETED:
+        for share in sorted(shares, reverse=True):
+            yield f"{kind} {100 * share:g}%", {"cache": share}
+    elif kind == "gqa":
+        for ratio in ratios(config):
+            yield f"{kind}, {1 - ratio:.0%} of the heads", {"ratio": ratio}
+    elif kind == "skipv1":
+        yield f"{kind}, {METHOD}", {"method": METHOD}
+    else:
+        yield kind, {}

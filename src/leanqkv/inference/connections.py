@@ -53,8 +53,7 @@ class Connection(H11Protocol):
     """A connection that ends when its client takes more than REQUEST_SECONDS for a request, or the files run out."""
 
     most = MAX_CONNECTIONS
-    _deadline: asyncio.TimerHandle | None = None
-    _idle: dict["Connection", None] = {}  # those whose clients have not sent a whole request, the oldest first
+    _deadline: asyncio.TimerHandle | None = None  # while its client has not sent a whole request
 
     def __init__(self, *args: object, **options: object):
         super().__init__(*args, **options)  # type: ignore[arg-type]
@@ -64,10 +63,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         # An answer has two parts, and the second must not wait for the client to acknowledge the first.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(self.connections) > self.most and self._idle:
-            oldest = next(iter(self._idle))
-            oldest._cancel()
-            oldest.transport.abort()
+        if len(self.connections) > self.most:
+            waiting: list[Any] = [one for one in self.connections if getattr(one, "_deadline", None) is not None]
+            if waiting:
+                oldest = min(waiting, key=lambda one: one._deadline.when())
+                oldest._cancel()
+                oldest.transport.abort()
         self._await_request()
 
     def data_received(self, data: bytes) -> None:
@@ -83,10 +84,8 @@ class Connection(H11Protocol):
             self._cancel()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(REQUEST_SECONDS, self._expire)
-            self._idle[self] = None
 
     def _cancel(self) -> None:
-        self._idle.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
