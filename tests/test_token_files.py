@@ -184,7 +184,9 @@ def variant(whole, tmp_path):
     return save
 
 
-def test_texts_are_neither_cut_nor_padded(corpus, whole, variant):
+@pytest.mark.long_cases
+@pytest.mark.parametrize("workers", [1, 2])
+def test_texts_are_neither_cut_nor_padded(corpus, whole, variant, workers):
     """Though the tokenizer's file asks for it."""
 
     def change(tokenizer):
@@ -194,10 +196,8 @@ def test_texts_are_neither_cut_nor_padded(corpus, whole, variant):
     named = variant("cutting", change)
     settings = json.loads(Path(named, "tokenizer.json").read_text())
     assert settings["truncation"]["max_length"] == 4 and settings["padding"]
-    for workers in (1, 2):
-        data = prepare_data(str(corpus), vocab_size=400, tokenizer=named, workers=workers)
-        assert content(data) == content(whole)
-        forget(data)
+    data = prepare_data(str(corpus), vocab_size=400, tokenizer=named, workers=workers)
+    assert content(data) == content(whole)
 
 
 def test_what_looks_like_an_end_in_a_document_is_text(tmp_path, whole):
