@@ -23,7 +23,7 @@ def analyze(
     probe_rates: str = "1e-4,2e-4,3e-4",
     device: Device = None,
 ) -> None:
-    """Look inside models: linear probes, similarity of heads and tokens, what heads do, singular values.
+    """Analyze models: linear probes, similarity of heads and tokens, copying heads, singular values.
 
     Models of one vocabulary and tokenizer are compared on the same text: the part of --data that training holds out,
     and for the probes the rest of it. Models that differ only in their seed are averaged. The probes take nearly all of
@@ -36,9 +36,9 @@ def analyze(
 
     Options:
         out: New directory for analysis.json, table.md and report.html.
-        samples: Sequences of held-out text to look at; as many of repeated random tokens.
-        probe_steps: 0 for no probes; the paper takes 4000.
-        probe_batch_size: Sequences a step.
+        samples: Sequences of held-out text to analyze, and as many of repeated random tokens.
+        probe_steps: Training steps of the probes. 0: no probes. The paper uses 4000.
+        probe_batch_size: Sequences per step of the probes.
         probe_rates: Learning rates, separated by commas; every layer's probe gets its best one.
     """
     check_place(out, *models)

@@ -16,7 +16,7 @@ StoredDtype = Annotated[str | None, typer.Option(help="fp64, fp32 or bf16. Defau
 def import_checkpoint(
     source: Annotated[Path, typer.Argument(help=SOURCE, metavar="SOURCE")], out: Out, dtype: StoredDtype = None
 ) -> None:
-    """Turn a checkpoint of transformers, or a GGUF file, into one of leanqkv; every tensor is accounted for.
+    """Convert a checkpoint of transformers, or a GGUF file, to leanqkv's format. Every tensor is accounted for.
 
     leanqkv import hf/pythia-160m --out runs/pythia
 
@@ -32,13 +32,13 @@ def export_checkpoint(
     family: str | None = None,
     dtype: StoredDtype = None,
 ) -> None:
-    """Turn a checkpoint of leanqkv into one of a class that transformers knows, identities written out.
+    """Convert a checkpoint of leanqkv to a class of transformers. Identities become plain matrices.
 
     leanqkv export runs/a --format stock --out hf/a
 
     Options:
         format: stock, a class of transformers.
-        family: Which one: llama, gpt2, … Default: the plainest.
+        family: Class to export to: llama, gpt2, … Default: the simplest that fits.
     """
     if format != "stock":
         raise LeanError(f"`format` is stock, found {format!r}")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LearningRateGrid = Annotated[
     str | None,
-    typer.Option(help="1e-3,2e-3,3e-3: search every model's learning rate on a seed of its own, report its best."),
+    typer.Option(help="Learning rates such as 1e-3,2e-3,3e-3: search the best for every model on a separate seed."),
 ]
 
 
@@ -83,13 +83,13 @@ def compare(
     leanqkv compare gpt2-124m gpt2-124m+skipv1 --launcher submitit --partition gpu --out runs/gpt2
 
     Options:
-        out: Directory of the comparison; goes on where an earlier start left off.
-        suite: The same as its name alone.
-        scale: Of a suite: tiny (the default), small or paper.
+        out: Directory of the comparison. Rerun to resume.
+        suite: A suite by name, the same as giving its name alone.
+        scale: Scale of a suite: tiny (default), small or paper.
         _list: List the suites, and stop.
-        seeds: Paired seeds. Default: the suite's, else 3.
-        grid_steps: With --lr-grid: steps of the search, with as short a schedule.
-        jobs: Runs at a time. Default: one a core for small models on a CPU, else 1.
+        seeds: Number of paired seeds. Default: the suite's, else 3.
+        grid_steps: With --lr-grid: steps of the search, with a schedule of the same length.
+        jobs: Parallel runs. Default: one per core for small models on a CPU, else 1.
     """
     check_out(out, "comparison")
     from ..compare.suites import choose
@@ -192,7 +192,7 @@ def report(
         typer.Argument(help="Directory of a comparison, bench, analysis, demo, conversion or frontier."),
     ],
 ) -> None:
-    """Make the table and report.html again, from the records alone."""
+    """Rewrite the table and the page of a directory from its records."""
     from ..report.kinds import kind_of
 
     kind = kind_of(directory)

@@ -24,11 +24,11 @@ class TargetOptions:
         ratio: Merged values, skipv1, gqa: share of the value heads that go: merged with another, the first layer's
             instead, pooled with their neighbours (and so the keys). Default: 0.5.
         layers: Latents and merged values: layers whose values may be reduced, as 2,5,8-11. Default: all.
-        choose: skipv1: which heads keep a value, by what is lost without.
+        choose: skipv1: choose the heads that keep their value by the error without it.
         refit_lent: skipv1: fit the values that the first layer lends.
         refit_values: skipv1: fit W_V of the kept heads, not W_O alone.
         device: Latents and merged values: cpu, cuda or mps, to calibrate on. Default: cpu.
-        seed: Of the new matrices of a nonlinear query.
+        seed: Seed of a nonlinear query's new matrices.
     """
 
     to: Annotated[
@@ -75,9 +75,9 @@ class ConversionTexts:
     Options:
         calibration: Text to calibrate on, as --data of train takes it.
         tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.
-        sequence_length: Of the sequences to calibrate and evaluate on. Default: 512, or all positions.
-        evaluate: Text on which source and result are compared, as --data of train takes it; no mixture.
-        evaluate_tokens: Tokens to compare them on. Default: 16384, or all there are.
+        sequence_length: Length of calibration and evaluation sequences. Default: 512, or all positions.
+        evaluate: Text to compare source and result on, as --data of train takes it; no mixture.
+        evaluate_tokens: Tokens to compare on. Default: 16384, or the whole text.
 
     Raises:
         LeanError: tokens without their text.
@@ -121,7 +121,7 @@ def convert(
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
 
     Options:
-        verbose: Print a line for every layer; a log has it anyway.
+        verbose: Print a line for every layer on a terminal. A log always has them.
     """
     check_free(out, source)
     given = target.given()

@@ -8,7 +8,7 @@ from .options import Device
 
 
 def demo(out: Path, steps: int = 400, device: Device = None) -> None:
-    """Show every tool on one small model, and write one page about it: one to two minutes on two CPU cores.
+    """Run every tool on one small model and write one page: one to two minutes on two CPU cores.
 
     Trains a baseline and a SkipV1 model on the same batches, converts the trained baseline to a smaller KV cache,
     removes weights from it exactly, scores all of them on held-out text, and decodes with each.
@@ -16,7 +16,7 @@ def demo(out: Path, steps: int = 400, device: Device = None) -> None:
     leanqkv demo --out runs/demo
 
     Options:
-        out: Directory of the demo; goes on where an earlier start left off.
+        out: Directory of the demo. Rerun to resume.
         steps: Optimizer steps of both models.
     """
     check_out(out, "demo")

@@ -28,9 +28,9 @@ def eliminate(
     plain: bool = False,
     text: Text = None,
 ) -> None:
-    """Remove weights from a checkpoint; the result computes the same, and a certificate says how exactly.
+    """Remove weights from a checkpoint without changing its function. A certificate states the error.
 
-    leanqkv inspect says what is possible.
+    leanqkv inspect lists the possible eliminations.
 
     leanqkv eliminate runs/a --remove query --layer 3 --out runs/b
 
@@ -40,11 +40,11 @@ def eliminate(
 
     Options:
         remove: query, key, value, output, several of them between commas; block-diagonal; single-head.
-        layer: Of query, key, value, output: 3, or 0,2, counted from 0; or all.
+        layer: Layers of query, key, value and output to remove: 3 or 0,2, counted from 0; or all.
         format: strict: ours, with fewer tensors. stock: a class of transformers.
-        family: Which class with --format stock: llama, gpt2, … Default: the plainest.
-        max_condition: Refuse to solve with a matrix that is worse conditioned.
-        plain: The textbook form, not the one that loses least to rounding.
+        family: Class for --format stock: llama, gpt2, … Default: the simplest that fits.
+        max_condition: Refuse to solve with a matrix of a larger condition number.
+        plain: Use the textbook form instead of the one with the smallest rounding error.
     """
     if format not in ("strict", "stock"):
         raise LeanError(f"`format` is strict or stock, found {format!r}")
@@ -59,7 +59,7 @@ def eliminate(
 
 def verify(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    other: Annotated[Path, typer.Argument(help="Another, of the same vocabulary.", metavar="DIR")],
+    other: Annotated[Path, typer.Argument(help="Another checkpoint with the same vocabulary.", metavar="DIR")],
     text: Text = None,
     tolerance: float = TOLERANCE,
 ) -> None:

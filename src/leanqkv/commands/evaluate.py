@@ -17,11 +17,11 @@ class TextScoring:
     """The text to score, and how.
 
     Options:
-        data: Text to score, as --data of train takes it; stdlib is the default one there.
+        data: Text to score, as --data of train takes it.
         split: whole: all of --data. validation: the part of it that train holds out.
         context_length: Tokens per window. Default: all positions.
-        stride: Tokens from one window to the next; fewer give each token more context. Default: half a window.
-        against: A second checkpoint, such as the source of a conversion: print what the first one loses.
+        stride: Tokens between the starts of two windows; fewer give each token more context. Default: half a window.
+        against: A second checkpoint, for example the source of a conversion: report the difference to it.
     """
 
     data: str | None = None
@@ -39,7 +39,7 @@ class TaskScoring:
 
     Options:
         tasks: Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025.
-        limit: With --tasks: score so many examples of each.
+        limit: With --tasks: score at most this many examples per task.
         include_path: With --tasks: folder of YAML files with tasks of your own.
     """
 
@@ -72,9 +72,9 @@ def evaluate(
     leanqkv eval hf/llama --tasks p3
 
     Options:
-        batch_size: Windows, or requests of tasks, at a time.
+        batch_size: Windows, or task requests, per batch.
         precision: fp32 or bf16, with +sdpa or +eager.
-        out: JSON file for the record: figures, hashes, hardware, versions.
+        out: New JSON file for the record: figures, hashes, hardware, versions.
     """
     if (text.data is None) == (tasks.tasks is None):
         raise LeanError("give a text to score with --data, or tasks with --tasks: one of the two")

@@ -24,9 +24,9 @@ class FrontierTexts:
         evaluate: Text to score, as --data of train takes it, no mixture; may be given several times.
         calibration: Text to calibrate on, as --data of train takes it.
         tokens: Calibration tokens of each sample.
-        calibrations: Calibrations on other parts of the text, for the intervals.
-        sequence_length: Of the sequences to calibrate and score. Default: 512, or all positions.
-        evaluate_tokens: Tokens to score of every text.
+        calibrations: Number of calibrations, on different parts of the text, for the intervals.
+        sequence_length: Length of calibration and scoring sequences. Default: 512, or all positions.
+        evaluate_tokens: Tokens to score in each text.
     """
 
     evaluate: list[str]
@@ -60,9 +60,9 @@ def frontier(
     leanqkv frontier hf/llama --budgets 84%,75% --calibrations 1 --evaluate book.txt --out runs/frontier
 
     Options:
-        out: Directory of the measurements; goes on where an earlier start left off.
+        out: Directory of the measurements. Rerun to resume.
         budgets: Shares of the source's cache that latents are fitted to.
-        contexts: Tokens after which decoding is timed; 0 leaves it out.
+        contexts: Context lengths at which decoding is timed. 0: none.
         device: cpu, cuda or mps. Default: cpu.
     """
     check_out(out, "frontier", source)

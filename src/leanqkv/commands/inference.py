@@ -41,8 +41,8 @@ def generate(
             with the same seed. A backslash at the end of a line continues the prompt on the next line. Ctrl-C stops an
             answer.
         chat: Put each prompt into the model's chat template, as a user's message.
-        temperature: 0 always takes the likeliest token.
-        top_k: Sample among this many likeliest tokens.
+        temperature: Sampling temperature. 0: greedy.
+        top_k: Sample from the k likeliest tokens.
     """
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
@@ -73,10 +73,10 @@ def serve(
     leanqkv serve runs/skipv1 --engine vllm -- --max-model-len 2048
 
     Options:
-        host: Address to listen on; 0.0.0.0 for all of this machine's.
-        port: 0 takes a free one.
-        dtype: Of the weights: fp64, fp32 or bf16. Default: as stored.
-        engine: leanqkv, for one person or a few; vllm, for many, with the plugin leanqkv-vllm.
+        host: Address to listen on. 0.0.0.0: every interface.
+        port: Port to listen on. 0: any free port.
+        dtype: Dtype of the weights: fp64, fp32 or bf16. Default: as stored.
+        engine: leanqkv for a few clients; vllm for many (needs the plugin leanqkv-vllm).
     """
     if engine not in ENGINES:
         raise LeanError(f"--engine is {' or '.join(ENGINES)}, found {engine!r}")
@@ -122,10 +122,10 @@ def bench(
 
     Options:
         out: New directory for bench.json, table.md and report.html.
-        context: Tokens of the prompts, between commas.
-        batch: Sequences at a time, between commas.
-        new_tokens: Decoded after every prompt.
-        rounds: The models take turns in each.
+        context: Prompt lengths in tokens, separated by commas.
+        batch: Batch sizes, separated by commas.
+        new_tokens: Tokens decoded after each prompt.
+        rounds: Rounds of measurement; models take turns in each.
         dtype: bf16 or fp32.
     """
     check_free(out, *map(Path, models))

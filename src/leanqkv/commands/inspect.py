@@ -15,7 +15,7 @@ def inspect(
     layers: bool = False,
     spectra: bool = True,
 ) -> None:
-    """Show what a model is, its parameters and KV bytes, and what could be eliminated exactly, or why not.
+    """Show a model's architecture, parameters, KV bytes and possible exact eliminations.
 
     leanqkv inspect gpt2-124m+skipv1
 

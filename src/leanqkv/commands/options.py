@@ -31,17 +31,15 @@ SOURCE = (
     "Granite, OLMo 2, Phi-3 or SmolLM3; or a .gguf file"
 )
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
-Out = Annotated[
-    Path, typer.Option(help="New directory; written whole or not at all. Killed and started again it goes on.")
-]
-Dtype = Annotated[str, typer.Option(help="Of the stored weights: fp64, fp32 or bf16.")]
+Out = Annotated[Path, typer.Option(help="New directory, written completely or not at all. Rerun to resume.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the stored weights: fp64, fp32 or bf16.")]
 TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datasets that holds the text.")]
-MaxDocuments = Annotated[int | None, typer.Option(help="Read no more documents than that.")]
+MaxDocuments = Annotated[int | None, typer.Option(help="Read at most this many documents.")]
 BatchSize = Annotated[int | None, typer.Option(help="Sequences per step, over all processes.")]
 MicroBatchSize = Annotated[
     int | None,
     typer.Option(
-        help="Sequences a process takes at a time; the rest is accumulated. Default: what fits in memory.",
+        help="Sequences per forward pass of a process; gradients are accumulated. Default: what fits in memory.",
         show_default=False,
     ),
 ]
@@ -60,7 +58,7 @@ class TextOptions:
         data: Text, JSONL or Parquet file or folder, nanoGPT's or Megatron's .bin, stdlib, prose (English, of
             docstrings), a Hugging Face dataset, or a mixture: NAME,NAME:0.3. Default: stdlib, the source of this
             Python's standard library.
-        workers: Processes that tokenize a text on first use. One uses some cores, too.
+        workers: Processes that tokenize a text on first use. One process uses several threads.
     """
 
     data: str | None = None
@@ -85,11 +83,11 @@ class RecipeOptions:
     """What is to differ from the recipe of a model; None keeps the recipe's value.
 
     Options:
-        steps: Optimizer steps; the warm-up scales along.
-        learning_rate: Peak; the minimum scales along.
-        min_learning_rate: End of the cosine.
-        weight_decay: On matrices only.
-        schedule_steps: Length of the cosine; a longer run stays at its minimum. Default: the steps.
+        steps: Optimizer steps. The warm-up scales with them.
+        learning_rate: Peak learning rate. The minimum scales with it.
+        min_learning_rate: Learning rate at the end of the cosine.
+        weight_decay: Weight decay of matrices. Vectors have none.
+        schedule_steps: Length of the cosine. A longer run stays at the minimum. Default: the steps.
     """
 
     steps: int | None = None
@@ -106,14 +104,14 @@ class RunOptions:
     """How a run is done.
 
     Options:
-        out: Directory of the run; goes on where an earlier start of it left off.
-        seed: Of the order of the batches, and of new weights.
-        evaluate_every: Steps between validations, which are checkpoints too.
+        out: Directory of the run. Rerun to resume.
+        seed: Seed of the batch order and of new weights.
+        evaluate_every: Steps between validations. Each one writes a checkpoint.
         evaluation_sequences: Validation sequences, the same each time. Default: 128.
-        gradient_checkpointing: Less memory for more time.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
         shard: fsdp: split weights and optimizer over the processes of torchrun.
         report_to: tensorboard, wandb, trackio, mlflow or another tracker of transformers; may be repeated.
-        max_hours: Stop before this command has run so long, with a checkpoint and exit code 75.
+        max_hours: Stop before this many hours, with a checkpoint and exit code 75.
         keep_checkpoints: Keep the weights of every validation, for `leanqkv analyze`.
     """
 
@@ -137,7 +135,7 @@ class TeacherOptions:
     """What is learned from another model's predictions.
 
     Options:
-        teacher: Checkpoint whose predictions are matched as well.
+        teacher: Checkpoint whose predictions are distilled.
         distillation: With --teacher: share of KL(teacher || model) in the loss.
         distillation_temperature: With --teacher: divides the logits of both in the KL divergence.
         only_changed: With --teacher: train only the weights that differ from its own.
@@ -160,12 +158,12 @@ class ClusterOptions:
     Options:
         launcher: local: by this command. submitit: each run is a job of a cluster, in the same --out.
         cluster: With submitit: slurm, or local for processes that outlive this command.
-        partition: Of SLURM.
-        gpus_per_run: Of SLURM.
-        cpus_per_run: Of SLURM.
-        memory_per_run: Of SLURM, in GB.
-        hours_per_run: With submitit: the time limit of a job; a run that needs more goes on in another.
-        slurm: Another parameter, such as account=lab; may be repeated.
+        partition: SLURM partition.
+        gpus_per_run: GPUs of a SLURM job.
+        cpus_per_run: CPUs of a SLURM job.
+        memory_per_run: Memory of a SLURM job in GB.
+        hours_per_run: With submitit: time limit of a job in hours. A longer run continues in another job.
+        slurm: Another SLURM parameter, such as account=lab; may be repeated.
     """
 
     launcher: str = "local"

@@ -20,7 +20,7 @@ def plan_run(
     shard: str | None = None,
     gradient_checkpointing: Annotated[bool, typer.Option()] = False,
 ) -> None:
-    """Show memory, arithmetic, time and files of a training run, before it is started; nothing is trained or written.
+    """Estimate memory, FLOPs, time and disk of a training run. Nothing is trained or written.
 
     Without options the published recipe of the model applies.
 
@@ -33,11 +33,11 @@ def plan_run(
     Options:
         accelerator: a100 or h100, of 80 GB each.
         flops: Peak of another device, in operations per second, as 150e12.
-        memory: Its memory in GB.
-        devices: How many of them.
-        utilization: Share of the peak that the run reaches.
-        shard: fsdp: as `leanqkv train --shard fsdp`.
-        gradient_checkpointing: Less memory for more time.
+        memory: Memory of that device in GB.
+        devices: Number of devices.
+        utilization: Share of the peak FLOPs that the run reaches.
+        shard: fsdp: plan for `leanqkv train --shard fsdp`.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
     """
     from .planning import show_plans
 

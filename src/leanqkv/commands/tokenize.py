@@ -12,10 +12,10 @@ from .options import NAME_HELP, DataOptions, prepare
 def tokenize(
     names: Annotated[list[str], typer.Argument(help=NAME_HELP + " Several share one tokenizer.")], data: DataOptions
 ) -> None:
-    """Make the token files of a text before a model is trained on it, as on a machine without an accelerator.
+    """Tokenize a text before training, for example on a machine without an accelerator.
 
-    `leanqkv train` and `compare` with the same models and data find them in the cache, and make them themselves where
-    they are missing. Stopped and started again, the same command goes on behind the last 64 Mi tokens.
+    `leanqkv train` and `compare` find the token files of the same models and data in the cache, or make them. Rerun the
+    command to resume after the last 64 Mi tokens.
 
     leanqkv tokenize small --data corpus/ --workers 16
 

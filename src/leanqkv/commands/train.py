@@ -23,7 +23,7 @@ from .options import (
 def train(
     name: Annotated[str, typer.Argument(help=NAME_HELP)], data: DataOptions, recipe: RecipeOptions, run: RunOptions
 ) -> None:
-    """Train one model; the same command goes on after an interruption, with the same losses.
+    """Train one model. Rerun the command to resume; losses are bit-identical.
 
     Without options the published recipe of the model applies. Several processes: `torchrun --nproc-per-node 2 -m
     leanqkv train …`.
@@ -48,10 +48,9 @@ def uptrain(
     weight_decay: float = 0.1,
     warmup_steps: int | None = None,
 ) -> None:
-    """Go on training a checkpoint, such as a converted one; dropout is off, as in the paper's uptraining.
+    """Continue training a checkpoint, for example a converted one. Dropout is off, as in the paper's uptraining.
 
-    Its loss before the first step is in the record, and so is every validation after it. Killed and started again, the
-    same command goes on, bit-identically.
+    The record has the loss before the first step and every validation after it. Rerun the command to resume.
 
     leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --out runs/uptrained
 
@@ -59,9 +58,9 @@ def uptrain(
 
     Options:
         steps: Optimizer steps.
-        learning_rate: Peak, as in P3's uptraining.
+        learning_rate: Peak learning rate, as in P3's uptraining.
         min_learning_rate: Default: a tenth.
-        weight_decay: On matrices only.
+        weight_decay: Weight decay of matrices. Vectors have none.
         warmup_steps: Default: a tenth.
     """
     _check_out(run.out, source, learns.teacher)
