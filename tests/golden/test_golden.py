@@ -19,6 +19,7 @@ from golden.normal import difference, files, named_once, settled, sha256, shown,
 from golden.scenario import COMMANDS, NAMES, REFUSALS, command_lines, prepare
 from leanqkv import progress
 from leanqkv.compare.comparison import slug
+from leanqkv.compare.suites import SUITES
 from leanqkv.environment import command_line, hardware, place_of, versions
 
 FILE = Path(__file__).with_name("golden.json")
@@ -37,6 +38,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEANQKV_CACHE", str(directory / "cache"))
         patch.setenv("LEANQKV_DEBUG", "0")
+        patch.delitem(SUITES, "vision", raising=False)  # other tests may have added it
         patch.setenv("COLUMNS", "1000")  # of the help, an option a line
         patch.setattr(progress.console, "width", 1000)
         patch.chdir(directory)

@@ -92,23 +92,21 @@ def compare(
         jobs: Runs at a time. Default: one a core for small models on a CPU, else 1.
     """
     check_out(out, "comparison")
-    rates = _search(lr_grid, grid_steps, recipe)
     from ..compare.suites import choose
 
-    where = cluster.chosen()
     chosen = choose(names or [], suite, scale)
     comparison = replace(
         chosen,
         seeds=tuple(range(seeds)) if seeds else chosen.seeds,
         recipe=recipe_overrides(**vars(recipe)),
-        learning_rates=rates,
+        learning_rates=_search(lr_grid, grid_steps, recipe),
         grid_steps=grid_steps,
         context_length=context_length,
         micro_batch_size=micro_batch_size,
         evaluate_every=evaluate_every or chosen.evaluate_every,
         command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
     )
-    how = {"precision": precision, "device": device, "jobs": jobs, "cluster": where}
+    how = {"precision": precision, "device": device, "jobs": jobs, "cluster": cluster.chosen()}
     _run(comparison, data, evaluation_sequences, out, **how)
 
 

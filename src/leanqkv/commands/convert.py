@@ -1,85 +1,108 @@
 """`leanqkv convert`: a finished checkpoint with a smaller KV cache, or a nonlinear query."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..convert.targets import CALIBRATED, METHODS, SMALLER, TARGETS, listed
+from ..convert.targets import CALIBRATED, FREEDOMS, METHODS, SMALLER, TARGETS, listed
 from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_free
-from ..progress import continued_when_repeated, progress_bar
-from .options import SOURCE, Dtype, Out, as_dtype, console
+from .options import SOURCE, Dtype, Out, as_dtype
 
 
-def convert(
-    source: Annotated[Path, typer.Argument(help=SOURCE)],
-    out: Out,
+@dataclass(frozen=True)
+class TargetOptions:
+    """What the checkpoint becomes.
+
+    Options:
+        cache: Latents: share of the source's cache to take at most, as 75%. Default: 84%.
+        ratio: Merged values, skipv1, gqa: share of the value heads that go: merged with another, the first layer's
+            instead, pooled with their neighbours (and so the keys). Default: 0.5.
+        layers: Latents and merged values: layers whose values may be reduced, as 2,5,8-11. Default: all.
+        choose: skipv1: which heads keep a value, by what is lost without.
+        refit_lent: skipv1: fit the values that the first layer lends.
+        refit_values: skipv1: fit W_V of the kept heads, not W_O alone.
+        device: Latents and merged values: cpu, cuda or mps, to calibrate on. Default: cpu.
+        seed: Of the new matrices of a nonlinear query.
+    """
+
     to: Annotated[
         str,
         typer.Option(
             help=f"{listed(SMALLER, 'or')} for a smaller cache; "
             f"{listed([name for name in TARGETS if name not in SMALLER], 'or')}."
         ),
-    ] = "latents",
-    cache: Annotated[
-        str | None,
-        typer.Option(help="Latents: share of the source's cache to take at most, as 75%. Default: 84%."),
-    ] = None,
+    ] = "latents"
+    cache: str | None = None
     method: Annotated[
         str, typer.Option(help=f"For skipv1: {CALIBRATED}, or {', '.join(METHODS)} from weights alone.")
-    ] = CALIBRATED,
-    calibration: Annotated[
-        str | None,
-        typer.Option(help="Text to calibrate on, as --data of train takes it.", show_default=False),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.", show_default=False
-        ),
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Of the sequences to calibrate and evaluate on. Default: 512, or all positions.")
-    ] = None,
-    evaluate: Annotated[
-        str | None,
-        typer.Option(help="Text on which source and result are compared, as --data of train takes it; no mixture."),
-    ] = None,
-    evaluate_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens to compare them on. Default: 16384, or all there are.", show_default=False),
-    ] = None,
-    ratio: Annotated[
-        float | None,
-        typer.Option(
-            help="Merged values, skipv1, gqa: share of the value heads that go: merged with another, the first "
-            "layer's instead, pooled with their neighbours (and so the keys). Default: 0.5.",
-            show_default=False,
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Latents and merged values: layers whose values may be reduced, as 2,5,8-11. Default: all.",
-            show_default=False,
-        ),
-    ] = None,
-    choose: Annotated[bool, typer.Option(help="skipv1: which heads keep a value, by what is lost without.")] = True,
-    refit_lent: Annotated[bool, typer.Option(help="skipv1: fit the values that the first layer lends.")] = True,
-    refit_values: Annotated[bool, typer.Option(help="skipv1: fit W_V of the kept heads, not W_O alone.")] = True,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Latents and merged values: cpu, cuda or mps, to calibrate on. Default: cpu."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the new matrices of a nonlinear query.")] = 0,
+    ] = CALIBRATED
+    ratio: float | None = None
+    layers: str | None = None
+    choose: bool = True
+    refit_lent: bool = True
+    refit_values: bool = True
+    device: str | None = None
+    seed: int = 0
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, as the library takes them.
+
+        Raises:
+            LeanError: a share, a list of layers or a device that is none.
+        """
+        values = {
+            "method": None if self.method == CALIBRATED else self.method,
+            "cache": None if self.cache is None else read_share(self.cache),
+            "ratio": self.ratio,
+            "layers": None if self.layers is None else _read_layers(self.layers),
+            **{name: None if getattr(self, name) else False for name in FREEDOMS},
+            "device": None if self.device is None else check_device(self.device),
+            "seed": self.seed or None,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ConversionTexts:
+    """The texts of a conversion.
+
+    Options:
+        calibration: Text to calibrate on, as --data of train takes it.
+        tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.
+        sequence_length: Of the sequences to calibrate and evaluate on. Default: 512, or all positions.
+        evaluate: Text on which source and result are compared, as --data of train takes it; no mixture.
+        evaluate_tokens: Tokens to compare them on. Default: 16384, or all there are.
+
+    Raises:
+        LeanError: tokens without their text.
+    """
+
+    calibration: str | None = None
+    tokens: int | None = None
+    sequence_length: int | None = None
+    evaluate: str | None = None
+    evaluate_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.calibration is None and self.tokens is not None:
+            raise LeanError("`tokens` goes with `calibration=FILE`; leave it out")
+        if self.evaluate is None and self.evaluate_tokens is not None:
+            raise LeanError("`evaluate_tokens` goes with `evaluate=FILE`; leave it out")
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help=SOURCE)],
+    out: Out,
+    target: TargetOptions,
+    texts: ConversionTexts,
     dtype: Dtype = "fp32",
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print a line for every layer; a log has it anyway.")
-    ] = False,
+    verbose: bool = False,
 ) -> None:
     """Give a checkpoint a smaller KV cache, or a nonlinear query.
 
@@ -96,67 +119,15 @@ def convert(
     leanqkv convert hf/llama --to gqa --ratio 0.75 --out hf/grouped
 
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
+
+    Options:
+        verbose: Print a line for every layer; a log has it anyway.
     """
     check_free(out, source)
-    given = {
-        "method": None if method == CALIBRATED else method,
-        "cache": None if cache is None else read_share(cache),
-        "ratio": ratio,
-        "layers": None if layers is None else _read_layers(layers),
-        "choose": None if choose else False,
-        "refit_lent": None if refit_lent else False,
-        "refit_values": None if refit_values else False,
-        "device": None if device is None else check_device(device),
-        "seed": seed or None,
-    }
-    from ..checkpoints.open import open_causal_lm, open_checkpoint
-    from ..convert.conversion import Conversion, check_sequence_length
-    from ..report.conversion import KIND, layer_lines
-    from ..report.page import NO_PAGE
-    from .converting import about_conversion, read_evaluation, read_tokens
+    given = target.given()
+    from .converting import convert_checkpoint
 
-    stored_dtype = as_dtype(dtype)
-    if calibration is None and tokens is not None:
-        raise LeanError("--tokens goes with --calibration FILE; leave it out")
-    opened = open_checkpoint(source) if evaluate is None else open_causal_lm(source)
-    conversion = Conversion(opened, to, **{name: value for name, value in given.items() if value is not None})
-    conversion.check_text(calibration is not None)
-    length = sequence_length or min(512, opened.config.max_position_embeddings or 512)
-    check_sequence_length(opened.config, length)
-    comparison = read_evaluation(opened, evaluate, evaluate_tokens, length, calibration)
-    about, sample = about_conversion(source, out, device or "cpu"), None
-    if calibration is not None:
-        tokens = tokens or min(max(40 * opened.config.hidden_size, 24_576), 131_072)
-        sample, data = read_tokens(opened, calibration, tokens, length)
-        about["calibration"] = {**data.record(), "sequence_length": length}
-        if comparison is not None:
-            about["calibration"]["source_bits_per_byte"] = comparison.compare_domains(sample, data)
-    with continued_when_repeated(), progress_bar("reading") as bar:
-
-        def show_written(done: int, total: int) -> None:
-            if bar.description == "writing":
-                bar.start("writing, MB")
-            bar(done // 10**6, total // 10**6)
-
-        report = conversion.write(
-            out,
-            sample,
-            dtype=stored_dtype,
-            calibrating=bar,
-            message=bar.describe,
-            progress=show_written,
-            about=about,
-            evaluate=lambda directory: (
-                {} if comparison is None else {"evaluation": comparison.evaluate(directory, bar)}
-            ),
-            finish=KIND.write,
-        )
-    console.print(KIND.terminal(report))
-    if verbose or not console.is_terminal:
-        for line in layer_lines(report):
-            console.print(line, highlight=False)
-    page = KIND.html if (out / KIND.html).exists() else NO_PAGE
-    console.print(f"{out}: {page}, {KIND.file}, README.md (a model card)", highlight=False)
+    convert_checkpoint(source, out, target.to, given, texts, as_dtype(dtype), verbose)
 
 
 def read_share(text: str, option: str = "--cache") -> float:

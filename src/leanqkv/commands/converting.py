@@ -1,27 +1,89 @@
-"""The texts of `leanqkv convert`, and the comparison of its result with the source."""
+"""What `leanqkv convert` does: its texts, the conversion, and the comparison of its result with the source."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..checkpoints.card import origin
-from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
-from ..convert.conversion import calibration_tokens
+from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
+from ..convert.conversion import Conversion, calibration_tokens, check_sequence_length
 from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
 from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
 from ..evaluate import paired_record, sequence_losses, spread_windows
 from ..model.shapes import count_parameters
-from ..progress import Bar, progress_bar, terminal
+from ..progress import Bar, console, continued_when_repeated, progress_bar, terminal
+from ..report.conversion import KIND, layer_lines
+from ..report.page import NO_PAGE
+
+if TYPE_CHECKING:
+    from .convert import ConversionTexts
 
 EVALUATED_TOKENS = 16_384
 # The source's bits per byte are compared on so many tokens of the calibration text and of the evaluation text. Texts
 # that are further apart than this factor are of other kinds: another language, or code.
 COMPARED_TOKENS, DOMAIN_FACTOR = 4096, 1.5
+
+
+def convert_checkpoint(
+    source: Path,
+    out: Path,
+    to: str,
+    given: Mapping[str, Any],
+    texts: "ConversionTexts",
+    dtype: torch.dtype,
+    verbose: bool,
+) -> None:
+    """Convert the checkpoint `source` to a target with the options that were `given`, and show the result.
+
+    Raises:
+        LeanError: the source or the texts cannot be used, or the target does not take these options.
+    """
+    opened = open_checkpoint(source) if texts.evaluate is None else open_causal_lm(source)
+    conversion = Conversion(opened, to, **given)
+    conversion.check_text(texts.calibration is not None)
+    length = texts.sequence_length or min(512, opened.config.max_position_embeddings or 512)
+    check_sequence_length(opened.config, length)
+    comparison = read_evaluation(opened, texts.evaluate, texts.evaluate_tokens, length, texts.calibration)
+    about, sample = about_conversion(source, out, given.get("device", "cpu")), None
+    if texts.calibration is not None:
+        tokens = texts.tokens or min(max(40 * opened.config.hidden_size, 24_576), 131_072)
+        sample, data = read_tokens(opened, texts.calibration, tokens, length)
+        about["calibration"] = {**data.record(), "sequence_length": length}
+        if comparison is not None:
+            about["calibration"]["source_bits_per_byte"] = comparison.compare_domains(sample, data)
+    with continued_when_repeated(), progress_bar("reading") as bar:
+        report = conversion.write(
+            out,
+            sample,
+            dtype=dtype,
+            calibrating=bar,
+            message=bar.describe,
+            progress=partial(_show_written, bar),
+            about=about,
+            evaluate=lambda directory: (
+                {} if comparison is None else {"evaluation": comparison.evaluate(directory, bar)}
+            ),
+            finish=KIND.write,
+        )
+    console.print(KIND.terminal(report))
+    if verbose or not console.is_terminal:
+        for line in layer_lines(report):
+            console.print(line, highlight=False)
+    page = KIND.html if (out / KIND.html).exists() else NO_PAGE
+    console.print(f"{out}: {page}, {KIND.file}, README.md (a model card)", highlight=False)
+
+
+def _show_written(bar: Bar, done: int, total: int) -> None:
+    if bar.description == "writing":
+        bar.start("writing, MB")
+    bar(done // 10**6, total // 10**6)
 
 
 @dataclass(frozen=True)
@@ -88,8 +150,6 @@ def read_evaluation(
         LeanError: no such text, too short, or read by the calibration too; or too little memory for both models.
     """
     if evaluate is None:
-        if tokens is not None:
-            raise LeanError("--evaluate-tokens goes with --evaluate FILE; leave it out")
         return None
     needed, free = 2 * 4 * count_parameters(source.config).total, free_memory("cpu")
     if needed > free:
