@@ -369,14 +369,14 @@ def test_an_unforeseen_error_names_the_file_of_its_traceback(cli, monkeypatch, t
         raise TypeError("a defect")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("leanqkv.presets.preset", fail)
-    code, _, err = cli("inspect", "tiny")
+    monkeypatch.setattr("leanqkv.commands.listing.preset", fail)
+    code, _, err = cli("presets")
     (file,) = tmp_path.glob("leanqkv-*.log")
     assert code == 1
     assert err.count("\n") == 1
     assert "TypeError: a defect" in err
     assert str(file) in err
     assert "Traceback" in file.read_text()
-    code, _, err = cli("--debug", "inspect", "tiny")
+    code, _, err = cli("--debug", "presets")
     assert code == 1
     assert "Traceback" in err

@@ -290,7 +290,7 @@ def test_the_smallest_share_that_is_named_can_be_had(name: str, keys: bool) -> N
     cut = [layer for layer in range(config.num_hidden_layers) if layers is None or layer in layers]
     assert all(made.ranks[layer] == step for layer in cut)
     assert all(rank == step for rank, may in zip(made.key_ranks, made.key_cut, strict=True) if may)
-    with pytest.raises(LeanError, match=f"from {named:g}% of its cache .* {named - 0.1:g}% is out of reach"):
+    with pytest.raises(LeanError, match=f"from {named:g}% of its cache .* `cache={named - 0.1:g}%` is out of reach"):
         Latents(config, {}, round(named - 0.1, 1) / 100, layers, keys)
 
 

@@ -1,5 +1,6 @@
 """What a stranger sends runs no code of its own, writes over nothing, and is read as it is or refused."""
 
+import errno
 import json
 import os
 import re
@@ -158,6 +159,26 @@ def test_what_an_interrupted_conversion_left_goes_with_the_next_command(folder, 
     Path(".o.calibration").mkdir()
     assert cli(*["convert", "model", "--to", "gqa", "--out", "o"])[0] == 0
     assert not Path(".o.calibration").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench model --context 8 --batch 1 --new-tokens 2 --rounds 1 --out o",
+        "analyze model --data text.txt --probe-steps 0 --samples 2 --out o",
+        "eval model --data text.txt --out o",
+    ],
+)
+def test_a_full_disk_leaves_nothing_in_the_way_of_the_same_command(folder, cli, command):
+    def full(file, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leanqkv.report.page.write_text", full)
+        patch.setattr("leanqkv.commands.scoring.write_json", full)
+        assert "the disk is full" in cli(*command.split())[2]
+    assert not [file for file in Path().iterdir() if "o" in file.name.split(".")]
+    assert cli(*command.split())[0] == 0
 
 
 def test_names_are_text_on_every_page(folder, cli):

@@ -202,7 +202,7 @@ def test_float64_is_on_the_cpu_alone(monkeypatch) -> None:
 @pytest.mark.parametrize("kind", ALONE)
 def test_too_few_sequences_are_refused(kind: str, tmp_path: Path) -> None:
     model = source("gpt", **SMALL)
-    with pytest.raises(LeanError, match=r"one of 4 sequences is held out .* make 3\. Use more --tokens"):
+    with pytest.raises(LeanError, match=r"one of 4 sequences is held out .* make 3\. Use more `tokens`"):
         sweep(model, sample_of(model[0], 3), tmp_path, kind)
     assert not list(tmp_path.iterdir())
 
@@ -211,7 +211,7 @@ def test_too_few_sequences_are_refused(kind: str, tmp_path: Path) -> None:
 def test_too_few_tokens_for_the_width_of_the_values(kind: str, tmp_path: Path) -> None:
     """Four for each of 24 columns; merged values ask for no such number."""
     model = source("gpt", **SMALL)
-    with pytest.raises(LeanError, match=r"^95 calibration tokens are too few .* needs 96\. Use more --tokens$"):
+    with pytest.raises(LeanError, match=r"^95 calibration tokens are too few .* needs 96\. Use more `tokens`$"):
         sweeping(model, sample_of(model[0], 5, 19), tmp_path, kind)
     assert not list(tmp_path.iterdir())
     sweep(model, sample_of(model[0], 8, 12), tmp_path, kind)
@@ -458,7 +458,7 @@ def test_space_is_asked_for(fields: dict, kind: str, tmp_path: Path, monkeypatch
             sweeping(model, sample, tmp_path / "little", kind)
 
     (tmp_path / "little").mkdir()
-    with pytest.raises(LeanError, match=r"needs [\d.]+ MB in .* free\. Use fewer --tokens, or choose an --out"):
+    with pytest.raises(LeanError, match=r"needs [\d.]+ MB in .* free\. Use fewer `tokens`, or choose an `out`"):
         start(written - 1)
     assert not list((tmp_path / "little").iterdir())
     start(1.25 * written)
@@ -474,7 +474,7 @@ def test_space_is_asked_for(fields: dict, kind: str, tmp_path: Path, monkeypatch
 )
 def test_a_full_disk_is_an_error(little: Little, tmp_path: Path, kind: str, name: str) -> None:
     (tmp_path / name).symlink_to("/dev/full")
-    with pytest.raises(LeanError, match=r"the disk is full: .*; choose an --out on a larger disk"):
+    with pytest.raises(LeanError, match=r"the disk is full: .*; choose an `out` on a larger disk"):
         sweep(*little, tmp_path, kind)
 
 

@@ -74,6 +74,19 @@ def replacing(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `out`, which is absent or empty, at the end: all of it or nothing."""
+    partial = make_directory(partial_name(out))
+    try:
+        yield partial
+        if out.exists():
+            out.rmdir()
+        partial.replace(out)
+    finally:
+        remove(partial)
+
+
 def write_text(file: Path, content: str) -> None:
     """Write `content` as UTF-8, atomically. Names in Markdown cannot bring HTML with them: only `<br>` stays a tag."""
     if file.suffix == ".md":

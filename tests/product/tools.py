@@ -59,7 +59,8 @@ def outcome(tool: Tool, case: Case) -> Outcome:
     try:
         return Outcome(float(tool.check(case)), None)
     except (LeanError, ValueError) as error:
-        return Outcome(None, re.sub(rf"{re.escape(gettempdir())}/\S*/", "", str(error)))  # of a temporary directory
+        refusal = re.sub(rf"{re.escape(gettempdir())}/\S*/", "", str(error))  # of a temporary directory
+        return Outcome(None, re.sub(r"`([a-z_]+)`", lambda name: f"--{name[1].replace('_', '-')}", refusal))
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

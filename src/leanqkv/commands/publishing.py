@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from ..files import make_directory, write_json
+from ..files import new_directory, write_json
 from ..progress import console
 from ..report.page import Kind, written
 
 
 def publish(kind: Kind, out: Path, record: dict[str, Any]) -> None:
     """Write the record and its page into `out`, and print its table."""
-    make_directory(out)
-    write_json(out / kind.file, record)
-    page = kind.write(out)
+    with new_directory(out) as directory:
+        write_json(directory / kind.file, record)
+        page = kind.write(directory)
     console.print(kind.terminal(record))
-    console.print(written(page), soft_wrap=True)
+    console.print(written(page and out / page.name), soft_wrap=True)
