@@ -1,4 +1,4 @@
-"""The errors a person causes and can mend: shown as one line, exit code 2, never a traceback."""
+"""Errors that the user can fix: shown as one line, exit code 2, never a traceback."""
 
 import os
 from importlib import import_module
@@ -12,11 +12,11 @@ class LeanError(Exception):
 
 
 class UnreachableError(LeanError):
-    """A source on the network broke off; the same command goes on with what has been read."""
+    """A network source broke off; rerunning the command resumes after the part that was read."""
 
 
 class TimeIsUpError(LeanError):
-    """A run stopped before its time limit; the same command goes on."""
+    """A run stopped before its time limit; rerunning the command resumes it."""
 
     exit_code = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75
 

@@ -1,4 +1,4 @@
-"""What `leanqkv inspect` prints: about ten lines on a model or a checkpoint, and tables of its layers and tensors."""
+"""The output of `leanqkv inspect`: about ten lines on a model or a checkpoint, and tables of its layers and tensors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -178,7 +178,7 @@ def _plan_lines(config: LeanConfig) -> list[str]:
 
 
 def _elimination_lines(config: LeanConfig, findings: Sequence[Finding]) -> list[str]:
-    """What can be removed exactly and what that saves, and what cannot and why, one line per reason."""
+    """Return the exact eliminations with their savings, and the impossible ones with their reasons, one line each."""
     exact: dict[tuple, list[Finding]] = {}
     reasons: dict[str, list[str]] = {}
     for finding in findings:

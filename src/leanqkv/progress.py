@@ -42,7 +42,7 @@ class Bar:
 
     @property
     def description(self) -> str:
-        """What is being done now."""
+        """The current phase."""
         return self._bars.tasks[-1].description
 
     def describe(self, description: str) -> None:
@@ -150,7 +150,7 @@ def training_display() -> Iterator[TrainingDisplay]:
 
 @contextmanager
 def continued_when_repeated() -> Iterator[None]:
-    """On Ctrl-C, say that the same command goes on from here."""
+    """On Ctrl-C, say that rerunning the command resumes here."""
     try:
         yield
     except KeyboardInterrupt:

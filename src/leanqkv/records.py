@@ -119,7 +119,7 @@ DEMO: Shape = {
 
 
 class Misfit(ValueError):
-    """What is wrong with a record; it follows the name of the file."""
+    """The fault of a record; it follows the name of the file."""
 
 
 def read_record(file: Path, shape: Shape, again: str) -> dict[str, Any]:

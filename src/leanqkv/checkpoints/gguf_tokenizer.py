@@ -17,7 +17,7 @@ ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 
 
 class Cutting(NamedTuple):
-    """What a byte-level tokenizer does to text before it merges, as the `tokenizer.json` of its model says.
+    """How a byte-level tokenizer splits text before it merges, as the `tokenizer.json` of its model says.
 
     transformers has other subsets of this in each version, and a wrong one is not noticed: it only costs accuracy.
     """

@@ -130,7 +130,7 @@ def write_checkpoint(
     """Write `tensors` as safetensors shards of at most `shard_bytes` (a larger tensor has one to itself).
 
     Everything is written beside `out` and renamed when it is complete. After an interruption a call with the same
-    `job`, which decides the content, goes on after the last whole shard.
+    `job`, which decides the content, resumes after the last complete shard.
 
     Args:
         shapes: name and shape of every tensor, in the order in which they are read; one shard is in memory at a time.

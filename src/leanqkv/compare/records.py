@@ -80,7 +80,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`finished`, `diverged` or `missing`, which a run that still goes on is too."""
+        """`finished`, `diverged` or `missing`; a run that is still training is missing too."""
         return "diverged" if self.diverged else "missing" if self.loss is None else "finished"
 
     @classmethod

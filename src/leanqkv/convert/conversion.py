@@ -185,7 +185,7 @@ class Conversion:
 
 @contextmanager
 def _calibration_directory(out: Path, wanted: bool) -> Iterator[Path]:
-    """A directory beside `out` that lets an interrupted calibration go on; it goes at the end, or after a refusal."""
+    """A directory beside `out` to resume an interrupted calibration; it is removed at the end, or after a refusal."""
     if not wanted:
         yield out
         return

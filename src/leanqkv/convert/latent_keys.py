@@ -1,4 +1,4 @@
-"""What a layer's keys lose as latents: the errors of attention's output that errors of the keys make.
+"""The error of attention's output that latent keys cause.
 
 Ours. An error e of key s moves the score of query t by `q_t . e`, and attention's output, to first order, by that times
 `A_ts (v_s - o_t) W_O`: A is the pattern, o_t the attended value. So a key counts by how much moving its scores moves

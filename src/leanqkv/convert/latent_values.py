@@ -1,4 +1,4 @@
-"""What a layer's values lose as latents.
+"""The error of attention's output that latent values cause.
 
 Ours. The Gram matrix of attended values gives the best latent of every rank, a weighted low-rank approximation of W_V,
 and what each further column takes away from the error of attention's output. Where values are made of the keys too, it

@@ -37,7 +37,7 @@ def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: LatentsO
 
 
 class LatentGrams(Grams):
-    """What both kinds of latents need of a layer; `keys` is None where the keys stay."""
+    """Gram matrices for key and value latents of a layer; `keys` is None where the keys stay."""
 
     def __init__(self, values: ValueGram, keys: KeyGrams | None):
         self.values, self.keys = values, keys
@@ -170,15 +170,15 @@ class Latents(Reduction):
         return value.unflatten(0, (len(heads.value), -1)).mT, made
 
     def _cached_keys(self, layer: int, key: KeyLatent | None) -> tuple[Tensor, Tensor | None]:
-        """What is cached of the keys: [columns, hidden_size (+ 1)] of the input, and [width, columns] of the keys, None
-        for all of them; key: the latent that they become."""
+        """Return the cached key projection, [columns, hidden_size (+ 1)], and the map from keys to it, [width, columns]
+        or None for all of them; key: the latent that they become."""
         if key is None:
             return self._key(layer).flatten(0, 1), None
         themselves = torch.eye(self.width, dtype=torch.float64).unflatten(0, (-1, self.config.head_dim))
         return key.latent, key_latent(self._keys(layer), themselves, self.key_ranks[layer]).latent.T
 
     def _reduce_keys(self, layer: int) -> KeyLatent | None:
-        """What the keys are made of; None: the source's stay."""
+        """Return the latent of a layer's keys; None: the source's keys stay."""
         if self.key_ranks[layer] == self.width:
             return None
         return key_latent(self._keys(layer), self._key(layer), self.key_ranks[layer])
@@ -192,7 +192,7 @@ class Latents(Reduction):
         return key.unflatten(0, (-1, self.config.head_dim))
 
     def _keys(self, layer: int) -> dict[str, Tensor]:
-        """What was measured of a layer's keys."""
+        """Return the measurements of a layer's keys."""
         stored = self._measured(layer)
         return {name.removeprefix(KEYS): tensor for name, tensor in stored.items() if name.startswith(KEYS)}
 

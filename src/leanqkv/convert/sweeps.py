@@ -45,7 +45,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class ReducedHeads:
-    """What a layer's values become, and the W_O that the fit starts from; float64.
+    """The new values of a layer, and the W_O that the fit starts from; float64.
 
     Attributes:
         value: [key heads, hidden_size (+ 1 with a bias), head_dim]; the normed stream times this is what each key
@@ -176,7 +176,7 @@ class _LayerFit:
 
 
 class Sweeps:
-    """Both sweeps. Their files in `directory` let them go on at the layer where they were interrupted.
+    """Both sweeps. Their files in `directory` let them resume at the layer where they were interrupted.
 
     Args:
         tokens: [sequences, length], calibration tokens.
@@ -228,7 +228,7 @@ class Sweeps:
 
     @property
     def seconds(self) -> float:
-        """What the sweeps have taken so far, with the interrupted runs."""
+        """Seconds that the sweeps have taken so far, with the interrupted runs."""
         return self.earlier_seconds + time.perf_counter() - self._started
 
     @torch.no_grad()
@@ -343,7 +343,7 @@ class Sweeps:
         self._job.write(done=0, seconds=0)  # from here on, the files of another job are invalid
 
     def _disk_bytes(self) -> int:
-        """What all files take at most: streams, measurements, and the attention weights of every reduction."""
+        """Return the most bytes of all files: streams, measurements, and the attention weights of every reduction."""
         assert self.config.head_dim is not None
         columns = self.config.num_attention_heads * self.config.head_dim + self.config.attention_output_bias
         of_a_reduction = 2 * self.config.hidden_size + columns

@@ -37,7 +37,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """What it saves, of all parameters."""
+        """The share of all parameters that it removes."""
         return self.saves / (self.parameters + self.saves)
 
     @property

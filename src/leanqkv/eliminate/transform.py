@@ -28,7 +28,7 @@ def no_message(text: str) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What to remove: of "query", "key", "value", "output", "block-diagonal"; or "single-head"."""
+    """The weights to remove: of "query", "key", "value", "output", "block-diagonal"; or "single-head"."""
 
     remove: tuple[str, ...]
     # Which layers' projections, counted from 0; None: of all layers.

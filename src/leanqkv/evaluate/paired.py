@@ -27,7 +27,7 @@ States = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class PairedScores:
-    """What two models make of each token of a text, float64 [tokens]; `before` is the first model's.
+    """Scores of two models on each token of a text, float64 [tokens]; `before` is the first model's.
 
     Attributes:
         before, after: cross-entropy in nats.
@@ -46,7 +46,7 @@ class PairedScores:
 def spread_windows(tokens: int, length: int, count: int) -> list[tuple[int, int]]:
     """Return `count` windows of `length` targets, evenly spread over a text, as `paired_scores` takes them.
 
-    They do not overlap if the text has `count * length + 1` tokens; fewer windows are returned if it has not.
+    They do not overlap if the text has `count * length + 1` tokens; otherwise fewer windows are returned.
     """
     length = min(length, tokens - 1)
     count = min(count, (tokens - 1) // length)

@@ -1,4 +1,4 @@
-"""What is measured: the source's conversions, each with its cache in several precisions."""
+"""The points of a frontier: the source's conversions, each with its cache in several precisions."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

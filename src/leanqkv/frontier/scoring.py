@@ -1,4 +1,4 @@
-"""What a candidate loses against the source: on texts, on the source's own continuation, and in speed."""
+"""Losses of a candidate against the source: on texts, on the source's own continuation, and in speed."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -116,7 +116,7 @@ def one_query_attention_to_both(
 
 
 def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None] | None:
-    """What runs a call on these tensors; None where the kernel is not made for them."""
+    """Return the kernel for these tensors; None where there is none."""
     if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -68,7 +68,7 @@ def attend(
 
 
 class Attention(nn.Module):
-    """What every kind of self-attention has. It is built for the first layer that uses its block; how its heads are
+    """Base class of all self-attention. It is built for the first layer that uses its block; how its heads are
     wired, and with which other layers, is in the plan of the layer that is computed with it.
 
     Inference replaces two steps by faster ones that give the same: `project` (inference/joined.py) and `attend`

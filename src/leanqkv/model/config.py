@@ -509,8 +509,8 @@ class LeanConfig(PreTrainedConfig):
         return f"{ast.unparse(tree)}\n"
 
     def as_overrides(self) -> dict[str, Any]:
-        """What differs from the defaults: `LeanConfig(**overrides)` is equal to this configuration, but for keys of
-        other tools."""
+        """Return the fields that differ from the defaults: `LeanConfig(**overrides)` equals this configuration, except
+        for keys of other tools."""
         keys = self._known_keys() - {"transformers_version"}
         if self.mlp_type != "moe" or not getattr(self, "output_router_logits", False):
             keys.remove("output_router_logits")

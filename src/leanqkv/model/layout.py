@@ -214,7 +214,7 @@ class LayerPlan(BlockWeights):
 
     @property
     def weights(self) -> BlockWeights:
-        """What is left of it for other layers that use its block."""
+        """The part of the plan that all layers of a shared block have."""
         return BlockWeights(*(getattr(self, field.name) for field in fields(BlockWeights)))
 
     def attention_scale(self, key_layer: int) -> float:

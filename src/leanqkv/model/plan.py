@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def passed_beside_hidden_states(self) -> str | None:
-        """What a block returns beside its output, and the mechanism that needs it; None where that is nothing."""
+        """Extra outputs of a block and the mechanism that uses them, or None."""
         if self.lenders:
             return f"borrowed heads (key_value {self.layers[0].key_value.kind!r})"
         if self.routes:

@@ -45,15 +45,14 @@ def rotation_of(layer, rotations: Rotations | None) -> Rotation | None:
 
 
 def turning_back(rotation: Rotation) -> Rotation:
-    """What undoes a rotation, and the length that it gives what it turns: not quite 1 where cosines and sines are
-    rounded, and another one in the scaled variants."""
+    """Return the inverse rotation, normalized by cos² + sin², which is not quite 1 after rounding and scaling."""
     cos, sin = (table.to(torch.promote_types(table.dtype, torch.float32)) for table in rotation)
     square = cos.square() + sin.square()
     return (cos / square).to(rotation[0].dtype), (-sin / square).to(rotation[0].dtype)
 
 
 def rotation_back(layer, rotations: Rotations | None) -> Rotation | None:
-    """What turns the history of a layer back; None: it has no rotary positions, or no history."""
+    """Return the inverse rotation of a layer's history; None without rotary positions or history."""
     return None if layer.rope is None or rotations is None else rotations.get(f"{BACK}{layer.rope}")
 
 
@@ -99,7 +98,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def check_history(config, past: int | Tensor, new: int) -> None:
-    """Refuse to go on from `past` cached positions to other rotary frequencies: longrope has others for long sequences,
+    """Refuse to continue from `past` cached positions with other rotary frequencies: longrope has others for long
+    sequences,
     "dynamic" for every length beyond the trained one.
 
     Raises:

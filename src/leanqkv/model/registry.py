@@ -1,4 +1,4 @@
-"""What a mechanism is, and how a configuration chooses one by its name. The standard linear projections are here too.
+"""The base classes of mechanisms, and how a configuration chooses one by its name; the linear projections, too.
 
 Linear: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762
 """

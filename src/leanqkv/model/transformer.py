@@ -79,7 +79,7 @@ class LeanBlock(GradientCheckpointingLayer):
         return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux
 
     def _scaled(self, output: Tensor) -> Tensor:
-        """What a sublayer adds to the stream."""
+        """Return the output of a sublayer, which is added to the residual stream."""
         output, factor = self.dropout(output), self.config.residual_multiplier
         return output if factor == 1 else output * factor
 

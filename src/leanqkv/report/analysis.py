@@ -245,7 +245,7 @@ SCORE_COLUMNS = {
 
 
 def _scores(architecture: Architecture, places: Places) -> list[dict[int, float]]:
-    """What every column of SCORE_COLUMNS shows of these heads, by seed."""
+    """Return the columns of SCORE_COLUMNS for these heads, by seed."""
 
     def of(score: str, reduce: Any, model: Model) -> float:
         return float(reduce([model["heads"][score][layer][head] for layer, head in places]))

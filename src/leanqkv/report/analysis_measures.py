@@ -1,4 +1,4 @@
-"""What the tables and figures of an analysis read from its record."""
+"""The measures of an analysis that its tables and figures show."""
 
 import json
 import math

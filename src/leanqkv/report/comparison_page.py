@@ -127,7 +127,7 @@ def _baseline(comparison: ComparisonRecord) -> str:
 
 
 def _intervals(comparison: ComparisonRecord, pairs: Mapping[str, int], marks: str) -> str:
-    """What a figure's bands or bars mean, and which models have none. pairs: the seeds of every difference."""
+    """Return the meaning of a figure's bands or bars, and the models without. pairs: the seeds of every difference."""
     if max(pairs.values(), default=0) < 2:
         return f"There are no {marks}, because one seed gives no interval."
     alone = [name for name, count in pairs.items() if count == 1]

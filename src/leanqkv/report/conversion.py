@@ -132,7 +132,7 @@ def _count(number: int) -> str:
 
 
 def _names(layers: list[dict[str, Any]]) -> list[str]:
-    """What is known of any layer."""
+    """The measures that any layer has."""
     return [name for name in dict.fromkeys(name for layer in layers for name in layer) if name != "layer"]
 
 

@@ -1,4 +1,4 @@
-"""What a suite adds to its result: which runs diverged, and a paper's numbers beside ours.
+"""Additions to the result of a suite: which runs diverged, and a paper's numbers beside ours.
 
 The two were measured at different sizes, so what stands side by side is the difference of each to its own baseline,
 never the losses themselves.

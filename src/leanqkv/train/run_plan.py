@@ -1,4 +1,4 @@
-"""What a run needs, before it is started: memory of a device, arithmetic, time, and what it writes.
+"""Estimate of a run's needs: memory of a device, arithmetic, time, and files.
 
 | quantity | formula |
 | --- | --- |
