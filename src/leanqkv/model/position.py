@@ -99,8 +99,7 @@ class RotaryEmbedding(nn.Module):
 
 def check_history(config, past: int | Tensor, new: int) -> None:
     """Refuse to continue from `past` cached positions with other rotary frequencies: longrope has others for long
-    sequences,
-    "dynamic" for every length beyond the trained one.
+    sequences, "dynamic" for every length beyond the trained one.
 
     Raises:
         ValueError: the cached keys were turned by other frequencies.
