@@ -13,6 +13,7 @@ from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_free
 from .options import SOURCE, Dtype, Out, as_dtype
+from .texts import ConversionTexts
 
 
 @dataclass(frozen=True)
@@ -66,34 +67,6 @@ class TargetOptions:
             "seed": self.seed or None,
         }
         return {name: value for name, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class ConversionTexts:
-    """The texts of a conversion.
-
-    Options:
-        calibration: Text to calibrate on, as --data of train takes it.
-        tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.
-        sequence_length: Length of calibration and evaluation sequences. Default: 512, or all positions.
-        evaluate: Text to compare source and result on, as --data of train takes it; no mixture.
-        evaluate_tokens: Tokens to compare on. Default: 16384, or the whole text.
-
-    Raises:
-        LeanError: tokens without their text.
-    """
-
-    calibration: str | None = None
-    tokens: int | None = None
-    sequence_length: int | None = None
-    evaluate: str | None = None
-    evaluate_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.calibration is None and self.tokens is not None:
-            raise LeanError("`tokens` goes with `calibration=FILE`; leave it out")
-        if self.evaluate is None and self.evaluate_tokens is not None:
-            raise LeanError("`evaluate_tokens` goes with `evaluate=FILE`; leave it out")
 
 
 def convert(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,7 @@ from ..model.shapes import count_parameters
 from ..progress import Bar, console, continued_when_repeated, progress_bar, terminal
 from ..report.conversion import KIND, layer_lines
 from ..report.page import NO_PAGE
-
-if TYPE_CHECKING:
-    from .convert import ConversionTexts
+from .texts import ConversionTexts
 
 EVALUATED_TOKENS = 16_384
 # The source's bits per byte are compared on so many tokens of the calibration text and of the evaluation text. Texts
@@ -36,7 +34,7 @@ def convert_checkpoint(
     out: Path,
     to: str,
     given: Mapping[str, Any],
-    texts: "ConversionTexts",
+    texts: ConversionTexts,
     dtype: torch.dtype,
     verbose: bool,
 ) -> None:

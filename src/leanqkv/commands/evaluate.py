@@ -1,6 +1,5 @@
 """`leanqkv eval`: the loss of a checkpoint on a text, or its accuracy on tasks."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,43 +8,8 @@ import typer
 from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_new_file
-from .options import SOURCE, Device, MaxDocuments, TextField, check_left_out
-
-
-@dataclass(frozen=True)
-class TextScoring:
-    """The text to score, and how.
-
-    Options:
-        data: Text to score, as --data of train takes it.
-        split: whole: all of --data. validation: the part of it that train holds out.
-        context_length: Tokens per window. Default: all positions.
-        stride: Tokens between the starts of two windows; fewer give each token more context. Default: half a window.
-        against: A second checkpoint, for example the source of a conversion: report the difference to it.
-    """
-
-    data: str | None = None
-    split: str = "whole"
-    context_length: int | None = None
-    stride: int | None = None
-    text_field: TextField = "text"
-    max_documents: MaxDocuments = None
-    against: Path | None = None
-
-
-@dataclass(frozen=True)
-class TaskScoring:
-    """The tasks of lm-eval to score, and how.
-
-    Options:
-        tasks: Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025.
-        limit: With --tasks: score at most this many examples per task.
-        include_path: With --tasks: folder of YAML files with tasks of your own.
-    """
-
-    tasks: str | None = None
-    limit: int | None = None
-    include_path: Path | None = None
+from .options import SOURCE, Device, check_left_out
+from .texts import TaskScoring, TextScoring
 
 
 def evaluate(

@@ -1,6 +1,5 @@
 """`leanqkv frontier`: how small the KV cache of a checkpoint can get, and what that costs."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,29 +11,7 @@ from ..errors import LeanError
 from ..job import check_out
 from .convert import read_share
 from .options import SOURCE
-
-TOKENS, EVALUATED_TOKENS, SAMPLES = 12_288, 4096, 3
-
-
-@dataclass(frozen=True)
-class FrontierTexts:
-    """The texts of a frontier.
-
-    Options:
-        evaluate: Text to score, as --data of train takes it, no mixture; may be given several times.
-        calibration: Text to calibrate on, as --data of train takes it.
-        tokens: Calibration tokens of each sample.
-        calibrations: Number of calibrations, on different parts of the text, for the intervals.
-        sequence_length: Length of calibration and scoring sequences. Default: 512, or all positions.
-        evaluate_tokens: Tokens to score in each text.
-    """
-
-    evaluate: list[str]
-    calibration: str = "prose"
-    tokens: int = TOKENS
-    calibrations: int = SAMPLES
-    sequence_length: int | None = None
-    evaluate_tokens: int = EVALUATED_TOKENS
+from .texts import FrontierTexts
 
 
 def frontier(

@@ -1,7 +1,6 @@
 """What `leanqkv frontier` does."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,13 +16,11 @@ from ..model.cache_quantized import BLOCK
 from ..progress import console, continued_when_repeated, progress_bar
 from ..report.frontier import KIND, recommendations
 from ..report.page import NO_PAGE
-
-if TYPE_CHECKING:
-    from .frontier import FrontierTexts
+from .texts import FrontierTexts
 
 
 def measure_frontier(
-    source: Path, out: Path, texts: "FrontierTexts", kinds: dict[str, list[float]], contexts: list[int], device: str
+    source: Path, out: Path, texts: FrontierTexts, kinds: dict[str, list[float]], contexts: list[int], device: str
 ) -> None:
     """Measure every kind of reduction of the checkpoint `source` at its budgets, write the record, and show it.
 
@@ -71,7 +68,7 @@ def measure_frontier(
     console.print(f"{page or NO_PAGE}, {out / RECORD}", highlight=False, soft_wrap=True)
 
 
-def _scored(opened: Checkpoint, texts: "FrontierTexts") -> list[EvaluationText]:
+def _scored(opened: Checkpoint, texts: FrontierTexts) -> list[EvaluationText]:
     """Return the texts to score; of those that are calibrated on, the part that the calibration never sees."""
     size, found = opened.config.vocab_size, []
     with progress_bar("reading the evaluation text") as bar:
@@ -84,7 +81,7 @@ def _scored(opened: Checkpoint, texts: "FrontierTexts") -> list[EvaluationText]:
     return found
 
 
-def _samples(opened: Checkpoint, texts: "FrontierTexts", length: int) -> np.ndarray:
+def _samples(opened: Checkpoint, texts: FrontierTexts, length: int) -> np.ndarray:
     size, tokenizer = opened.config.vocab_size, str(opened.directory)
     with progress_bar("reading the calibration text") as bar:
         data = prepare_data(texts.calibration, vocab_size=size, tokenizer=tokenizer, progress=bar.describe)

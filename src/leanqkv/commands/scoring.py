@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -22,9 +22,7 @@ from ..model.shapes import count_parameters
 from ..progress import console, progress_bar
 from ..report import conversion
 from ..train import Precision, parse_precision
-
-if TYPE_CHECKING:
-    from .evaluate import TaskScoring, TextScoring
+from .texts import TaskScoring, TextScoring
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class Scored:
 
 def score(
     source: Path,
-    text: "TextScoring",
-    tasks: "TaskScoring",
+    text: TextScoring,
+    tasks: TaskScoring,
     batch_size: int,
     precision: str,
     device: str,
@@ -78,7 +76,7 @@ def score(
         console.print(f"{out}: the record")
 
 
-def score_text(scored: Scored, options: "TextScoring") -> dict[str, Any]:
+def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
     """Score a text, print the figures, and return a record's entries on them."""
     config = scored.checkpoint.config
     positions = config.max_position_embeddings
@@ -179,7 +177,7 @@ def _compare(scored: Scored, other: Scored, text: EvaluationText, context: int, 
     return {**figures, **sizes, "figures": figures["after"], "against": about}
 
 
-def score_tasks(scored: Scored, options: "TaskScoring") -> dict[str, Any]:
+def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
     """Run the tasks, print their figures, and return a record's entries on them."""
     assert options.tasks is not None
     names = [name.strip() for name in options.tasks.split(",")]

@@ -1,0 +1,94 @@
+"""Groups of options that a command and the module with its work share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import LeanError
+from .options import MaxDocuments, TextField
+
+TOKENS, EVALUATED_TOKENS, SAMPLES = 12_288, 4096, 3
+
+
+@dataclass(frozen=True)
+class ConversionTexts:
+    """The texts of a conversion.
+
+    Options:
+        calibration: Text to calibrate on, as --data of train takes it.
+        tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.
+        sequence_length: Length of calibration and evaluation sequences. Default: 512, or all positions.
+        evaluate: Text to compare source and result on, as --data of train takes it; no mixture.
+        evaluate_tokens: Tokens to compare on. Default: 16384, or the whole text.
+
+    Raises:
+        LeanError: tokens without their text.
+    """
+
+    calibration: str | None = None
+    tokens: int | None = None
+    sequence_length: int | None = None
+    evaluate: str | None = None
+    evaluate_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.calibration is None and self.tokens is not None:
+            raise LeanError("`tokens` goes with `calibration=FILE`; leave it out")
+        if self.evaluate is None and self.evaluate_tokens is not None:
+            raise LeanError("`evaluate_tokens` goes with `evaluate=FILE`; leave it out")
+
+
+@dataclass(frozen=True)
+class FrontierTexts:
+    """The texts of a frontier.
+
+    Options:
+        evaluate: Text to score, as --data of train takes it, no mixture; may be given several times.
+        calibration: Text to calibrate on, as --data of train takes it.
+        tokens: Calibration tokens of each sample.
+        calibrations: Number of calibrations, on different parts of the text, for the intervals.
+        sequence_length: Length of calibration and scoring sequences. Default: 512, or all positions.
+        evaluate_tokens: Tokens to score in each text.
+    """
+
+    evaluate: list[str]
+    calibration: str = "prose"
+    tokens: int = TOKENS
+    calibrations: int = SAMPLES
+    sequence_length: int | None = None
+    evaluate_tokens: int = EVALUATED_TOKENS
+
+
+@dataclass(frozen=True)
+class TextScoring:
+    """The text to score, and how.
+
+    Options:
+        data: Text to score, as --data of train takes it.
+        split: whole: all of --data. validation: the part of it that train holds out.
+        context_length: Tokens per window. Default: all positions.
+        stride: Tokens between the starts of two windows; fewer give each token more context. Default: half a window.
+        against: A second checkpoint, for example the source of a conversion: report the difference to it.
+    """
+
+    data: str | None = None
+    split: str = "whole"
+    context_length: int | None = None
+    stride: int | None = None
+    text_field: TextField = "text"
+    max_documents: MaxDocuments = None
+    against: Path | None = None
+
+
+@dataclass(frozen=True)
+class TaskScoring:
+    """The tasks of lm-eval to score, and how.
+
+    Options:
+        tasks: Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025.
+        limit: With --tasks: score at most this many examples per task.
+        include_path: With --tasks: folder of YAML files with tasks of your own.
+    """
+
+    tasks: str | None = None
+    limit: int | None = None
+    include_path: Path | None = None
