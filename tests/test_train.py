@@ -565,3 +565,18 @@ def test_training_on_the_cpu_computes_without_denormals_and_leaves_the_process_a
 
 def _denormal():
     return torch.tensor(1e-40)
+
+
+def test_the_mark_of_a_checkpoint_is_written_after_its_files_are_on_the_disk(tmp_path, monkeypatch):
+    from leanqkv.train import directory
+
+    order = []
+    monkeypatch.setattr(directory, "flush", lambda *paths: order.extend(path.name for path in paths))
+    write = directory.write_json
+    monkeypatch.setattr(directory, "write_json", lambda file, content: (order.append("written"), write(file, content)))
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    for name in ("model.safetensors", "optimizer.pt"):
+        (checkpoint / name).write_bytes(b"x")
+    directory.complete(checkpoint, keep_earlier=True)
+    assert order == ["model.safetensors", "optimizer.pt", "written", "complete", "checkpoint-1"]

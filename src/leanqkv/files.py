@@ -74,6 +74,17 @@ def replacing(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def flush(*paths: Path) -> None:
+    """Wait until files and the entries of directories are on the disk, where the system can say so."""
+    for path in paths:
+        with suppress(OSError):  # some systems flush no directory
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory that becomes `out`, which is absent or empty, at the end: all of it or nothing."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.card import CARD
 from ..environment import hardware
 from ..errors import LeanError
-from ..files import hash_files, read_json, remove, write_json, write_text
+from ..files import flush, hash_files, read_json, remove, write_json, write_text
 from ..job import LOCK, Job, locked
 from ..records import BEGUN, FINISHED, read_record
 from ..records import RECORD as RUN_RECORD
@@ -83,8 +83,11 @@ def complete_checkpoints(out: Path) -> dict[int, Path]:
 
 def complete(checkpoint: Path, keep_earlier: bool) -> None:
     """Mark a checkpoint as complete, with the hashes of its files; then remove all but the last two, unless kept."""
-    files = (str(file.relative_to(checkpoint)) for file in sorted(checkpoint.rglob("*")) if file.is_file())
-    write_json(checkpoint / COMPLETE, {"sha256": _hashes(checkpoint, (name for name in files if name != COMPLETE))})
+    files = [file for file in sorted(checkpoint.rglob("*")) if file.is_file() and file.name != COMPLETE]
+    hashes = _hashes(checkpoint, (str(file.relative_to(checkpoint)) for file in files))
+    flush(*files)  # before the mark: a machine that stops may keep a later file and lose an earlier one
+    write_json(checkpoint / COMPLETE, {"sha256": hashes})
+    flush(checkpoint / COMPLETE, checkpoint)
     for earlier in () if keep_earlier else list(checkpoints(checkpoint.parent).values())[:-2]:
         remove(earlier)
 
