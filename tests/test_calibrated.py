@@ -415,6 +415,7 @@ from pathlib import Path
 from converting import source
 from shapes import tokens
 from leanqkv.convert.calibrated import calibrated
+from leanqkv.convert.targets import SkipV1Options
 fields = {"hidden_size": 512, "num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 2, "intermediate_size": 8}
 config, tensors = source("gpt", **fields)
 for sequences in (128, 512):

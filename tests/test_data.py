@@ -259,7 +259,7 @@ BAD = {
     "cut off gzip": ("cut.txt.gz", gzip.compress(b"text " * 100)[:-12], "cut.txt.gz is cut off or damaged"),
     "no gzip": ("no.txt.gz", b"text", "no.txt.gz cannot be read"),
     "only archives": ("folder", {"x.jsonl.zst": b"x"}, "no text in .*; not read: 1 .zst"),
-    "wrong field": ("field.jsonl", b'{"body": "a"}\n', r"no text in field 'text' \(found: body\); give --text-field"),
+    "wrong field": ("field.jsonl", b'{"body": "a"}\n', r"no text in field 'text' \(found: body\); give `text_field`"),
     "broken Parquet": ("a.parquet", b"not a parquet file", "not a Parquet file"),
     "numbers for text": ("numbers.parquet", NUMBERS, "holds int64, not text"),
     "cut off .bin": ("odd.bin", b"\0\0\0", "cut off: 3 bytes"),

@@ -293,14 +293,14 @@ def test_the_result_is_a_checkpoint(tmp_path: Path) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[str, LeanConfig, float, tuple[int, ...] | None]] = {
-    "too little": ("from 25% of its cache .* --cache 20% is out of reach. For less", tiny("llama"), 0.2, None),
+    "too little": ("from 25% of its cache .* `cache=20%` is out of reach. For less", tiny("llama"), 0.2, None),
     "too little of one layer": ("from 75% of its cache", tiny("llama"), 0.74, (1,)),
-    "none": ("--cache 0% is out", tiny("llama"), 0.0, None),
-    "all": ("--cache 100% is out", tiny("llama"), 1.0, None),
-    "more than all": ("--cache 150% is out", tiny("llama"), 1.5, None),
-    "negative": ("--cache -5% is out", tiny("llama"), -0.05, None),
-    "no number": ("--cache nan% is out", tiny("llama"), float("nan"), None),
-    "infinite": ("--cache inf% is out", tiny("llama"), float("inf"), None),
+    "none": ("`cache=0%` is out", tiny("llama"), 0.0, None),
+    "all": ("`cache=100%` is out", tiny("llama"), 1.0, None),
+    "more than all": ("`cache=150%` is out", tiny("llama"), 1.5, None),
+    "negative": ("`cache=-5%` is out", tiny("llama"), -0.05, None),
+    "no number": ("`cache=nan%` is out", tiny("llama"), float("nan"), None),
+    "infinite": ("`cache=inf%` is out", tiny("llama"), float("inf"), None),
     "layer beyond": ("layers 0 to 2, found 3", tiny("llama"), 0.8, (1, 3)),
     "layer below": ("found -1", tiny("llama"), 0.8, (-1,)),
     "no layer": ("from 100% of its cache", tiny("llama"), 0.8, ()),

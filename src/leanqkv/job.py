@@ -15,6 +15,7 @@ from .records import Shape, read_record
 
 LOCK, PATIENCE = ".lock", 5.0  # seconds
 FOREVER = -1.0
+SHOWN = 5  # differences of a job, in an error
 # By what a directory holds: the file with its specification, and the words about a directory that holds anything else.
 KINDS = {
     "run": ("run.json", "is not empty and not a run of leanqkv; choose another `out`"),
@@ -75,7 +76,8 @@ class Job:
         there = read_record(self.file, shape, again)
         different = [name for name in self.spec if name not in ignored and there.get(name) != self.spec[name]]
         if different and not grows(different, there):
-            shown = "; ".join(line for name in different for line in _unlike(name, there.get(name), self.spec[name]))
+            lines = [line for name in different for line in _unlike(name, there.get(name), self.spec[name])]
+            shown = "; ".join([*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])])
             raise LeanError(f"{self.directory} holds another {kind} ({shown}); choose another `out` or delete it")
         self.content = there | (self.spec if different else {})
         return True

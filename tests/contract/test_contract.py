@@ -321,7 +321,7 @@ def test_saved_is_loaded(variant: Variant, tmp_path: Path) -> None:
 
 
 @pytest.mark.long_cases
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("first", range(12))
 @pytest.mark.slow
 def test_saved_is_loaded_without_the_package(first: int, tmp_path: Path) -> None:
     """One fresh process for every twelfth: the checkpoint's own code is all it has."""

@@ -60,7 +60,13 @@ def outcome(tool: Tool, case: Case) -> Outcome:
         return Outcome(float(tool.check(case)), None)
     except (LeanError, ValueError) as error:
         refusal = re.sub(rf"{re.escape(gettempdir())}/\S*/", "", str(error))  # of a temporary directory
-        return Outcome(None, re.sub(r"`([a-z_]+)`", lambda name: f"--{name[1].replace('_', '-')}", refusal))
+        return Outcome(None, re.sub(r"`(\w+)(?:=(\S+))?`", _option, refusal))
+
+
+def _option(parameter: re.Match[str]) -> str:
+    """Return a parameter that the library names as the option of the command line."""
+    name, value = parameter[1].replace("_", "-"), parameter[2]
+    return f"--{name} {value}" if value else f"--{name}"
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -30,7 +30,7 @@ def expand(up: nn.Module, latent: Tensor, head_dim: int) -> Tensor:
 
 def absorb(up: Any, query: Tensor) -> Tensor:
     """Return queries [batch, query heads, positions, columns] on the latent of keys, of queries [..., head_dim]."""
-    if isinstance(up, ComplexUp):
+    if _is_complex(up):
         return up.absorb(query)
     weight = up.weight.to(query.dtype).unflatten(0, (-1, query.shape[-1]))  # [heads, head_dim, columns]
     return torch.einsum("bkgtx,kxc->bkgtc", query.unflatten(1, (len(weight), -1)), weight).flatten(1, 2)
@@ -54,7 +54,7 @@ def absorbing_pays(up: Any, query: Tensor, positions: int, columns: int) -> bool
         query: [batch, query heads, queries, head_dim].
         positions, columns: of the latent.
     """
-    if type(up) not in (nn.Linear, ComplexUp) or is_rewritten(up):
+    if not (type(up) is nn.Linear or _is_complex(up)) or is_rewritten(up):
         return False
     heads, queries, head_dim = query.shape[1:]
     once = up.weight.numel() * getattr(up, "products", 1)  # all heads at one position
@@ -62,6 +62,14 @@ def absorbing_pays(up: Any, query: Tensor, positions: int, columns: int) -> bool
     expanded = positions * once + queries * positions * heads * head_dim
     absorbed = queries * group * once + queries * positions * heads * columns
     return absorbed < expanded
+
+
+def _is_complex(up: nn.Module) -> bool:
+    """Whether `up` is exactly a ComplexUp, of this file or of its other copy.
+
+    transformers loads the code of a checkpoint twice, for the configuration, which makes `up`, and for the model.
+    """
+    return "absorb" in vars(type(up))
 
 
 class ComplexUp(nn.Module):
