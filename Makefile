@@ -1,7 +1,7 @@
 # make demo       set up, then every tool on one small model: a few minutes on 2 cores; ends with runs/demo/report.html
 # make real       set up, then a pretrained model: fetched, converted and compared, on 2 cores in minutes
-# make test       set up, lint, and the tests, of many cases a tenth, other ones each week: about 6 minutes on 2 cores
-# make test-all   all of them: about 15
+# make test       set up, lint, and the tests, of many cases a tenth, other ones each week: about 5 minutes on 2 cores
+# make test-all   all of them: about 17
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
 # make mutants    the tests against faults put into the package, for hours: ONLY=model, SAMPLE=20, AGAIN=1
 # make golden     write tests/golden/golden.json anew: the results of every command that a change must keep
