@@ -131,6 +131,12 @@ def test_markdown_brings_no_html(tmp_path):
     ).read_text() == "# &lt;img src=x>\n\n| a<br>b | &lt;b>\n\n```\nx < y <s>\n```\n\n```&lt;i>\n"
 
 
+def test_brackets_in_names_are_no_styles(folder, cli, monkeypatch):
+    monkeypatch.setattr("leanqkv.report.page.find_spec", lambda name: None)
+    code, out, _ = cli("convert", "model", "--to", "gqa", "--out", "o[bold]")
+    assert code == 0 and "o[bold]: " in out and "pip install 'leanqkv[report]'" in " ".join(out.split())
+
+
 @pytest.mark.parametrize("command", ["generate model --chat --prompt a", "serve model --port 0"])
 def test_a_chat_template_without_end_is_refused(folder, cli, monkeypatch, command):
     monkeypatch.setattr("leanqkv.inference.text.TEMPLATE_SECONDS", 0.2)

@@ -24,7 +24,7 @@ from rich.progress import (
 LOG_SECONDS = 15.0
 # With several processes, the first one reports. `console` is for results, `terminal` for progress and remarks.
 QUIET = os.environ.get("RANK", "0") != "0"
-console, terminal = (Console(stderr=errors, quiet=QUIET, highlight=False) for errors in (False, True))
+console, terminal = (Console(stderr=errors, quiet=QUIET, highlight=False, markup=False) for errors in (False, True))
 
 
 class Bar:
@@ -166,7 +166,7 @@ def _log_lines(lines: Callable[[], list[str]]) -> Iterator[None]:
         return
     ended = threading.Event()
     # It stays, where the body replaces sys.stderr.
-    log = Console(file=terminal.file, quiet=terminal.quiet, highlight=False)
+    log = Console(file=terminal.file, quiet=terminal.quiet, highlight=False, markup=False)
 
     def print_lines() -> None:
         while not ended.wait(LOG_SECONDS):
