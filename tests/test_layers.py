@@ -1,6 +1,7 @@
 """Imports go one way, and the model's folder stands alone: it travels with every checkpoint."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,27 @@ def test_model_classes_import_only_siblings():
                 assert node.level == 1, file.name
                 assert node.module, file.name
                 assert "." not in node.module, file.name
+
+
+# Files that hold the options of other programs, or print a table of commands to be typed.
+WITH_OPTIONS = {"environment.py", "inspect.py", "inference/vllm_engine.py", "demo/phases.py"}
+COMMAND = re.compile(r"leanqkv \w+ |torchrun --|llama-gguf-split --|var\(--")
+
+
+def test_the_library_names_parameters_and_no_options():
+    """The command line shows them as options; a whole command may stand in a string."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {}
+    for file in FILES:
+        name, tree = str(file.relative_to(ROOT)), ast.parse(file.read_text())
+        if name.startswith(("commands/", "cli.py", "__main__.py")) or name in WITH_OPTIONS:
+            continue
+        documented = [ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, owners)]
+        strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        found[name] = [
+            text
+            for text in strings
+            if isinstance(text, str) and text not in documented and re.search(r"(?<![\w-])--[a-z]", text)
+            if not COMMAND.search(text)
+        ]
+    assert {name: texts for name, texts in found.items() if texts} == {}
