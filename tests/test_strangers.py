@@ -154,7 +154,10 @@ def test_a_directory_that_was_just_claimed_is_gone_on_with(folder, cli):
     """A frontier that was killed as soon as it had made its first files."""
     command = "frontier model --kinds latents --budgets 75% --calibrations 1 --tokens 640 --sequence-length 32"
     command += " --calibration text.txt --evaluate text.txt --evaluate-tokens 64 --contexts 16 --out o"
-    Path("o").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leanqkv.frontier.measure.make_directory", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert cli(*command.split())[0] == 130
+    assert Path("o/job.json").exists() and not Path("o/points").exists()
     for name in (".lock", f".job.json.{NODE}-99999999.partial"):
         Path("o", name).touch()
     code, _, err = cli(*command.split())
