@@ -134,6 +134,21 @@ def test_the_first_process_chooses_for_both_and_alone_speaks(place, cli):
     assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
 
 
+@pytest.mark.exhaustive
+def test_two_processes_remove_norms(place, cli):
+    """At the same steps as one process, by the constants that the first has seen."""
+    options = ("--data", "corpus.txt", "--batch-size", "8", "--device", "cpu", "--precision", "fp32")
+    assert cli("train", f"tiny{SHAPE}", *options, "--steps", "20", "--out", "norms")[0] == 0
+    removal = ("uptrain", "norms", *options, "--steps", "68", "--remove-norms", "--micro-batch-size", "4")
+    code, out, err = torchrun(*removal, "--out", "free-two")
+    assert code == 0, err
+    assert out.count("norms removed: all, step 68") == 1
+    assert cli(*removal, "--out", "free-one")[0] == 0
+    one, two = (read(name)["norms"]["removed"] for name in ("free-one", "free-two"))
+    assert [(entry["step"], entry["norm"]) for entry in one] == [(entry["step"], entry["norm"]) for entry in two]
+    assert [entry["constant"] for entry in one] == pytest.approx([entry["constant"] for entry in two], rel=0.5)
+
+
 def test_an_error_of_the_first_process_is_told_once_and_ends_both(place):
     Path("full").mkdir()
     Path("full", "thesis.txt").write_text("precious")

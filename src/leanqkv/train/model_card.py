@@ -25,6 +25,8 @@ def model_card(name: str, record: dict[str, Any], initial: Path | None, tokenize
         f"`{record['name']}`, trained with leanqkv {start}: {recipe['steps']:,} steps of {recipe['batch_size']:,} "
         f"{unit} of {record['data']['description']}, AdamW with a peak learning rate of {rate}."
     )
+    if "norms" in record:
+        trained += " Its norms were removed on the way: this is a model without norms."
     rows = {
         "parameters": f"{record['parameters']['total']:,}",
         "KV cache, bytes per token in bfloat16": f"{record['kv_bytes_per_token']['bfloat16']:,}",
