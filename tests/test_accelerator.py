@@ -17,9 +17,7 @@ from leanqkv.inference import Decoder
 from leanqkv.model.cache_quantized import LeanQuantizedCache
 
 DEVICE = default_device()
-# MPS has no float64; sums of some hundred terms in another order, through a few layers of large weights.
-DTYPE = torch.float32 if DEVICE == "mps" else torch.float64
-NEAR = 1000 * torch.finfo(DTYPE).eps
+DTYPE = torch.float32 if DEVICE == "mps" else torch.float64  # MPS has no float64
 NEW = 8
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs an accelerator")
 every = pytest.mark.parametrize("variant", ALL, ids=str)
@@ -38,16 +36,24 @@ def on_both(variant: Variant) -> tuple[LeanForCausalLM, LeanForCausalLM]:
     return tuple(variant.trained().to(device, DTYPE) for device in ("cpu", DEVICE))  # type: ignore[return-value]
 
 
+def rounding(variant: Variant) -> float:
+    """What sums of some hundred terms, taken in another order, leave after a few layers of large weights. Tables of
+    rotary positions are float32 in every dtype."""
+    rotary = variant.config().position_embedding_type == "rope"
+    return 1000 * torch.finfo(DTYPE).eps + (100 * torch.finfo(torch.float32).eps if rotary else 0)
+
+
 @every
 def test_logits_and_gradients_are_those_of_a_cpu(variant: Variant) -> None:
-    ids, models = tokens(2, 9), on_both(variant)
-    (expected, found) = (model(input_ids=ids.to(model.device), labels=ids.to(model.device)) for model in models)
-    assert_near(found.logits.cpu(), expected.logits, NEAR, "logits")
-    expected.loss.backward()
-    found.loss.backward()
+    ids, models, near = tokens(2, 9), on_both(variant), rounding(variant)
+    expected, found = (model(input_ids=ids.to(model.device)).logits for model in models)
+    assert_near(found.cpu(), expected, near, "logits")
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=DTYPE)
+    for logits in (expected, found):
+        logits.backward(direction.to(logits.device))
     largest = max(p.grad.abs().max().item() for p in models[0].parameters())
     for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert_near(other.grad.cpu(), one.grad, NEAR, name, floor=largest)
+        assert_near(other.grad.cpu(), one.grad, near, name, floor=largest)
 
 
 @every
