@@ -225,7 +225,7 @@ def _wrong_in_general(config: Mapping[str, Any]) -> str | None:
 def _own_tensors(config: LeanConfig, stored: StoredTensors) -> LazyTensors:
     shapes, tied = parameter_shapes(config), bool(config.tie_word_embeddings)
     if half := next((name for name in stored if name.endswith(f"norm.{CONSTANT}")), None):
-        raise LeanError(f"some of its norms are removed and some are not ({half}); let its run go on to the end")
+        raise LeanError(f"its norms are being removed ({half}); let its run go on to the end")
     check_stored(stored, shapes, lambda name: tied and name == HEAD)
 
     def read(name: str) -> Tensor:

@@ -67,11 +67,12 @@ def check_removal(shard: str | None, keep_checkpoints: bool) -> None:
 
 
 class RemovableNorm(nn.Module):
-    """A LayerNorm or RMSNorm with its parameters, and two numbers that checkpoints keep.
+    """A LayerNorm or RMSNorm with its parameters, and numbers that checkpoints keep.
 
     Attributes:
         constant: what the input is divided by in place of its standard deviation; 0: nothing yet.
-        observed: the mean standard deviation of the last training batch.
+        observed: [2], of the calls in the last training step, over micro-batches and layers that share a block: the sum
+            of their mean standard deviations, and their number.
     """
 
     constant: Tensor
@@ -81,8 +82,8 @@ class RemovableNorm(nn.Module):
         super().__init__()
         self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
         self.eps, self.centers = norm.eps, isinstance(norm, nn.LayerNorm)
-        for name in ("constant", "observed"):
-            self.register_buffer(name, torch.zeros((), device=norm.weight.device))
+        self.register_buffer(CONSTANT, torch.zeros((), device=norm.weight.device))
+        self.register_buffer("observed", torch.zeros(2, device=norm.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -90,7 +91,8 @@ class RemovableNorm(nn.Module):
             y = y - y.mean(-1, keepdim=True)
         deviation = (y.square().mean(-1, keepdim=True) + self.eps).sqrt()
         if self.training:
-            self.observed.copy_(deviation.detach().mean())
+            mean = deviation.detach().mean()
+            self.observed.add_(torch.stack((mean, torch.ones_like(mean))))
         # Which of the two it is depends on a tensor: a compiled model is not compiled again.
         y = y / torch.where(self.constant > 0, self.constant, deviation) * self.weight
         return (y if self.bias is None else y + self.bias).to(x.dtype)
@@ -113,10 +115,12 @@ class NormRemoval(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         for step, name in self.schedule:
+            norm = model.get_submodule(name)
             if step == state.global_step:
-                norm = model.get_submodule(name)
+                total, calls = norm.observed.tolist()
                 # The processes have seen other sequences; a checkpoint keeps what the first has seen.
-                norm.constant.fill_(first_decides(norm.observed.item))
+                norm.constant.fill_(first_decides(lambda mean=total / calls: mean))
+            norm.observed.zero_()
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_evaluate |= state.global_step in self.evaluated
