@@ -20,6 +20,8 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("gpt", ("nonlinear-query:norm_in=false", "skipv1"), {"attention_bias": True}),
     ("gpt", ("nonlinear-query:anchor=linear",), {"norm_eps": 0.1}),
     ("llama", ("nonlinear-query", "gqa"), {}),
+    ("gpt", ("nonlinear-query:norm_in=false", "nonlinear-key", "nonlinear-value", "skipv1"), {}),
+    ("llama", ("nonlinear-key:anchor=linear", "nonlinear-value:anchor=linear", "gqa"), {"attention_bias": True}),
     ("llama", ("residual-query", "skipv1"), {"qk_norm": True}),
     ("llama", ("identity-query",), {}),
     ("llama", ("mlp-query", "keys-as-values"), {}),
