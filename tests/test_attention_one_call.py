@@ -25,7 +25,7 @@ REFUSED = {
     "cla": "'shared_adjacent'",
     "resformer": "'interpolated_values'",
     "latent-values": "'latent'",
-    "nonlinear-value+latent-keys": "'latent'",
+    "latent-keys+nonlinear-value": "'latent'",
     "keys-as-values": "'keys'",
     "mla": "'kv_lora_rank'",
     "sliding_window": "sliding_window",
