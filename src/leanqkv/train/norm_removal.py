@@ -85,6 +85,11 @@ class RemovableNorm(nn.Module):
         self.register_buffer(CONSTANT, torch.zeros((), device=norm.weight.device))
         self.register_buffer("observed", torch.zeros(2, device=norm.weight.device))
 
+    def mean_deviation(self) -> float:
+        """Return the mean standard deviation in the last training step."""
+        total, calls = self.observed.tolist()
+        return total / calls
+
     def forward(self, x: Tensor) -> Tensor:
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.centers:
@@ -117,9 +122,8 @@ class NormRemoval(TrainerCallback):
         for step, name in self.schedule:
             norm = model.get_submodule(name)
             if step == state.global_step:
-                total, calls = norm.observed.tolist()
                 # The processes have seen other sequences; a checkpoint keeps what the first has seen.
-                norm.constant.fill_(first_decides(lambda mean=total / calls: mean))
+                norm.constant.fill_(first_decides(norm.mean_deviation))
             norm.observed.zero_()
 
     def on_step_end(self, args, state, control, **kwargs):
