@@ -20,6 +20,7 @@ COMBINED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "skipv1:injection=pooling": (("skipv1:injection=pooling",), {}),
     "resformer:mode=per_token": (("resformer:mode=per_token",), {}),
     "nonlinear-query:anchor=linear": (("nonlinear-query:anchor=linear",), {}),
+    "output-gate:per_head=true": (("output-gate:per_head=true",), {}),
     "yoco:local=true": (("yoco:local=true",), {"sliding_window": 4}),
     "sliding_window": ((), {"sliding_window": 4}),
     "prefix": ((), {"mask_type": "prefix"}),

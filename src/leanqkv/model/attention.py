@@ -89,6 +89,22 @@ class Attention(nn.Module):
         """Return the query, [batch, positions, width]."""
         return self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
 
+    def make_output(self, config, layer: LayerPlan) -> None:
+        """Make the output projection, and the gate before it where there is one."""
+        gate, heads = layer.output_gate, layer.num_query_heads
+        self.o_proj: Any = layer.output.build(config, heads)
+        self.g_proj: Any = None if gate is None else gate.build(config, heads)
+
+    def project_output(self, heads: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return what attention adds to the stream, [batch, positions, hidden_size].
+
+        heads: [batch, positions, heads, head_dim]; hidden_states: the input of attention, which a gate is made of.
+        """
+        if self.g_proj is None:
+            return self.o_proj(heads.flatten(-2))
+        gate = self.g_proj(hidden_states).sigmoid()
+        return self.o_proj((heads * gate.unflatten(-1, (heads.shape[-2], -1))).flatten(-2))
+
 
 class LeanAttention(Attention):
     """Self-attention with heads of keys and values."""
@@ -103,7 +119,7 @@ class LeanAttention(Attention):
         key_columns = key_heads * self.head_dim if layer.key_rank is None else layer.key_rank
         self.k_up_proj: Any = layer.key.build_up(config, key_heads, key_columns)
         self.v_up_proj: Any = layer.value.build_up(config, value_heads, key_columns)
-        self.o_proj: Any = layer.output.build(config, layer.num_query_heads)
+        self.make_output(config, layer)
         self.q_norm = self._make_norm(layer.num_query_heads)
         self.k_norm = self._make_norm(key_heads)
         self.mixer = layer.build_mixer(config)
@@ -160,7 +176,7 @@ class LeanAttention(Attention):
         if layer.reuses_keys and rotation is not None:
             cos, sin = rotation
             output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
-        return self.o_proj(output.flatten(2)), attention_weights, own
+        return self.project_output(output, hidden_states), attention_weights, own
 
     def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any]:
         """Query, key and value, each [batch, positions, width]; None for what the layer does not compute."""
@@ -224,8 +240,8 @@ class OneCallAttention(LeanAttention):
         output, weights = attention_function(
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
-        output = output.reshape(*hidden_states.shape[:-1], -1)  # vLLM's is without a batch
-        return self.o_proj(output), weights, KeyValues(None, None, None)
+        output = output.reshape(*hidden_states.shape[:-1], -1, self.head_dim)  # vLLM's is without a batch
+        return self.project_output(output, hidden_states), weights, KeyValues(None, None, None)
 
 
 def one_call_clash(config) -> str | None:

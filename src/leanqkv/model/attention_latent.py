@@ -38,7 +38,7 @@ class LatentAttention(Attention):
         self.kv_down_proj = nn.Linear(d, columns, bias=bias) if columns else None
         self.k_up_proj = nn.Linear(self.latent.rank, width, bias=False)
         self.v_up_proj = nn.Linear(self.latent.rank, width, bias=False)
-        self.o_proj: Any = layer.output.build(config, self.num_heads)
+        self.make_output(config, layer)
         self.mixer = layer.build_mixer(config)
 
     def forward(
@@ -73,7 +73,7 @@ class LatentAttention(Attention):
         form = self._absorbed if self._absorbing_pays(query, pieces, attention_mask) else self._expanded
         scaling = layer.attention_scale(layer.layer)
         output, weights = form(query, query_rope, pieces, key_rope, attention_mask, scaling, **kwargs)
-        return self.o_proj(output.flatten(2)), weights, own
+        return self.project_output(output, hidden_states), weights, own
 
     def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any, Any]:
         """Query, rotary query, rotary key and latent, each [batch, positions, width]; None for what is not computed."""

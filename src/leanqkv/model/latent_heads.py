@@ -244,7 +244,7 @@ class LatentHeadsAttention(LeanAttention):
         output, weights = self.attend(self, query, key, attended, attention_mask, scaling, **kwargs)
         if absorbed:
             output = restore(self.v_up_proj, output, self.head_dim)
-        return self.o_proj(output.flatten(2)), weights, own
+        return self.project_output(output, hidden_states), weights, own
 
     def _absorbs_values(self, query: Tensor, key: Tensor, columns: int) -> bool:
         """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""

@@ -125,7 +125,7 @@ class PagedAttention(LeanAttention):
         paged = [_by_token(heads, query) for heads in (query, key, value)]
         output = torch.empty_like(paged[0])
         torch.ops.vllm.leanqkv_paged_attention(*paged, output, layer.layer, self.caches[layer.layer])
-        return self.o_proj(output.flatten(1)[None]), None, own
+        return self.project_output(output[None], hidden_states), None, own
 
     @staticmethod
     def _attended(layer: LayerPlan, sources: dict[int, KeyValues]) -> tuple[Tensor, Tensor]:
