@@ -36,8 +36,8 @@ NOT_THESE = {
 
 
 def norm_offset_of(config: LeanConfig) -> float:
-    """Return the `norm_offset` of the classes with its placement of norms, and with a gate if it has one."""
-    wanted = config.norm_placement, config.output_gate is not None
+    """Return the `norm_offset` of the classes with its placement of norms; a gate's class has QK-norm."""
+    wanted = config.norm_placement, config.output_gate is not None and bool(config.qk_norm)
     for fixed in (family.fixed for family in FAMILIES.values()):
         if (fixed.get("norm_placement", "before"), "output_gate" in fixed) == wanted:
             return fixed.get("norm_offset", 0.0)
