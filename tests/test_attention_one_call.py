@@ -18,7 +18,7 @@ from leanqkv.model.transformer import LeanModel
 
 RUNS = (
     *("baseline", "gqa", "mqa", "identity-query", "nonlinear-query", "residual-query", "mlp-query", "identity-key"),
-    *("biases and qk_norm", "parallel", "moe", "no-output", "denseformer"),
+    *("biases and qk_norm", "parallel", "moe", "no-output", "denseformer", "output-gate", "output-gate:per_head=true"),
 )
 REFUSED = {
     "skipv1": "'first_layer_values'",
