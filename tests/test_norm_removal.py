@@ -87,6 +87,7 @@ FOLDED = {
     "a latent": ("llama", {"kv_lora_rank": 8, "qk_rope_head_dim": 4}),
     "shared values": ("gpt", {"key_value": {"type": "first_layer_values"}, "norm_bias": True}),
     "gated values": ("llama", {"key_value": {"type": "interpolated_values", "mode": "per_token"}}),
+    "a gate": ("gpt", {"output_gate": {"type": "sigmoid"}, "norm_bias": True}),
     "QK-norm": ("llama", {"qk_norm": True}),
     "QK-norm, biases": ("gpt", {"qk_norm": "width", "norm_bias": True}),
 }
