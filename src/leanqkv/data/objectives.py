@@ -87,7 +87,7 @@ class MaskedTokens(NextToken):
     def record(self) -> dict[str, Any]:
         words = (
             f"{self.share:.0%} of the tokens of each sequence; of these {self.masked:.0%} are replaced by token "
-            f"{self.mask}, {self.random:.0%} by a random one, the others by none"
+            f"{self.mask}, {self.random:.0%} by a random one, and the others stay"
         )
         return {"kind": self.kind, "words": words, **asdict(self), "special": [*self.special]}
 
