@@ -44,7 +44,7 @@ def why_norms_stay(config: LeanConfig) -> str | None:
         return "QK-norm (qk_norm) has the same epsilon, and is disabled along with them"
     if config.mlp_type == "moe":
         return "mlp_type is 'moe', whose router has no bias to take the norm's"
-    for field in ("num_hidden_groups", "depth_average", "kv_lora_rank"):
+    for field in ("num_hidden_groups", "depth_average", "hyper_connections", "kv_lora_rank"):
         if (value := getattr(config, field)) is not None:
             return f"{field} is {value!r}, which is not treated"
     blocked = Stream(with_fields(config, norm_type="none", norm_bias=False)).blocked

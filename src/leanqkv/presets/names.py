@@ -22,6 +22,7 @@ _MODEL_SLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heads": ("the key/value heads", ("num_key_value_heads",)),
     "latent": ("the latent's widths", ("kv_lora_rank", "qk_rope_head_dim")),
     "depth_average": ("the averages over depth", ("depth_average",)),
+    "hyper_connections": ("the connections between layers", ("hyper_connections",)),
 }
 
 
