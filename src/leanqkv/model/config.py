@@ -17,7 +17,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .cache import layer_type
-from .mechanisms import ATTENTIONS, CONNECTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUTS, QUERIES, TASKS, VALUES
+from .mechanisms import (
+    ATTENTIONS,
+    CONNECTIONS,
+    DEPTH,
+    KEY_VALUES,
+    KEYS,
+    MLPS,
+    OUTPUT_GATES,
+    OUTPUTS,
+    QUERIES,
+    TASKS,
+    VALUES,
+)
 from .plan import Plan, make_plan
 from .registry import ConfigError, by_kind, suggest
 
@@ -142,6 +154,7 @@ class LeanConfig(PreTrainedConfig):
         query, key, value, output: which layers depart from a linear projection, for example
             `[{"type": "identity", "layers": [0, 3]}]`; without `layers`, all of them.
         key_value: how heads are shared between layers, for example `{"type": "first_layer_values", "ratio": 0.5}`.
+        output_gate: a gate of attention's heads before the output projection, `{"type": "sigmoid"}`; null: none.
         depth_average: DenseFormer's averages over depth, `{"dilation": 1, "period": 1}`; null: none.
         hyper_connections: several streams in place of the skip connections, `{"type": "hyper", "streams": 4, "mode":
             "dynamic"}`; null: none.
@@ -205,6 +218,7 @@ class LeanConfig(PreTrainedConfig):
     value: list | None = None
     output: list | None = None
     key_value: dict | None = None
+    output_gate: dict | None = None
     depth_average: dict | None = None
     hyper_connections: dict | None = None
     attention_dropout: float = 0.0
@@ -249,7 +263,8 @@ class LeanConfig(PreTrainedConfig):
         for slot in ("query", "key", "value", "output"):
             setattr(self, slot, getattr(self, slot) or [])
         self.key_value = self.key_value or {"type": "projected"}
-        make_plan(self)  # refuses what cannot be built
+        if warning := make_plan(self).warning:  # which refuses what cannot be built
+            logger.warning_once(warning)
         rope_parameters = self.rope_parameters
         if self.mlp_type == "moe":
             kwargs.setdefault("output_router_logits", False)
@@ -491,6 +506,7 @@ class LeanConfig(PreTrainedConfig):
         """The source of mechanisms.py without the classes that this configuration does not name."""
         slots = ((QUERIES, self.query), (KEYS, self.key), (VALUES, self.value), (OUTPUTS, self.output))
         used = [table[spec["type"]] for table, specs in slots for spec in ({"type": "linear"}, *(specs or ()))]
+        used += [] if self.output_gate is None else [OUTPUT_GATES[self.output_gate["type"]]]
         used += [KEY_VALUES[kind] for kind in ("projected", (self.key_value or {})["type"])]
         used += [ATTENTIONS[layer.attention] for layer in self.plan.layers]
         used += [

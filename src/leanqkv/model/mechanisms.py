@@ -15,9 +15,10 @@ from .latent_heads import LatentHeadsAttention, LatentKeys, LatentValues
 from .layers import MLP, GatedMLP, Text
 from .layout import ProjectedKeyValue
 from .moe import MixtureOfExperts
+from .output_gate import OutputGate
 from .projection_block_identity import BlockIdentity
 from .projection_identity import IdentityKey, IdentityOutput, IdentityQuery, IdentityValue
-from .query_nonlinear import Nonlinear
+from .projection_nonlinear import NonlinearKey, NonlinearQuery, NonlinearValue
 from .query_residual import FromMLP, Residual
 from .registry import LinearOutput, LinearProjection, by_kind
 from .value_keys import KeysAsValues
@@ -27,19 +28,21 @@ Table = dict[str, Any]
 QUERIES: Table = by_kind(
     LinearProjection,
     IdentityQuery,
-    Nonlinear,
+    NonlinearQuery,
     Residual,
     FromMLP,
 )
 KEYS: Table = by_kind(
     LinearProjection,
     IdentityKey,
+    NonlinearKey,
     BlockIdentity,
     LatentKeys,
 )
 VALUES: Table = by_kind(
     LinearProjection,
     IdentityValue,
+    NonlinearValue,
     BlockIdentity,
     KeysAsValues,
     LatentValues,
@@ -47,6 +50,9 @@ VALUES: Table = by_kind(
 OUTPUTS: Table = by_kind(
     LinearOutput,
     IdentityOutput,
+)
+OUTPUT_GATES: Table = by_kind(
+    OutputGate,
 )
 KEY_VALUES: Table = by_kind(
     ProjectedKeyValue,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .layout import HeadCounts, LatentShape, LayerPlan, head_groups
-from .mechanisms import CONNECTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUTS, QUERIES, VALUES
+from .mechanisms import CONNECTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUT_GATES, OUTPUTS, QUERIES, VALUES
 from .position import latent_score_scale
 from .registry import ConfigError, Projection, make_mechanism
 
@@ -45,6 +45,18 @@ class Plan:
     def reads_keys_in(self) -> int | None:
         """The first layer whose values are made of cached keys; None: there is none."""
         return next((layer.layer for layer in self.layers if layer.values_read_keys), None)
+
+    @property
+    def warning(self) -> str | None:
+        """What can be built and starts badly: queries and keys that both pass the input on (P2 section 2.2)."""
+        for layer in self.layers:
+            if layer.query.passes_input and layer.key.passes_input and layer.computed_key_heads:
+                return (
+                    f"query {layer.query.kind!r} and key {layer.key.kind!r} in layer {layer.layer} both pass the input "
+                    "X on: X X^T is in the scores, without a weight, and each token starts by attending to itself; use "
+                    "anchor=linear or a linear projection in one of them"
+                )
+        return None
 
     @property
     def lenders(self) -> set[int]:
@@ -87,6 +99,8 @@ def _make_layers(config) -> list[LayerPlan]:
     key_value = make_mechanism(KEY_VALUES, "key_value", config.key_value)
     if reason := key_value.clash(config, counts):
         raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
+    gate = config.output_gate
+    output_gate = None if gate is None else make_mechanism(OUTPUT_GATES, "output_gate", gate)
     averaged, connections = _averaged(config, num_layers), _connections(config)
     layers = []
     for i in range(num_layers):
@@ -107,6 +121,7 @@ def _make_layers(config) -> list[LayerPlan]:
             key=key,
             value=value,
             output=output,
+            output_gate=output_gate,
             key_value=key_value,
             layout=layout,
             mixer=layout.mixer,
