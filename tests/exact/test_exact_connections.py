@@ -27,6 +27,7 @@ ALL_OF = {  # every result that holds: what goes, of which layers, and from whic
         *("query", "1"),
         {"position_embedding_type": "rope", "num_key_value_heads": 1, "mlp_type": "moe", "qk_norm": True},
     ),
+    "gated output": ("query", "1", {"output_gate": {"type": "sigmoid"}, **BIASES}),
     "encoder": ("query", "1", {"task": "masked_lm"}),
     "identity blocks, norms": ("block-diagonal", None, {"norm_type": "layernorm"}),
     "single head, norms": ("single-head", None, {"norm_type": "rmsnorm", "num_attention_heads": 1}),
