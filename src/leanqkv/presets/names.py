@@ -23,6 +23,7 @@ _MODEL_SLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "latent": ("the latent's widths", ("kv_lora_rank", "qk_rope_head_dim")),
     "output_gate": ("the gate of attention's output", ("output_gate",)),
     "depth_average": ("the averages over depth", ("depth_average",)),
+    "hyper_connections": ("the connections between layers", ("hyper_connections",)),
 }
 
 
