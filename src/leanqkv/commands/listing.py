@@ -44,4 +44,5 @@ def _options(mechanism: MechanismPreset) -> str:
     cls = (TABLES | {"key_value": KEY_VALUES})[mechanism.slot][mechanism.spec["type"]]
     named = [f for f in fields(cls) if not isinstance(f.default, tuple)]  # a name cannot hold rows
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in named]
-    return ", ".join(options + (["layers=all"] if mechanism.slot != "key_value" else []))
+    options += ["layers=all"] if mechanism.slot != "key_value" else []
+    return ", ".join(options + [f"recipe={name}" for name in mechanism.recipes])
