@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from shapes import tokens
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanqkv import LeanConfig, LeanForCausalLM, count_parameters, kv_bytes_per_token, preset
 from leanqkv.eliminate import weight_table
@@ -33,6 +34,13 @@ def test_parameters(names: tuple[str, ...], overrides: dict[str, Any], total: in
     assert sum(size for name, size in sizes.items() if ".embed_" not in name) == non_embedding
 
 
+def test_llama_7b_has_as_many_parameters_as_the_models_of_transformers() -> None:
+    shape = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_hidden_layers=32)
+    with torch.device("meta"):
+        stock = LlamaForCausalLM(shape)
+    assert count_parameters(preset("llama-7b")).total == stock.num_parameters() == 6_738_415_616
+
+
 # bytes per token at 4-byte elements
 BYTES: list[tuple[tuple[str, ...], int]] = [
     (("gpt2-355m",), 196_608),
@@ -43,6 +51,8 @@ BYTES: list[tuple[tuple[str, ...], int]] = [
     (("gpt2-124m",), 73_728),
     (("gpt2-124m", "identity-query"), 73_728),
     (("gpt2-124m", "skipv1"), 56_832),
+    (("llama-7b",), 1_048_576),
+    (("llama-7b", "skipv1"), 794_624),  # 75.8 %, P3 Figure 6(b)
 ]
 
 
