@@ -47,6 +47,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "identity query": ("gpt", ("identity-query",), {}),
     "residual query, identity key": ("llama", ("residual-query", "identity-key"), {}),
     "nonlinear query": ("gpt", ("nonlinear-query",), {}),
+    "nonlinear query and key": ("gpt", ("nonlinear-query", "nonlinear-key:layers=0,1"), {}),
     "moe": ("llama", (), {"mlp_type": "moe", "num_local_experts": 4}),
     "no positions": ("gpt", (), {"position_embedding_type": "none"}),
 }

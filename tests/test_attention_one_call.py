@@ -18,13 +18,14 @@ from leanqkv.model.transformer import LeanModel
 
 RUNS = (
     *("baseline", "gqa", "mqa", "identity-query", "nonlinear-query", "residual-query", "mlp-query", "identity-key"),
-    *("biases and qk_norm", "parallel", "moe", "no-output", "denseformer"),
+    *("nonlinear-key", "nonlinear-value", "biases and qk_norm", "parallel", "moe", "no-output", "denseformer"),
 )
 REFUSED = {
     "skipv1": "'first_layer_values'",
     "cla": "'shared_adjacent'",
     "resformer": "'interpolated_values'",
     "latent-values": "'latent'",
+    "latent-keys+nonlinear-value": "'latent'",
     "keys-as-values": "'keys'",
     "mla": "'kv_lora_rank'",
     "sliding_window": "sliding_window",

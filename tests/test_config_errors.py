@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from refusing import table
 from shapes import GPT, tiny
 from transformers import AutoConfig
+from transformers.utils import logging
 
 from leanqkv import ConfigError, LeanConfig, LeanError, plan, preset
 from leanqkv.presets import MECHANISMS
@@ -44,6 +45,30 @@ def test_edited_file_is_checked(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "rilu"}))
     with pytest.raises(ConfigError, match=r"'rilu'.*did you mean 'relu'"):
         LeanConfig.from_pretrained(tmp_path)
+
+
+ANCHORED = ("identity-query", "nonlinear-query", "residual-query", "mlp-query:layers=1")
+
+
+@pytest.mark.parametrize("key", ["identity-key", "nonlinear-key", "nonlinear-key:anchor=linear", "block-identity-key"])
+@pytest.mark.parametrize("query", [*ANCHORED, "nonlinear-query:anchor=linear"])
+def test_queries_and_keys_that_both_pass_the_input_on_are_warned_of(query: str, key: str) -> None:
+    warning = plan(tiny("gpt", query, key)).warning
+    if query not in ANCHORED or key not in ("identity-key", "nonlinear-key"):
+        assert warning is None
+        return
+    assert warning is not None and "\n" not in warning
+    slots = {name.partition(":")[0]: MECHANISMS[name.partition(":")[0]] for name in (query, key)}
+    layer = 1 if query.startswith("mlp") else 0
+    expected = [f"{one.slot} {one.spec['type']!r}" for one in slots.values()]
+    assert all(part in warning for part in (*expected, f"layer {layer}", "anchor=linear")), warning
+
+
+def test_a_configuration_warns_once(caplog) -> None:
+    type(logging.get_logger()).warning_once.cache_clear()
+    for _ in range(2):
+        config = tiny("gpt", "nonlinear-query", "nonlinear-key")
+    assert caplog.text.count("both pass the input") == 1 and plan(config).warning in caplog.text
 
 
 READERS = {

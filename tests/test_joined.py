@@ -20,6 +20,8 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("gpt", ("nonlinear-query:norm_in=false", "skipv1"), {"attention_bias": True}),
     ("gpt", ("nonlinear-query:anchor=linear",), {"norm_eps": 0.1}),
     ("llama", ("nonlinear-query", "gqa"), {}),
+    ("gpt", ("nonlinear-query:norm_in=false", "nonlinear-key", "nonlinear-value", "skipv1"), {}),
+    ("llama", ("nonlinear-key:anchor=linear", "nonlinear-value:anchor=linear", "gqa"), {"attention_bias": True}),
     ("llama", ("residual-query", "skipv1"), {"qk_norm": True}),
     ("llama", ("identity-query",), {}),
     ("llama", ("mlp-query", "keys-as-values"), {}),
@@ -67,8 +69,9 @@ def test_joined_is_separate(case, products) -> None:
 
 
 def test_the_nonlinear_query_is_joined_to_two_and_a_half_widths(products) -> None:
-    """K, V and W_1: d + d + d / 2 (P2, section 4), where a linear query takes 3 d."""
-    for names, rows in (((), 3 * 32), (("nonlinear-query",), 5 * 32 // 2)):
+    """K, V and W_1: d + d + d / 2 (P2, section 4), where a linear query takes 3 d, and three nonlinear ones 1.5 d."""
+    three = ("nonlinear-query", "nonlinear-key", "nonlinear-value")
+    for names, rows in (((), 3 * 32), (("nonlinear-query",), 5 * 32 // 2), (three, 3 * 32 // 2)):
         products.clear()
         model = LeanForCausalLM(tiny("gpt", *names))
         join_projections(model)

@@ -87,6 +87,11 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("latent-values:rank=5,keys=true", "nonlinear-query"), {}),
     (("latent-values:rank=3,keys=true", "latent-keys:rank=6", "gqa"), {}),
     (("latent-values:keys=true", "identity-key"), {"mask_type": "prefix"}),
+    (("nonlinear-query", "nonlinear-key", "nonlinear-value", "skipv1"), {"qk_norm": True}),
+    (("nonlinear-key:anchor=linear,rank=5", "nonlinear-value:anchor=linear,norm_in=false", "gqa"), BIASES),
+    (("nonlinear-value", "latent-keys"), {}),
+    (("nonlinear-key", "latent-values:rank=5,keys=true"), {}),
+    (("nonlinear-key", "keys-as-values", "skipv1"), {}),
 ]
 
 

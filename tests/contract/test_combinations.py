@@ -46,6 +46,7 @@ AXES: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "heads": {"MHA": ((), {}), "GQA": (("gqa",), {}), "MQA": (("mqa",), {}), "MLA": (("mla",), {})},
     "value": {
         "linear": ((), {}),
+        "nonlinear, as the key": (("nonlinear-key:anchor=linear", "nonlinear-value:anchor=linear"), {}),
         "keys": (("keys-as-values",), {}),
         "latent": (("latent-values",), {}),
         "beside latent keys": (("latent-keys",), {}),
@@ -98,7 +99,7 @@ def reason(combination: Combination) -> str | None:
         return "half of one head is none"
     if heads == "MLA" and sharing in ("borrowed-values", "single heads"):
         return "a latent has no heads to borrow"
-    if "latent" in value and heads == "MLA":
+    if ("latent" in value or "nonlinear" in value) and heads == "MLA":
         return "the latent already is key and value"
     if "latent" in value and sharing != "none":
         return "what is kept has no heads to share"

@@ -219,7 +219,7 @@ def _mechanism(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     if odd == "query":
         return {"query": [{**draw.choice(ODD_QUERIES), "layers": some}]}
     if odd in ("key", "value", "output"):
-        kinds = ("identity",) if odd == "output" else ("identity", "block_identity")
+        kinds = ("identity",) if odd == "output" else ("identity", "block_identity", "nonlinear")
         return {odd: [{"type": draw.choice(kinds), "layers": some}]}
     if odd == "average":
         spans = {"dilation": draw.randint(1, min(2, layers)), "period": draw.randint(1, min(2, layers))}

@@ -144,6 +144,7 @@ IDENTITIES: list[dict] = [
     {"key": [{"type": "identity"}], "qk_norm": True},
     {"query": [{"type": "from_mlp", "scale": 0.5}], "attention_bias": True},
     {"query": [{"type": "nonlinear", "anchor": "linear"}], "value": [{"type": "identity", "bias": True}]},
+    {"query": [{"type": "identity"}], "key": [{"type": "nonlinear"}], "value": [{"type": "nonlinear", "layers": [1]}]},
     {"query": [{"type": "identity", "bias": True}], "kv_lora_rank": 5},
     {"query": [{"type": "identity", "scale": 0.7}], "qk_norm": True, "num_hidden_groups": 1},
     {

@@ -131,7 +131,7 @@ def residual_query(
     return (x[:, :width] + linear(x, tensors, name)) / 2, scale
 
 
-def nonlinear_query(
+def nonlinear(
     x: Tensor,
     hidden: Hidden,
     tensors: Tensors,
@@ -146,10 +146,13 @@ def nonlinear_query(
     scale: float = 1.0,
 ) -> Projected:
     """Q = (X + f(X)) / 2 with f(X) = LayerNorm(act(RMSNorm(X) W_1) W_2), W_1 [d, r], W_2 [r, d], r = d / 2 by default;
-    with the anchor "linear", X W_Q in place of the first X"""
-    rank = rank or config.hidden_size // 2
+    with the anchor "linear", X W_Q in place of the first X. K and V likewise; there r is by default the largest with
+    which W_1 [d, r] and W_2 [r, width] have no more entries than W_K [d, width]"""
+    d = config.hidden_size
+    if rank is None:
+        rank = d // 2 if name.endswith("q_proj") else max(r for r in range(d) if d * r + r * width <= d * width)
     w_1, w_2 = tensors[f"{name}.down_proj.weight"].T, tensors[f"{name}.up_proj.weight"].T
-    assert w_1.shape == (config.hidden_size, rank) and w_2.shape == (rank, width)
+    assert w_1.shape == (d, rank) and w_2.shape == (rank, width)
     f = rmsnorm(x, tensors[f"{name}.norm_in.weight"], config.norm_eps) if norm_in else x
     f = ACTIVATIONS[activation](f @ w_1) @ w_2
     if norm_out:
@@ -171,18 +174,20 @@ QUERIES = {
     "linear": linear_projection,
     "identity": identity_query_or_key,
     "residual": residual_query,
-    "nonlinear": nonlinear_query,
+    "nonlinear": nonlinear,
     "from_mlp": query_from_mlp,
 }
 KEYS = {
     "linear": linear_projection,
     "identity": identity_query_or_key,
+    "nonlinear": nonlinear,
     "block_identity": block_identity,
     "latent": latent_key,
 }
 VALUES = {
     "linear": linear_projection,
     "identity": identity_value,
+    "nonlinear": nonlinear,
     "block_identity": block_identity,
     "latent": latent_value,
 }

@@ -30,6 +30,8 @@ COMBINED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         (),
         {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "qk_norm": True},
     ),
+    "nonlinear-key:anchor=linear+gqa": (("nonlinear-key:anchor=linear", "gqa"), {}),
+    "latent-keys+nonlinear-value": (("latent-keys", "nonlinear-value"), {}),
 }
 PAD = 0
 # What the slots that are no field of a configuration set.

@@ -1,6 +1,8 @@
-"""The check of the initial logit spread: every query mechanism, every layer, and the ratio against the width.
+"""The check of the initial logit spread: every query mechanism, every layer, and the ratio against the width; and of
+queries and keys that both have the input in them.
 
 Karbevski & Mijoski 2025, appendix B. https://arxiv.org/abs/2510.23912
+Karbevski 2026, section 2.2. https://github.com/MarkoKarbevski/beyond_query_linearity
 """
 
 from dataclasses import dataclass
@@ -14,6 +16,18 @@ from . import statement as spreads
 
 # Every query mechanism that is registered, under the name of its preset; a linear query is no preset.
 PRESETS = {mechanism.spec["type"]: name for name, mechanism in MECHANISMS.items() if mechanism.slot == "query"}
+# Queries and keys together. The linear ones are no presets.
+PAIRS = (
+    (),
+    ("nonlinear-query",),
+    ("nonlinear-key",),
+    ("nonlinear-query", "nonlinear-key:anchor=linear"),
+    ("nonlinear-query:anchor=linear", "nonlinear-key:anchor=linear"),
+    ("nonlinear-query", "nonlinear-key"),
+    ("residual-query", "nonlinear-key"),
+    ("identity-query", "nonlinear-key"),
+    ("identity-query", "identity-key"),
+)
 LABELS = {"linear": "linear (baseline)", "from_mlp": "from the MLP below"}
 
 
@@ -90,8 +104,26 @@ def by_width(settings: Settings) -> list[dict[str, Any]]:
     return entries
 
 
+def by_pair(settings: Settings) -> list[dict[str, Any]]:
+    """Return, for queries and keys together, a token's logit with itself by layer, mean over seeds."""
+    entries = []
+    for names in PAIRS:
+        config = preset(settings.base, *names, vocab_size=settings.vocab_size, num_hidden_layers=settings.layers)
+        runs = [spreads.own_logits(config, seed, settings.batch, settings.length) for seed in range(settings.seeds)]
+        measured = {
+            field: [sum(getattr(one, field) for one in layer) / len(layer) for layer in zip(*runs, strict=True)]
+            for field in spreads.OwnLogits._fields
+        }
+        entries.append({"mechanisms": "+".join(names), "predicted": spreads.own_logit(config), **measured})
+    return entries
+
+
 def parts(settings: Settings, progress: Progress) -> Parts:
-    return {"by_mechanism": lambda: by_mechanism(settings), "by_width": lambda: by_width(settings)}
+    return {
+        "by_mechanism": lambda: by_mechanism(settings),
+        "by_width": lambda: by_width(settings),
+        "by_pair": lambda: by_pair(settings),
+    }
 
 
 def findings(record: Record) -> list[Finding]:
@@ -101,6 +133,9 @@ def findings(record: Record) -> list[Finding]:
     scaled = identity["ratio"][0] * identity["scale"][0]
     off = max(abs(entry["ratio"][0] / entry["predicted"] - 1) for entry in mechanisms.values())
     widths = max(abs(entry["ratio"] / entry["predicted"] - 1) for entry in record["measured"]["by_width"])
+    pairs = record["measured"]["by_pair"]
+    passed = [entry["own"][0] for entry in pairs if entry["predicted"]]
+    own = max(abs(entry["own"][0] - entry["predicted"]) for entry in pairs)
     return [
         Finding(
             "an identity query's logits spread about 1.8 times as wide as a linear one's",
@@ -118,6 +153,12 @@ def findings(record: Record) -> list[Finding]:
             "the ratio is 1 / (sigma sqrt(d)): 1.8 is that of one width",
             f"{len(record['measured']['by_width'])} widths, at most {100 * widths:.0f} % off",
             widths < 0.15,
+        ),
+        Finding(
+            "a token's first logit with itself stands out where query and key both have X in them, and only there",
+            f"{number(min(passed), 2)} to {number(max(passed), 2)} nats above the others; {len(pairs)} pairs, at most "
+            f"{number(own, 2)} nats off",
+            own < 0.1,
         ),
     ]
 
@@ -145,7 +186,33 @@ def tables(record: Record) -> str:
         (str(entry["width"]), number(entry["predicted"], 2), number(entry["ratio"], 2))
         for entry in record["measured"]["by_width"]
     ]
-    return table(head, rows) + "\n" + table(("d", "1 / (σ√d)", "identity over linear, first layer"), widths)
+    made = (
+        table(head, rows),
+        table(("d", "1 / (σ√d)", "identity over linear, first layer"), widths),
+        pair_table(record),
+    )
+    return "\n".join(made)
+
+
+def pair_table(record: Record) -> str:
+    rows = []
+    for entry in record["measured"]["by_pair"]:
+        deeper = entry["own"][1:]
+        rows.append(
+            (
+                entry["mechanisms"].replace("+", ", ") or LABELS["linear"],
+                number(entry["predicted"], 2),
+                number(entry["own"][0], 2),
+                f"{number(min(deeper), 2)} to {number(max(deeper), 2)}",
+                number(entry["spread"][0], 2),
+                f"{number(100 * entry['weight'][0], 1)} %",
+            )
+        )
+    head = (
+        *("query and key", "own logit, predicted", "first layer", "deeper layers", "spread of the others"),
+        f"weight on itself, of {record['settings']['length']}",
+    )
+    return table(head, rows)
 
 
 def draw(record: Record, figure: Any) -> None:
@@ -169,8 +236,11 @@ def draw(record: Record, figure: Any) -> None:
 
 CHECK = Check(
     name="initial-spread",
-    statement="at the start an identity query's attention logits spread about 1.8 times as wide as a linear one's",
-    source="Karbevski & Mijoski 2025, appendix B",
+    statement=(
+        "at the start an identity query's attention logits spread about 1.8 times as wide as a linear one's; "
+        "with X in query and key, tokens attend to themselves"
+    ),
+    source="Karbevski & Mijoski 2025, appendix B; Karbevski 2026, section 2.2",
     settings=Settings,
     parts=parts,
     findings=findings,

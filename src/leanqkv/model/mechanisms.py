@@ -16,7 +16,7 @@ from .layout import ProjectedKeyValue
 from .moe import MixtureOfExperts
 from .projection_block_identity import BlockIdentity
 from .projection_identity import IdentityKey, IdentityOutput, IdentityQuery, IdentityValue
-from .query_nonlinear import Nonlinear
+from .projection_nonlinear import NonlinearKey, NonlinearQuery, NonlinearValue
 from .query_residual import FromMLP, Residual
 from .registry import LinearOutput, LinearProjection, by_kind
 from .value_keys import KeysAsValues
@@ -26,19 +26,21 @@ Table = dict[str, Any]
 QUERIES: Table = by_kind(
     LinearProjection,
     IdentityQuery,
-    Nonlinear,
+    NonlinearQuery,
     Residual,
     FromMLP,
 )
 KEYS: Table = by_kind(
     LinearProjection,
     IdentityKey,
+    NonlinearKey,
     BlockIdentity,
     LatentKeys,
 )
 VALUES: Table = by_kind(
     LinearProjection,
     IdentityValue,
+    NonlinearValue,
     BlockIdentity,
     KeysAsValues,
     LatentValues,

@@ -46,6 +46,18 @@ class Plan:
         return next((layer.layer for layer in self.layers if layer.values_read_keys), None)
 
     @property
+    def warning(self) -> str | None:
+        """What can be built and starts badly: queries and keys that both pass the input on (P2 section 2.2)."""
+        for layer in self.layers:
+            if layer.query.passes_input and layer.key.passes_input and layer.computed_key_heads:
+                return (
+                    f"query {layer.query.kind!r} and key {layer.key.kind!r} in layer {layer.layer} both pass the input "
+                    "X on: X X^T is in the scores, without a weight, and each token starts by attending to itself; use "
+                    "anchor=linear or a linear projection in one of them"
+                )
+        return None
+
+    @property
     def lenders(self) -> set[int]:
         """Layers whose keys, values or new values another layer needs."""
         return set().union(*(layer.lenders for layer in self.layers))

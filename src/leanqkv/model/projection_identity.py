@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .registry import Projection, width_clash
+from .registry import Projection, slices_clash, width_clash
 
 
 class IdentityProjection(nn.Module):
@@ -34,6 +34,7 @@ class Identity(Projection):
     """Head i is columns `[i * head_dim, (i + 1) * head_dim)` of the normed input."""
 
     kind = "identity"
+    passes_input = True
 
     def build(self, config, num_heads: int) -> nn.Module:
         return IdentityProjection(num_heads * config.head_dim, self.bias)
@@ -53,12 +54,7 @@ class IdentityQuery(Identity):
 
 class _IdentityKeyOrValue(Identity):
     def clash(self, config, heads: int) -> str | None:
-        if config.num_key_value_heads != config.num_attention_heads:
-            return (
-                "an identity key or value needs as many key/value heads as query heads (MHA): with grouped heads the "
-                f"input's {config.num_attention_heads} slices do not fit {config.num_key_value_heads} key/value heads"
-            )
-        return super().clash(config, heads)
+        return slices_clash(config, "an identity key or value")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Residual(Projection):
     """A residual query."""
 
     kind = "residual"
+    passes_input = True
     scale: float = 1.0
 
     def build(self, config, num_heads: int) -> nn.Module:

@@ -38,6 +38,7 @@ class Projection(Mechanism):
     linear_in_first_layer = False
     reuses_keys = False  # a value that is the key
     reads_keys = False  # a value that is made of keys too
+    passes_input = False  # the input itself is in it, multiplied by no weight
     columns: tuple[int, ...] | None = None  # complex ones of a key's latent, by frequency
     attention = "heads"  # the attention that can compute it, in mechanisms.py
 
@@ -91,6 +92,16 @@ def width_clash(config, what: str) -> str | None:
     return (
         f"{what} needs num_attention_heads * head_dim = hidden_size, found "
         f"{config.num_attention_heads} * {config.head_dim} != {config.hidden_size}"
+    )
+
+
+def slices_clash(config, what: str) -> str | None:
+    """Return why the key/value heads cannot be the stream cut into pieces, or None."""
+    if config.num_key_value_heads == config.num_attention_heads:
+        return width_clash(config, what)
+    return (
+        f"{what} needs as many key/value heads as query heads (MHA): with grouped heads the input's "
+        f"{config.num_attention_heads} slices do not fit {config.num_key_value_heads} key/value heads"
     )
 
 
