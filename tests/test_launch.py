@@ -229,11 +229,15 @@ def test_jobs_of_other_runs_that_wait_are_not_forgotten(monkeypatch, tmp_path):
 
 def test_what_slurm_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    cluster = Cluster("slurm", 23.5, 1, 16, 64, {"partition": "gpu", "account": "lab"})
-    executor = Launcher(cluster, tmp_path / "sweep").executor._executor
+    cluster = Cluster("slurm", 23.5, 8, 16, 64, {"partition": "gpu", "account": "lab"})
+    launcher = Launcher(cluster, tmp_path / "sweep")
+    assert launcher.processes == 8 and Launcher(Cluster("slurm"), tmp_path).processes is None
+    assert Launcher(Cluster("slurm"), tmp_path, "fsdp").processes == 1
+    executor = launcher.executor._executor
     lines = executor._make_submission_file_text("command", "1").splitlines()
     for wanted in (
-        "--gpus-per-node=1",
+        "--gpus-per-node=8",
+        "--ntasks-per-node=1",
         "--cpus-per-task=16",
         "--mem=64GB",
         "--time=1410",

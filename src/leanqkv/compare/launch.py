@@ -135,7 +135,7 @@ class Launcher:
         self.executor = submitit.AutoExecutor(self.folder, cluster=cluster.kind)
         settings: dict[str, Any] = {"timeout_min": max(1, round(60 * cluster.hours)), "name": f"leanqkv-{out.name}"}
         if cluster.kind == "slurm":
-            settings |= {"gpus_per_node": cluster.gpus, "cpus_per_task": cluster.cpus}
+            settings |= {"tasks_per_node": 1, "gpus_per_node": cluster.gpus, "cpus_per_task": cluster.cpus}
             settings |= {} if cluster.memory_gb is None else {"mem_gb": cluster.memory_gb}
             settings["slurm_additional_parameters"] = dict(cluster.options)
         self.executor.update_parameters(**settings)

@@ -7,7 +7,7 @@ import numpy as np
 from ..compare.records import ComparisonRecord, Result
 from ..compare.statistics import Band, paired_difference
 from .figures import Series
-from .text import ABSENT, Table, mean_and_deviation, with_interval
+from .text import ABSENT, Table, mean_with_deviation, with_interval
 
 
 def _groups(comparison: ComparisonRecord) -> Iterator[tuple[list[Result], list[Result]]]:
@@ -15,8 +15,9 @@ def _groups(comparison: ComparisonRecord) -> Iterator[tuple[list[Result], list[R
     for names in comparison.groups:
         results = [result for result in comparison.results if result.name in names and result.losses]
         uptrained = [result for result in results if result.name in comparison.uptrained]
-        if uptrained:
-            yield [result for result in results if result not in uptrained], uptrained
+        whole = [result for result in results if result not in uptrained]
+        if whole and uptrained:
+            yield whole, uptrained
 
 
 def uptraining_tables(comparison: ComparisonRecord) -> list[Table]:
@@ -29,13 +30,14 @@ def uptraining_tables(comparison: ComparisonRecord) -> list[Table]:
             [
                 f"`{result.name}`",
                 f"{100 * comparison.uptrained[result.name]:g}%",
-                mean_and_deviation(result.losses.values()),
+                mean_with_deviation(list(result.losses.values())),
                 *(with_interval(paired_difference(result.losses, other.losses)) for other in whole),
             ]
             for result in uptrained
         ]
         note = "Uptrained models begin with the weights of the group's baseline of the same seed, converted by mean-v."
-        tables.append(Table(headers, rows, "Uptraining against training from random weights", note))
+        title = f"{whole[0].name} converted and uptrained, against training from random weights"
+        tables.append(Table(headers, rows, title, note))
     return tables
 
 

@@ -12,12 +12,11 @@ from rich.text import Text
 
 from ..compare.measure import LOSS
 from ..compare.records import ComparisonRecord, Result
-from ..compare.statistics import standard_deviation
 from ..compare.trend import FRACTIONS, FURTHER, trend
 from ..presets import recipe_differences
 from .after_training import task_tables, uptraining_tables
 from .papers import suite_claims, suite_tables
-from .text import ABSENT, Table, compact, listed, percent, seeds, signed, with_interval
+from .text import ABSENT, Table, compact, listed, mean_with_deviation, percent, seeds, signed, with_interval
 
 # Fewer are warned of: at two seeds Student's t is 12.7, at three 4.3.
 ENOUGH_SEEDS, ENOUGH_INPUTS = 3, 64
@@ -246,7 +245,7 @@ def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
     pairs = len(difference.by_seed) if difference else 0
     remark = "" if pairs == len(comparison.seeds) else f"\n{seeds(pairs)}"
     states = [result.state(seed) for seed in comparison.seeds]
-    scores = [_mean_and_deviation(list(result.scores.values()))] if result.scores else []
+    scores = [mean_with_deviation(list(result.scores.values()))] if result.scores else []
     scores += [f"{states.count(state)} {state}" for state in ("diverged", "missing") if state in states]
     speeds = [run.tokens_per_second for run in result.finals.values() if run.loss is not None and run.tokens_per_second]
     return [
@@ -258,9 +257,3 @@ def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
         ABSENT if result.learning_rate is None else f"{result.learning_rate:g}",
         f"{np.mean(speeds):,.0f}" if speeds else ABSENT,
     ]
-
-
-def _mean_and_deviation(values: Sequence[float]) -> str:
-    """`3.9050 (0.0071)`; ± is kept for intervals."""
-    deviation = standard_deviation(values)
-    return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ({deviation:.4f})")

@@ -87,7 +87,11 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
     for number, series in enumerate(uptraining_series(comparison)):
         names = ("uptraining, share of the steps of a whole run in percent", "validation loss")
         drawing = figures.measured_lines(f"uptraining-{number}", series, *names, UPTRAINING, from_zero=False)
-        yield Figure(drawing, f"{UPTRAINING} Bands reach from the lowest to the highest seed.", "Uptraining")
+        yield Figure(
+            drawing,
+            f"{UPTRAINING} Bands reach from the lowest to the highest seed.",
+            f"Uptraining of {series[0].label}",
+        )
     if accuracies := mean_accuracies(comparison):
         bars = {name: {"mean accuracy": value} for name, value in accuracies.items()}
         drawing = figures.stacked_bars("tasks", bars, "mean accuracy, %", "Bars: mean accuracy, one per architecture.")
