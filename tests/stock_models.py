@@ -38,6 +38,7 @@ ONE_OF_EACH = (
     "phi3",
     "mixtral",
     "qwen3-moe",
+    "qwen3-next",
 )
 
 

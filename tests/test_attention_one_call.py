@@ -19,6 +19,7 @@ from leanqkv.model.transformer import LeanModel
 RUNS = (
     *("baseline", "gqa", "mqa", "identity-query", "nonlinear-query", "residual-query", "mlp-query", "identity-key"),
     *("nonlinear-key", "nonlinear-value", "biases and qk_norm", "parallel", "moe", "no-output", "denseformer"),
+    *("output-gate", "output-gate:per_head=true"),
 )
 REFUSED = {
     "skipv1": "'first_layer_values'",

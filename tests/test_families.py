@@ -159,6 +159,16 @@ def test_a_head_without_norms_is_not_rounded_by_the_epsilon(tmp_path, cli):
     assert_near(logits(theirs), logits(model.double()), 1e-9)
 
 
+def test_a_gated_model_becomes_a_qwen3_next(tmp_path, cli):
+    """With norms that multiply by their weight, and an identity query that is written out, as the class knows none."""
+    mechanisms = ("output-gate", "gqa", "identity-query:layers=1")
+    model = randomize(LeanForCausalLM(tiny("llama", *mechanisms, qk_norm=True, vocab_size=61))).eval()
+    model.save_pretrained(tmp_path / "ours")
+    code, output = run(cli, "export", tmp_path / "ours", "--out", tmp_path / "theirs")
+    assert code == 0 and "Qwen3NextForCausalLM" in output, output
+    assert_near(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")), logits(model), 1e-5)
+
+
 def test_qwen2_takes_a_head_dim_that_it_does_not_declare(tmp_path):
     config = CONFIG_MAPPING["qwen2"](**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=12)
     reference = randomize(AutoModelForCausalLM.from_config(config)).eval()

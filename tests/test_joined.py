@@ -27,6 +27,9 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("llama", ("mlp-query", "keys-as-values"), {}),
     ("llama", ("mla", "skipv1", "nonlinear-query"), {"attention_bias": True}),
     ("llama", ("yoco",), {"num_hidden_layers": 4}),
+    ("gpt", ("output-gate", "nonlinear-query"), {"attention_bias": True}),
+    ("llama", ("output-gate:per_head=true", "mla"), {}),
+    ("llama", ("output-gate", "latent-values:keys=true"), {}),
 ]
 
 
@@ -69,9 +72,17 @@ def test_joined_is_separate(case, products) -> None:
 
 
 def test_the_nonlinear_query_is_joined_to_two_and_a_half_widths(products) -> None:
-    """K, V and W_1: d + d + d / 2 (P2, section 4), where a linear query takes 3 d, and three nonlinear ones 1.5 d."""
+    """K, V and W_1: d + d + d / 2 (P2, section 4), where a linear query takes 3 d, and three nonlinear ones 1.5 d.
+
+    A gate of every column adds d.
+    """
     three = ("nonlinear-query", "nonlinear-key", "nonlinear-value")
-    for names, rows in (((), 3 * 32), (("nonlinear-query",), 5 * 32 // 2), (three, 3 * 32 // 2)):
+    for names, rows in (
+        ((), 3 * 32),
+        (("nonlinear-query",), 5 * 32 // 2),
+        (three, 3 * 32 // 2),
+        (("output-gate",), 4 * 32),
+    ):
         products.clear()
         model = LeanForCausalLM(tiny("gpt", *names))
         join_projections(model)

@@ -92,6 +92,10 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("nonlinear-value", "latent-keys"), {}),
     (("nonlinear-key", "latent-values:rank=5,keys=true"), {}),
     (("nonlinear-key", "keys-as-values", "skipv1"), {}),
+    (("output-gate:per_head=true", "gqa", "skipv1", "nonlinear-query"), BIASES),
+    (("output-gate", "mla", "skipv1"), {"attention_bias": True}),
+    (("output-gate:per_head=true", "no-output", "keys-as-values"), {"block_type": "parallel"}),
+    (("output-gate", "latent-values:rank=3,keys=true", "gqa"), FOUR | {"num_hidden_groups": 2}),
 ]
 
 

@@ -61,7 +61,7 @@ AXES: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         "MLP": ((), {"attention_skip": False}),
         "none": ((), {"attention_skip": False, "mlp_skip": False}),
     },
-    "depth": {"plain": ((), {}), "dense": (("denseformer",), {})},
+    "depth": {"plain": ((), {}), "dense": (("denseformer",), {}), "gated": (("output-gate",), {})},
 }
 Combination = dict[str, str]
 

@@ -136,6 +136,8 @@ def identity_blocks(config: LeanConfig) -> dict[tuple[str, int], int] | None:
         width = config.head_dim - rotated
         if not 0 < width < config.hidden_size or (side == "key" and config.qk_norm):
             continue
+        if side == "value" and gated_columns(config):
+            continue
         generators, taken = heads(config, side), []
         makers: dict[int, LayerPlan] = {}
         for plan in config.plan.layers:
@@ -147,6 +149,11 @@ def identity_blocks(config: LeanConfig) -> dict[tuple[str, int], int] | None:
                 taken += own
                 saved[side, block] = len(own) * width * width
     return saved or None
+
+
+def gated_columns(config: LeanConfig) -> bool:
+    """Whether every column of the heads has a factor of its own before W_O: a diagonal D alone commutes with those."""
+    return config.output_gate is not None and not config.output_gate.get("per_head", False)
 
 
 def heads(config: LeanConfig, side: str) -> Generators:
@@ -204,6 +211,7 @@ def two_matrices(config: LeanConfig) -> bool:
         and not config.kv_lora_rank
         and all(getattr(plan, slot).kind == "linear" for plan in config.plan.layers for slot in SLOTS)
         and config.key_value["type"] == "projected"
+        and not gated_columns(config)
     )
 
 
@@ -214,8 +222,8 @@ def weights_fewer(config: LeanConfig, remove: str, layers: Iterable[int] | None)
         blocks = identity_blocks(config)
         return None if blocks is None else sum(blocks.values())
     if remove == "single-head":
-        # Of the biases the key's goes, the value's and the output's become one.
-        biases = d * config.attention_bias * (1 + config.attention_output_bias)
+        # Of the biases the key's goes, the value's and the output's become one where no gate is between them.
+        biases = d * config.attention_bias * (1 + (config.attention_output_bias and config.output_gate is None))
         return len({plan.block for plan in config.plan.layers}) * (2 * d * d + biases) if two_matrices(config) else None
     slots = remove.split(",")
     gone = removed(config, slots, layers)

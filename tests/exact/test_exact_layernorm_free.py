@@ -245,3 +245,13 @@ def test_the_bias_of_a_norm_reaches_latent_values(key: str | None, biases: bool)
             tensors[name] = 1e6 * tensors[name]
     without, folded = without_norms(config, tensors)
     assert relative(logits(without, folded), logits(config, tensors)) <= EXACT
+
+
+def test_norms_of_a_gated_model_are_folded_into_the_gate() -> None:
+    """Their weight into its matrix, their bias into a bias of its own."""
+    gate = {"type": "sigmoid", "per_head": True}
+    config = small(norm_type="layernorm", norm_eps=1e12, norm_bias=True, output_gate=gate)
+    tensors = {name: 1e6 * t if name.endswith("norm.weight") else t for name, t in weights(config).items()}
+    without, folded = without_norms(config, tensors)
+    assert folded["model.layers.0.self_attn.g_proj.bias"].abs().min() > 1e-3
+    assert relative(logits(without, folded), logits(config, tensors)) <= EXACT

@@ -22,9 +22,10 @@ from expected_eliminations import removed, weights_fewer
 
 from leanqkv import ConfigError, LeanConfig, LeanError, LeanForImageClassification
 from leanqkv.checkpoints.dense import to_dense
-from leanqkv.eliminate import certify, eliminate, parse_request, transform
+from leanqkv.eliminate import certify, eliminate, parse_request, single_head, transform
 from leanqkv.eliminate.block_diagonal import eligible
 from leanqkv.model.shapes import parameter_shapes
+from leanqkv.presets.edit import with_fields
 
 PARTLY_ROTARY = {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}}
 
@@ -63,6 +64,28 @@ def test_exact_or_refused_with_borrowed_values(seed: int) -> None:
     if remove == "block-diagonal" or any(layer >= config.num_hidden_layers for layer in layers or ()):
         layers = None
     check(seed, config, remove, layers, balance)
+
+
+@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("per_head", [False, True], ids=["columns", "heads"])
+def test_exact_or_refused_with_a_gate(per_head: bool, seed: int) -> None:
+    config, remove, layers, balance = draw_case(seed)
+    check(seed, with_fields(config, output_gate={"type": "sigmoid", "per_head": per_head}), remove, layers, balance)
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["columns", "heads"])
+def test_a_gate_is_read_in_another_basis(per_head: bool) -> None:
+    """What a change of basis inside the heads asks for goes with a number for each head, and not for each column."""
+    gate = {"type": "sigmoid", "per_head": per_head}
+    for remove in ("query", "key", "value", "output", "query,output", "value,output", "block-diagonal"):
+        check(0, small(attention_skip=False, mlp_skip=False, output_gate=gate, **BIASES), remove, None, balance=True)
+    for biases in ({}, BIASES, {"attention_bias": True}, {"attention_output_bias": True}):
+        check(1, small(num_attention_heads=1, output_gate=gate, **biases), "single-head", None, balance=True)
+    reasons = [
+        single_head.why_not(small(num_attention_heads=1, output_gate=gate)),
+        *eligible(small(output_gate=gate), "values")[1].values(),
+    ]
+    assert reasons == [None] if per_head else all("output_gate" in str(reason) for reason in reasons)
 
 
 @pytest.mark.parametrize("remove", ["query", "key", "query,output"])

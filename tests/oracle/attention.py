@@ -53,9 +53,25 @@ def attend(query: Head, key: Head, value: Head, scale: float, keys_seen: list[li
     return torch.stack(rows)
 
 
-def output(heads: list[Head], tensors: Tensors, config: Any, layer: int, name: str) -> Tensor:
-    """The heads side by side, times W_O unless that is the identity."""
-    joined = torch.cat(heads, dim=-1)
+def gated(heads: list[Head], x: Tensor, tensors: Tensors, config: Any, name: str) -> list[Head]:
+    """Column c of head h at position t, times 1 / (1 + e^-a), a the entry of x_t W_g for that head, or for that column
+    of that head"""
+    if config.output_gate is None:
+        return heads
+    scores = linear(x, tensors, f"{name}.g_proj")
+    per_head, found = config.output_gate.get("per_head", False), []
+    for h, head in enumerate(heads):
+        rows = []
+        for t, row in enumerate(head):
+            places = [h if per_head else h * len(row) + c for c in range(len(row))]
+            rows.append(row * torch.stack([1 / (1 + (-scores[t, place]).exp()) for place in places]))
+        found.append(torch.stack(rows))
+    return found
+
+
+def output(heads: list[Head], x: Tensor, tensors: Tensors, config: Any, layer: int, name: str) -> Tensor:
+    """The heads side by side, gated where there is a gate, times W_O unless that is the identity."""
+    joined = torch.cat(gated(heads, x, tensors, config, name), dim=-1)
     kind = options_of(config.output, layer)
     if kind["type"] == "identity":
         return joined + tensors[f"{name}.o_proj.bias"] if kind.get("bias") else joined
@@ -99,4 +115,4 @@ def attention(x: Tensor, tensors: Tensors, config: Any, layer: int, name: str, m
         mixed.append(attend(q, memory.keys[lender][index], values[h // group], scale, keys_seen))
     if values_are_keys:
         mixed = turned(mixed, config, layer, -1)
-    return output(mixed, tensors, config, layer, name)
+    return output(mixed, x, tensors, config, layer, name)

@@ -51,4 +51,4 @@ def latent_attention(x: Tensor, tensors: Tensors, config: Any, layer: int, name:
     scale = factor * (config.attention_multiplier or 1 / (dim + d_rope) ** 0.5)
     keys_seen = seen(config, layer, len(x), memory.prefix)
     mixed = [attend(q, k, v, scale, keys_seen) for q, k, v in zip(query, key, value, strict=True)]
-    return output(mixed, tensors, config, layer, name)
+    return output(mixed, x, tensors, config, layer, name)

@@ -11,6 +11,7 @@ from leanqkv.presets import MECHANISMS, parse_name
 ROWS = [[0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0], [3, 1, 2, 3]]
 # Mechanisms in a model's name, fields of its configuration.
 COMBINED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "output-gate:per_head=true": (("output-gate:per_head=true",), {}),
     "borrowed-values:heads=…": ((), {"key_value": {"type": "borrowed_values", "heads": ROWS}}),
     "baseline": ((), {}),
     "gqa+skipv1": (("gqa", "skipv1"), {}),

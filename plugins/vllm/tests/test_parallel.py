@@ -16,7 +16,7 @@ from leanqkv import LeanForCausalLM
 
 FIELDS = {"hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 256}
 SPLIT = ("baseline", "gqa", "skipv1", "skipkv1", "skipv1-yoco", "cla", "yoco", "svformer", "gqa+skipv1", "parallel")
-SPLIT += ("biases and qk_norm", "shared blocks", "denseformer")
+SPLIT += ("biases and qk_norm", "shared blocks", "denseformer", "output-gate", "output-gate:per_head=true")
 REFUSED = {
     "mla": "a latent is not split by heads",
     "latent-values": "value 'latent' is not a product",

@@ -93,7 +93,7 @@ def _possible_tensors(config: LeanConfig) -> Iterator[StreamTensor]:
     for layer in config.plan.layers:
         block, before = f"model.layers.{layer.block}", StreamPoint(layer.layer)
         middle, after = after_attention(config, layer.layer), StreamPoint(layer.layer + 1)
-        for name in ("q_proj", "q_rope_proj", "k_rope_proj", "kv_down_proj", "k_proj", "v_proj"):
+        for name in ("q_proj", "q_rope_proj", "k_rope_proj", "kv_down_proj", "k_proj", "v_proj", "g_proj"):
             yield StreamTensor(f"{block}.self_attn.{name}.weight", before)
         if getattr(layer.key_value, "mode", None) == "per_token":  # a gate computed from the stream
             yield StreamTensor(f"{block}.self_attn.mixer.weight", before)

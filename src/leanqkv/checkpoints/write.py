@@ -44,7 +44,7 @@ def as_stock(
     if config.norm_type == "none":
         config, tensors = disable_norms(config, tensors)
     if config.norm_type == "rmsnorm":
-        config, tensors = with_norm_offset(config, tensors, norm_offset_of(config.norm_placement))
+        config, tensors = with_norm_offset(config, tensors, norm_offset_of(config))
     chosen = choose_family(config, family)
     return chosen.to_stock(config), export_tensors(chosen, config, tensors)
 

@@ -6,7 +6,7 @@ import torch
 from rich.table import Table
 
 from ..model.depth_average import DEFAULTS
-from ..model.mechanisms import KEY_VALUES
+from ..model.mechanisms import KEY_VALUES, OUTPUT_GATES
 from ..model.shapes import count_parameters
 from ..presets import BASES, MECHANISMS, MechanismPreset, preset
 from ..presets.edit import TABLES
@@ -41,8 +41,8 @@ def _options(mechanism: MechanismPreset) -> str:
     if "type" not in mechanism.spec:
         defaults = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
         return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in defaults.items())
-    cls = (TABLES | {"key_value": KEY_VALUES})[mechanism.slot][mechanism.spec["type"]]
+    cls = (TABLES | {"key_value": KEY_VALUES, "output_gate": OUTPUT_GATES})[mechanism.slot][mechanism.spec["type"]]
     named = [f for f in fields(cls) if not isinstance(f.default, tuple)]  # a name cannot hold rows
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in named]
-    options += ["layers=all"] if mechanism.slot != "key_value" else []
+    options += ["layers=all"] if mechanism.slot in TABLES else []
     return ", ".join(options + [f"recipe={name}" for name in mechanism.recipes])

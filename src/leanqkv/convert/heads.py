@@ -73,11 +73,16 @@ def check_convertible(config: LeanConfig) -> None:
 
 
 def check_reads_the_stream(config: LeanConfig) -> None:
-    """Check that every block reads the residual stream alone, which is what a calibration follows.
+    """Check that every block is attention without a gate that reads the residual stream alone, as a calibration does.
 
     Raises:
         LeanError: it reads more; says what.
     """
+    if config.output_gate is not None:
+        raise LeanError(
+            "its heads are gated before W_O (output_gate), and a calibration fits W_O to heads without a gate: use "
+            "`to=skipv1` `method=mean-v`"
+        )
     readers = [
         f"the query of layer {layer.layer} is {layer.query.kind!r}, which reads the MLP below"
         for layer in config.plan.layers

@@ -113,6 +113,11 @@ def with_first_layer_values(
         LeanError: the source cannot be converted, or `method` moves heads that are tied to their places.
     """
     target = target_config(config, ratio)
+    if config.output_gate is not None and method not in (mean_v, top_v):
+        raise LeanError(
+            "its heads are gated before W_O (output_gate), and this method moves columns of W_O away from their gates. "
+            "Use mean-v or top-v"
+        )
     if method is top_vo:  # the one that moves heads
         for layer in target.plan.layers[1:]:
             if tie := immovable(layer):

@@ -138,6 +138,11 @@ def _why_blocked(config: LeanConfig, layer: LayerPlan, side: str) -> str | None:
     kind = getattr(layer, slot).kind
     if config.kv_lora_rank is not None:
         return "keys and values are made from a latent (MLA), whose heads this does not treat"
+    if side == "values" and layer.output_gate is not None and not layer.output_gate.per_head:
+        return (
+            "a gate multiplies every column of the heads by a number of its own (output_gate), which admits diagonal "
+            "changes of basis only"
+        )
     if side == "keys" and config.qk_norm:
         return "QK-norm norms every query and key head in its own coordinates"
     if side == "keys" and free_columns(config, side) == 0:

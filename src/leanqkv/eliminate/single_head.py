@@ -31,6 +31,9 @@ def why_not(config: LeanConfig) -> str | None:
         return "rotary positions act between W_Q and W_K"
     if config.qk_norm:
         return "QK-norm (qk_norm) acts between W_Q and W_K"
+    gate = config.plan.layers[0].output_gate
+    if gate is not None and not gate.per_head:
+        return "a gate of every column (output_gate) acts between W_V and W_O; one number a head would not matter"
     if (kind := config.key_value["type"]) != "projected":  # type: ignore[index]
         return f"its layers share keys or values (key_value is {kind!r}), which their different W_Q and W_O read"
     for layer in config.plan.layers:
@@ -45,14 +48,16 @@ def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tupl
 
     Without biases the query and the output are identities, as in the paper. With them the key is the identity, so that
     the query's bias stays a bias, `b_Q W_K^T`. The key's bias adds the same to all of a query's scores and goes.
-    `b_V W_O + b_O` is the value's bias: attention weights sum to one.
+    `b_V W_O + b_O` is the value's bias: attention weights sum to one. A gate of the head multiplies the value's bias
+    and not b_O, which then stays the output's.
     """
     if reason := why_not(config):
         raise LeanError(f"four matrices cannot become two: {reason}")
-    biased = bool(config.attention_bias)
+    biased, output_biased = bool(config.attention_bias), bool(config.attention_output_bias)
+    joined = biased and output_biased and config.output_gate is None
     specs = {
         "key" if biased else "query": {"type": "identity", "scale": 1.0},
-        "output": {"type": "identity", "bias": bool(config.attention_output_bias) and not biased},
+        "output": {"type": "identity", "bias": output_biased and not joined},
     }
     new = config
     for slot, spec in specs.items():
@@ -66,7 +71,7 @@ def merge_single_head(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tupl
         # Stored weights are the transposes of the papers' matrices.
         factor = tensors[f"{attention}.{FACTORS[projection]}.weight"].double()
         product = (factor if projection == "v_proj" else factor.T) @ tensors[name].double()
-        if projection == "v_proj" and kind == "bias" and config.attention_output_bias:
+        if projection == "v_proj" and kind == "bias" and joined:
             product = product + tensors[f"{attention}.o_proj.bias"].double()
         return product
 

@@ -85,7 +85,7 @@ def join_projections(model: nn.Module, make_product: MakeProduct | None = None) 
         if isinstance(module, LeanAttention | LatentAttention | GatedMLP):
             joined = JoinedProjections(module, make_product)
             if len(joined.members) > 1:
-                module.project = joined  # type: ignore[method-assign,assignment]
+                module.project = joined  # type: ignore[method-assign]
                 layers += joined.layers
     return layers
 
@@ -127,8 +127,8 @@ def _projections(module: Any) -> Sequence[nn.Module | None]:
     if isinstance(module, GatedMLP):
         return [module.gate_proj, module.up_proj]
     if isinstance(module, LatentAttention):
-        return [module.q_proj, module.q_rope_proj, module.k_rope_proj, module.kv_down_proj]
-    return [module.q_proj, module.k_proj, module.v_proj]
+        return [module.q_proj, module.q_rope_proj, module.k_rope_proj, module.kv_down_proj, module.g_proj]
+    return [module.q_proj, module.k_proj, module.v_proj, module.g_proj]
 
 
 def _joint_map(parts: Sequence[LinearPart]) -> tuple[Tensor, Tensor | None]:

@@ -89,6 +89,22 @@ class Attention(nn.Module):
         """Return the query, [batch, positions, width]."""
         return self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
 
+    def make_output(self, config, layer: LayerPlan) -> None:
+        """Make the output projection, and the gate before it where there is one."""
+        gate, heads = layer.output_gate, layer.num_query_heads
+        self.o_proj: Any = layer.output.build(config, heads)
+        self.g_proj: Any = None if gate is None else gate.build(config, heads)
+
+    def project_output(self, heads: Tensor, gate: Tensor | None) -> Tensor:
+        """Return what attention adds to the stream, [batch, positions, hidden_size].
+
+        heads: [batch, positions, heads, head_dim]; gate: what the sigmoid is taken of, for every column of them or for
+        every head, [batch, positions, width].
+        """
+        if gate is not None:
+            heads = heads * gate.sigmoid().unflatten(-1, (heads.shape[-2], -1))
+        return self.o_proj(heads.flatten(-2))
+
 
 class LeanAttention(Attention):
     """Self-attention with heads of keys and values."""
@@ -103,7 +119,7 @@ class LeanAttention(Attention):
         key_columns = key_heads * self.head_dim if layer.key_rank is None else layer.key_rank
         self.k_up_proj: Any = layer.key.build_up(config, key_heads, key_columns)
         self.v_up_proj: Any = layer.value.build_up(config, value_heads, key_columns)
-        self.o_proj: Any = layer.output.build(config, layer.num_query_heads)
+        self.make_output(config, layer)
         self.q_norm = self._make_norm(layer.num_query_heads)
         self.k_norm = self._make_norm(key_heads)
         self.mixer = layer.build_mixer(config)
@@ -134,7 +150,7 @@ class LeanAttention(Attention):
             output [batch, positions, hidden_size]; attention weights [batch, heads, positions, key positions] (eager
             attention alone, else None); this layer's own keys and values.
         """
-        query, key, value = self.project(hidden_states, mlp_hidden)
+        query, key, value, gate = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)
         key = self._split_heads(key, self.k_norm, rotation)
@@ -160,14 +176,15 @@ class LeanAttention(Attention):
         if layer.reuses_keys and rotation is not None:
             cos, sin = rotation
             output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
-        return self.o_proj(output.flatten(2)), attention_weights, own
+        return self.project_output(output, gate), attention_weights, own
 
-    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any]:
-        """Query, key and value, each [batch, positions, width]; None for what the layer does not compute."""
+    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any, Any]:
+        """Query, key, value and the output's gate, each [batch, positions, width]; None for what is not computed."""
         query = self.project_query(hidden_states, mlp_hidden)
         key = self.k_proj(hidden_states) if self.k_proj is not None else None
         value = self.v_proj(hidden_states) if self.v_proj is not None else None
-        return query, key, value
+        gate = self.g_proj(hidden_states) if self.g_proj is not None else None
+        return query, key, value, gate
 
     def _make_norm(self, heads: int) -> nn.Module | None:
         """`qk_norm` of that many heads, each alone or all of them together."""
@@ -215,7 +232,7 @@ class OneCallAttention(LeanAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
         """As LeanAttention.forward. The interface keeps a cache, so none is given."""
-        query, key, value = self.project(hidden_states, mlp_hidden)
+        query, key, value, gate = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)
         key = self._split_heads(key, self.k_norm, rotation)
@@ -224,8 +241,8 @@ class OneCallAttention(LeanAttention):
         output, weights = attention_function(
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
-        output = output.reshape(*hidden_states.shape[:-1], -1)  # vLLM's is without a batch
-        return self.o_proj(output), weights, KeyValues(None, None, None)
+        output = output.reshape(*hidden_states.shape[:-1], -1, self.head_dim)  # vLLM's is without a batch
+        return self.project_output(output, gate), weights, KeyValues(None, None, None)
 
 
 def one_call_clash(config) -> str | None:

@@ -38,7 +38,7 @@ class LatentAttention(Attention):
         self.kv_down_proj = nn.Linear(d, columns, bias=bias) if columns else None
         self.k_up_proj = nn.Linear(self.latent.rank, width, bias=False)
         self.v_up_proj = nn.Linear(self.latent.rank, width, bias=False)
-        self.o_proj: Any = layer.output.build(config, self.num_heads)
+        self.make_output(config, layer)
         self.mixer = layer.build_mixer(config)
 
     def forward(
@@ -54,7 +54,7 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
         """Attention of one layer, as LeanAttention.forward; this layer's own rotary key [batch, 1, positions, rope_dim]
         and latent columns [batch, positions, columns] take the places of keys and values."""
-        query, query_rope, key_rope, latent = self.project(hidden_states, mlp_hidden)
+        query, query_rope, key_rope, latent, gate = self.project(hidden_states, mlp_hidden)
         query = autocast(query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
         rotation = rotation_of(layer, position_embeddings)
         query_rope, key_rope = (self._rotated(x, rotation) for x in (query_rope, key_rope))
@@ -73,15 +73,17 @@ class LatentAttention(Attention):
         form = self._absorbed if self._absorbing_pays(query, pieces, attention_mask) else self._expanded
         scaling = layer.attention_scale(layer.layer)
         output, weights = form(query, query_rope, pieces, key_rope, attention_mask, scaling, **kwargs)
-        return self.o_proj(output.flatten(2)), weights, own
+        return self.project_output(output, gate), weights, own
 
-    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any, Any]:
-        """Query, rotary query, rotary key and latent, each [batch, positions, width]; None for what is not computed."""
+    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, ...]:
+        """Query, rotary query, rotary key, latent and the output's gate, each [batch, positions, width]; None for what
+        is not computed."""
         query = self.project_query(hidden_states, mlp_hidden)
         query_rope = self.q_rope_proj(hidden_states) if self.q_rope_proj is not None else None
         key_rope = self.k_rope_proj(hidden_states) if self.k_rope_proj is not None else None
         latent = self.kv_down_proj(hidden_states) if self.kv_down_proj is not None else None
-        return query, query_rope, key_rope, latent
+        gate = self.g_proj(hidden_states) if self.g_proj is not None else None
+        return query, query_rope, key_rope, latent, gate
 
     def _rotated(self, projected: Tensor | None, rotation: Rotation | None) -> Tensor | None:
         if projected is None:

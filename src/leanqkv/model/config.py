@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .cache import layer_type
-from .mechanisms import ATTENTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUTS, QUERIES, TASKS, VALUES
+from .mechanisms import ATTENTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUT_GATES, OUTPUTS, QUERIES, TASKS, VALUES
 from .plan import Plan, make_plan
 from .registry import ConfigError, by_kind, suggest
 
@@ -142,6 +142,7 @@ class LeanConfig(PreTrainedConfig):
         query, key, value, output: which layers depart from a linear projection, for example
             `[{"type": "identity", "layers": [0, 3]}]`; without `layers`, all of them.
         key_value: how heads are shared between layers, for example `{"type": "first_layer_values", "ratio": 0.5}`.
+        output_gate: a gate of attention's heads before the output projection, `{"type": "sigmoid"}`; null: none.
         depth_average: DenseFormer's averages over depth, `{"dilation": 1, "period": 1}`; null: none.
     Training:
         attention_dropout, hidden_dropout, embedding_dropout: active in training mode alone.
@@ -203,6 +204,7 @@ class LeanConfig(PreTrainedConfig):
     value: list | None = None
     output: list | None = None
     key_value: dict | None = None
+    output_gate: dict | None = None
     depth_average: dict | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
@@ -489,6 +491,7 @@ class LeanConfig(PreTrainedConfig):
         """The source of mechanisms.py without the classes that this configuration does not name."""
         slots = ((QUERIES, self.query), (KEYS, self.key), (VALUES, self.value), (OUTPUTS, self.output))
         used = [table[spec["type"]] for table, specs in slots for spec in ({"type": "linear"}, *(specs or ()))]
+        used += [] if self.output_gate is None else [OUTPUT_GATES[self.output_gate["type"]]]
         used += [KEY_VALUES[kind] for kind in ("projected", (self.key_value or {})["type"])]
         used += [ATTENTIONS[layer.attention] for layer in self.plan.layers]
         used += [

@@ -211,7 +211,7 @@ class LatentHeadsAttention(LeanAttention):
         **kwargs,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
         """Attention of one layer, as LeanAttention.forward; a latent is one head of its own width."""
-        query, new_keys, value = self.project(hidden_states, mlp_hidden)
+        query, new_keys, value, gate = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)
         if self.k_up_proj is None:
@@ -244,7 +244,7 @@ class LatentHeadsAttention(LeanAttention):
         output, weights = self.attend(self, query, key, attended, attention_mask, scaling, **kwargs)
         if absorbed:
             output = restore(self.v_up_proj, output, self.head_dim)
-        return self.o_proj(output.flatten(2)), weights, own
+        return self.project_output(output, gate), weights, own
 
     def _absorbs_values(self, query: Tensor, key: Tensor, columns: int) -> bool:
         """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""

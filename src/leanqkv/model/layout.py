@@ -152,6 +152,7 @@ class BlockWeights:
     key: Projection
     value: Projection
     output: Projection
+    output_gate: Any  # an OutputGate, or None
     key_value: KeyValue
     mixer: Any  # of the layout
     head_dim: int

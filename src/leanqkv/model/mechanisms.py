@@ -14,6 +14,7 @@ from .latent_heads import LatentHeadsAttention, LatentKeys, LatentValues
 from .layers import MLP, GatedMLP, Text
 from .layout import ProjectedKeyValue
 from .moe import MixtureOfExperts
+from .output_gate import OutputGate
 from .projection_block_identity import BlockIdentity
 from .projection_identity import IdentityKey, IdentityOutput, IdentityQuery, IdentityValue
 from .projection_nonlinear import NonlinearKey, NonlinearQuery, NonlinearValue
@@ -48,6 +49,9 @@ VALUES: Table = by_kind(
 OUTPUTS: Table = by_kind(
     LinearOutput,
     IdentityOutput,
+)
+OUTPUT_GATES: Table = by_kind(
+    OutputGate,
 )
 KEY_VALUES: Table = by_kind(
     ProjectedKeyValue,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from .layout import HeadCounts, LatentShape, LayerPlan, head_groups
-from .mechanisms import DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUTS, QUERIES, VALUES
+from .mechanisms import DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUT_GATES, OUTPUTS, QUERIES, VALUES
 from .position import latent_score_scale
 from .registry import ConfigError, Projection, make_mechanism
 
@@ -98,6 +98,8 @@ def _make_layers(config) -> list[LayerPlan]:
     key_value = make_mechanism(KEY_VALUES, "key_value", config.key_value)
     if reason := key_value.clash(config, counts):
         raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
+    gate = config.output_gate
+    output_gate = None if gate is None else make_mechanism(OUTPUT_GATES, "output_gate", gate)
     averaged = _averaged(config, num_layers)
     layers = []
     for i in range(num_layers):
@@ -118,6 +120,7 @@ def _make_layers(config) -> list[LayerPlan]:
             key=key,
             value=value,
             output=output,
+            output_gate=output_gate,
             key_value=key_value,
             layout=layout,
             mixer=layout.mixer,

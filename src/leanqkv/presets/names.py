@@ -21,6 +21,7 @@ _MODEL_SLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "key_value": ("how heads are shared between layers", ("key_value",)),
     "heads": ("the key/value heads", ("num_key_value_heads",)),
     "latent": ("the latent's widths", ("kv_lora_rank", "qk_rope_head_dim")),
+    "output_gate": ("the gate of attention's output", ("output_gate",)),
     "depth_average": ("the averages over depth", ("depth_average",)),
 }
 

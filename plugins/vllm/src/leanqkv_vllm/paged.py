@@ -112,7 +112,7 @@ class PagedAttention(LeanAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, None, KeyValues]:
         """As LeanAttention.forward, of the tokens of a step [1, tokens, hidden_size]."""
-        query, key, value = self.project(hidden_states, mlp_hidden)
+        query, key, value, gate = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
         query = self._split_heads(query, self.q_norm, rotation)
         key = self._split_heads(key, self.k_norm, rotation)
@@ -125,7 +125,7 @@ class PagedAttention(LeanAttention):
         paged = [_by_token(heads, query) for heads in (query, key, value)]
         output = torch.empty_like(paged[0])
         torch.ops.vllm.leanqkv_paged_attention(*paged, output, layer.layer, self.caches[layer.layer])
-        return self.o_proj(output.flatten(1)[None]), None, own
+        return self.project_output(output[None], gate), None, own
 
     @staticmethod
     def _attended(layer: LayerPlan, sources: dict[int, KeyValues]) -> tuple[Tensor, Tensor]:

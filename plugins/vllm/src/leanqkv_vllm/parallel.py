@@ -134,7 +134,8 @@ class Shards:
             spaces = {"k_proj": (KEYS, layer.layer), "v_proj": (VALUES, layer.layer)}
             space = spaces.get(module.removeprefix("self_attn."))
             heads = self._queries(layer) if space is None else self.heads.of_rank(space, self.size, self.rank)
-            return self._pick(tensor, heads, 0)
+            per_head = module == "self_attn.g_proj" and layer.output_gate.per_head
+            return tensor[heads] if per_head else self._pick(tensor, heads, 0)
         if module in MLP_ROWS:
             return tensor.chunk(self.size, 0)[self.rank]
         return tensor.chunk(self.size, 1)[self.rank] if module == MLP_COLUMNS and tensor.ndim == 2 else tensor

@@ -11,6 +11,7 @@ from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .llama import GRANITE, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from .moe import MIXTRAL, QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
 
 __all__ = ["FAMILIES", "NOT_THESE", "Family", "choose_family", "export_tensors", "import_tensors", "norm_offset_of"]
 
@@ -19,7 +20,7 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GPT2),
-        *(GRANITE, SMOLLM3, OLMO2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE),
+        *(GRANITE, SMOLLM3, OLMO2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT),
     )
 }
 
@@ -34,10 +35,13 @@ NOT_THESE = {
 }
 
 
-def norm_offset_of(placement: str) -> float:
-    """Return the `norm_offset` of the classes whose RMSNorms are placed so."""
-    fixed = (family.fixed for family in FAMILIES.values())
-    return next((one.get("norm_offset", 0.0) for one in fixed if one.get("norm_placement", "before") == placement), 0.0)
+def norm_offset_of(config: LeanConfig) -> float:
+    """Return the `norm_offset` of the classes with its placement of norms; a gate's class has QK-norm."""
+    wanted = config.norm_placement, config.output_gate is not None and bool(config.qk_norm)
+    for fixed in (family.fixed for family in FAMILIES.values()):
+        if (fixed.get("norm_placement", "before"), "output_gate" in fixed) == wanted:
+            return fixed.get("norm_offset", 0.0)
+    return 0.0
 
 
 def choose_family(config: LeanConfig, name: str | None = None) -> Family:

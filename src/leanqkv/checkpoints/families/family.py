@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ COMMON = (
 ORDINARY = {"quantization_config": None, "per_layer_config": None, "is_causal": True}
 # Which setting gives a module its bias; no other module has one.
 BIASES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention_bias"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), "attention_bias"),
     "o_proj": "attention_output_bias",
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp_bias"),
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), "norm_bias"),
@@ -345,6 +345,8 @@ def _function(config: LeanConfig) -> dict[str, Any]:
     for slot in ("query", "key", "value", "output"):
         settings[slot] = [getattr(layer, slot) for layer in config.plan.layers]
     layers = config.plan.layers
+    if (gate := layers[0].output_gate) is not None:
+        settings["output_gate"] = {"type": gate.kind, **asdict(gate)}
     for name in ("window_layers", "rope_layers", "window_rope_parameters"):
         del settings[name]
     settings["sliding_window"] = [layer.window for layer in layers]
