@@ -158,8 +158,13 @@ def die_in_the_second():
 
 
 @pytest.mark.slow
-def test_the_processes_of_a_job_answer_as_one_and_end_together():
+def test_the_processes_of_a_job_answer_as_one():
     assert InJob(rank_and_count, processes=2)() == ((0, 2), None)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_processes_of_a_job_refuse_as_one_and_end_together():
     assert InJob(open_corpus, "", processes=2)()[1].startswith("the name of the data is empty")
     with pytest.raises(SystemExit):
         InJob(die_in_the_second, processes=2)()
