@@ -206,6 +206,9 @@ def test_tasks_are_loaded_before_anything_is_trained(scored, data, tmp_path):
     ):
         with pytest.raises(LeanError, match=words):
             run(replace(comparison, **changed), data, tmp_path / "out", include_path=include_path)
+    encoder = replace(comparison, groups=((Entry(f"tiny{SHAPE}+task=masked_lm"), Entry(f"tiny{SHAPE}", "two")),))
+    with pytest.raises(LeanError, match=r"`tasks` are for models that predict the next token, and .*masked_lm is not"):
+        run(encoder, data, tmp_path / "out", include_path=folder)
     assert not (tmp_path / "out").exists()
 
 

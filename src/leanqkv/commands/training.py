@@ -13,7 +13,7 @@ from ..job import check_out
 from ..model.config import LeanConfig
 from ..presets import Recipe, preset, recipe
 from ..progress import console, progress_bar, training_display
-from ..records import BEGUN, read_record
+from ..records import BEGUN, loss_name, read_record
 from ..train import Precision, RunSpec, Step, choose_micro_batch, parse_precision
 from ..train import train as train_run
 from ..train.directory import AGAIN, RECORD, SPEC
@@ -43,7 +43,8 @@ def uptrain_checkpoint(
     has_tokenizer = task_of(config, source.name).has_tokenizer
     data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
     record = train_model(source.name, config, Recipe(*sizes), data, run, source, learns)
-    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}")
+    first = record["evaluations"][0]
+    console.print(f"{loss_name(first)} before the first step: {first['loss']:.4f}")
 
 
 def train_model(

@@ -79,6 +79,9 @@ def run_comparison(
     if not elsewhere:
         device = check_device(device)
     processes = processes_of_a_run(cluster, comparison.shard, device, jobs)
+    other = [label for label, config in comparison.configs.items() if config.task != "causal_lm"]
+    if comparison.tasks and other:
+        raise LeanError(f"`tasks` are for models that predict the next token, and {other[0]} is not one; leave it out")
     tasks = first_decides(lambda: Tasks.checked(comparison.tasks, comparison.limit, include_path))
     asked, recipes = parse_precision(precision), comparison.recipes
     context = comparison.context_length or min(c.max_position_embeddings for c in comparison.configs.values())
@@ -219,6 +222,7 @@ class _Directory(Job):
             "data_sha256": self.data_sha256,
             "notes": list(comparison.notes),
             **({"tasks": list(comparison.tasks), "limit": comparison.limit} if comparison.tasks else {}),
+            **({} if comparison.base is None else {"base": comparison.base}),
         }
 
     def _grows(self, different: Sequence[str], there: Mapping[str, Any]) -> bool:
