@@ -45,4 +45,5 @@ def _options(mechanism: MechanismPreset) -> str:
     cls = (TABLES | of_model)[mechanism.slot][mechanism.spec["type"]]
     named = [f for f in fields(cls) if not isinstance(f.default, tuple)]  # a name cannot hold rows
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in named]
-    return ", ".join(options + (["layers=all"] if mechanism.slot in TABLES else []))
+    options += ["layers=all"] if mechanism.slot in TABLES else []
+    return ", ".join(options + [f"recipe={name}" for name in mechanism.recipes])

@@ -9,6 +9,7 @@ import torch
 from ..data import check_plan
 from ..demo import phases
 from ..demo.phases import Settings
+from ..errors import LeanError
 from ..job import Job
 from ..presets import preset
 from ..progress import console, progress_bar
@@ -16,6 +17,7 @@ from ..records import PHASES
 from ..report import comparison_page
 from ..report.demo import KIND, SCALE
 from ..report.page import written
+from ..train.processes import in_torchrun
 from .compare import train_with_display
 from .options import DataOptions, prepare
 
@@ -23,6 +25,8 @@ from .options import DataOptions, prepare
 def run_demo(out: Path, steps: int, device: str) -> None:
     """Run the phases that are not done yet, print their results, and write the page."""
     started = time.monotonic()
+    if in_torchrun():
+        raise LeanError("a demo trains its small models in processes of its own; start it without torchrun")
     if device == "cpu":
         torch.set_num_threads(1)  # as the runs do: models this small are slower on several threads
     settings = Settings(steps=steps)

@@ -74,6 +74,12 @@ def mean_and_deviation(values: Collection[float], digits: int = 4) -> str:
     return plus_minus(mean, standard_deviation(list(values)), f".{digits}f")
 
 
+def mean_with_deviation(values: Sequence[float]) -> str:
+    """Return the same where ± is kept for intervals: 3.9050 (0.0071)."""
+    deviation = standard_deviation(values)
+    return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ({deviation:.4f})")
+
+
 def with_interval(difference: PairedDifference | None, digits: int = 4, remark: str = "") -> str:
     """Return the mean with half its interval, where there are two seeds; bold where the interval leaves out zero."""
     if difference is None:
