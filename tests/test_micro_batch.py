@@ -15,6 +15,7 @@ from leanqkv import LeanError, LeanForCausalLM, preset
 from leanqkv.memory import PeakMemory
 from leanqkv.train import Step, choose_micro_batch, free_memory, parse_precision
 from leanqkv.train.micro_batch import USABLE_SHARE, split_batch
+from leanqkv.train.norm_removal import make_removable
 from leanqkv.train.tasks import task_of
 from leanqkv.train.trainer import checkpoint_activations, divergence
 
@@ -26,6 +27,8 @@ def counted_in_a_real_step(step, micro_batch_size):
     config, precision = step.config, step.precision
     model = task_of(config).model_class(config)
     model.set_attn_implementation(precision.attention)
+    if step.removes_norms:
+        make_removable(model)
     if step.gradient_checkpointing:
         checkpoint_activations(model)
     for parameter in model.parameters():
@@ -50,6 +53,7 @@ def counted_in_a_real_step(step, micro_batch_size):
         ("tiny", "fp32+eager", {}),
         ("tiny", "bf16", {}),
         ("tiny", "fp32", {"gradient_checkpointing": True}),
+        ("tiny", "fp32", {"removes_norms": True}),
         ("tiny", "fp32", {"teacher": preset("tiny+skipv1")}),
         ("tiny+num_hidden_groups=2", "fp32", {}),
         ("tiny+mlp_type=moe+num_local_experts=3", "fp32", {}),

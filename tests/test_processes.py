@@ -134,6 +134,35 @@ def test_the_first_process_chooses_for_both_and_alone_speaks(place, cli):
     assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
 
 
+@pytest.mark.exhaustive
+def test_two_processes_remove_norms(place, cli):
+    """At the same steps as one process, by the constants that the first has seen."""
+    options = ("--data", "corpus.txt", "--batch-size", "8", "--device", "cpu", "--precision", "fp32")
+    assert cli("train", f"tiny{SHAPE}", *options, "--steps", "20", "--out", "norms")[0] == 0
+    removal = ("uptrain", "norms", *options, "--steps", "68", "--remove-norms", "--micro-batch-size", "4")
+    code, out, err = torchrun(*removal, "--out", "free-two")
+    assert code == 0, err
+    assert out.count("norms removed: all, step 68") == 1
+    assert cli(*removal, "--out", "free-one")[0] == 0
+    one, two = (read(name)["norms"]["removed"] for name in ("free-one", "free-two"))
+    assert [(entry["step"], entry["norm"]) for entry in one] == [(entry["step"], entry["norm"]) for entry in two]
+    assert [entry["constant"] for entry in one] == pytest.approx([entry["constant"] for entry in two], rel=0.5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("field", ["task=masked_lm", "mask_type=prefix"])
+def test_two_processes_weigh_targets_alike(place, cli, field):
+    """Each has a part of a batch with another number of targets; and the tokenizer has a number for the mask."""
+    model, options = f"tiny{SHAPE}+{field}", ("--data", "corpus.txt", "--steps", "8", "--evaluate-every", "4")
+    options += ("--precision", "fp32", "--micro-batch-size", "2", "--device", "cpu")
+    code, _, err = torchrun("train", model, *options, "--out", f"two-{field}")
+    assert code == 0, err
+    assert cli("train", model, *options, "--out", f"one-{field}")[0] == 0
+    found, wanted = curves(f"two-{field}"), curves(f"one-{field}")
+    for one, other in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 def test_an_error_of_the_first_process_is_told_once_and_ends_both(place):
     Path("full").mkdir()
     Path("full", "thesis.txt").write_text("precious")

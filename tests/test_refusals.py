@@ -33,6 +33,7 @@ FILES = {
     "latin.txt": "café ".encode("latin-1") * 99,
     "lines.jsonl": b'{"text": "fine"}\n{"text": \n',
     "file": b"",
+    "tokens.bin": bytes(8000),
     "full/file": b"mine",
     "notes/precious.txt": b"kept",
     "cut/config.json": b'{"model_type": ',

@@ -18,7 +18,7 @@ from leanqkv.cli import main
 from leanqkv.compare.comparison import run_comparison
 from leanqkv.compare.records import Run, load_comparison
 from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry
-from leanqkv.compare.suites import SUITES, load_suite
+from leanqkv.compare.suites import SUITES, choose, load_suite
 from leanqkv.presets import recipe
 from leanqkv.report.comparison import markdown, reading, terminal_report
 from leanqkv.report.comparison_page import KIND
@@ -119,7 +119,7 @@ def test_committed_comparisons_are_what_their_suites_still_ask_for(plan):
     content = json.loads(plan.read_text())
     if content["suite"] is None:
         return
-    suite = SUITES[content["suite"]].scales[content.get("scale", TINY)]
+    suite = choose([content["suite"]], None, content.get("scale", TINY), content.get("base"))
     assert content["architectures"] == [*suite.entries]
     assert content["notes"] == [*suite.notes]
     for label, written in content.get("entries", {}).items():

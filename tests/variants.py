@@ -58,6 +58,7 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("skipv1",), {"mlp_type": "moe", "num_local_experts": 3}),
     (("keys-as-values",), {"mask_type": "prefix"}),
     ((), FOUR | {"num_hidden_groups": 2}),
+    (("cla", "identity-query:layers=0,2"), FOUR | {"num_hidden_groups": 2, "group_order": "turns"}),
     (("gqa",), MULTIPLIERS | {"qk_norm": True, "norm_placement": "both"}),
     (("gqa",), LOCAL | {"rope_parameters": {"rope_theta": 500.0}, "window_rope_parameters": {"rope_theta": 20.0}}),
     (("skipv1", "gqa"), MULTIPLIERS | {"qk_norm": "width", "norm_placement": "after"}),

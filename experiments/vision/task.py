@@ -73,8 +73,8 @@ class ImageTask:
     def save(self, directory: Path) -> None:
         write_json(directory / "preprocessor_config.json", processor_settings(self.channels, self.size))
 
-    def collate(self, starts: Sequence[int]) -> dict[str, torch.Tensor]:
-        return image_batch(*self.train, starts)
+    def collate(self, entries: Sequence[int]) -> dict[str, torch.Tensor]:
+        return image_batch(*self.train, [self.plan.train_starts[i] for i in entries])
 
     def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {**batch, "pixel_values": scaled_pixels(batch["pixel_values"], self.size), **BALANCED}

@@ -1,6 +1,6 @@
 """The JSON files that commands read back: each has a shape, and one of another shape is refused in a line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
@@ -52,7 +52,11 @@ RECORD = {
     "parameters": {"total": WHOLE, "non_embedding": WHOLE},
     "kv_bytes_per_token": {"bfloat16": NUMBER},
     "data": {**DATA, "vocab_size?": (COUNT,)},  # the rest is by its kind
-    "batch_plan": {"sha256": str, "evaluation_sequences": WHOLE},
+    "batch_plan": {
+        "sha256": str,
+        "evaluation_sequences": WHOLE,
+        "targets?": {"kind": {"masked", "prefix"}, "words": str},
+    },
     "precision": PRECISION,
     "hardware": HARDWARE,
     "versions": dict,
@@ -83,6 +87,7 @@ COMPARISON = {
     **dict.fromkeys(("title", "command"), str),
     **dict.fromkeys(("suite", "scale"), (str,)),
     "notes": [str],
+    "base?": str,
 }
 
 
@@ -104,6 +109,18 @@ CACHED = {
 SHARDS_WRITTEN = {
     "shards": [dict.fromkeys(("shard", "tokens", "validation_tokens", "documents", "bytes", "part", "first"), WHOLE)]
 }
+
+
+# By the figure of an evaluation that counts targets which are drawn.
+LOSS_NAMES = {
+    "masked_tokens": "validation loss of masked tokens",
+    "tokens_after_prefix": "validation loss after the prefix",
+}
+
+
+def loss_name(figures: Mapping[str, Any]) -> str:
+    """Return the name of the loss among the figures of a run's evaluation."""
+    return next((name for counted, name in LOSS_NAMES.items() if counted in figures), "validation loss")
 
 
 class Misfit(ValueError):

@@ -184,6 +184,7 @@ def _random_fields(draw: random.Random) -> dict[str, Any]:
         fields["norm_bias"] = flag()
     if flag(0.2):
         fields["num_hidden_groups"] = draw.choice([g for g in range(1, layers + 1) if layers % g == 0])
+        fields["group_order"] = ("runs", "turns")[width % 4 // 2]
     if flag(0.15):
         fields["task"] = "masked_lm"
     elif flag(0.1):

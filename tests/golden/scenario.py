@@ -92,8 +92,9 @@ inspect list
 inspect wide
 inspect no/where
 train
-train tiny+task=masked_lm --out result
-train tiny+mask_type=prefix --out result
+train encoder-tiny+vocab_size=200 {DATA} --out result
+compare tiny encoder-tiny {DATA} --out result
+compare query --base small {DATA} --out result
 train {MODEL} --data nowhere.txt --out result
 train {MODEL} --data empty.txt --out result
 train {MODEL} --data latin.txt --out result

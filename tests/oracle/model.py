@@ -29,10 +29,12 @@ def feed(x: Tensor, tensors: Tensors, config: Any, name: str, memory: Memory) ->
 def block(x: Tensor, tensors: Tensors, config: Any, layer: int, memory: Memory) -> Tensor:
     """Serial: Y = X + Attn(norm_1(X)), Z = Y + MLP(norm_2(Y)). Parallel: Z = X + Attn(norm_1(X)) + MLP(norm_2(X)),
     or one norm for both. X, or Y, is added only where the block has that skip. With G groups (ALBERT) every L / G
-    layers in a row are one block, that of their group. Norms "after": Y = X + norm_3(Attn(X)), and norm_4 of the MLP;
-    "both": all four. What is added to X, or Y, is multiplied by the residual multiplier."""
+    layers in a row are one block, that of their group; in turns (TRM) every G-th layer is.
+    Norms "after": Y = X + norm_3(Attn(X)), and norm_4 of the MLP; "both": all four. What is added to X, or Y, is
+    multiplied by the residual multiplier."""
     groups = config.num_hidden_groups or config.num_hidden_layers
-    name = f"model.layers.{layer * groups // config.num_hidden_layers}"
+    number = layer % groups if config.group_order == "turns" else layer * groups // config.num_hidden_layers
+    name = f"model.layers.{number}"
     before, after = config.norm_placement != "after", config.norm_placement != "before"
     normed = block_norm(x, tensors, config, f"{name}.input_layernorm") if before else x
     y = attend(normed, tensors, config, layer, name, memory)

@@ -32,6 +32,17 @@ def test_right_or_refused(tool: Tool, case: Case) -> None:
     assert recorded["refusal"] == refusal, "results/tools.json has another outcome"
 
 
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
+def test_blocks_in_turns_are_treated_as_blocks_in_runs(tool: Tool) -> None:
+    if tool.missing:
+        pytest.skip(tool.missing)
+    runs = next(case for case in CASES if case.name == "shared blocks")
+    number, refusal = outcome(tool, runs._replace(fields=runs.fields | {"group_order": "turns"}))
+    recorded = RECORDED[tool.name][runs.name]["refusal"]
+    assert refusal == recorded or (recorded and "group_order is 'turns'" in refusal)
+    assert refusal or number <= tool.tolerance
+
+
 def test_the_record_is_of_these_tools_and_mechanisms() -> None:
     limits = {tool["tool"]: tool["tolerance"] for tools in RECORD["groups"].values() for tool in tools}
     assert limits == {tool.name: tool.tolerance for tool in TOOLS}

@@ -22,6 +22,7 @@ from ..model.images import MOST_LABELS
 from ..model.masked_lm import LeanForMaskedLM
 from ..model.shapes import parameter_shapes
 from ..ranges import Range
+from .disabled_norms import CONSTANT
 from .families import FAMILIES, NOT_THESE, import_tensors
 from .families.family import EMBEDDING, HEAD, INVALID, last_line
 from .gguf import GgufCheckpoint
@@ -223,6 +224,8 @@ def _wrong_in_general(config: Mapping[str, Any]) -> str | None:
 
 def _own_tensors(config: LeanConfig, stored: StoredTensors) -> LazyTensors:
     shapes, tied = parameter_shapes(config), bool(config.tie_word_embeddings)
+    if half := next((name for name in stored if name.endswith(f"norm.{CONSTANT}")), None):
+        raise LeanError(f"its norms are being removed ({half}); let its run go on to the end")
     check_stored(stored, shapes, lambda name: tied and name == HEAD)
 
     def read(name: str) -> Tensor:

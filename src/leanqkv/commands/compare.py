@@ -57,6 +57,7 @@ def compare(
     ] = None,
     suite: str | None = None,
     scale: str | None = None,
+    base: str | None = None,
     _list: Annotated[bool, typer.Option("--list", is_eager=True, callback=_list_suites)] = False,
     data: DataOptions,
     recipe: RecipeOptions,
@@ -78,6 +79,8 @@ def compare(
 
     leanqkv compare --suite kv-sharing --scale small --seeds 3 --out runs/kv-sharing
 
+    leanqkv compare query --base encoder-tiny --out runs/encoder
+
     leanqkv compare small small+skipv1 small+nonlinear-query --seeds 3 --steps 600 --out runs/mine
 
     leanqkv compare gpt2-124m gpt2-124m+skipv1 --launcher submitit --partition gpu --out runs/gpt2
@@ -86,6 +89,7 @@ def compare(
         out: Directory of the comparison. Rerun to resume.
         suite: A suite by name, the same as giving its name alone.
         scale: Scale of a suite: tiny (default), small or paper.
+        base: Build a suite's models on another base of the same shape, such as encoder-tiny or tiny+mask_type=prefix.
         _list: List the suites, and stop.
         seeds: Number of paired seeds. Default: the suite's, else 3.
         grid_steps: With --lr-grid: steps of the search, with a schedule of the same length.
@@ -94,7 +98,7 @@ def compare(
     check_out(out, "comparison")
     from ..compare.suites import choose
 
-    chosen = choose(names or [], suite, scale)
+    chosen = choose(names or [], suite, scale, base)
     comparison = replace(
         chosen,
         seeds=tuple(range(seeds)) if seeds else chosen.seeds,

@@ -16,6 +16,7 @@ from ..errors import LeanError
 from ..files import check_apart
 from ..progress import console, progress_bar
 from ..ranges import check_options
+from ..records import loss_name
 
 if TYPE_CHECKING:
     from ..compare.launch import Cluster
@@ -283,7 +284,7 @@ def outcome(record: dict[str, Any]) -> str:
     rate = f", {record['tokens_per_second']:,.0f} tokens/s" if record["tokens_per_second"] else ""
     final = record["final"]
     accuracy = f"test accuracy {final['accuracy']:.4f}, " if "accuracy" in final else ""
-    return f"{accuracy}validation loss {final['validation_loss']:.4f}{rate}"
+    return f"{accuracy}{loss_name(final)} {final['validation_loss']:.4f}{rate}"
 
 
 def as_dtype(name: str | None) -> Any:

@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
+from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..checkpoints.tensors import weights_hash
-from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer
-from ..data import EvaluationText, evaluation_text
+from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vocabulary
+from ..data import EvaluationText, MaskedTokens, evaluation_text
 from ..environment import made_on
 from ..errors import LeanError
-from ..evaluate import loss_figures, paired_record, strided_losses, strided_windows
+from ..evaluate import (
+    loss_figures,
+    masked_figures,
+    masked_losses,
+    paired_record,
+    spread_windows,
+    strided_losses,
+    strided_windows,
+)
 from ..evaluate.harness import load_tasks, mean_accuracy, task_figures
 from ..files import RECORD_FORMAT, write_json
 from ..model.shapes import count_parameters
@@ -67,7 +75,14 @@ def score(
 ) -> None:
     """Score a checkpoint on the tasks if some are asked for, else on the text; write the record to `out`, if any."""
     arithmetic = parsed_precision(precision)
-    scored = Scored(open_causal_lm(source), arithmetic, device, batch_size)
+    opened = open_checkpoint(source)
+    if tasks.tasks is not None or opened.config.task != "masked_lm":
+        opened = open_causal_lm(source)
+    if tasks.tasks is not None and opened.config.mask_type == "prefix":
+        raise LeanError(
+            f"{source} attends to prefixes, and lm-eval gives none: tasks cannot be scored; leave out `tasks`"
+        )
+    scored = Scored(opened, arithmetic, device, batch_size)
     started = time.perf_counter()
     figures = score_text(scored, text) if tasks.tasks is None else score_tasks(scored, tasks)
     if out is not None:
@@ -83,9 +98,13 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
     context = options.context_length or positions
     if config.position_embedding_type == "learned" and context > positions:
         raise LeanError(f"--context-length {context} is longer than the {positions} positions of the model")
+    masked = config.task == "masked_lm"
+    if masked and options.stride is not None:
+        raise LeanError("`stride` is for models that predict the next token, and this one predicts masked tokens")
     stride = options.stride or max(1, context // 2)
     strided_windows(2, context, stride)  # raises before anything is read
     other = None if options.against is None else _open_other(scored.checkpoint, options.against, context)
+    objective = _masks(scored.checkpoint) if masked else None
     assert options.data is not None
     with progress_bar("reading the text") as bar:
         text = evaluation_text(
@@ -101,32 +120,59 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
     if text.around is not None and text.around.begin is not None:
         size += f"; every window begins with token {text.around.begin}, as the tokenizer begins a text"
     console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}")
+    about = {"stride": stride} if objective is None else {"targets": objective.record()}
     if other is not None:
-        return {"stride": stride, **_compare(scored, replace(scored, checkpoint=other), text, context, stride)}
-    model = scored.load()
-    with progress_bar("tokens scored") as bar:
-        losses = strided_losses(
-            model,
-            text.tokens,
-            context_length=context,
-            stride=stride,
-            batch_size=scored.batch_size,
-            autocast=lambda: scored.precision.autocast(scored.device),
-            progress=bar,
+        return {**about, **_compare(scored, replace(scored, checkpoint=other), text, context, stride, objective)}
+    figures = _score(scored, text, context, stride, objective)
+    return {"text": text.record(), "context_length": context, **about, "figures": figures}
+
+
+def _masks(checkpoint: Checkpoint) -> MaskedTokens:
+    """Return how an encoder's masks are drawn; raise a LeanError if its tokenizer has no mask token."""
+    tokenizer = load_tokenizer(checkpoint.directory)
+    vocab_size = checkpoint.config.vocab_size
+    if tokenizer.mask_token_id is None or tokenizer.mask_token_id >= vocab_size:
+        raise LeanError(
+            f"the tokenizer of {checkpoint.directory} has no mask token that the model knows, and the model predicts "
+            "masked tokens; name its mask_token in tokenizer_config.json"
         )
+    return MaskedTokens.of(tokenizer, min(vocab_size, vocabulary(tokenizer)))
+
+
+def _score(
+    scored: Scored, text: EvaluationText, context: int, stride: int, objective: MaskedTokens | None
+) -> dict[str, Any]:
+    """Score a text with one model, print the figures, and return them."""
+    model = scored.load()
+    how: dict[str, Any] = {"autocast": lambda: scored.precision.autocast(scored.device)}
+    if objective is not None:
+        windows = spread_windows(len(text.tokens), context, len(text.tokens))
+        length = min(context, len(text.tokens) - 1)
+        with progress_bar("windows scored") as bar:
+            how |= {"batch_size": scored.batch_size, "progress": bar}
+            figures = masked_figures(masked_losses(model, text.tokens, windows, length, objective, **how))
+        count = figures["masked_tokens"]
+        console.print(f"loss of masked tokens {figures['loss']:.4f} nats, of {count:,} of {len(text.tokens):,} tokens")
+        return figures
+    with progress_bar("tokens scored") as bar:
+        how |= {"context_length": context, "stride": stride, "batch_size": scored.batch_size, "progress": bar}
+        losses = strided_losses(model, text.tokens, **how)
     figures = loss_figures(losses, text.bytes)
     bits = "" if text.bytes is None else f", {figures['bits_per_byte']:.4f} bits per byte"
     console.print(f"loss {figures['loss']:.4f} nats per token, perplexity {figures['perplexity']:.4g}{bits}")
-    return {"text": text.record(), "context_length": context, "stride": stride, "figures": figures}
+    return figures
 
 
 def _open_other(checkpoint: Checkpoint, directory: Path, context_length: int) -> Checkpoint:
     """Open the checkpoint that `checkpoint` is compared with.
 
     Raises:
-        LeanError: it has another vocabulary, tokenizer, or too few positions.
+        LeanError: it has another task, vocabulary or tokenizer, or too few positions.
     """
-    other = open_causal_lm(directory)
+    task = checkpoint.config.task
+    other = open_causal_lm(directory) if task == "causal_lm" else open_checkpoint(directory)
+    if other.config.task != task:
+        raise LeanError(f"--against {directory} is a model for {other.config.task}, the first one for {task}")
     sizes = [opened.config.vocab_size for opened in (checkpoint, other)]
     if sizes[0] != sizes[1]:
         raise LeanError(f"--against {directory} has {sizes[1]:,} tokens, the first model {sizes[0]:,}: not comparable")
@@ -153,16 +199,23 @@ def _check_same_text(first: Path, second: Path) -> None:
         raise LeanError(f"--against {second} has another tokenizer; compare the bits per byte of two `leanqkv eval`")
 
 
-def _compare(scored: Scored, other: Scored, text: EvaluationText, context: int, stride: int) -> dict[str, Any]:
+def _compare(
+    scored: Scored, other: Scored, text: EvaluationText, context: int, stride: int, objective: MaskedTokens | None
+) -> dict[str, Any]:
     """Score a text with both models, print what the first one loses, and return a record's entries on it."""
     before, after = other.load(), scored.load()
+    windows = strided_windows(len(text.tokens), context, stride)
+    drawn: dict[str, Any] = {}
+    if objective is not None:
+        windows, drawn = spread_windows(len(text.tokens), context, len(text.tokens)), {"objective": objective}
     with progress_bar("tokens scored") as bar:
         figures = paired_record(
             before,
             after,
             text,
-            strided_windows(len(text.tokens), context, stride),
+            windows,
             min(context, len(text.tokens) - 1),
+            **drawn,
             autocast=lambda: scored.precision.autocast(scored.device),
             progress=bar,
         )

@@ -47,6 +47,7 @@ def uptrain(
     min_learning_rate: float | None = None,
     weight_decay: float = 0.1,
     warmup_steps: int | None = None,
+    remove_norms: bool = False,
 ) -> None:
     """Continue training a checkpoint, for example a converted one. Dropout is off, as in the paper's uptraining.
 
@@ -56,12 +57,16 @@ def uptrain(
 
     leanqkv uptrain runs/skipv1 --data book.txt --steps 300 --teacher runs/baseline --out runs/distilled
 
+    leanqkv uptrain runs/baseline --data book.txt --steps 300 --remove-norms --out runs/norm-free
+
     Options:
         steps: Optimizer steps.
         learning_rate: Peak learning rate, as in P3's uptraining.
         min_learning_rate: Default: a tenth.
         weight_decay: Weight decay of matrices. Vectors have none.
         warmup_steps: Default: a tenth.
+        remove_norms: Replace the standard deviation of one norm after another by a constant, and write a model without
+            norms, for `leanqkv eliminate`.
     """
     _check_out(run.out, source, learns.teacher)
     from .training import uptrain_checkpoint
@@ -69,7 +74,7 @@ def uptrain(
     end = learning_rate / 10 if min_learning_rate is None else min_learning_rate
     warmup = steps // 10 if warmup_steps is None else warmup_steps
     recipe = (steps, batch_size or 16, learning_rate, end, weight_decay, warmup)
-    uptrain_checkpoint(source, recipe, text, run, learns)
+    uptrain_checkpoint(source, recipe, text, run, learns, remove_norms)
 
 
 def _check_out(out: Path, *sources: Path | None) -> None:

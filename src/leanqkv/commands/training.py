@@ -13,11 +13,12 @@ from ..job import check_out
 from ..model.config import LeanConfig
 from ..presets import Recipe, preset, recipe
 from ..progress import console, progress_bar, training_display
-from ..records import BEGUN, read_record
+from ..records import BEGUN, loss_name, read_record
 from ..train import Precision, RunSpec, Step, choose_micro_batch, parse_precision
 from ..train import train as train_run
 from ..train.directory import AGAIN, RECORD, SPEC
 from ..train.micro_batch import fastest_precision
+from ..train.norm_removal import check_removal, removal_schedule
 from ..train.processes import connect, first_decides, is_first
 from ..train.tasks import Data as PreparedData
 from ..train.tasks import check_fit, task_of
@@ -35,15 +36,23 @@ def train_preset(name: str, overrides: dict[str, Any], data: DataOptions, run: R
 
 
 def uptrain_checkpoint(
-    source: Path, sizes: tuple[Any, ...], text: TextOptions, run: RunOptions, learns: TeacherOptions
+    source: Path,
+    sizes: tuple[Any, ...],
+    text: TextOptions,
+    run: RunOptions,
+    learns: TeacherOptions,
+    remove_norms: bool = False,
 ) -> None:
     """Train a checkpoint further, without dropout; `sizes` are the fields of the recipe."""
     overrides = open_checkpoint(source).config.as_overrides()
     config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
     has_tokenizer = task_of(config, source.name).has_tokenizer
     data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
-    record = train_model(source.name, config, Recipe(*sizes), data, run, source, learns)
-    console.print(f"validation loss before the first step: {record['evaluations'][0]['loss']:.4f}")
+    record = train_model(source.name, config, Recipe(*sizes), data, run, source, learns, remove_norms)
+    first = record["evaluations"][0]
+    console.print(f"{loss_name(first)} before the first step: {first['loss']:.4f}")
+    for stage in record["norms"]["stages"] if remove_norms and is_first() else ():
+        console.print(f"norms removed: {stage['removed']}, step {stage['step']:,}: {stage['loss']:.4f}")
 
 
 def train_model(
@@ -54,6 +63,7 @@ def train_model(
     run: RunOptions,
     initial: Path | None = None,
     learns: TeacherOptions = NO_TEACHER,
+    remove_norms: bool = False,
 ) -> dict[str, Any]:
     """Read the data, choose micro-batch and precision, train, and return the record.
 
@@ -63,7 +73,7 @@ def train_model(
         LeanError: options that do not fit together, before anything is read or written if possible.
     """
     connect(check_device(run.device), run.shard)
-    spec, prepared = first_decides(lambda: _specify(name, config, recipe, data, run, initial, learns))
+    spec, prepared = first_decides(lambda: _specify(name, config, recipe, data, run, initial, learns, remove_norms))
     if not is_first():  # another machine may have another cache
         prepared = prepare(data, [config])
     return _train(spec, prepared, run, initial, learns.teacher)
@@ -77,11 +87,15 @@ def _specify(
     run: RunOptions,
     initial: Path | None,
     learns: TeacherOptions,
+    remove_norms: bool,
 ) -> tuple[RunSpec, PreparedData]:
     """Return the specification of a run and its data."""
     task_of(config, name)
     teacher = learns.teacher
     check_out(run.out, "run", initial, teacher)
+    if remove_norms:
+        check_removal(run.shard, run.keep_checkpoints)
+    schedule = removal_schedule(config, recipe.steps) if remove_norms else None
     check_trackers(run.report_to or ())
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
@@ -99,6 +113,7 @@ def _specify(
         run.gradient_checkpointing,
         teacher_config,
         run.shard,
+        remove_norms,
     )
     micro_batch_size, precision = _settle(run, step, recipe.steps)
     start: dict[str, Any] = {}
@@ -122,6 +137,7 @@ def _specify(
         evaluation_sequences=evaluated,
         evaluate_every=run.evaluate_every,
         gradient_checkpointing=run.gradient_checkpointing,
+        norm_schedule=schedule,
         shard=run.shard,
         **start,
     )

@@ -170,6 +170,7 @@ class _Directory(Job):
             "recipe": dict(comparison.recipe),
             "data_sha256": self.data_sha256,
             "notes": list(comparison.notes),
+            **({} if comparison.base is None else {"base": comparison.base}),
         }
 
     def _grows(self, different: Sequence[str], there: Mapping[str, Any]) -> bool:

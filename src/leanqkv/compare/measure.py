@@ -1,10 +1,10 @@
 """The measure that models are judged by: the loss of text, the accuracy of images."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..records import IMAGES, TEXT
+from ..records import IMAGES, LOSS_NAMES, TEXT
 
 
 def _token_counts(data: Mapping[str, Any]) -> str:
@@ -39,6 +39,10 @@ class Measure:
     data_size: tuple[str, Callable[[Mapping[str, Any]], str]]
     inputs: str
 
+    @property
+    def is_loss(self) -> bool:
+        return self.evaluation == "loss"
+
 
 LOSS = Measure(
     name="validation loss",
@@ -51,6 +55,14 @@ LOSS = Measure(
     data_size=("Tokens in the data", _token_counts),
     inputs="sequences",
 )
+# Of these tokens a model sees what follows, so that the exponential of their loss is not the perplexity of a text.
+MASKED = replace(
+    LOSS,
+    name=LOSS_NAMES["masked_tokens"],
+    unit="The loss is in nats per masked token, and no perplexity follows from it",
+    beside=("masked_tokens", "masked tokens", ",.0f"),
+)
+PREFIX = replace(LOSS, name=LOSS_NAMES["tokens_after_prefix"], unit="The loss is in nats per token after a prefix")
 ACCURACY = Measure(
     name="test accuracy",
     better="higher",
@@ -64,6 +76,8 @@ ACCURACY = Measure(
 )
 
 
-def measure_of(data: Mapping[str, Any]) -> Measure:
-    """Return the measure that goes with a record's `data`."""
-    return ACCURACY if "train_images" in data else LOSS
+def measure_of(data: Mapping[str, Any], batch_plan: Mapping[str, Any]) -> Measure:
+    """Return the measure that goes with a record's `data` and `batch_plan`."""
+    if "train_images" in data:
+        return ACCURACY
+    return {"masked": MASKED, "prefix": PREFIX}.get(batch_plan.get("targets", {}).get("kind"), LOSS)

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def measure(self) -> Measure:
-        return measure_of(self.data)
+        return measure_of(self.data, self.batch_plan)
 
     @property
     def kv_bytes(self) -> int:
@@ -99,7 +99,7 @@ class Run:
         loss = None if diverged else final.get("validation_loss")
         if loss is not None and not math.isfinite(loss):
             loss, diverged = None, (int(record["recipe"]["steps"]), f"validation loss {loss}")
-        measure = measure_of(record["data"])
+        measure = measure_of(record["data"], record["batch_plan"])
         check_shape(record["data"], measure.data, "data")
         outcome: dict[str, Any] = {
             "final": {} if loss is None else {name: float(value) for name, value in final.items()},
@@ -175,6 +175,7 @@ class ComparisonRecord:
         groups: architectures, in each group the baseline of the others first.
         rows: by architecture, the line of the papers' tables that it stands for.
         recipe: recipe fields that replaced every architecture's own.
+        base: of a suite, what its models are built on in place of its own base.
         grid: `seed` and `learning_rates` that each architecture was tried with before the final runs; `steps`, if those
             runs were shorter.
     """
@@ -191,6 +192,7 @@ class ComparisonRecord:
     notes: Sequence[str]
     chosen_learning_rate: Mapping[str, float] = field(default_factory=dict)  # empty until the search is done
     runs: Sequence[Run] = field(default=(), repr=False)
+    base: str | None = None
 
     @property
     def measure(self) -> Measure:

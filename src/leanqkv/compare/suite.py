@@ -65,6 +65,7 @@ class Comparison(RunSettings):
         learning_rates: the grid to search for each entry by itself, on a seed of its own; None: the recipes' rates.
         grid_steps: of each run of that search; None: as many as of the others.
         suite, scale: of a suite, its name and scale.
+        base: what the models of a suite are built on in place of its own base.
         notes: for the report, the choices that are ours.
         data, tokenizer: names of a data set and its tokenizer; None: the default corpus, a tokenizer trained on it.
         command: the command line that it was asked for with.
@@ -82,6 +83,7 @@ class Comparison(RunSettings):
     grid_steps: int | None = None
     suite: str | None = None
     scale: str | None = None
+    base: str | None = None
     notes: tuple[str, ...] = ()
     data: str | None = None
     tokenizer: str | None = None

@@ -17,13 +17,16 @@ Each is one file, suites/NAME.yaml. It holds `title`, `source`, `claims` and `st
     published:                     # fields of `Published`; numbers in quotes, so that no digit is lost
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import LeanError
 from ..files import read_yaml
 from ..model.registry import suggest
+from ..presets import preset
 from .suite import SCALES, TINY, Comparison, Entry, Group, Published, Suite
 
 
@@ -69,16 +72,49 @@ SUITES: dict[str, Suite] = {
 }
 
 
-def choose(names: Sequence[str], suite: str | None, scale: str | None) -> Comparison:
+# What the fields that entries set by number were chosen for.
+SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+
+
+def rebased(comparison: Comparison, base: str) -> Comparison:
+    """Return a suite's comparison with its models built on another base, such as an encoder of the same shape.
+
+    Raises:
+        LeanError: a suite of several bases, or a base of another shape.
+    """
+    [first, *others] = dict.fromkeys(entry.model.partition("+")[0] for entry in comparison.entries.values())
+    if others:
+        raise LeanError(
+            f"`base` takes the place of a suite's base, and {comparison.suite} has {1 + len(others)}; leave it out"
+        )
+    own, given = ({name: getattr(preset(one), name) for name in SHAPE} for one in (first, base))
+    for name in SHAPE:
+        if own[name] != given[name]:
+            raise LeanError(
+                f"`base={base}` has {name} {given[name]}, the models of {comparison.suite} are made for {own[name]}; "
+                f"give a base of the shape of {first}, such as {first}+task=masked_lm"
+            )
+
+    def moved(entry: Entry) -> Entry:
+        model, label = (re.sub(rf"^{re.escape(first)}(?![^+, ])", base, name) for name in (entry.model, entry.label))
+        return replace(entry, model=model, label=label)
+
+    groups = tuple(tuple(map(moved, group)) for group in comparison.groups)
+    notes = (*comparison.notes, f"The models are built on {base}, the suite's on {first}.")
+    return replace(comparison, title=f"{comparison.title} ({base})", groups=groups, notes=notes, base=base)
+
+
+def choose(names: Sequence[str], suite: str | None, scale: str | None, base: str | None = None) -> Comparison:
     """Return the comparison that a person asked for.
 
     Args:
         names: models, the baseline first; or a suite's name alone.
         suite: a suite's name, in place of `names`.
         scale: of a suite; None: tiny.
+        base: of a suite, see `rebased`.
 
     Raises:
-        LeanError: neither or both, an unknown suite, or a scale that it does not exist at.
+        LeanError: neither or both, an unknown suite, or a scale or base that it does not exist for.
     """
     if suite is not None and names:
         raise LeanError(f"`suite={suite}` names what is compared; leave out {' '.join(names)}")
@@ -93,6 +129,8 @@ def choose(names: Sequence[str], suite: str | None, scale: str | None) -> Compar
     if suite is None:
         if scale is not None:
             raise LeanError("`scale` is for suites; models are named with their size")
+        if base is not None:
+            raise LeanError("`base` is for suites; models are named with their base")
         title = " against ".join([", ".join(names[1:]), names[0]])
         return Comparison(title=title, groups=(tuple(map(Entry, names)),))
     scales, scale = SUITES[suite].scales, scale or TINY
@@ -100,4 +138,4 @@ def choose(names: Sequence[str], suite: str | None, scale: str | None) -> Compar
         raise LeanError(f"scale {scale!r} is not known: {suggest(scale, SCALES)}")
     if scale not in scales:
         raise LeanError(f"{suite} exists only at {' and '.join(scales)}, found `scale={scale}`")
-    return scales[scale]
+    return scales[scale] if base is None else rebased(scales[scale], base)

@@ -3,14 +3,18 @@
 from .batches import IGNORED, BatchPlan, batch_plan, check_plan, collate, make_batch_plan
 from .corpus import Corpus, open_corpus, read_pieces
 from .evaluation import EvaluationText, evaluation_text, unseen_split
+from .objectives import AfterPrefix, MaskedTokens, NextToken
 from .prepare import prepare_data
 from .token_files import TokenData, Tokens, stored_tokens
 
 __all__ = [
     "IGNORED",
+    "AfterPrefix",
     "BatchPlan",
     "Corpus",
     "EvaluationText",
+    "MaskedTokens",
+    "NextToken",
     "TokenData",
     "Tokens",
     "batch_plan",

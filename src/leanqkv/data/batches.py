@@ -5,8 +5,9 @@ the same tokens.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -91,21 +92,38 @@ class BatchPlan:
     Attributes:
         train_starts: [steps * batch_size], batch after batch, drawn when they are read.
         evaluation_starts: [sequences] into the validation tokens, or the test images; the same for every seed.
-        sha256: of both.
+        sha256: of both, and of the targets.
+        targets: which tokens are predicted, where it is not every next one.
     """
 
     train_starts: Draws
     batch_size: int
     evaluation_starts: np.ndarray
     sha256: str
+    targets: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def drawn(cls, train: Draws, batch_size: int, evaluation: np.ndarray) -> "BatchPlan":
-        """Return the plan of these starts; they are read once, for its hash."""
+    def drawn(
+        cls,
+        train: Draws,
+        batch_size: int,
+        evaluation: np.ndarray,
+        targets: Mapping[str, Any] | None = None,
+        samples: Iterable[np.ndarray] = (),
+    ) -> "BatchPlan":
+        """Return the plan of these starts; they are read once, for its hash.
+
+        Args:
+            samples: random numbers of the targets, for the hash: another version of NumPy may draw others.
+        """
         digest = hashlib.sha256()
         for array in chain(train.blocks(), [evaluation]):
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
-        return cls(train, batch_size, evaluation, digest.hexdigest())
+        if targets:
+            digest.update(json.dumps(targets, sort_keys=True).encode())
+        for array in samples:
+            digest.update(np.ascontiguousarray(array, dtype="<f8").data)
+        return cls(train, batch_size, evaluation, digest.hexdigest(), targets or {})
 
     @property
     def steps(self) -> int:
@@ -123,6 +141,7 @@ class BatchPlan:
             "steps": self.steps,
             "batch_size": self.batch_size,
             "evaluation_sequences": len(self.evaluation_starts),
+            **({"targets": dict(self.targets)} if self.targets else {}),
         }
 
 
@@ -157,8 +176,10 @@ def make_batch_plan(
     steps: int,
     evaluation_sequences: int,
     seed: int,
+    targets: Mapping[str, Any] | None = None,
+    samples: Iterable[np.ndarray] = (),
 ) -> BatchPlan:
-    """Draw the starts uniformly.
+    """Draw the starts uniformly; `targets` and `samples` are as `BatchPlan.drawn` takes them.
 
     Training starts depend on `seed`, and a plan with more steps begins with the same batches. Evaluation starts do not.
     """
@@ -168,14 +189,20 @@ def make_batch_plan(
 
     train = Draws(np.random.default_rng([seed, 0]), draw, BLOCK, steps * batch_size)
     evaluation = np.random.default_rng([0, 1]).integers(0, validation_tokens - context_length, evaluation_sequences)
-    return BatchPlan.drawn(train, batch_size, evaluation)
+    return BatchPlan.drawn(train, batch_size, evaluation, targets, samples)
 
 
-def batch_plan(directory: Path, **sizes: int) -> BatchPlan:
-    """Return the plan of these `sizes`, the arguments of `make_batch_plan`. Raises as `kept_plan`."""
+def batch_plan(
+    directory: Path,
+    targets: Mapping[str, Any] | None = None,
+    samples: Iterable[np.ndarray] = (),
+    **sizes: int,
+) -> BatchPlan:
+    """Return the plan of these arguments of `make_batch_plan`. Raises as `kept_plan`."""
     of = "seed{seed}-{steps}x{batch_size}x{context_length}-of-{train_tokens}"
-    name = f"{of}-{{evaluation_sequences}}-of-{{validation_tokens}}.json".format(**sizes)
-    return kept_plan(directory / name, make_batch_plan(**sizes))
+    name = f"{of}-{{evaluation_sequences}}-of-{{validation_tokens}}".format(**sizes)
+    kind = f"-{targets['kind']}" if targets else ""
+    return kept_plan(directory / f"{name}{kind}.json", make_batch_plan(**sizes, targets=targets, samples=samples))
 
 
 def kept_plan(file: Path, plan: BatchPlan) -> BatchPlan:

@@ -29,6 +29,7 @@ def prepare_data(
     text_field: str = "text",
     max_documents: int | None = None,
     workers: int = 1,
+    left_free: int = 0,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> TokenData:
     """Return token files of `source`, made on first use and read from the cache afterwards, by content hash.
@@ -41,17 +42,20 @@ def prepare_data(
         vocab_size: the model's vocabulary, which every token must fit into.
         tokenizer: a directory or hub name; None trains a byte-level BPE of `vocab_size` on the corpus.
         max_documents, workers: documents read, at most; processes that tokenize.
+        left_free: numbers at the end of the vocabulary that a tokenizer trained here does not use.
         progress: called with the current phase and how much of it is done.
 
     Raises:
         LeanError: data or tokenizer missing, unreadable or empty, or a text with a token that the model does not have.
     """
     if len(parts := parse_mixture(source)) > 1:
+        vocab_size -= left_free if tokenizer is None else 0
         return _prepare_mixture(parts, vocab_size, tokenizer, text_field, max_documents, workers, progress)
     if source is not None and (tokens := stored_tokens(Path(source), vocab_size)) is not None:
         if tokenizer is not None or max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: `tokenizer` and `max_documents` do not apply to it")
         return tokens
+    vocab_size -= left_free if tokenizer is None else 0
     progress("reading the data")
     corpus = open_corpus(source, text_field)
     named = load_tokenizer(tokenizer) if tokenizer is not None else None
@@ -67,8 +71,8 @@ def prepare_data(
             chosen = train_tokenizer(islice(corpus.documents(), max_documents), vocab_size, progress)
         if named is None and vocabulary(chosen) > vocab_size:
             raise LeanError(
-                f"a tokenizer of bytes has at least {vocabulary(chosen)} tokens, the model only {vocab_size}; set "
-                "vocab_size, or give `tokenizer`"
+                f"a tokenizer of bytes has at least {vocabulary(chosen)} tokens, the model only {vocab_size}"
+                f"{' beside a mask token' if left_free else ''}; set vocab_size, or give `tokenizer`"
             )
         chosen.save_pretrained(directory / "tokenizer")
         facts = write_tokens(directory, corpus, chosen, progress, max_documents, workers, vocab_size=vocab_size)

@@ -1,17 +1,19 @@
 """The tokenizer: a named one, or a byte-level BPE trained on the corpus."""
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ..checkpoints.tokenizer import framing
+from ..checkpoints.tokenizer import framing, vocabulary
 from ..compat import panics_are_errors
+from ..errors import LeanError
 from .corpus import encodable
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
 # The merges hardly change after this much text.
 TRAINING_CHARACTERS = 16 * 2**20
 
@@ -33,6 +35,28 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
+
+
+def with_mask_token(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that has a mask token: the same one, or a copy with [MASK] behind its last token.
+
+    Raises:
+        LeanError: the model has no number left for it.
+    """
+    if tokenizer.mask_token_id is None:
+        tokenizer = deepcopy(tokenizer)
+        tokenizer.add_special_tokens({"mask_token": MASK})
+        if tokenizer.mask_token_id >= vocab_size:
+            raise LeanError(
+                f"the tokenizer has no mask token, and the model's vocabulary of {vocab_size:,} has no number left for "
+                f"one; set vocab_size={vocabulary(tokenizer)}, or give a `tokenizer` with a mask token"
+            )
+    elif tokenizer.mask_token_id >= vocab_size:
+        raise LeanError(
+            f"the tokenizer's mask token is number {tokenizer.mask_token_id}, the model's vocabulary ends at "
+            f"{vocab_size - 1}; set vocab_size={vocabulary(tokenizer)}"
+        )
+    return tokenizer
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None) -> Tensor:

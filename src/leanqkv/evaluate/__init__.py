@@ -1,12 +1,14 @@
 """Evaluation: loss on text, of one model or of two compared; on images; accuracy on images and downstream tasks."""
 
-from .loss import sequence_losses
+from .loss import masked_figures, masked_losses, sequence_losses
 from .paired import PairedScores, paired_figures, paired_record, paired_records, paired_scores, spread_windows
 from .strided import loss_figures, strided_losses, strided_windows
 
 __all__ = [
     "PairedScores",
     "loss_figures",
+    "masked_figures",
+    "masked_losses",
     "paired_figures",
     "paired_record",
     "paired_records",

@@ -1,6 +1,6 @@
 """Loss on held-out sequences."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,6 +10,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..data import IGNORED, Tokens, collate
+from ..data.objectives import EVALUATION, MaskedTokens, inputs, prefix_mask, targets
+from ..errors import LeanError
+
+
+def window_prefix(model: Any, length: int, scored: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the `prefix_mask` of windows of `length` targets, for a model with prefixes; nothing for another one.
+
+    What comes before the last `scored` targets of a window is its prefix, so that each target is predicted from all
+    tokens before it and from none behind it. A prefix of one token changes nothing.
+    """
+    attends = getattr(getattr(model, "config", None), "mask_type", None) == "prefix"
+    if not attends or all(count == length for count in scored):
+        return {}
+    return {"prefix_mask": prefix_mask([length - count + 1 for count in scored], length)}
 
 
 @contextmanager
@@ -59,16 +73,71 @@ def token_losses(
     Both are [len(starts), context_length], float64 and bool; or [len(starts), scored], of so many last targets. The
     loss of a target that is not predicted is 0.
     """
+    batches = (
+        collate(tokens, starts[first : first + batch_size], context_length)
+        for first in range(0, len(starts), batch_size)
+    )
+    return batch_losses(model, batches, autocast, scored)
+
+
+def batch_losses(
+    model: nn.Module,
+    batches: Iterable[dict[str, torch.Tensor]],
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    scored: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return losses and which targets are predicted as `token_losses` does, of batches of an objective."""
     losses, predicted = [], []
     with scoring(model) as device:
-        for first in range(0, len(starts), batch_size):
-            batch = collate(tokens, starts[first : first + batch_size], context_length)
-            targets = batch["shift_labels"][:, -scored:]
-            ids = batch["input_ids"].to(device)
+        for batch in batches:
+            wanted = targets(batch)[:, -scored:]
+            causal = {"use_cache": False, "logits_to_keep": scored} if "shift_labels" in batch else {}
             with autocast():
-                logits = uncompiled(model)(input_ids=ids, use_cache=False, logits_to_keep=scored).logits
+                logits = uncompiled(model)(**inputs(batch, device), **causal).logits
             precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-            loss = nn.functional.cross_entropy(precise, targets.flatten().to(device), reduction="none")
-            losses.append(loss.view_as(targets).cpu().double())
-            predicted.append(targets != IGNORED)
+            loss = nn.functional.cross_entropy(precise, wanted.flatten().to(device), reduction="none")
+            losses.append(loss.view_as(wanted).cpu().double())
+            predicted.append(wanted != IGNORED)
     return torch.cat(losses), torch.cat(predicted)
+
+
+def masked_losses(
+    model: nn.Module,
+    tokens: Tokens,
+    windows: Sequence[tuple[int, int]],
+    length: int,
+    objective: MaskedTokens,
+    *,
+    batch_size: int = 8,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> torch.Tensor:
+    """Return the cross-entropy in nats of every masked token, float64, with dropout off.
+
+    Args:
+        windows, length: as `spread_windows` returns them; each has masks of its own, always the same ones.
+
+    Raises:
+        LeanError: a loss that is not finite.
+    """
+    found = []
+    for at in range(0, len(windows), batch_size):
+        part = windows[at : at + batch_size]
+        streams = [(0, EVALUATION, number) for number in range(at, at + len(part))]
+        batch = objective.batch(tokens, [start for start, _ in part], length, streams)
+        losses, predicted = batch_losses(model, [batch], autocast)
+        if not losses.isfinite().all():
+            raise LeanError(
+                f"the loss is not finite behind token {part[0][0] + 1:,}: the model's logits are NaN or infinite"
+            )
+        found.append(losses[predicted])
+        progress(at + len(part), len(windows))
+    return torch.cat(found)
+
+
+def masked_figures(losses: torch.Tensor) -> dict[str, float | int | None]:
+    """Return the figures of masked tokens' losses: `loss`, the mean in nats, and their number, `masked_tokens`.
+
+    No perplexity, for a token is predicted from what follows it too: the losses are not of a distribution over texts.
+    """
+    return {"loss": losses.mean().item(), MaskedTokens.counted: len(losses)}

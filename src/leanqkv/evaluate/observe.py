@@ -53,17 +53,19 @@ def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
     return Observation(layers, heads, patterns)
 
 
-def logit_spread(patterns: Tensor, window: int | None = None) -> float:
+def logit_spread(patterns: Tensor, window: int | None = None, bidirectional: bool = False) -> float:
     """Return the standard deviation of a query's logits over the keys that it sees, root mean square over queries.
 
     What a query adds to all its logits alike does not change the softmax and does not count, so the weights say it all:
-    [batch, heads, positions, key positions]. The first position sees one key and is left out. A weight that is zero in
-    its dtype counts as the smallest that is not. The spread is that of Karbevski & Mijoski 2025, appendix B,
-    https://arxiv.org/abs/2510.23912.
+    [batch, heads, positions, key positions]. A position that sees one key is left out, such as the first of a causal
+    model. A weight that is zero in its dtype counts as the smallest that is not. The spread is that of Karbevski &
+    Mijoski 2025, appendix B, https://arxiv.org/abs/2510.23912.
     """
     n = patterns.shape[-1]
     distance = torch.arange(n, device=patterns.device)[:, None] - torch.arange(n, device=patterns.device)
-    seen = (distance >= 0) & (distance < (window or n))
+    seen = (
+        torch.ones_like(distance, dtype=torch.bool) if bidirectional else (distance >= 0) & (distance < (window or n))
+    )
     logits = patterns.clamp_min(torch.finfo(patterns.dtype).tiny).double().log().masked_fill(~seen, 0)
     number = seen.sum(-1, keepdim=True)
     centred = (logits - logits.sum(-1, keepdim=True) / number).masked_fill(~seen, 0)
@@ -75,4 +77,6 @@ def logit_spread(patterns: Tensor, window: int | None = None) -> float:
 def logit_spreads(model: LeanForCausalLM, tokens: Tensor) -> list[float]:
     """Return `logit_spread` of every layer, on `tokens` [batch, positions]."""
     patterns = observe(model, tokens).patterns
-    return [logit_spread(p, plan.window) for p, plan in zip(patterns, model.config.plan.layers, strict=True)]
+    config = model.config
+    layers = zip(patterns, config.plan.layers, strict=True)
+    return [logit_spread(pattern, layer.window, config.bidirectional) for pattern, layer in layers]

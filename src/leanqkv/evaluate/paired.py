@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from ..data import IGNORED, EvaluationText, Tokens, collate
+from ..data import IGNORED, EvaluationText, MaskedTokens, NextToken, Tokens
+from ..data.objectives import EVALUATION, targets
 from ..errors import LeanError
-from .loss import scoring
+from .loss import masked_figures, scoring, window_prefix
 from .strided import loss_figures
 
 CONFIDENCE = 0.95
@@ -21,8 +23,10 @@ CONFIDENCE = 0.95
 LOGITS_AT_A_TIME = 2**25
 # Of these, so many are compared at a time on a CPU, whose cache then holds what is made of them on the way.
 COMPARED_AT_A_TIME = 2**19
-# From a model and token ids [batch, length] to its last hidden states [batch, length, hidden_size].
-States = Callable[[Any, Tensor], Tensor]
+NEXT_TOKEN = NextToken()
+# From a model and token ids [batch, length] to its last hidden states [batch, length, hidden_size]; of a model with
+# prefixes that windows have, with a `prefix_mask`.
+States = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ def spread_windows(tokens: int, length: int, count: int) -> list[tuple[int, int]
     return [(int(start), length) for start in np.linspace(0, tokens - 1 - length, count)]
 
 
-def last_states(model: Any, ids: Tensor) -> Tensor:
+def last_states(model: Any, ids: Tensor, **given: Tensor) -> Tensor:
     """Return a model's last hidden states [batch, length, hidden_size], without a cache."""
-    return model.model.forward(input_ids=ids, use_cache=False).last_hidden_state
+    return model.model.forward(input_ids=ids, use_cache=False, **given).last_hidden_state
 
 
 def paired_scores(
@@ -65,6 +69,7 @@ def paired_scores(
     windows: Sequence[tuple[int, int]],
     length: int,
     *,
+    objective: NextToken = NEXT_TOKEN,
     states: tuple[States, Sequence[States]] = (last_states, [last_states]),
     batch_size: int = 1,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
@@ -78,11 +83,12 @@ def paired_scores(
     `batch_size` windows and a piece of a window's logits are in memory.
 
     Args:
-        before, after: causal language models of one vocabulary, on one device.
+        before, after: language models of one vocabulary, on one device.
         tokens: [tokens], integers.
         windows: each window's first token, and the number of its last targets that are scored, as `strided_windows`
             and `spread_windows` return them.
         length: targets in a window.
+        objective: which tokens are predicted; masks are the same for both models.
         states: how the hidden states of the first model are computed, and the ways of the second.
         progress: called with the number of tokens scored so far and of all.
 
@@ -95,12 +101,16 @@ def paired_scores(
     with scoring(before) as device, scoring(after):
         for at in range(0, len(windows), batch_size):
             part = windows[at : at + batch_size]
-            batch = collate(tokens, [start for start, _ in part], length)
-            ids, targets = (batch[name].to(device) for name in ("input_ids", "shift_labels"))
+            streams = [(0, EVALUATION, number) for number in range(at, at + len(part))]
+            batch = objective.batch(tokens, [start for start, _ in part], length, streams)
+            ids, wanted_of = batch["input_ids"].to(device), targets(batch).to(device)
             with autocast():
-                hidden = [made(model, ids) for model, made in zip(models, (states[0], *states[1]), strict=True)]
+                hidden = []
+                for model, made in zip(models, (states[0], *states[1]), strict=True):
+                    context = window_prefix(model, length, [scored for _, scored in part])
+                    hidden.append(made(model, ids, **{name: mask.to(device) for name, mask in context.items()}))
                 for row, (start, scored) in enumerate(part):
-                    wanted = targets[row, -scored:]
+                    wanted = wanted_of[row, -scored:]
                     predicted = wanted != IGNORED
                     pieces = _score_pieces(models, [one[row, -scored:][predicted] for one in hidden], wanted[predicted])
                     parts.append(torch.cat(list(pieces), dim=2))
@@ -141,12 +151,12 @@ def _scores(first: Tensor, second: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([*losses, divergence, agreement.to(first.dtype)]).double().cpu()
 
 
-def paired_figures(scores: PairedScores, text_bytes: float | None) -> dict[str, Any]:
+def paired_figures(scores: PairedScores, text_bytes: float | None, masked: bool = False) -> dict[str, Any]:
     """Return what two models make of a text, and what the second one loses.
 
-    `before` and `after`: as `loss_figures`. `loss_difference` (nats per token, after minus before), `divergence` (nats
-    per token) and `agreement` (share of the tokens) each have a `mean` and `half_width`, of the 95% interval of the
-    mean by Student's t over windows; None for one window. `windows`: how many.
+    `before` and `after`: as `loss_figures`, or of masked tokens `masked_figures`. `loss_difference` (nats per token,
+    after minus before), `divergence` (nats per token) and `agreement` (share of the tokens) each have a `mean` and
+    `half_width`, of the 95% interval of the mean by Student's t over windows; None for one window. `windows`: how many.
 
     Args:
         text_bytes: of the scored tokens' text in UTF-8; None if unknown.
@@ -156,9 +166,9 @@ def paired_figures(scores: PairedScores, text_bytes: float | None) -> dict[str, 
         "divergence": scores.divergence,
         "agreement": scores.agreement,
     }
+    figures = masked_figures if masked else partial(loss_figures, text_bytes=text_bytes)
     return {
-        "before": loss_figures(scores.before, text_bytes),
-        "after": loss_figures(scores.after, text_bytes),
+        **{which: figures(getattr(scores, which)) for which in ("before", "after")},
         **{name: mean_over_windows(values, scores.window) for name, values in quantities.items()},
         "windows": int(scores.window.max()) + 1,
     }
@@ -194,9 +204,11 @@ def paired_records(
         windows, length, options: as `paired_scores` takes them.
     """
 
+    masked = isinstance(options.get("objective"), MaskedTokens)
+
     def record(scores: PairedScores) -> dict[str, Any]:
         scored_bytes = None if text.bytes is None else text.bytes * len(scores.before) / text.predicted
-        return {"text": text.record(), "context_length": length, **paired_figures(scores, scored_bytes)}
+        return {"text": text.record(), "context_length": length, **paired_figures(scores, scored_bytes, masked)}
 
     return [record(scores) for scores in paired_scores(before, after, text.tokens, windows, length, **options)]
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from ..data import Tokens
+from ..data import Tokens, collate
 from ..errors import LeanError
-from .loss import token_losses
+from .loss import batch_losses, window_prefix
 
 
 def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple[int, int]]:
@@ -49,7 +49,8 @@ def strided_losses(
 ) -> Tensor:
     """Return the cross-entropy in nats of every token but the first, float64 [len(tokens) - 1], with dropout off.
 
-    Left out are tokens that only begin a text, and every window begins as the tokenizer begins one: see `collate`.
+    Left out are tokens that only begin a text, and every window begins as the tokenizer begins one: see `collate`. The
+    context of a window is the prefix of a model with prefixes.
 
     Args:
         tokens: [tokens], integers; at least two.
@@ -67,7 +68,8 @@ def strided_losses(
     # The first window alone, since it scores more than the others.
     for batch in windows[:1], *(windows[i : i + batch_size] for i in range(1, len(windows), batch_size)):
         scored, starts = max(count for _, count in batch), [start for start, _ in batch]
-        rows = token_losses(model, tokens, starts, length, batch_size, autocast, scored)
+        made = {**collate(tokens, starts, length), **window_prefix(model, length, [count for _, count in batch])}
+        rows = batch_losses(model, [made], autocast, scored)
         for row, predicted, (_, count) in zip(*rows, batch, strict=True):
             losses.append(row[-count:][predicted[-count:]])
             if not (finite := row[-count:].isfinite()).all():

@@ -85,11 +85,6 @@ class LeanForCausalLM(LeanHeadModel, GenerationMixin):
             router_logits=outputs.router_logits,
         )
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits [..., vocab_size] of final hidden states [..., hidden_size]."""
-        logits, divisor = self.lm_head(hidden_states), self.config.logits_scaling
-        return logits if divisor == 1 else logits / divisor
-
     def generate(
         self,
         inputs: Tensor | None = None,

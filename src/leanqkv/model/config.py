@@ -33,6 +33,7 @@ CHOICES = {
     "block_type": ("serial", "parallel", "parallel_shared_norm"),
     "mlp_type": tuple(MLPS),
     "norm_placement": ("before", "after", "both"),
+    "group_order": ("runs", "turns"),
     "mask_type": ("causal", "prefix", "bidirectional"),
     "task": tuple(TASKS),
     "hidden_act": tuple(ACT2FN),
@@ -114,7 +115,8 @@ class LeanConfig(PreTrainedConfig):
         block_type: "serial"; "parallel", attention and MLP side by side, each with its own norm (GPT-NeoX);
             "parallel_shared_norm", one norm for both (GPT-J).
         attention_skip, mlp_skip: whether the block has these skip connections; in a parallel block, both or none.
-        num_hidden_groups: blocks of weights, each used by an equal run of layers (1: ALBERT); null: one a layer.
+        num_hidden_groups: blocks of weights, each used by as many layers (1: ALBERT); null: one a layer. group_order:
+            a block's layers come in "runs" (AABB) or the blocks take "turns" (ABAB, as TRM repeats two layers).
         mlp_type: "mlp" (up, activation, down), "gated" (SwiGLU with hidden_act "silu") or "moe", num_local_experts
             gated MLPs of which every token takes num_experts_per_tok; norm_topk_prob: their shares add up to one;
             router_aux_loss_coef weighs their load-balancing loss, which is part of the loss, with the routers' logits
@@ -174,6 +176,7 @@ class LeanConfig(PreTrainedConfig):
     attention_skip: bool = True
     mlp_skip: bool = True
     num_hidden_groups: int | None = None
+    group_order: str = "runs"
     mlp_type: str = "mlp"
     hidden_act: str = "gelu"
     num_local_experts: int | None = None
@@ -399,8 +402,10 @@ class LeanConfig(PreTrainedConfig):
         if self.num_hidden_groups is not None and self.num_hidden_layers % self.num_hidden_groups:
             raise ConfigError(
                 f"num_hidden_groups ({self.num_hidden_groups}) must divide num_hidden_layers "
-                f"({self.num_hidden_layers}): each block serves an equal run of layers"
+                f"({self.num_hidden_layers}): each block serves as many layers"
             )
+        if self.group_order != "runs" and self.num_hidden_groups is None:
+            raise ConfigError(f"group_order {self.group_order!r} has no effect without num_hidden_groups")
         for name, default in EXPERTS.items():
             if self.mlp_type == "moe" and getattr(self, name) is None:
                 setattr(self, name, default)

@@ -47,9 +47,7 @@ class LeanForMaskedLM(LeanHeadModel):
             use_cache=False,
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
-        if self.config.logits_scaling != 1:
-            logits = logits / self.config.logits_scaling
+        logits = self.logits(outputs.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

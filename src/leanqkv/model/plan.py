@@ -114,7 +114,7 @@ def _make_layers(config) -> list[LayerPlan]:
             key = _in_layer(config, key, i, computed_keys, rope)
         layer = LayerPlan(
             layer=i,
-            block=i * config.num_hidden_groups // num_layers if config.num_hidden_groups else i,
+            block=_block(config, i),
             head_dim=config.head_dim,
             query=query,
             key=key,
@@ -147,6 +147,12 @@ def _make_layers(config) -> list[LayerPlan]:
     for layer in layers:  # a compiled forward pass cannot fill a cached_property (Python 3.11)
         _ = layer.cached
     return layers
+
+
+def _block(config, layer: int) -> int:
+    """The block whose weights a layer uses."""
+    groups = config.num_hidden_groups or config.num_hidden_layers
+    return layer % groups if config.group_order == "turns" else layer * groups // config.num_hidden_layers
 
 
 def _averaged(config, num_layers: int) -> dict[int, tuple[int, ...]]:

@@ -350,3 +350,8 @@ class LeanHeadModel(LeanPreTrainedModel):
         super().__init__(config)
         self.model = LeanModel(config)
         self._initial_seed = self.model._initial_seed
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits [..., vocab_size] of final hidden states [..., hidden_size]."""
+        logits, divisor = self.lm_head(hidden_states), self.config.logits_scaling
+        return logits if divisor == 1 else logits / divisor

@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from ..compare.measure import LOSS
 from ..compare.records import ComparisonRecord, Result
 from ..compare.statistics import standard_deviation
 from ..compare.trend import FRACTIONS, FURTHER, trend
@@ -135,7 +134,7 @@ def length_tables(comparison: ComparisonRecord) -> list[Table]:
     """Return how each difference changes with the tokens trained on; nothing where too few lengths were evaluated."""
     rows = []
     for result in comparison.results:
-        if result.baseline is None or comparison.measure != LOSS:
+        if result.baseline is None or not comparison.measure.is_loss:
             continue
         if (found := trend(result.curves(), result.baseline.curves())) is not None:
             cells = [*found.differences, found.per_doubling, found.further]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ..compare.measure import LOSS
 from ..compare.records import AGAIN, ComparisonRecord, Result, load_comparison
 from ..compare.statistics import Band, average, difference_curve, paired_difference
 from . import comparison as text
@@ -61,20 +60,21 @@ def _marks(comparison: ComparisonRecord) -> dict[str, tuple[str, str]]:
 def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
     """Yield the figures that there is something to draw in."""
     measure, results = comparison.measure, comparison.results
+    capital = measure.name[0].upper() + measure.name[1:]
     if series := [*_training_curves(comparison)]:
-        name, per_step = measure.name, {run.recipe["batch_size"] * run.context_length for run in comparison.finals}
+        per_step = {run.recipe["batch_size"] * run.context_length for run in comparison.finals}
         drawing = figures.curves("loss", series, measure, per_step.pop() if len(per_step) == 1 else None)
-        title = f"{name[0].upper()}{name[1:]} during training"
+        title = f"{capital} during training"
         yield Figure(drawing, f"Lines are means over seeds.{figures.edge_note(series)}", title)
     # Of losses alone: an accuracy begins near zero for every model.
-    compared = {one.name: (one.curves(), one.baseline.curves()) for one in results if one.baseline and measure == LOSS}
+    compared = {one.name: (one.curves(), one.baseline.curves()) for one in results if one.baseline and measure.is_loss}
     styles = {result.name: result.style for result in results}
     curves = {name: difference_curve(*pair) for name, pair in compared.items()}
     if series := [figures.Series(name, styles[name], points) for name, points in curves.items() if points]:
         pairs = {name: len(own.keys() & others.keys()) for name, (own, others) in compared.items()}
         yield Figure(
             figures.difference_curves("difference", series, measure),
-            "Validation loss minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
+            f"{capital} minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
             f"zero is better. {_intervals(comparison, pairs, 'bands')}"
             + (" Wide bands of early evaluations may be cut off." if max(pairs.values()) > 1 else ""),
             f"Difference to {_baseline(comparison)}",
@@ -150,6 +150,7 @@ def _facts(comparison: ComparisonRecord) -> dict[str, list[str]]:
             f"{run.recipe['steps'] * run.recipe['batch_size'] * run.context_length:,} tokens"
             for run in runs
         ),
+        "Predicted": _distinct(plan["targets"]["words"] for run in runs if "targets" in (plan := run.batch_plan)),
         "Validation": _distinct(f"{run.batch_plan['evaluation_sequences']:,} {inputs}" for run in runs),
         "Seeds": [", ".join(map(str, comparison.seeds))],
         "Learning rates": [_learning_rates(comparison)],

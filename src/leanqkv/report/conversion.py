@@ -43,11 +43,12 @@ def result_table(record: dict[str, Any]) -> Table:
     rows = []
     for name, words in SIZES.items():
         before, after = record[name]
-        rows.append([words, _count(before), _count(after), f"{after / before - 1:+.1%}".replace("-", "−")])
+        if before:  # an encoder has no cache
+            rows.append([words, _count(before), _count(after), f"{after / before - 1:+.1%}".replace("-", "−")])
     if (evaluation := record.get("evaluation")) is None:
         return Table(("", "source", "result", "change"), rows, note=NOT_EVALUATED)
     for name, (words, digits) in SCORES.items():
-        before, after = (evaluation[which][name] for which in ("before", "after"))
+        before, after = (evaluation[which].get(name) for which in ("before", "after"))
         if before is not None:
             change = signed(round(after - before, digits) + 0.0, digits)
             change = _with_width(evaluation["loss_difference"]) if name == "loss" else change
@@ -270,11 +271,13 @@ def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _scored_on(evaluation: dict[str, Any]) -> str:
-    text, windows = evaluation["text"], evaluation["windows"]
+    text, windows, before = evaluation["text"], evaluation["windows"], evaluation["before"]
+    masked = before.get("masked_tokens")
+    scored, given = (f"{masked:,} masked", "masked") if masked else (f"{before['tokens']:,}", "next")
     width = "" if windows < 2 else f" ± is half of a 95% interval over the {windows:,} windows."
     return (
-        f"On {evaluation['before']['tokens']:,} tokens of {text['description']}, {text['split']}, in windows of "
-        f"{evaluation['context_length']:,} tokens.{width} KL is 0 where both models give every next token the same "
+        f"On {scored} tokens of {text['description']}, {text['split']}, in windows of "
+        f"{evaluation['context_length']:,} tokens.{width} KL is 0 where both models give every {given} token the same "
         "probability."
     )
 

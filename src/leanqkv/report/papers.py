@@ -89,13 +89,16 @@ def here(comparison: ComparisonRecord) -> str:
 
 def _caveat(comparison: ComparisonRecord) -> str:
     """How far the columns can be compared with each other."""
+    other = ""
+    if comparison.base is not None:
+        other = f"Published is the loss of the next token, here {comparison.measure.name} on {comparison.base}. "
     if comparison.scale != PAPER:
         return (
-            "Published and here are of different size, data and length of training: compare signs and proportions, "
-            "not losses."
+            f"{other}Published and here are of different size, data and length of training: compare signs and "
+            "proportions, not losses."
         )
     changed = listed([f"{name.replace('_', ' ')} {value}" for name, value in comparison.recipe.items()])
-    return "Here with the published sizes and recipe" + (f", but for {changed}." if changed else ".")
+    return f"{other}Here with the published sizes and recipe" + (f", but for {changed}." if changed else ".")
 
 
 def number(text: str) -> Decimal | None:

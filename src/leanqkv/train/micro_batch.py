@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ..errors import LeanError
 from ..memory import PeakMemory
 from ..model.config import LeanConfig
+from .norm_removal import make_removable
 from .precision import Precision, choose_precision
 from .processes import process_count
 from .tasks import task_of
@@ -39,6 +40,7 @@ class Step:
         precision: None while it is still to be chosen; then the one that needs most is counted.
         teacher: configuration of the model whose predictions are matched.
         shard: "fsdp" where each process holds a part of the model.
+        removes_norms: one after another (norm_removal.py).
         processes: of the run.
     """
 
@@ -50,6 +52,7 @@ class Step:
     gradient_checkpointing: bool = False
     teacher: LeanConfig | None = None
     shard: str | None = None
+    removes_norms: bool = False
     processes: int = field(default_factory=process_count)
 
     def bytes(self, micro_batch_size: int) -> int:
@@ -91,6 +94,8 @@ class Step:
         """
         model, *teacher = models = self._models()
         with FakeTensorMode(allow_non_fake_inputs=True), _EvenRouting(self.config.num_local_experts):
+            if self.removes_norms:
+                make_removable(model)
             for each in models:
                 each.to_empty(device="cpu")
                 each.set_attn_implementation(precision.attention)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..checkpoints.card import card, origin
 from ..model.config import LeanConfig
+from ..records import loss_name
 
 
 def model_card(name: str, record: dict[str, Any], initial: Path | None, tokenizer: bool) -> str:
@@ -25,18 +26,22 @@ def model_card(name: str, record: dict[str, Any], initial: Path | None, tokenize
         f"`{record['name']}`, trained with leanqkv {start}: {recipe['steps']:,} steps of {recipe['batch_size']:,} "
         f"{unit} of {record['data']['description']}, AdamW with a peak learning rate of {rate}."
     )
+    if "norms" in record:
+        trained += " Its norms were removed on the way: this is a model without norms."
     rows = {
         "parameters": f"{record['parameters']['total']:,}",
         "KV cache, bytes per token in bfloat16": f"{record['kv_bytes_per_token']['bfloat16']:,}",
-        "validation loss, nats": f"{record['final']['validation_loss']:.4f}",
+        f"{loss_name(record['final'])}, nats": f"{record['final']['validation_loss']:.4f}",
     }
+    if task == "masked_lm":
+        del rows["KV cache, bytes per token in bfloat16"]  # an encoder has none
     if "accuracy" in record["final"]:
         rows["test accuracy"] = f"{record['final']['accuracy']:.4f}"
     table = "| | |\n|---|--:|\n" + "".join(f"| {what} | {value} |\n" for what, value in rows.items())
     return card(
         name,
         task,
-        ["kv-cache"],
+        [] if task == "masked_lm" else ["kv-cache"],
         made_from,
         False,
         trained,

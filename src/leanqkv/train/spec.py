@@ -50,6 +50,7 @@ class RunSpec(RunSettings):
         distillation: weight of the divergence from the teacher; the loss weighs 1 less this.
         distillation_temperature: what both models' logits are divided by for the divergence.
         only_changed: train only the parameters that differ from the teacher's.
+        norm_schedule: after which steps which norms of the model are removed; None: all stay (norm_removal.py).
         shard: "fsdp": weights, gradients and optimizer state are split over the processes; None: each has all.
     """
 
@@ -70,6 +71,7 @@ class RunSpec(RunSettings):
     distillation: float = 0.0
     distillation_temperature: float = 1.0
     only_changed: bool = False
+    norm_schedule: list[tuple[int, str]] | None = None
     shard: str | None = None
 
     @property

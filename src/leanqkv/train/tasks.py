@@ -1,4 +1,4 @@
-"""Tasks that models are trained on. The package has one, the next token of a text; `experiments.vision` adds images.
+"""Tasks that models are trained on: next tokens, masked ones or those after a prefix; `experiments.vision` adds images.
 
 A task is everything that a run does differently for text and for images: the model's class, the data, the batches, the
 evaluation, and the files beside the model. All other code asks `task_of(config)`.
@@ -12,13 +12,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data import TokenData, batch_plan, check_plan, collate, prepare_data
+from ..data import (
+    AfterPrefix,
+    MaskedTokens,
+    NextToken,
+    TokenData,
+    batch_plan,
+    check_plan,
+    collate,
+    prepare_data,
+)
+from ..data.objectives import EVALUATION, TRAINING, prefix_mask
+from ..data.tokenizer import with_mask_token
 from ..errors import LeanError
 from ..evaluate import sequence_losses
-from ..evaluate.loss import scoring
+from ..evaluate.loss import batch_losses, scoring
 from ..evaluate.observe import logit_spreads
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
+from ..model.masked_lm import LeanForMaskedLM
 from ..presets import Recipe
 from .spec import RunSpec
 
@@ -39,13 +51,19 @@ class TextTask:
 
     reads = "text"
     has_tokenizer = True
-    model_class = LeanForCausalLM
+    model_class: Any = LeanForCausalLM
+    predicts = NextToken.predicts
 
     def __init__(self, spec: RunSpec, data: TokenData, batches: Path):
         """Make the batch plan, or read the one saved in `batches`."""
-        self.context_length = spec.context_length
+        self.context_length, self.seed = spec.context_length, spec.seed
+        self.tokens, self.validation, self.tokenizer = data.train(), data.validation(), data.tokenizer()
+        self.objective = self.make_objective(spec, data)
+        evaluated = ((0, EVALUATION, number) for number in range(spec.evaluation_sequences))
         self.plan = batch_plan(
             batches,
+            self.objective.record(),
+            (self.objective.draw(stream, spec.context_length) for stream in evaluated),
             train_tokens=data.train_tokens,
             validation_tokens=data.validation_tokens,
             context_length=spec.context_length,
@@ -54,7 +72,10 @@ class TextTask:
             evaluation_sequences=spec.evaluation_sequences,
             seed=spec.seed,
         )
-        self.tokens, self.validation, self.tokenizer = data.train(), data.validation(), data.tokenizer()
+
+    def make_objective(self, spec: RunSpec, data: TokenData) -> NextToken:
+        """Return what is predicted; the tokens and the tokenizer are there."""
+        return NextToken()
 
     @staticmethod
     def prepare_data(configs: Sequence[LeanConfig], source: str | None, progress: Progress, **text: Any) -> TokenData:
@@ -87,9 +108,10 @@ class TextTask:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
 
-    def collate(self, starts: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return a batch of entries of the plan, on the CPU."""
-        return collate(self.tokens, starts, self.context_length)
+    def collate(self, entries: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return a batch of entries of the plan, by their numbers, on the CPU."""
+        starts, streams = [self.plan.train_starts[i] for i in entries], [(self.seed, TRAINING, i) for i in entries]
+        return self.objective.batch(self.tokens, starts, self.context_length, streams)
 
     def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the model's inputs, of a batch that is on the device."""
@@ -108,8 +130,76 @@ class TextTask:
             return logit_spreads(model, inputs[:, :SPREAD_TOKENS].to(device))
 
 
-# By the configuration's `task`; other tasks are classes with the methods of TextTask.
-TASKS: dict[str, Any] = {"causal_lm": TextTask}
+class DrawnTask(TextTask):
+    """Prediction of targets that are drawn, so that sequences have different numbers of them."""
+
+    def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
+        """Return the mean loss of all targets of the plan's evaluation, in nats, and their number."""
+        starts = self.plan.evaluation_starts
+        batches = (
+            self.objective.batch(
+                self.validation,
+                starts[at : at + batch_size],
+                self.context_length,
+                [(0, EVALUATION, number) for number in range(at, min(at + batch_size, len(starts)))],
+            )
+            for at in range(0, len(starts), batch_size)
+        )
+        losses, predicted = batch_losses(model, batches, autocast)
+        number = int(predicted.sum())
+        return {"loss": losses.sum().item() / number, self.objective.counted: number}
+
+
+class MaskedTask(DrawnTask):
+    """Prediction of masked tokens, by an encoder. A tokenizer without a mask token is given one."""
+
+    model_class = LeanForMaskedLM
+    predicts = MaskedTokens.predicts
+
+    def make_objective(self, spec: RunSpec, data: TokenData) -> NextToken:
+        assert self.tokenizer is not None
+        self.tokenizer = with_mask_token(self.tokenizer, spec.config["vocab_size"])
+        return MaskedTokens.of(self.tokenizer, data.vocab_size)
+
+    @staticmethod
+    def prepare_data(configs: Sequence[LeanConfig], source: str | None, progress: Progress, **text: Any) -> TokenData:
+        return TextTask.prepare_data(configs, source, progress, **text, left_free=1)  # for the mask token
+
+    @staticmethod
+    def check_data(name: str, config: LeanConfig, data: TokenData, context_length: int) -> None:
+        TextTask.check_data(name, config, data, context_length)
+        if (tokenizer := data.tokenizer()) is None:
+            raise LeanError(
+                f"{name} predicts masked tokens, and the data ({data.description}) has no tokenizer that says which "
+                "token is the mask; put its tokenizer.json into a folder `tokenizer` beside the token files"
+            )
+        with_mask_token(tokenizer, config.vocab_size)
+
+    @staticmethod
+    def random_batch(config: LeanConfig, batch_size: int, context_length: int, device: str) -> dict[str, Any]:
+        tokens = torch.randint(config.vocab_size, (batch_size, context_length), device=device)
+        return {"input_ids": tokens, "labels": tokens, **BALANCED}
+
+    def configure(self, model: PreTrainedModel) -> None:
+        """Nothing: an encoder does not generate."""
+
+
+class PrefixTask(DrawnTask):
+    """Prediction of what follows a prefix."""
+
+    predicts = AfterPrefix.predicts
+
+    def make_objective(self, spec: RunSpec, data: TokenData) -> NextToken:
+        return AfterPrefix()
+
+    @staticmethod
+    def random_batch(config: LeanConfig, batch_size: int, context_length: int, device: str) -> dict[str, Any]:
+        batch = TextTask.random_batch(config, batch_size, context_length, device)
+        return {**batch, "prefix_mask": prefix_mask([context_length // 2] * batch_size, context_length).to(device)}
+
+
+# By the configuration's `task`, and of models with prefixes; others are classes with the methods of TextTask.
+TASKS: dict[str, Any] = {"causal_lm": TextTask, "masked_lm": MaskedTask, "prefix_lm": PrefixTask}
 TrainingTask = Any
 
 
@@ -119,21 +209,11 @@ def task_of(config: LeanConfig, name: str = "the model") -> Any:
     Raises:
         LeanError: a model that cannot be trained here.
     """
-    if config.task in TASKS and config.mask_type != "prefix":
-        return TASKS[config.task]
-    if config.task == "image_classification":
-        raise LeanError(
-            f"{name} is a model of images; train it from a checkout of leanqkv, with `python -m experiments.vision` in "
-            "place of `leanqkv`"
-        )
-    if config.task in TASKS:
-        raise LeanError(
-            f"{name} attends to prefixes, which windows of a text do not have: it would train as a causal model. Leave "
-            "mask_type out, or train it with transformers' Trainer on batches with a prefix_mask"
-        )
+    if (task := TASKS.get("prefix_lm" if config.mask_type == "prefix" else config.task)) is not None:
+        return task
     raise LeanError(
-        f"{name} is a masked language model; leanqkv trains next-token models and image classifiers. "
-        "Train it with transformers' Trainer and DataCollatorForLanguageModeling"
+        f"{name} is a model of images; train it from a checkout of leanqkv, with `python -m experiments.vision` in "
+        "place of `leanqkv`"
     )
 
 
@@ -143,10 +223,15 @@ def prepare(configs: Sequence[LeanConfig], source: str | None, progress: Progres
     Raises:
         LeanError: models of different tasks; data that is missing, unreadable, or not for this task.
     """
-    tasks = {task_of(config) for config in configs}
-    if len(tasks) > 1:
-        raise LeanError("models of text and models of images cannot be compared with each other")
-    return tasks.pop().prepare_data(configs, source, progress, **text)
+    first, *others = dict.fromkeys(task_of(config) for config in configs)
+    for other in others:
+        if first.reads != other.reads:
+            raise LeanError("models of text and models of images cannot be compared with each other")
+        raise LeanError(
+            f"a model that predicts {first.predicts} and one that predicts {other.predicts} cannot be compared: their "
+            "losses are of different tokens"
+        )
+    return first.prepare_data(configs, source, progress, **text)
 
 
 def check_fit(
@@ -177,13 +262,20 @@ def check_teacher(
     """Check that a model can be trained on another one's predictions for sequences of `context_length` tokens.
 
     Raises:
-        LeanError: a model of images; a teacher of another task or vocabulary, with prefixes, or with fewer positions.
+        LeanError: a model or teacher that does not predict every next token; a teacher of another vocabulary, or with
+            fewer positions.
     """
     task, teaches = task_of(config, name), task_of(teacher_config, f"the teacher {teacher_name}")
     if not task.has_tokenizer:
         raise LeanError(f"`teacher` is for models of text, and {name} is not one; leave it out")
-    if teaches is not task:
+    if teaches.reads != task.reads:
         raise LeanError(f"the teacher {teacher_name} is a model of {teaches.reads}, {name} of {task.reads}")
+    for each, tasked in ((f"the teacher {teacher_name}", teaches), (name, task)):
+        if tasked is not TextTask:
+            raise LeanError(
+                f"`teacher` is for models that predict {TextTask.predicts}, and {each} predicts {tasked.predicts}; "
+                "leave it out"
+            )
     if (size := teacher_config.vocab_size) != config.vocab_size:
         raise LeanError(f"the teacher has {size:,} tokens, the model {config.vocab_size:,}; they must agree")
     check_context(f"the teacher {teacher_name}", teacher_config, context_length)

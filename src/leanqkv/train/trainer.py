@@ -22,6 +22,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import shard_on_cpus
+from ..data import MaskedTokens
 from ..errors import LeanError
 from ..presets import Recipe
 from .directory import complete
@@ -62,12 +63,12 @@ class LeanTrainer(Trainer):
         if spec.gradient_checkpointing:
             checkpoint_activations(model)
         precision.apply(model)
-        starts: Any = task.plan.train_starts  # `collate` turns them into inputs, a batch at a time
+        entries: Any = range(len(task.plan.train_starts))  # `collate` turns them into inputs, a batch at a time
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=starts,
-            eval_dataset=starts,
+            train_dataset=entries,
+            eval_dataset=entries,
             data_collator=task.collate,
             callbacks=[self.watch],
         )
@@ -293,9 +294,12 @@ def summarize(spec: RunSpec, history: list[dict[str, Any]], first_bad_step: int 
         reason += f", first in step {first_bad_step:,}, batch {first_bad_step - 1:,} of the plan"
     final = None
     if evaluations and bad is None:
-        loss, accuracy = evaluations[-1]["loss"], evaluations[-1].get("accuracy")
-        quality = {"perplexity": math.exp(min(loss, 700))} if accuracy is None else {"accuracy": accuracy}
-        final = {"validation_loss": loss, **quality}
+        loss = evaluations[-1]["loss"]
+        outcome = {name: value for name, value in evaluations[-1].items() if name not in ("step", "loss")}
+        # Where a token is predicted from what follows it too, or a class, there is no perplexity.
+        if not outcome.keys() & {"accuracy", MaskedTokens.counted}:
+            outcome["perplexity"] = math.exp(min(loss, 700))
+        final = {"validation_loss": loss, **outcome}
     return {
         "tokens": spec.tokens(max((entry["step"] for entry in (*training, *evaluations)), default=0)),
         "training": [entry for entry in training if math.isfinite(entry["loss"])],

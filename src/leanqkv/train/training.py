@@ -20,6 +20,7 @@ from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
 from .directory import claim, clean, exclusive, finish, last_checkpoint, note_hardware
 from .micro_batch import split_batch
+from .norm_removal import NormRemoval, check_removal, make_removable, remove_norms, summarize_removal
 from .precision import parse_precision
 from .processes import connect, first_decides, process_count
 from .sharding import sharding_arguments, whole_model
@@ -66,6 +67,8 @@ def train(
     check_trackers(report_to)
     if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
         raise LeanError("a run needs a precision that has been chosen; choose_precision does")
+    if spec.norm_schedule is not None:
+        check_removal(spec.shard, keep_checkpoints)
     connect(device, spec.shard)
     arguments = _arguments(spec, out, device, report_to)
     config, teacher_config = _check(spec, data, initial, teacher)
@@ -77,16 +80,22 @@ def train(
         task = task_of(config)(spec, data, batches or out / "batches")
         torch.manual_seed(spec.seed)
         model = _model(config, initial)
+        if spec.norm_schedule is not None:
+            make_removable(model)
         teaching = None if teacher_config is None else _model(teacher_config, teacher)
         if spec.only_changed and teaching is not None:
             train_only_changed(model, teaching)
         task.configure(model)
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours, keep_checkpoints)
+        if spec.norm_schedule is not None:
+            trainer.add_callback(NormRemoval(spec.norm_schedule))
         with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL), denormals_as_zero(device):
             seconds = _run(trainer, out, initial)
             record = _record(trainer, config, data, seconds)
             whole = model if spec.shard is None else whole_model(model)
             if trainer.is_world_process_zero():
+                if spec.norm_schedule is not None and record["diverged"] is None:
+                    whole = _norm_free(trainer, config, record)
                 finish(out, whole, task, record, keep_checkpoints, initial)
     return record
 
@@ -153,12 +162,10 @@ def _model(config: LeanConfig, weights: Path | None) -> PreTrainedModel:
 
 
 def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float) -> dict[str, Any]:
-    plan = config.plan
     return {
         "record": RECORD_FORMAT,
         **trainer.spec.as_json(),
-        "parameters": asdict(count_parameters(config)),
-        "kv_bytes_per_token": {name: plan.kv_bytes_per_token(getattr(torch, name)) for name in ("bfloat16", "float32")},
+        **_sizes(config),
         "data": data.record(),
         "batch_plan": trainer.task.plan.record(),
         "precision": trainer.precision.record(),
@@ -166,6 +173,25 @@ def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float
         "last_session_seconds": round(seconds, 2),
         **summarize(trainer.spec, trainer.state.log_history, trainer.first_bad_step()),
     }
+
+
+def _sizes(config: LeanConfig) -> dict[str, Any]:
+    dtypes = {name: getattr(torch, name) for name in ("bfloat16", "float32")}
+    return {
+        "parameters": asdict(count_parameters(config)),
+        "kv_bytes_per_token": {name: config.plan.kv_bytes_per_token(dtype) for name, dtype in dtypes.items()},
+    }
+
+
+def _norm_free(trainer: LeanTrainer, config: LeanConfig, record: dict[str, Any]) -> PreTrainedModel:
+    """Return the model without norms, and complete the record with it."""
+    trained: Any = trainer.model
+    state = {name: tensor.cpu() for name, tensor in trained.state_dict().items()}
+    model, checked = remove_norms(config, state)
+    trainer.task.configure(model)
+    record |= _sizes(model.config)
+    record["norms"] = summarize_removal(trainer.spec, state, record["evaluations"], checked)
+    return model
 
 
 def _arguments(spec: RunSpec, out: Path, device: str, report_to: Sequence[str]) -> TrainingArguments:
