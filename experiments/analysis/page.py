@@ -1,16 +1,16 @@
 """The tables and the page of an analysis, from its record alone."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from rich.table import Table as TerminalTable
 
-from leanqkv.compare.statistics import paired_difference
+from leanqkv.compare.statistics import paired_difference, standard_deviation
 from leanqkv.model.config import LeanConfig
 from leanqkv.report.page import Figure, Kind, Note, Page, Section, footer
-from leanqkv.report.text import ABSENT, Table, mean_and_deviation, signed, with_interval
+from leanqkv.report.text import ABSENT, Table, plus_minus, signed, with_interval
 
 from . import measures
 from .figures import drawings
@@ -80,6 +80,14 @@ def page(record: Record) -> Page:
 
 
 # Architectures side by side
+
+
+def mean_and_deviation(values: Collection[float], digits: int) -> str:
+    """Return the mean and the sample's standard deviation, where there are two values: 3.905 ± 0.007."""
+    if not values:
+        return ABSENT
+    mean = f"{np.mean(list(values)):.{digits}f}".replace("-", "−")
+    return plus_minus(mean, standard_deviation(list(values)), f".{digits}f")
 
 
 def _compared(what: str, groups: Sequence[Architecture], rows: Iterable[tuple[str, Value, int]]) -> Table:

@@ -5,12 +5,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
-import numpy as np
 from rich import box
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from ..compare.statistics import PairedDifference, standard_deviation
+from ..compare.statistics import PairedDifference
 
 ABSENT = "–"
 
@@ -64,14 +63,6 @@ def signed(value: float, digits: int = 4) -> str:
 def plus_minus(text: str, width: float | None, form: str = ".4f") -> str:
     """Return a number that is written already, and how far it may be off where that is known: −0.0211 ± 0.0013."""
     return text if width is None else f"{text} ± {width:{form}}"
-
-
-def mean_and_deviation(values: Collection[float], digits: int = 4) -> str:
-    """Return the mean and the sample's standard deviation, where there are two values: 3.9050 ± 0.0071."""
-    if not values:
-        return ABSENT
-    mean = f"{np.mean(list(values)):.{digits}f}".replace("-", "−")
-    return plus_minus(mean, standard_deviation(list(values)), f".{digits}f")
 
 
 def with_interval(difference: PairedDifference | None, digits: int = 4, remark: str = "") -> str:
