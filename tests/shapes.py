@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from leanqkv import LeanConfig, preset
+from leanqkv.model.hyper_connections import HyperConnection
 
 GPT: Mapping[str, Any] = {
     "hidden_size": 32,
@@ -39,11 +40,20 @@ def tokens(batch: int, length: int, vocab_size: int = 97, seed: int = 0) -> Tens
 
 @torch.no_grad()
 def randomize(model: nn.Module, std: float = 0.3, seed: int = 0) -> nn.Module:
-    """Draws every parameter, norm weights and biases included: an initial 1 or 0 hides a missing factor or term."""
+    """Draws every parameter, norm weights and biases included: an initial 1 or 0 hides a missing factor or term.
+
+    Weights of norms are drawn around 1, and hyper-connections around their start: no model's streams shrink at every
+    mixing."""
     generator = torch.Generator().manual_seed(seed)
+    means = {
+        f"{prefix}.{name}": mean
+        for prefix, module in model.named_modules()
+        if isinstance(module, HyperConnection)
+        for name, mean in module.initial_values().items()
+    }
     for name, parameter in model.named_parameters():
         draws = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * std
-        parameter.copy_(draws + 1 if parameter.ndim == 1 and name.endswith("weight") else draws)
+        parameter.copy_(draws + means.get(name, parameter.ndim == 1 and name.endswith("weight")))
     return model
 
 

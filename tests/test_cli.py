@@ -145,7 +145,7 @@ def test_generate_and_inspect_a_trained_model(cli, trained):
 
 @pytest.mark.slow
 def test_compare_ends_with_the_table_and_the_page(place, cli):
-    models = (f"tiny{SHAPE}", f"tiny+identity-query{SHAPE}")
+    models = (f"tiny{SHAPE}", f"tiny+nonlinear-query{SHAPE}")
     arguments = ("compare", *models, "--data", "corpus.txt", "--steps", "12", "--seeds", "2")
     code, out, err = cli(*arguments, "--precision", "fp32", "--evaluate-every", "6", "--out", "both")
     assert code == 0, err

@@ -14,6 +14,7 @@ from corpus import SHAPE
 from leanqkv import LeanError
 from leanqkv.compare.comparison import default_jobs, run_comparison, slug
 from leanqkv.compare.jobs import PlannedRun
+from leanqkv.compare.launch import Cluster
 from leanqkv.compare.places import to_train_here
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suite import Entry
@@ -200,10 +201,23 @@ def test_the_report_has_a_row_for_every_model(done):
         assert result.mean_loss == pytest.approx(sum(finals) / len(finals))
 
 
-def test_torchrun_is_for_single_runs(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LeanError, match="starts its own processes"):
-        run(COMPARISON, data, tmp_path / "out")
+def test_under_torchrun_there_is_one_run_at_a_time_and_no_cluster(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(LeanError, match="`jobs` is 2: the processes of torchrun train one run at a time"):
+        run(COMPARISON, data, tmp_path / "out", jobs=2)
+    with pytest.raises(LeanError, match="`launcher=submitit` starts the processes of each run"):
+        run(COMPARISON, data, tmp_path / "out", cluster=Cluster("local"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_divides_among_the_processes_of_a_job_before_it_is_submitted(data, tmp_path):
+    with pytest.raises(
+        LeanError, match="a batch of 4 sequences does not divide into micro-batches of 1 on 3 processes"
+    ):
+        run(COMPARISON, data, tmp_path / "out", cluster=Cluster("local", gpus=3))
+    with pytest.raises(LeanError, match="`shard` is 'zero'; give fsdp"):
+        run(replace(COMPARISON, shard="zero"), data, tmp_path / "out", cluster=Cluster("local"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_divergence_everywhere_on_the_grid_is_an_error(data, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from corpus import write_corpus
+from local_tasks import QUESTIONS, write_tasks
 from shapes import randomize, tiny
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -231,37 +232,11 @@ def test_bf16_is_near_and_the_text_hash_is_not_the_tokenizers(checkpoints, cli, 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
-QUESTIONS = [
-    {"question": "the quick brown", "choices": ["fox", "lazy dog", "a"], "answer": 0},
-    {"question": "a happy", "choices": ["cat jumps", "over", "runs over the"], "answer": 1},
-    {"question": "red", "choices": ["dog", "cat", "slow fox"], "answer": 2},
-    {"question": "the lazy happy slow dog", "choices": ["jumps", "runs", "the"], "answer": 1},
-]
-
 
 @pytest.fixture
 def local_tasks(tmp_path):
     """A folder with the task `animals` of QUESTIONS."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "animals.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    (folder / "animals.yaml").write_text(
-        f"""
-task: animals
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder / "animals.jsonl"}}}}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: answer
-doc_to_choice: choices
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
-metadata: {{version: 3.0}}
-"""
-    )
-    return folder
+    return write_tasks(tmp_path / "tasks", "animals")
 
 
 def log_likelihood(model, tokenizer, context: str, continuation: str) -> float:
@@ -401,7 +376,7 @@ def test_the_first_bad_token_is_named():
 
 def test_tasks_that_are_not_there(checkpoints, cli, local_tasks, without_defaults):
     animals = (local_tasks / "animals.yaml").read_text()
-    (local_tasks / "lost.yaml").write_text(animals.replace(": animals", ": lost").replace("animals.jsonl", "x"))
+    (local_tasks / "lost.yaml").write_text(animals.replace(": animals", ": lost").replace("questions.jsonl", "x"))
     (local_tasks / "code.yaml").write_text(animals.replace(": animals", ": code") + "unsafe_code: true\n")
     for tasks, message in (
         ("animal", "no task 'animal': did you mean 'animals'?"),

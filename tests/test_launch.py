@@ -1,6 +1,8 @@
 """Runs of a comparison as jobs: killed ones go on, and the records are those of one undisturbed command."""
 
 import json
+import os
+import signal
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -145,6 +147,61 @@ def test_a_job_that_has_to_make_room_is_submitted_again():
     assert again.function() == (3, None)
 
 
+def rank_and_count():
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def die_in_the_second():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_job_answer_as_one():
+    assert InJob(rank_and_count, processes=2)() == ((0, 2), None)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_processes_of_a_job_refuse_as_one_and_end_together():
+    assert InJob(open_corpus, "", processes=2)()[1].startswith("the name of the data is empty")
+    with pytest.raises(SystemExit):
+        InJob(die_in_the_second, processes=2)()
+
+
+def child(process):
+    """Whether it is one of the processes that a job starts for a run."""
+    with suppress(psutil.Error):
+        return "spawn_main" in " ".join(process.cmdline()) and len(process.parents()) > 2
+    return False
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [None, "fsdp"])
+def test_jobs_of_two_processes_give_the_losses_of_one(data, tmp_path, local, shard):
+    one = replace(SWEEP, groups=models(f"tiny+skipv1{SHAPE}"), micro_batch_size=2)
+    killed, messages = [], []
+
+    def on_update(update):
+        if 6 <= update.step < 60 and not killed:
+            job = next(process for process in psutil.Process().children() if "_local" in " ".join(process.cmdline()))
+            killed.append([process for process in job.children(recursive=True) if child(process)][-1])
+            killed[0].kill()
+
+    run_comparison(one, data, tmp_path / "one", precision="fp32", device="cpu", jobs=1)
+    options = {"precision": "fp32", "device": "cpu", "cluster": replace(local, gpus=2)}
+    two = replace(one, shard=shard)
+    run_comparison(two, data, tmp_path / "two", on_update=on_update, on_message=messages.append, **options)
+    assert killed and any("died; another one goes on from step" in message for message in messages)
+    [(found, _)], [(wanted, _)] = (outcomes(tmp_path / name).values() for name in ("two", "one"))
+    for a, b in zip(found["training"] + found["evaluations"], wanted["training"] + wanted["evaluations"], strict=True):
+        assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    assert found["shard"] == shard
+    assert json.loads(next((tmp_path / "two/runs").glob("*/record.json")).read_text())["hardware"]["processes"] == 2
+
+
 def test_without_submitit_its_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LeanError, match=r"pip install 'leanqkv\[cluster\]'"):
@@ -177,11 +234,15 @@ def test_jobs_of_other_runs_that_wait_are_not_forgotten(monkeypatch, tmp_path):
 
 def test_what_slurm_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    cluster = Cluster("slurm", 23.5, 1, 16, 64, {"partition": "gpu", "account": "lab"})
-    executor = Launcher(cluster, tmp_path / "sweep").executor._executor
+    cluster = Cluster("slurm", 23.5, 8, 16, 64, {"partition": "gpu", "account": "lab"})
+    launcher = Launcher(cluster, tmp_path / "sweep")
+    assert launcher.processes == 8 and Launcher(Cluster("slurm"), tmp_path).processes is None
+    assert Launcher(Cluster("slurm"), tmp_path, "fsdp").processes == 1
+    executor = launcher.executor._executor
     lines = executor._make_submission_file_text("command", "1").splitlines()
     for wanted in (
-        "--gpus-per-node=1",
+        "--gpus-per-node=8",
+        "--ntasks-per-node=1",
         "--cpus-per-task=16",
         "--mem=64GB",
         "--time=1410",

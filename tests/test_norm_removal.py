@@ -230,6 +230,7 @@ STAY = {
     "norm_offset is 1": {"norm_type": "rmsnorm", "norm_offset": 1.0},
     "router": {"mlp_type": "moe", "num_local_experts": 2, "norm_bias": True},
     "num_hidden_groups is 1": {"num_hidden_groups": 1, "norm_bias": True},
+    "hyper_connections": {"hyper_connections": {"type": "hyper", "streams": 2}},
     "the query of layer 0 is 'identity'": {"query": [{"type": "identity"}]},
     "a model of images": {"task": "image_classification"},
 }

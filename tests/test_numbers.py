@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from shapes import tokens
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanqkv import LeanConfig, LeanForCausalLM, count_parameters, kv_bytes_per_token, preset
 from leanqkv.eliminate import weight_table
@@ -33,6 +34,13 @@ def test_parameters(names: tuple[str, ...], overrides: dict[str, Any], total: in
     assert sum(size for name, size in sizes.items() if ".embed_" not in name) == non_embedding
 
 
+def test_llama_7b_has_as_many_parameters_as_the_models_of_transformers() -> None:
+    shape = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_hidden_layers=32)
+    with torch.device("meta"):
+        stock = LlamaForCausalLM(shape)
+    assert count_parameters(preset("llama-7b")).total == stock.num_parameters() == 6_738_415_616
+
+
 # bytes per token at 4-byte elements
 BYTES: list[tuple[tuple[str, ...], int]] = [
     (("gpt2-355m",), 196_608),
@@ -43,6 +51,8 @@ BYTES: list[tuple[tuple[str, ...], int]] = [
     (("gpt2-124m",), 73_728),
     (("gpt2-124m", "identity-query"), 73_728),
     (("gpt2-124m", "skipv1"), 56_832),
+    (("llama-7b",), 1_048_576),
+    (("llama-7b", "skipv1"), 794_624),  # 75.8 %, P3 Figure 6(b)
 ]
 
 
@@ -65,10 +75,11 @@ def test_a_base_has_the_size_in_its_name(base: str) -> None:
     assert min(abs(n / expected - 1) for n in (count.total, count.non_embedding)) < 0.25
 
 
-# Steps, batch, peak rate, minimum rate, weight decay as the papers print them: P1 and P2 section 4, P3 Tables 3 and 4.
+# Steps, batch, peak rate, minimum rate, weight decay as the papers print them: P1 Table 2 and section 5, P2 section 4,
+# P3 Tables 3 and 4.
 PAPERS: dict[str, tuple[int, int, float, float, float]] = {
     "gpt2-124m": (60_000, 480, 6e-4, 6e-5, 0.1),
-    "gpt2-124m+identity-query": (60_000, 480, 6e-4, 6e-5, 2**-5),
+    "gpt2-124m+identity-query:recipe=p1": (100_000, 480, 6e-4, 6e-5, 2**-5),
     "gpt2-124m+nonlinear-query": (60_000, 480, 3e-3, 3e-5, 2**-5),
     "gpt2-125m": (40_000, 120, 1e-3, 1e-4, 0.1),
     "gpt2-200m": (40_000, 120, 1e-3, 1e-4, 0.1),
@@ -90,6 +101,15 @@ def test_recipes_are_the_papers(name: str) -> None:
     assert own.warmup_steps == (2_000 if name.startswith("gpt2-124m") else own.steps / 10)
     # "No weight decay and gradient clipping" for the smaller LLaMAs.
     assert (own.max_grad_norm is None) == (own.weight_decay == 0)
+
+
+def test_the_later_recipe_of_the_identity_query_is_the_papers_as_far_as_it_can_be_read() -> None:
+    """P1b section 5: 60k steps, the standard weight decay, and a higher rate that falls to less than the baseline's."""
+    own, base = recipe("gpt2-124m+identity-query"), recipe("gpt2-124m")
+    same = ("steps", "batch_size", "weight_decay", "warmup_steps", "schedule_steps", "max_grad_norm")
+    assert [getattr(own, name) for name in same] == [getattr(base, name) for name in same]
+    assert own.learning_rate > base.learning_rate and own.min_learning_rate < base.min_learning_rate
+    assert recipe("gpt2-124m+identity-query:recipe=p1").schedule_steps == 600_000
 
 
 def logit_spread(config: LeanConfig, scaled: bool) -> float:

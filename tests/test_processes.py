@@ -19,6 +19,7 @@ from two_processes import two_process_step
 
 import leanqkv.workers
 from leanqkv import preset
+from leanqkv.compare.comparison import slug
 from leanqkv.presets import MECHANISMS
 from leanqkv.train import Step, parse_precision
 from leanqkv.train.directory import complete
@@ -357,6 +358,30 @@ def test_a_sharded_run_goes_on_with_another_number_of_processes(place, cli):
     # 40 steps of Adam, which divides small gradients by their own size.
     assert max((first[name] - second[name]).abs().max() for name in first) < 1e-4
     assert Path("sharded/config.json").read_bytes() == Path("one-process/config.json").read_bytes()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shard", [(), ("--shard", "fsdp")], ids=["whole", "halves"])
+def test_a_comparison_of_two_processes_goes_on_and_is_that_of_one(place, cli, shard):
+    out = f"compared{len(shard)}"
+    options = (*SHARDED[:-2], "--seeds", "1", "--learning-rate", "0.003", "--micro-batch-size", "4", "--device", "cpu")
+    arguments = ("compare", f"tiny{SHAPE}", MODEL, *options)
+    killed_after(12, 2, f"{out}/runs/{slug(MODEL)}-final-lr0.003-seed0", (*arguments, *shard, "--out", out))
+    assert len(list(Path(out).glob("runs/*/record.json"))) == 1
+    code, text, err = torchrun(*arguments, *shard, "--out", out)
+    assert code == 0, err
+    assert text.count(f"report: {out}/report.html") == 1
+    if not Path("compared-alone").exists():
+        assert cli(*arguments, "--jobs", "1", "--out", "compared-alone")[0] == 0
+    records = sorted(Path("compared-alone").glob("runs/*/record.json"))
+    assert len(records) == 2
+    for file in records:
+        found, wanted = curves(Path(out, "runs", file.parent.name)), curves(file.parent)
+        for one, other in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
+            assert one["step"] == other["step"]
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    code, _, err = cli(*arguments, *(() if shard else ("--shard", "fsdp")), "--out", out)
+    assert code == 2 and ("holds another comparison (shard:" if shard else "start it with torchrun") in err
 
 
 def test_bad_shards(place, cli):

@@ -495,7 +495,16 @@ def test_steps_scale_the_warmup_and_a_rate_its_minimum():
     assert (paper.steps, paper.warmup_steps) == (60_000, 2_000)
     assert (short.warmup_steps, short.min_learning_rate) == (20, pytest.approx(1.2e-4))
     assert recipe("gpt2-124m+nonlinear-query").learning_rate == 3e-3
-    assert recipe("gpt2-124m+nonlinear-query").weight_decay == recipe("gpt2-124m+identity-query").weight_decay == 2**-5
+    first = recipe("gpt2-124m+identity-query:recipe=p1", steps=600)
+    assert (first.warmup_steps, first.schedule_steps) == (12, 3600)
+
+
+def test_the_identity_query_has_the_recipe_of_either_version_of_its_paper():
+    for base in ("gpt2-124m", "tiny", "small"):
+        assert recipe(f"{base}+identity-query").weight_decay == recipe(base).weight_decay == 0.1
+        first = f"{base}+identity-query:layers=0,1,recipe=p1"
+        assert recipe(first).weight_decay == recipe(f"{base}+nonlinear-query").weight_decay == 2**-5
+        assert preset(first) == preset(f"{base}+identity-query:layers=0,1")
 
 
 @pytest.mark.parametrize("text", ["fp32", "bf16", "bf16+compile", "fp32+eager", "bf16+compile+eager"])

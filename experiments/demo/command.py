@@ -10,11 +10,13 @@ from leanqkv.commands.compare import train_with_display
 from leanqkv.commands.options import DataOptions, Device, prepare
 from leanqkv.data import check_plan
 from leanqkv.environment import check_device
+from leanqkv.errors import LeanError
 from leanqkv.job import Job, check_out
 from leanqkv.presets import preset
 from leanqkv.progress import console, progress_bar
 from leanqkv.report import comparison_page
 from leanqkv.report.page import written
+from leanqkv.train.processes import in_torchrun
 
 from . import phases
 from .page import KIND, SCALE
@@ -34,6 +36,8 @@ def demo(out: Path, steps: int = 400, device: Device = None) -> None:
         steps: Optimizer steps of both models.
     """
     check_out(out, "demo")
+    if in_torchrun():
+        raise LeanError("a demo trains its small models in processes of its own; start it without torchrun")
     device = check_device(device)
     started = time.monotonic()
     if device == "cpu":

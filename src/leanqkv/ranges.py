@@ -88,7 +88,7 @@ RANGES: dict[str, Range] = {
     "devices": COUNT,
     "utilization": Range(1e-4, 1),
     **dict.fromkeys(("jobs", "workers"), Range(1, 1000, whole=True)),
-    "gpus_per_run": Range(0, 1, whole=True),
+    "gpus_per_run": Range(0, 1024, whole=True),
     "cpus_per_run": Range(1, 10_000, whole=True),
     **dict.fromkeys(("memory_per_run", "hours_per_run"), POSITIVE),
     "rounds": Range(1, 1_000_000, whole=True),

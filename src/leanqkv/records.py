@@ -69,12 +69,14 @@ BEGUN = {
     "micro_batch_size": (COUNT,),
     "hardware?": HARDWARE,
 }
+# Of tasks.json, beside a run's record.
+TASKS = {"tasks": {str: {"acc?": NUMBER}}}
 # Of compare.json.
 COMPARISON = {
     "baseline": str,
     "architectures": [str, ...],
     "groups": [[str, ...], ...],
-    "entries": {str: {"row": str}},
+    "entries": {str: {"row": str, "uptrain?": POSITIVE}},
     "seeds": [WHOLE, ...],
     "grid": ({"seed": WHOLE, "learning_rates": [POSITIVE, ...], "steps?": COUNT},),
     "recipe": {str: (NUMBER,)},

@@ -61,7 +61,8 @@ AXES: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         "MLP": ((), {"attention_skip": False}),
         "none": ((), {"attention_skip": False, "mlp_skip": False}),
     },
-    "depth": {"plain": ((), {}), "dense": (("denseformer",), {}), "gated": (("output-gate",), {})},
+    "depth": {"plain": ((), {}), "dense": (("denseformer",), {}), "gated": (("output-gate",), {})}
+    | {mode: ((f"hyper-connections:streams=2,mode={mode}",), {}) for mode in ("static", "dynamic", "mhc")},
 }
 Combination = dict[str, str]
 
@@ -91,6 +92,8 @@ def reason(combination: Combination) -> str | None:
     sharing, heads, value = (combination[axis] for axis in ("sharing", "heads", "value"))
     if combination["block"] != "serial" and combination["skips"] in ("attention", "MLP"):
         return "a parallel block has one skip"
+    if combination["depth"] in ("static", "dynamic", "mhc") and combination["skips"] != "both":
+        return "hyper-connections take the place of both skips"
     if heads == "MLA" and value == "keys":
         return "the latent already is key and value"
     if heads == "MLA" and sharing in ("skipkv1", "skipv0"):

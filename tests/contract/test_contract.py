@@ -64,13 +64,16 @@ def test_parameters_are_the_plans(variant: Variant) -> None:
 def test_every_parameter_gets_a_gradient(variant: Variant) -> None:
     torch.manual_seed(0)
     model = LeanForCausalLM(variant.config()).double().train()
-    if variant.config().norm_type in ("none", "dyt"):
-        randomize(model, std=0.3)  # without norms, little of a start so small reaches the last layer
+    if variant.config().norm_type in ("none", "dyt") or variant.config().hyper_connections:
+        # Without norms, little of a start so small reaches the last layer; scales of what starts as zero have none.
+        randomize(model, std=0.3)
     ids = tokens(4, 40)  # enough for every expert to be chosen
     model(input_ids=ids, labels=ids).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
+        if "mode=mhc" in str(variant) and name == "model.layers.0.attention_connection.residual":
+            continue  # its rows add up to one, and the streams are still equal
         # Float64 rounding leaves some 1e-17 of a gradient that is zero by construction.
         assert parameter.grad.abs().max() > 1e-10, name
 

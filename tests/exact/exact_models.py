@@ -40,6 +40,10 @@ def weights(config: LeanConfig, seed: int = 0) -> dict[str, Tensor]:
             drawn *= 1.0 if "embed_" in name else shape[-1] ** -0.5
         else:
             drawn = 0.3 * drawn + (0 if name.endswith("bias") else 1)
+        if name.endswith(("connection.pre", "connection.residual")):  # streams are averaged, not added up
+            drawn /= config.hyper_connections["streams"]
+        if name.endswith("connection.scale"):
+            drawn *= 0.1
         tensors[name] = drawn
     return tensors
 
@@ -207,6 +211,8 @@ def _scales_and_layers(draw: random.Random, fields: dict[str, Any]) -> dict[str,
     if "sliding_window" in fields:
         more["window_layers"] = some
         more |= {"window_rope_parameters": {"rope_theta": 100.0}} if rotary else {}
+    if fields["attention_skip"] and fields["mlp_skip"] and "depth_average" not in fields and draw.random() < 0.5:
+        more["hyper_connections"] = {"type": "hyper", "streams": 2, "mode": draw.choice(("static", "dynamic", "mhc"))}
     return more
 
 

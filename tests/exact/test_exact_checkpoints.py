@@ -28,6 +28,8 @@ CASES: dict[str, tuple[dict[str, Any], str, int | None]] = {
     "query and output": ({**SKIPLESS, **BIASES}, "query,output", None),
     "parallel output": ({**SKIPLESS, "block_type": "parallel"}, "output", None),
     "shared block": ({"num_hidden_groups": 1, "tie_word_embeddings": False}, "value", None),
+    "dynamic streams": ({"hyper_connections": {"type": "hyper", "streams": 2}}, "query", 1),
+    "mHC": ({"hyper_connections": {"type": "hyper", "streams": 2, "mode": "mhc"}, **BIASES}, "output", 0),
     "blocks": ({"norm_type": "rmsnorm", "key_value": {"type": "first_layer_values"}}, "block-diagonal", None),
     "rotary blocks": (
         {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}, **BIASES},

@@ -21,6 +21,8 @@ COMBINED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "skipv1:injection=pooling": (("skipv1:injection=pooling",), {}),
     "resformer:mode=per_token": (("resformer:mode=per_token",), {}),
     "nonlinear-query:anchor=linear": (("nonlinear-query:anchor=linear",), {}),
+    "hyper-connections:mode=static": (("hyper-connections:mode=static",), {}),
+    "hyper-connections:mode=mhc": (("hyper-connections:mode=mhc",), {}),
     "yoco:local=true": (("yoco:local=true",), {"sliding_window": 4}),
     "sliding_window": ((), {"sliding_window": 4}),
     "prefix": ((), {"mask_type": "prefix"}),

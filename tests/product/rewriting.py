@@ -104,12 +104,14 @@ def loss_of(model: LeanForCausalLM, remove: str, layers: Iterable[int] | None) -
 
 
 def projection(case: Case, slot: str) -> float:
-    """Of all layers without skips, of those that can lose it where not all can, and of the last of them with skips."""
-    skipless, skips = (case.model(std=LENGTH, **fields) for fields in (SKIPLESS, SKIPS))
-    every, possible = list(range(skipless.config.num_hidden_layers)), removable(skipless, slot)
-    attempts = [(skipless, every), (skipless, possible), (skips, removable(skips, slot)[-1:])]
-    if possible == every:
-        del attempts[1]
+    """Of all layers without skips, of those that can lose it where not all can, and of the last of them with skips;
+    hyper-connections always have those."""
+    skips = case.model(std=LENGTH, **SKIPS)
+    attempts = [(skips, removable(skips, slot)[-1:])]
+    if skips.config.hyper_connections is None:
+        skipless = case.model(std=LENGTH, **SKIPLESS)
+        every, possible = list(range(skipless.config.num_hidden_layers)), removable(skipless, slot)
+        attempts = [(skipless, every), *([(skipless, possible)] if possible != every else []), *attempts]
     return largest(case, (partial(loss_of, model, slot, layers) for model, layers in attempts if layers))
 
 

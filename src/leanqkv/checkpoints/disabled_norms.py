@@ -55,6 +55,8 @@ def why_not_folded(config: LeanConfig) -> str | None:
         return f"norm_offset is {config.norm_offset:g}, which is not treated"
     if config.norm_bias and config.mlp_type == "moe":
         return "mlp_type is 'moe', whose router has no bias to take the norm's"
+    if config.hyper_connections is not None:
+        return "hyper_connections norm the stream for mappings of their own, which nothing folds"
     for field in ("num_hidden_groups", "depth_average", "kv_lora_rank") if config.norm_bias else ():
         if (value := getattr(config, field)) is not None:
             return f"{field} is {value!r}, which is not treated"

@@ -66,7 +66,8 @@ class Stream:
         config = self.config
         reasons = []
         if config.attention_skip or config.mlp_skip:
-            reasons.append("skip connections carry the stream past them")
+            carriers = "skip connections" if config.hyper_connections is None else "hyper-connections"
+            reasons.append(f"{carriers} carry the stream past them")
         elif config.block_type != "serial":
             reasons.append("in a parallel block the outputs of attention and MLP are added")
         if config.num_hidden_groups and config.num_hidden_groups < config.num_hidden_layers:
@@ -99,6 +100,9 @@ def _possible_tensors(config: LeanConfig) -> Iterator[StreamTensor]:
             yield StreamTensor(f"{block}.self_attn.mixer.weight", before)
         for name in ("up_proj.weight", "gate_proj.weight", "router.weight", "experts.up_proj", "experts.gate_proj"):
             yield StreamTensor(f"{block}.mlp.{name}", middle if config.block_type == "serial" else before)
+        # Streams begin as copies, mix, and take the same outputs, so they have one basis. These read each of them.
+        yield StreamTensor(f"{block}.attention_connection.weight", before)
+        yield StreamTensor(f"{block}.mlp_connection.weight", middle)
         for name in ("weight", "bias"):
             yield StreamTensor(f"{block}.self_attn.o_proj.{name}", middle, writes=True, axis=0)
             yield StreamTensor(f"{block}.mlp.down_proj.{name}", after, writes=True, axis=0)

@@ -1,8 +1,10 @@
 """`leanqkv compare` and `report`."""
 
 import math
+import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +28,7 @@ from .options import (
     prepare,
     recipe_overrides,
 )
+from .texts import TaskScoring
 
 if TYPE_CHECKING:
     from ..compare.suite import Comparison
@@ -62,6 +65,7 @@ def compare(
     data: DataOptions,
     recipe: RecipeOptions,
     cluster: ClusterOptions,
+    tasks: TaskScoring,
     seeds: int | None = None,
     lr_grid: LearningRateGrid = None,
     grid_steps: int | None = None,
@@ -72,6 +76,7 @@ def compare(
     jobs: int | None = None,
     evaluate_every: int | None = None,
     evaluation_sequences: int | None = None,
+    shard: str | None = None,
 ) -> None:
     """Train several models on the same batches and seeds, and report paired differences.
 
@@ -85,6 +90,8 @@ def compare(
 
     leanqkv compare gpt2-124m gpt2-124m+skipv1 --launcher submitit --partition gpu --out runs/gpt2
 
+    torchrun --nproc-per-node 8 -m leanqkv compare llama-1b llama-1b+skipv1 --shard fsdp --out runs/llama
+
     Options:
         out: Directory of the comparison. Rerun to resume.
         suite: A suite by name, the same as giving its name alone.
@@ -93,39 +100,64 @@ def compare(
         _list: List the suites, and stop.
         seeds: Number of paired seeds. Default: the suite's, else 3.
         grid_steps: With --lr-grid: steps of the search, with a schedule of the same length.
-        jobs: Parallel runs. Default: one per core for small models on a CPU, else 1.
+        jobs: Parallel runs. Default: one per core for small models on a CPU, else 1. Under torchrun 1.
+        shard: fsdp: split weights and optimizer over the processes of torchrun, or of each job of --launcher submitit.
     """
-    check_out(out, "comparison")
+    if "RANK" not in os.environ:
+        check_out(out, "comparison")
     from ..compare.suites import choose
 
-    chosen = choose(names or [], suite, scale, base)
-    comparison = replace(
-        chosen,
-        seeds=tuple(range(seeds)) if seeds else chosen.seeds,
-        recipe=recipe_overrides(**vars(recipe)),
-        learning_rates=_search(lr_grid, grid_steps, recipe),
-        grid_steps=grid_steps,
-        context_length=context_length,
-        micro_batch_size=micro_batch_size,
-        evaluate_every=evaluate_every or chosen.evaluate_every,
-        command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
-    )
-    how = {"precision": precision, "device": device, "jobs": jobs, "cluster": cluster.chosen()}
-    _run(comparison, data, evaluation_sequences, out, **how)
+    def planned() -> "Comparison":
+        check_out(out, "comparison")
+        chosen = choose(names or [], suite, scale, base)
+        return replace(
+            chosen,
+            seeds=tuple(range(seeds)) if seeds else chosen.seeds,
+            recipe=recipe_overrides(**vars(recipe)),
+            learning_rates=_search(lr_grid, grid_steps, recipe),
+            grid_steps=grid_steps,
+            context_length=context_length,
+            micro_batch_size=micro_batch_size,
+            evaluate_every=evaluate_every or chosen.evaluate_every,
+            tasks=tuple(map(str.strip, tasks.tasks.split(","))) if tasks.tasks else chosen.tasks,
+            limit=tasks.limit,
+            command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
+        )
+
+    how: dict[str, Any] = {"precision": precision, "device": device, "jobs": jobs, "cluster": cluster.chosen()}
+    how |= {"include_path": tasks.include_path}
+    _run(planned, data, evaluation_sequences, shard, out, **how)
 
 
 def _run(
-    comparison: "Comparison", data: DataOptions, evaluation_sequences: int | None, out: Path, **options: Any
+    planned: Callable[[], "Comparison"],
+    data: DataOptions,
+    evaluation_sequences: int | None,
+    shard: str | None,
+    out: Path,
+    **options: Any,
 ) -> None:
-    """Train and compare on the data of the command line, or else on the comparison's own, and show the report."""
+    """Train and compare on the data of the command line, or else on the comparison's own, and show the report.
+
+    Of torchrun's processes the first one plans, and reads the data before the others do.
+    """
+    from ..compare.comparison import processes_of_a_run
+    from ..train.processes import first_decides, is_first
+
+    processes_of_a_run(options["cluster"], shard, options["device"], options["jobs"])
+    comparison = first_decides(planned)
     if data.data is None:
         data = replace(data, data=comparison.data, tokenizer=data.tokenizer or comparison.tokenizer)
-    prepared = prepare(data, [*comparison.configs.values()])
+    prepared = first_decides(lambda: prepare(data, [*comparison.configs.values()]))
+    if not is_first():  # another machine may have another cache
+        prepared = prepare(data, [*comparison.configs.values()])
     sequences = evaluation_sequences or prepared.evaluation_size(comparison.evaluation_sequences)
-    comparison = replace(comparison, evaluation_sequences=sequences)
+    comparison = replace(comparison, evaluation_sequences=sequences, shard=shard)
     if differing := comparison.recipe_differences:
         console.print(f"recipes: the models differ in {' and '.join(differing)}")
     train_with_display(comparison, prepared, out, **options)
+    if not is_first():
+        return
     from ..report.comparison_page import KIND
     from ..report.page import written
 

@@ -6,7 +6,7 @@ import torch
 from rich.table import Table
 
 from ..model.depth_average import DEFAULTS
-from ..model.mechanisms import KEY_VALUES, OUTPUT_GATES
+from ..model.mechanisms import CONNECTIONS, KEY_VALUES, OUTPUT_GATES
 from ..model.shapes import count_parameters
 from ..presets import BASES, MECHANISMS, MechanismPreset, preset
 from ..presets.edit import TABLES
@@ -41,7 +41,9 @@ def _options(mechanism: MechanismPreset) -> str:
     if "type" not in mechanism.spec:
         defaults = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
         return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in defaults.items())
-    cls = (TABLES | {"key_value": KEY_VALUES, "output_gate": OUTPUT_GATES})[mechanism.slot][mechanism.spec["type"]]
+    of_model = {"key_value": KEY_VALUES, "output_gate": OUTPUT_GATES, "hyper_connections": CONNECTIONS}
+    cls = (TABLES | of_model)[mechanism.slot][mechanism.spec["type"]]
     named = [f for f in fields(cls) if not isinstance(f.default, tuple)]  # a name cannot hold rows
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in named]
-    return ", ".join(options + (["layers=all"] if mechanism.slot in TABLES else []))
+    options += ["layers=all"] if mechanism.slot in TABLES else []
+    return ", ".join(options + [f"recipe={name}" for name in mechanism.recipes])

@@ -160,7 +160,7 @@ class ClusterOptions:
         launcher: local: by this command. submitit: each run is a job of a cluster, in the same --out.
         cluster: With submitit: slurm, or local for processes that outlive this command.
         partition: SLURM partition.
-        gpus_per_run: GPUs of a SLURM job.
+        gpus_per_run: GPUs of a job, each with a process that trains a part of the batch. With --device cpu: processes.
         cpus_per_run: CPUs of a SLURM job.
         memory_per_run: Memory of a SLURM job in GB.
         hours_per_run: With submitit: time limit of a job in hours. A longer run continues in another job.

@@ -1,6 +1,5 @@
 """Running a comparison: every architecture on every seed, on the same batches, several runs at a time on a CPU."""
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -26,21 +25,24 @@ from ..train import (
 )
 from ..train.directory import RECORD
 from ..train.micro_batch import fastest_precision, split_batch
+from ..train.processes import check_shard, connect, first_decides, in_torchrun, process_count
 from ..train.spec import RunSettings
 from ..train.tasks import Data, check_fit
 from .jobs import PlannedRun, Update, run_jobs
 from .launch import Cluster, Launcher
 from .places import as_begun, to_train_here
 from .suite import Comparison, shortened
+from .tasks import TaskRuns, Tasks, score_runs
+from .uptraining import converted_starts
 
 COMPARISON = "compare.json"
 # The fields of a comparison that compare.json has as they are.
 RECORDED = (
     *("title", "suite", "scale", "command"),
-    *("context_length", "evaluation_sequences", "evaluate_every", "micro_batch_size"),
+    *("context_length", "evaluation_sequences", "evaluate_every", "micro_batch_size", "shard"),
 )
-# What a later start may add to: models at the end of a group, and seeds.
-GROWING = ("architectures", "groups", "entries", "seeds")
+# What a later start may add to: models at the end of a group, seeds, and tasks to score.
+GROWING = ("architectures", "groups", "entries", "seeds", "tasks", "limit")
 NAME_MAX = 255  # of a directory on the file systems of Linux, macOS and Windows
 # Above this many parameters a CPU is used better by one run on all cores than by one run a core.
 SMALL_MODEL = 20_000_000
@@ -55,6 +57,7 @@ def run_comparison(
     device: str | None = None,
     jobs: int | None = None,
     cluster: Cluster | None = None,
+    include_path: Path | None = None,
     on_message: Callable[[str], None] = lambda text: None,
     on_jobs: Callable[[Sequence[PlannedRun]], None] = lambda jobs: None,
     on_update: Callable[[Update], None] = lambda update: None,
@@ -64,35 +67,47 @@ def run_comparison(
     Args:
         precision: "auto" times the candidates on the baseline once; every run then uses the same one.
         jobs: runs at a time. Default: on a CPU one for each core if the models are small, else one; of a cluster all.
-        cluster: whose jobs the runs are; None: they are processes of this command.
+        cluster: whose jobs the runs are; None: they are processes of this command, or all of torchrun's processes train
+            one run after another.
+        include_path: a folder with tasks of one's own, as `load_tasks` takes it.
 
     Raises:
         LeanError: names or data that do not fit, or `out` holds another comparison.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise LeanError("a comparison starts its own processes; under torchrun use `leanqkv train` for each model")
     needs("train", "accelerate")
     elsewhere = cluster is not None and cluster.elsewhere
     if not elsewhere:
         device = check_device(device)
+    processes = processes_of_a_run(cluster, comparison.shard, device, jobs)
+    other = [label for label, config in comparison.configs.items() if config.task != "causal_lm"]
+    if comparison.tasks and other:
+        raise LeanError(f"`tasks` are for models that predict the next token, and {other[0]} is not one; leave it out")
+    tasks = first_decides(lambda: Tasks.checked(comparison.tasks, comparison.limit, include_path))
     asked, recipes = parse_precision(precision), comparison.recipes
     context = comparison.context_length or min(c.max_position_embeddings for c in comparison.configs.values())
-    for label, config in comparison.configs.items():
-        check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
-        split_batch(recipes[label].batch_size, comparison.micro_batch_size, 1)  # refuses a batch that does not divide
     comparison = replace(comparison, context_length=context)
-    directory = _Directory(out, comparison, data.sha256, asked, device, jobs, elsewhere)
-    directory.begin()
-    launcher = None if cluster is None else Launcher(cluster, out)
+
+    def begun() -> _Directory:
+        for label, config in comparison.configs.items():
+            check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
+            split_batch(recipes[label].batch_size, comparison.micro_batch_size, processes)  # refuses what is left over
+        directory = _Directory(out, comparison, data.sha256, asked, device, jobs, elsewhere, processes)
+        directory.begin()
+        return directory
+
+    directory = first_decides(begun)
+    launcher = None if cluster is None else Launcher(cluster, out, comparison.shard)
     if launcher is not None and directory.precision is None:
         on_message("a job chooses micro-batch and precision")
         directory = launcher.wait_for(_settled, directory)
-    workers = directory.settle(on_message)
+    directory, workers = first_decides(lambda: (directory, directory.settle(on_message)))
     threads, settings = directory.content["threads"], {"device": device, "batches": out / "batches"}
+    torch.set_num_threads(threads)
 
     def train_all(todo: list[PlannedRun]) -> dict[Path, dict[str, Any]]:
         on_jobs(todo)
-        todo = sorted(todo, key=lambda job: not (job.out / RECORD).exists())  # finished ones first
+        done = first_decides(lambda: {job.out for job in todo if (job.out / RECORD).exists()})
+        todo = sorted(todo, key=lambda job: job.out not in done)
         if launcher is None:
             return run_jobs(todo, data, settings, workers, threads, on_update)
         at_once = jobs or len(todo) if elsewhere else workers
@@ -100,20 +115,52 @@ def run_comparison(
 
     rates = {label: recipe.learning_rate for label, recipe in recipes.items()}
     if comparison.learning_rates:
-        tried = product(rates, comparison.learning_rates)
-        grid = [as_begun(directory.job(label, comparison.grid_seed, rate, "grid")) for label, rate in tried]
-        rates = _best_rates(grid, train_all(grid))
-    directory.write(chosen_learning_rate=rates)
-    finals = [directory.job(label, seed, rates[label], "final") for seed in comparison.seeds for label in rates]
-    train_all(to_train_here(finals, directory.here, elsewhere, on_message))
+        tried = list(product(rates, comparison.learning_rates))
+        grid = first_decides(
+            lambda: [as_begun(directory.job(label, comparison.grid_seed, rate, "grid")) for label, rate in tried]
+        )
+        records = train_all(grid)
+        rates = first_decides(lambda: _best_rates(grid, records))
+    first_decides(lambda: directory.write(chosen_learning_rate=rates))
+    finals = {
+        (label, seed): directory.job(label, seed, rates[label], "final") for seed in comparison.seeds for label in rates
+    }
+    scratch = [job for (label, _), job in finals.items() if comparison.entries[label].uptrain is None]
+    train_all(first_decides(lambda: to_train_here(scratch, directory.here, elsewhere, on_message)))
+    if len(scratch) < len(finals):
+        started = first_decides(lambda: converted_starts(comparison, finals, out / "converted", on_message))
+        train_all(first_decides(lambda: to_train_here([*scratch, *started], directory.here, elsewhere, on_message)))
+    if tasks is not None:
+        scoring = (TaskRuns([job.out for job in finals.values()], tasks, comparison.shard), device)
+        if launcher is None:
+            score_runs(*scoring)
+        else:
+            launcher.wait_for(score_runs, *scoring)
 
 
-def default_jobs(device: str, parameters: int) -> int:
-    """Return how many runs to train at a time.
+def processes_of_a_run(cluster: Cluster | None, shard: str | None, device: str | None, jobs: int | None) -> int:
+    """Return of how many processes each run is, and connect them where they are those of torchrun.
 
-    Small models leave most of a core idle waiting for another, so each gets one core to itself.
+    Raises:
+        LeanError: torchrun's processes cannot train what is asked, or there are none.
     """
-    return available_cores() if device == "cpu" and parameters < SMALL_MODEL else 1
+    if in_torchrun() and cluster is not None:
+        raise LeanError("`launcher=submitit` starts the processes of each run; start the command without torchrun")
+    if in_torchrun() and jobs not in (None, 1):
+        raise LeanError(f"`jobs` is {jobs}: the processes of torchrun train one run at a time; leave it out")
+    if cluster is not None:
+        check_shard(shard)
+        return max(1, cluster.gpus)
+    connect(check_device(device), shard)
+    return process_count()
+
+
+def default_jobs(device: str, parameters: int, processes: int = 1) -> int:
+    """Return how many runs of so many processes to train at a time.
+
+    Small models leave most of a core idle waiting for another, so each process gets one core to itself.
+    """
+    return max(1, available_cores() // processes) if device == "cpu" and parameters < SMALL_MODEL else 1
 
 
 def slug(name: str) -> str:
@@ -128,6 +175,7 @@ class _Directory(Job):
         asked: the precision of the command line; None: the fastest.
         device: of the runs; None: the default one of the machine that they are made on.
         elsewhere: the runs are made on the machines of a cluster, not on this one.
+        processes: of each run.
     """
 
     def __init__(
@@ -139,6 +187,7 @@ class _Directory(Job):
         device: str | None,
         jobs: int | None,
         elsewhere: bool,
+        processes: int,
     ):
         """Read what an earlier start wrote, which may have had fewer models or seeds.
 
@@ -147,6 +196,7 @@ class _Directory(Job):
         """
         self.comparison, self.data_sha256 = comparison, data_sha256
         self.asked, self.device, self.jobs, self.elsewhere = asked, device, 1 if elsewhere else jobs, elsewhere
+        self.processes = processes
         super().__init__(out, self._plan(), COMPARISON)
         again = f"choose another `out` or delete {out}"
         self.claim("comparison", PLAN, again, ignored=("command", "title", "notes"), grows=self._grows)
@@ -163,6 +213,7 @@ class _Directory(Job):
             "groups": [[entry.label for entry in group] for group in comparison.groups],
             "entries": {
                 label: {"model": entry.model, "recipe": dict(entry.recipe), "row": entry.row}
+                | ({} if entry.uptrain is None else {"uptrain": entry.uptrain})
                 for label, entry in comparison.entries.items()
             },
             "seeds": list(comparison.seeds),
@@ -170,6 +221,7 @@ class _Directory(Job):
             "recipe": dict(comparison.recipe),
             "data_sha256": self.data_sha256,
             "notes": list(comparison.notes),
+            **({"tasks": list(comparison.tasks), "limit": comparison.limit} if comparison.tasks else {}),
             **({} if comparison.base is None else {"base": comparison.base}),
         }
 
@@ -242,11 +294,12 @@ class _Directory(Job):
         """
         device, comparison = self.device or default_device(), self.comparison
         largest = max(count_parameters(config).total for config in comparison.configs.values())
-        workers = min(comparison.runs, self.jobs or default_jobs(device, largest))
+        jobs = self.jobs or (1 if in_torchrun() else default_jobs(device, largest, self.processes))
+        workers = min(comparison.runs, jobs)
         # Kept, because sums in another number of threads round differently: a run goes on as it began.
         threads = torch.get_num_threads()  # of all cores, or what OMP_NUM_THREADS says
         if device == "cpu":
-            threads = min(threads, max(1, available_cores() // workers))
+            threads = min(threads, max(1, available_cores() // (workers * self.processes)))
         torch.set_num_threads(self.content.setdefault("threads", threads))
         if comparison.micro_batch_size is None:
             if "chosen_micro_batch_size" not in self.content:
@@ -268,7 +321,11 @@ class _Directory(Job):
         comparison, device = self.comparison, self.device or default_device()
         assert comparison.context_length is not None
         batch_size = comparison.recipes[label].batch_size
-        return Step(comparison.configs[label], batch_size, comparison.context_length, device, self.asked)
+        return Step(
+            *(comparison.configs[label], batch_size, comparison.context_length, device, self.asked),
+            shard=comparison.shard,
+            processes=self.processes,
+        )
 
     def job(self, label: str, seed: int, learning_rate: float, role: str) -> PlannedRun:
         """Return a run of the comparison, in the precision that is settled."""
@@ -291,7 +348,12 @@ class _Directory(Job):
 
 
 def _settled(directory: _Directory) -> _Directory:
-    """Settle a comparison in a job; its log has the messages."""
+    """Settle a comparison in a job; its log has the messages. Of several processes the first one does."""
+    connect(check_device(directory.device), directory.comparison.shard)
+    return first_decides(lambda: _settle_here(directory))
+
+
+def _settle_here(directory: _Directory) -> _Directory:
     elsewhere, directory.elsewhere = directory.elsewhere, False  # this is the machine of the runs
     directory.settle(print)
     if elsewhere:

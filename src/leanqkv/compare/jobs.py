@@ -20,10 +20,11 @@ from ..workers import children_ignore_interrupts, end_with_parent
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to be trained, and its directory."""
+    """A run to be trained, and its directory; `initial` is the checkpoint that it starts from, if any."""
 
     spec: RunSpec
     out: Path
+    initial: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ def run_jobs(
 
     if workers == 1:
         for job in jobs:
-            finish(job, train(job.spec, data, job.out, progress=partial(progress, job), **settings))
+            finish(
+                job, train(job.spec, data, job.out, initial=job.initial, progress=partial(progress, job), **settings)
+            )
         return records
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
@@ -100,4 +103,7 @@ def _start_worker(threads: int, steps: Any) -> None:
 
 
 def _work(index: int, job: PlannedRun, data: Data, settings: dict[str, Any]) -> dict[str, Any]:
-    return train(job.spec, data, job.out, progress=lambda *figures: _steps.put((index, *figures)), **settings)
+    def progress(*figures: Any) -> None:
+        _steps.put((index, *figures))
+
+    return train(job.spec, data, job.out, initial=job.initial, progress=progress, **settings)

@@ -2,11 +2,13 @@
 
 import importlib.util
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -17,7 +19,7 @@ from ..records import read_record
 from ..train import train
 from ..train.directory import claim, complete_checkpoints
 from ..train.tasks import Data
-from ..workers import children_ignore_interrupts
+from ..workers import children_ignore_interrupts, end_with_parent
 from .jobs import PlannedRun, Update
 
 # Where submitit writes what jobs print, and which job trains which run, in the comparison's directory.
@@ -35,7 +37,7 @@ class Cluster:
     Attributes:
         kind: "slurm", or "local" for processes of this machine.
         hours: of a job, after which it is stopped and started again.
-        gpus, cpus, memory_gb: of a job.
+        gpus, cpus, memory_gb: of a job. Each GPU has a process of its own, with which it trains the run.
         options: further parameters of SLURM by name, such as "partition" and "account".
 
     Raises:
@@ -64,18 +66,34 @@ class Cluster:
 
 
 class InJob:
-    """A function that runs in a job, and again in another one where that is stopped by the cluster."""
+    """A function that runs in a job, and again in another one where that is stopped by the cluster.
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any):
-        self.call = (function, arguments)
+    With `processes` that many call it, connected as those of torchrun are; the first one's result counts.
+    """
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, processes: int | None = None):
+        self.call, self.processes = (function, arguments), processes
 
     def __call__(self) -> tuple[Any, str | None]:
         """Return what the function returns, or its LeanError in words."""
-        function, arguments = self.call
+        if self.processes is None:
+            return _answer(*self.call)
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        config = LaunchConfig(
+            *(1, 1, self.processes),
+            rdzv_endpoint="localhost:0",
+            rdzv_backend="c10d",
+            run_id=uuid4().hex,
+            max_restarts=0,
+            monitor_interval=SECONDS,
+        )
         try:
-            return function(*arguments), None
-        except LeanError as error:
-            return None, str(error)
+            return elastic_launch(config, _in_process)(*self.call)[0]
+        except ChildFailedError as error:
+            print(error, file=sys.stderr)
+            sys.exit(1)  # as if it had died itself, so that another job goes on
 
     def checkpoint(self) -> Any:
         """Return what submitit is to submit where the job has to make room, or its time is up."""
@@ -84,30 +102,47 @@ class InJob:
         return DelayedSubmission(self)
 
 
+def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, str | None]:
+    try:
+        return function(*arguments), None
+    except LeanError as error:
+        return None, str(error)
+
+
+def _in_process(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, str | None]:
+    """Call a function in one process of several. An error of the first one ends the others by SystemExit."""
+    end_with_parent()
+    try:
+        return _answer(function, arguments)
+    except SystemExit:
+        return None, None
+
+
 def _train(job: PlannedRun, data: Data, settings: Mapping[str, Any], threads: int) -> None:
     torch.set_num_threads(threads)
-    train(job.spec, data, job.out, **settings)
+    train(job.spec, data, job.out, initial=job.initial, **settings)
 
 
 class Launcher:
     """Submits functions as jobs, whose files are under `out`."""
 
-    def __init__(self, cluster: Cluster, out: Path):
+    def __init__(self, cluster: Cluster, out: Path, shard: str | None = None):
         """Submit nothing yet."""
         import submitit
 
         self.cluster, self.folder = cluster, out / JOBS
+        self.processes = max(1, cluster.gpus) if cluster.gpus > 1 or shard is not None else None
         self.executor = submitit.AutoExecutor(self.folder, cluster=cluster.kind)
         settings: dict[str, Any] = {"timeout_min": max(1, round(60 * cluster.hours)), "name": f"leanqkv-{out.name}"}
         if cluster.kind == "slurm":
-            settings |= {"gpus_per_node": cluster.gpus, "cpus_per_task": cluster.cpus}
+            settings |= {"tasks_per_node": 1, "gpus_per_node": cluster.gpus, "cpus_per_task": cluster.cpus}
             settings |= {} if cluster.memory_gb is None else {"mem_gb": cluster.memory_gb}
             settings["slurm_additional_parameters"] = dict(cluster.options)
         self.executor.update_parameters(**settings)
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with children_ignore_interrupts():  # jobs of this machine go on after Ctrl-C, as those of another one do
-            return self.executor.submit(InJob(function, *arguments))
+            return self.executor.submit(InJob(function, *arguments, processes=self.processes))
 
     def wait_for(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function returns in a job.

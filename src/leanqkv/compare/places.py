@@ -65,7 +65,7 @@ def _first_of_seeds(finals: Sequence[PlannedRun], begun: Mapping[Path, dict[str,
 
 
 def _in_precision(job: PlannedRun, precision: str) -> PlannedRun:
-    return PlannedRun(replace(job.spec, precision=precision), job.out)
+    return PlannedRun(replace(job.spec, precision=precision), job.out, job.initial)
 
 
 def _precision(begun: Mapping[str, Any]) -> str:

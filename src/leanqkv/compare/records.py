@@ -13,7 +13,7 @@ import numpy as np
 from ..environment import place_of, same_place
 from ..errors import LeanError
 from ..files import RECORD_FORMAT
-from ..records import COMPARISON, RECORD, Misfit, check_shape, read_record, reading
+from ..records import COMPARISON, RECORD, TASKS, Misfit, check_shape, read_record, reading
 from .measure import LOSS, Measure, measure_of
 from .statistics import Curve, PairedDifference, paired_difference
 
@@ -28,6 +28,7 @@ class Run:
         final: outcomes at the end by name; empty while it runs and where it diverged.
         curves: outcomes during training, by name.
         diverged: step and reason, where it did.
+        tasks: accuracy on downstream tasks, where they were scored.
     """
 
     role: str
@@ -49,6 +50,7 @@ class Run:
     final: Mapping[str, float]
     curves: Mapping[str, Curve]
     diverged: tuple[int, str] | None
+    tasks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def measure(self) -> Measure:
@@ -105,6 +107,7 @@ class Run:
             "final": {} if loss is None else {name: float(value) for name, value in final.items()},
             "curves": {name: _curve(record["evaluations"], name) for name in ("loss", measure.evaluation)},
             "diverged": diverged,
+            "tasks": {},
         }
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name not in outcome}, **outcome)
 
@@ -178,6 +181,7 @@ class ComparisonRecord:
         base: of a suite, what its models are built on in place of its own base.
         grid: `seed` and `learning_rates` that each architecture was tried with before the final runs; `steps`, if those
             runs were shorter.
+        uptrained: by architecture, the share of the steps for which those train that continue their baseline.
     """
 
     title: str
@@ -193,6 +197,12 @@ class ComparisonRecord:
     chosen_learning_rate: Mapping[str, float] = field(default_factory=dict)  # empty until the search is done
     runs: Sequence[Run] = field(default=(), repr=False)
     base: str | None = None
+    uptrained: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def from_scratch(self) -> list[list[str]]:
+        """The groups without uptrained architectures."""
+        return [[name for name in names if name not in self.uptrained] for names in self.groups]
 
     @property
     def measure(self) -> Measure:
@@ -250,14 +260,18 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
     directory = Path(directory)
     plan = read_record(directory / "compare.json", COMPARISON, AGAIN)
     rows = {name: entry["row"] for name, entry in plan["entries"].items()}
+    uptrained = {name: entry["uptrain"] for name, entry in plan["entries"].items() if "uptrain" in entry}
     named = {field.name for field in fields(ComparisonRecord)} & plan.keys()
-    comparison = ComparisonRecord(**{name: plan[name] for name in named}, rows=rows)
+    comparison = ComparisonRecord(**{name: plan[name] for name in named}, rows=rows, uptrained=uptrained)
     runs: dict[Any, tuple[Path, Run]] = {}
     for path in sorted(directory.glob("runs/*/record.json")):
         with reading(path, AGAIN) as record:
             run = Run.from_record(record)
         if not comparison.asks_for(run):
             continue
+        if (scores := path.with_name("tasks.json")).exists():
+            figures = read_record(scores, TASKS, AGAIN)["tasks"]
+            run = replace(run, tasks={name: one["acc"] for name, one in figures.items() if "acc" in one})
         key = (run.role, run.name, run.seed, run.learning_rate if run.role == "grid" else None)
         if key in runs:
             raise LeanError(f"{path}: the same run as {runs[key][0]}; remove one of the two directories")

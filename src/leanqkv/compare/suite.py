@@ -24,26 +24,32 @@ class Entry:
         label: its name in tables and directories, unique in its comparison; by default the model's name.
         recipe: recipe fields that differ from the model's own.
         row: the line of the paper's table or figure that it stands for.
+        uptrain: it starts from its group's baseline of the same seed, converted by `skipv1` and `method=mean-v` (P3
+            section 5.1), and is trained for this share of the steps, without dropout. None: from random weights.
     """
 
     model: str
     label: str = ""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     row: str = ""
+    uptrain: float | None = None
 
     def __post_init__(self) -> None:
         if not self.label:
             object.__setattr__(self, "label", self.model)
 
     def full_recipe(self, overrides: Mapping[str, Any]) -> Recipe:
-        """Return the model's own recipe, changed as the entry says, then by `overrides`.
+        """Return the model's own recipe, changed as the entry says, then by `overrides`, then shortened by `uptrain`.
 
         Other steps than the entry's scale its warm-up and the length of its cosine along.
         """
         own = dict(self.recipe)
         if "steps" in overrides:
             own = shortened(own, own.get("steps", recipe(self.model).steps), overrides["steps"])
-        return recipe(self.model, **{**own, **overrides})
+        whole = recipe(self.model, **{**own, **overrides})
+        if self.uptrain is None:
+            return whole
+        return Recipe(**shortened(vars(whole), whole.steps, max(1, round(self.uptrain * whole.steps))))
 
 
 def shortened(fields: Mapping[str, Any], planned: int, steps: int) -> dict[str, Any]:
@@ -68,6 +74,8 @@ class Comparison(RunSettings):
         base: what the models of a suite are built on in place of its own base.
         notes: for the report, the choices that are ours.
         data, tokenizer: names of a data set and its tokenizer; None: the default corpus, a tokenizer trained on it.
+        tasks: of lm-eval, on which every trained model is scored; sets of them too.
+        limit: of the examples of each task.
         command: the command line that it was asked for with.
 
     Raises:
@@ -87,6 +95,8 @@ class Comparison(RunSettings):
     notes: tuple[str, ...] = ()
     data: str | None = None
     tokenizer: str | None = None
+    tasks: tuple[str, ...] = ()
+    limit: int | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -97,6 +107,8 @@ class Comparison(RunSettings):
         labels = [entry.label for entry in entries]
         if repeated := {label for label in labels if labels.count(label) > 1}:
             raise LeanError(f"{repeated.pop()} is named twice")
+        if self.learning_rates and any(entry.uptrain for entry in entries):
+            raise LeanError("`lr_grid` does not search the rate of uptrained models; leave it out")
         for name in {*self.recipe, *(("learning_rate",) if self.learning_rates else ())} - set(LENGTHS):
             if len({entry.recipe.get(name) for entry in entries}) > 1:
                 raise LeanError(f"the models of this comparison differ in {name.replace('_', ' ')}; leave it to them")
@@ -119,7 +131,8 @@ class Comparison(RunSettings):
     @property
     def recipe_differences(self) -> list[str]:
         """In what the recipes of a group's entries differ beside the peak of the learning rate."""
-        return recipe_differences([vars(self.recipes[entry.label]) for entry in group] for group in self.groups)
+        groups = [[entry.label for entry in group if entry.uptrain is None] for group in self.groups]
+        return recipe_differences([vars(self.recipes[label]) for label in group] for group in groups)
 
     @property
     def runs(self) -> int:

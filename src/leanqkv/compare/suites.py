@@ -14,6 +14,7 @@ Each is one file, suites/NAME.yaml. It holds `title`, `source`, `claims` and `st
           entries:                 # the first is the baseline; `suffix` and `recipe` may be an entry's own
           - {row: baseline}
           - {row: skipv1, add: +skipv1}
+          - {row: 10%, add: +skipv1, suffix: ", uptrained", uptrain: 0.1}  # from the baseline, as `Entry` says
     published:                     # fields of `Published`; numbers in quotes, so that no digit is lost
 """
 
@@ -43,6 +44,7 @@ def load_suite(file: Path) -> Suite:
                 "groups": tuple(_group(**group) for group in fields["groups"]),
                 "seeds": tuple(range(fields["seeds"])),
                 "notes": tuple(fields.get("notes", ())),
+                "tasks": tuple(fields.get("tasks", ())),
             },
         )
         for scale, fields in content["scales"].items()
@@ -61,8 +63,14 @@ def _group(
 ) -> Group:
     shared = recipe or {}
 
-    def entry(row: str = "", add: str = "", suffix: str = suffix, recipe: Mapping[str, Any] | None = None) -> Entry:
-        return Entry(base + add, (name or base) + add + suffix, {**shared, **(recipe or {})}, row)
+    def entry(
+        row: str = "",
+        add: str = "",
+        suffix: str = suffix,
+        recipe: Mapping[str, Any] | None = None,
+        uptrain: float | None = None,
+    ) -> Entry:
+        return Entry(base + add, (name or base) + add + suffix, {**shared, **(recipe or {})}, row, uptrain)
 
     return tuple(entry(**fields) for fields in entries)
 

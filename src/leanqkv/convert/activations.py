@@ -103,7 +103,7 @@ class Layers:
         Raises:
             LeanError: it is not finite.
         """
-        output, _, _ = block(stream, **self._arguments(layer), borrowed=borrowed)
+        output, *_ = block(stream, **self._arguments(layer), borrowed=borrowed)
         if not output.isfinite().all():
             raise LeanError(f"the activations after layer {layer} are not finite; is the source a trained model?")
         return output

@@ -90,6 +90,8 @@ def check_reads_the_stream(config: LeanConfig) -> None:
     ]
     if config.depth_average is not None:
         readers.append("its layers read averages over depth (depth_average)")
+    if config.hyper_connections is not None:
+        readers.append("its layers read mixtures of several streams (hyper_connections)")
     if readers:
         raise LeanError(
             f"{readers[0]}. A calibration follows the residual stream alone: use `to=skipv1` `method=mean-v`"

@@ -158,7 +158,7 @@ def remove_projections(
         if tensor is None or basis is None:
             return values
         if not tensor.writes:
-            return basis.read(values.flatten(0, -2)).view(values.shape)
+            return basis.read(values.reshape(-1, config.hidden_size)).view(values.shape)
         rows = values.movedim(tensor.axis, -1)
         return basis.write(rows.reshape(-1, rows.shape[-1])).view(rows.shape).movedim(-1, tensor.axis)
 

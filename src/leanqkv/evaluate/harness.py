@@ -58,7 +58,10 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> dict[s
             with _quiet():
                 found = manager.load([name])
         except Exception as error:  # lm-eval and datasets raise many kinds
-            raise LeanError(f"the task {name} cannot be loaded: {first_line(error)}") from None
+            raise LeanError(
+                f"the task {name} cannot be loaded: {first_line(error)}; without a network, give `include_path` FOLDER "
+                "with a task of that name that reads local files"
+            ) from None
         loaded = {kind: entries | found[kind] for kind, entries in loaded.items()}
     for name, task in loaded["tasks"].items():
         for reason, attribute in (("runs code that a model wrote", "UNSAFE_CODE"), ("shows images", "MULTIMODAL")):

@@ -2,5 +2,6 @@
 
 from .cache import allocate_cache
 from .decoder import Decoder, prepared
+from .eviction import EvictingCache
 
-__all__ = ["Decoder", "allocate_cache", "prepared"]
+__all__ = ["Decoder", "EvictingCache", "allocate_cache", "prepared"]

@@ -17,7 +17,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .cache import layer_type
-from .mechanisms import ATTENTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUT_GATES, OUTPUTS, QUERIES, TASKS, VALUES
+from .mechanisms import (
+    ATTENTIONS,
+    CONNECTIONS,
+    DEPTH,
+    KEY_VALUES,
+    KEYS,
+    MLPS,
+    OUTPUT_GATES,
+    OUTPUTS,
+    QUERIES,
+    TASKS,
+    VALUES,
+)
 from .plan import Plan, make_plan
 from .registry import ConfigError, by_kind, suggest
 
@@ -146,6 +158,8 @@ class LeanConfig(PreTrainedConfig):
         key_value: how heads are shared between layers, for example `{"type": "first_layer_values", "ratio": 0.5}`.
         output_gate: a gate of attention's heads before the output projection, `{"type": "sigmoid"}`; null: none.
         depth_average: DenseFormer's averages over depth, `{"dilation": 1, "period": 1}`; null: none.
+        hyper_connections: several streams in place of the skip connections, `{"type": "hyper", "streams": 4, "mode":
+            "dynamic"}`; null: none.
     Training:
         attention_dropout, hidden_dropout, embedding_dropout: active in training mode alone.
         initializer_range: standard deviation of the initial draws; scaled_residual_init: 1 / sqrt(2 L) of it for the
@@ -209,6 +223,7 @@ class LeanConfig(PreTrainedConfig):
     key_value: dict | None = None
     output_gate: dict | None = None
     depth_average: dict | None = None
+    hyper_connections: dict | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -503,6 +518,7 @@ class LeanConfig(PreTrainedConfig):
             MLPS[self.mlp_type],
             TASKS[self.task],
             *([] if self.depth_average is None else DEPTH.values()),
+            *([] if self.hyper_connections is None else CONNECTIONS.values()),
             by_kind,
         ]
         names, tree = {part.__name__ for part in used}, ast.parse(mechanisms)

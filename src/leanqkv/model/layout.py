@@ -207,6 +207,7 @@ class LayerPlan(BlockWeights):
     rope: str | None = None  # the field of the configuration with its rotary parameters; None: no rotary positions
     lends_mlp_hidden: bool = False
     averaged: tuple[int, ...] = ()  # DenseFormer: the outputs averaged after this block
+    connections: Any = None  # hyper-connections in place of its skip connections
     key_scales: tuple[tuple[int, float], ...] = ()  # layers whose keys it attends with: the factor they ask for
     score_scale: float = 1.0  # the factor that rotary positions ask for (MLA)
     attention_multiplier: float | None = None  # in place of 1 / sqrt(head_dim)

@@ -5,6 +5,7 @@ from typing import Any
 from .attention import LeanAttention
 from .attention_latent import LatentAttention
 from .depth_average import DepthAverage
+from .hyper_connections import HyperConnections
 from .images import Images
 from .keyvalue_borrowed_values import BorrowedValues
 from .keyvalue_first_layer_values import FirstLayerValues
@@ -79,4 +80,7 @@ TASKS: Table = {
 }
 DEPTH: Table = by_kind(
     DepthAverage,
+)
+CONNECTIONS: Table = by_kind(
+    HyperConnections,
 )

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from .layout import HeadCounts, LatentShape, LayerPlan, head_groups
-from .mechanisms import DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUT_GATES, OUTPUTS, QUERIES, VALUES
+from .mechanisms import CONNECTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUT_GATES, OUTPUTS, QUERIES, VALUES
 from .position import latent_score_scale
 from .registry import ConfigError, Projection, make_mechanism
 
@@ -100,7 +101,7 @@ def _make_layers(config) -> list[LayerPlan]:
         raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
     gate = config.output_gate
     output_gate = None if gate is None else make_mechanism(OUTPUT_GATES, "output_gate", gate)
-    averaged = _averaged(config, num_layers)
+    averaged, connections = _averaged(config, num_layers), _connections(config)
     layers = []
     for i in range(num_layers):
         query, key, value, output = (mechanisms[i] for mechanisms in chosen.values())
@@ -135,6 +136,7 @@ def _make_layers(config) -> list[LayerPlan]:
             rope=rope,
             lends_mlp_hidden=i + 1 < num_layers and chosen["query"][i + 1].reads_mlp,
             averaged=averaged.get(i, ()),
+            connections=connections,
             key_scales=tuple((source.layer, chosen["key"][source.layer].scale) for source in layout.keys),
             score_scale=latent_score_scale(config) if latent else 1.0,
             attention_multiplier=config.attention_multiplier,
@@ -163,6 +165,16 @@ def _averaged(config, num_layers: int) -> dict[int, tuple[int, ...]]:
     if reason := depth_average.clash(config.depth_average, num_layers):
         raise ConfigError(f"depth_average: {reason}")
     return depth_average.inputs_after(config.depth_average, num_layers)
+
+
+def _connections(config) -> Any:
+    """The hyper-connections of every layer; None: skip connections."""
+    if config.hyper_connections is None:
+        return None
+    connections = make_mechanism(CONNECTIONS, "hyper_connections", config.hyper_connections)
+    if reason := connections.clash(config, None):
+        raise ConfigError(f"hyper_connections: {reason}")
+    return connections
 
 
 def _in_layer(config, key: Projection, layer: int, heads: int, rope: str | None) -> Projection:

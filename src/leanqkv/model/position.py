@@ -206,6 +206,10 @@ def make_masks(
     """
     if isinstance(attention_mask, dict):
         return attention_mask
+    if getattr(past_key_values, "drops_tokens", False) and attention_mask is not None and not attention_mask.all():
+        raise ValueError(
+            "a cache that drops tokens does not know which of the rest are padding; give one prompt a call"
+        )
     given: dict[str, Any] = {
         "config": config,
         "inputs_embeds": inputs_embeds,

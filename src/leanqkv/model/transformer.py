@@ -35,6 +35,7 @@ class LeanBlock(GradientCheckpointingLayer):
 
     P1 section 4 and P4 sections 1-2 name the shapes: skipless, attention skip alone, parallel. The skips are those in
     brackets; a parallel block has one. `residual_multiplier` scales what a skip is added to, or stands in its place.
+    Hyper-connections take the place of the skips.
     Norms after a sublayer (`norm_placement`) act on its output: OLMo 2 (https://arxiv.org/abs/2501.00656) and, with
     those before it, Gemma 3 (https://arxiv.org/abs/2503.19786).
     """
@@ -50,6 +51,9 @@ class LeanBlock(GradientCheckpointingLayer):
             self.post_attention_layernorm = self._norm(before)
         self.attention_output_layernorm, self.mlp_output_layernorm = self._norm(after), self._norm(after)
         self.mlp = MLPS[config.mlp_type](config)
+        connections, place, serial = layer.connections, 2 * layer.layer, config.block_type == "serial"
+        self.attention_connection = connections.build(config, place) if connections else None
+        self.mlp_connection = connections.build(config, place + 1) if connections and serial else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def _norm(self, placements: set[str]) -> nn.Module:
@@ -57,26 +61,40 @@ class LeanBlock(GradientCheckpointingLayer):
         config = self.config
         return make_norm(config, config.hidden_size) if config.norm_placement in placements else nn.Identity()
 
-    def forward(self, hidden_states: Tensor, layer: LayerPlan, **kwargs) -> tuple[Tensor, KeyValues, Tensor]:
+    def forward(
+        self, hidden_states: Tensor, layer: LayerPlan, streams: Tensor | None = None, **kwargs
+    ) -> tuple[Tensor, KeyValues, Tensor, Tensor | None]:
         """One layer; arguments as LeanAttention.forward.
 
         Returns:
-            output [batch, positions, hidden_size]; the layer's own keys and values (see LeanAttention); what the MLP
-            hands out beside its output (see layers.py).
+            output [batch, positions, hidden_size], where there are several streams their mean; the layer's own keys
+            and values (see LeanAttention); what the MLP hands out beside its output (see layers.py); the streams.
         """
-        normed = self.input_layernorm(hidden_states)
+        stream = hidden_states
+        if layer.connections is not None:
+            stream = layer.connections.spread(hidden_states) if streams is None else streams
+        read, write = self._connected(stream, self.attention_connection, self.config.attention_skip)
+        normed = self.input_layernorm(read)
         attended, _, key_values = self.self_attn(normed, layer, **kwargs)
         attended = self._scaled(self.attention_output_layernorm(attended))
         if self.config.block_type == "serial":
-            hidden_states = hidden_states + attended if self.config.attention_skip else attended
-            output, mlp_aux = self.mlp(self.post_attention_layernorm(hidden_states))
-            output = self._scaled(self.mlp_output_layernorm(output))
-            return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux
-        if self.config.block_type == "parallel":
-            normed = self.post_attention_layernorm(hidden_states)
-        output, mlp_aux = self.mlp(normed)
-        output = attended + self._scaled(output)
-        return hidden_states + output if self.config.mlp_skip else output, key_values, mlp_aux
+            read, write = self._connected(write(attended), self.mlp_connection, self.config.mlp_skip)
+            output, mlp_aux = self.mlp(self.post_attention_layernorm(read))
+            stream = write(self._scaled(self.mlp_output_layernorm(output)))
+        else:
+            if self.config.block_type == "parallel":
+                normed = self.post_attention_layernorm(read)
+            output, mlp_aux = self.mlp(normed)
+            stream = write(attended + self._scaled(output))
+        if layer.connections is None:
+            return stream, key_values, mlp_aux, None
+        return stream.mean(-2), key_values, mlp_aux, stream
+
+    def _connected(self, stream: Tensor, connection: nn.Module | None, skip: bool) -> tuple[Tensor, Callable]:
+        """What a sublayer reads of the stream, and a function from its output to the stream after it."""
+        if connection is not None:
+            return connection(stream)
+        return stream, lambda output: stream + output if skip else output
 
     def _scaled(self, output: Tensor) -> Tensor:
         """Return the output of a sublayer, which is added to the residual stream."""
@@ -290,12 +308,13 @@ class LeanModel(LeanPreTrainedModel):
         experts. Keys and values that a later layer borrows are carried along in `borrowed`."""
         lenders = self.plan.lenders
         borrowed: dict[int, KeyValues] = {}
-        mlp_hidden = None
+        mlp_hidden = streams = None
         outputs, router_logits = [hidden_states], []
         for layer in self.layers_to_run():
-            hidden_states, key_values, mlp_aux = self.layers[layer.block](
+            hidden_states, key_values, mlp_aux, streams = self.layers[layer.block](
                 hidden_states,
                 layer,
+                streams,
                 attention_mask=masks[layer.window],
                 position_embeddings=position_embeddings,
                 borrowed=borrowed,

@@ -22,14 +22,15 @@ class Base:
 class MechanismPreset:
     """A mechanism: the part of the model it decides, what it sets there, and the recipe fields that change with it.
 
-    mechanisms.yaml says what its fields mean.
+    mechanisms.yaml says what its fields mean, of which `recipes` may be chosen by name, `identity-query:recipe=p1`.
     """
 
     slot: str
     spec: Mapping[str, Any]
     summary: str
     source: str
-    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    recipes: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 _SIZES, _MECHANISMS = (read_yaml(Path(__file__).with_name(name)) for name in ("sizes.yaml", "mechanisms.yaml"))

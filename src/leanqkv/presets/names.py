@@ -1,7 +1,7 @@
 """The name of a model, `BASE+MECHANISM:option=value+field=value`, and the configuration it stands for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
@@ -23,6 +23,7 @@ _MODEL_SLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "latent": ("the latent's widths", ("kv_lora_rank", "qk_rope_head_dim")),
     "output_gate": ("the gate of attention's output", ("output_gate",)),
     "depth_average": ("the averages over depth", ("depth_average",)),
+    "hyper_connections": ("the connections between layers", ("hyper_connections",)),
 }
 
 
@@ -32,32 +33,38 @@ LISTS = ("layers", "columns", "window_layers", "rope_layers")
 
 @dataclass(frozen=True)
 class ModelName:
-    """The parts of a name: the base, the mechanisms with their options, and the fields set by hand."""
+    """The parts of a name: the base, the mechanisms with their options, the fields set by hand, and recipes chosen."""
 
     base: str
     mechanisms: tuple[tuple[str, Options], ...]
     overrides: Options
+    recipes: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_name(name: str) -> ModelName:
     """Read `BASE+MECHANISM+...`; each part after the base is a mechanism or a configuration field, `field=value`.
 
     Raises:
-        LeanError: an unknown base or mechanism (the nearest names are offered), or an option without a value.
+        LeanError: an unknown base, mechanism or recipe (the nearest names are offered), or an option without a value.
     """
     base, *parts = name.split("+")
     if base not in BASES:
         raise LeanError(f"unknown base {base!r} in {name!r}: {suggest(base, BASES)}")
-    mechanisms, overrides = [], []
+    mechanisms, overrides, recipes = [], [], {}
     for part in parts:
         head, _, options = part.partition(":")
         if "=" in head:
             overrides.extend(_parse_options(part, name))
         elif head in MECHANISMS:
-            mechanisms.append((head, tuple(_parse_options(options, name))))
+            given, known = dict(_parse_options(options, name)), MECHANISMS[head].recipes
+            if known and (chosen := given.pop("recipe", None)) is not None:
+                if chosen not in known:
+                    raise LeanError(f"{head} has no recipe {chosen!r} in {name!r}: {suggest(str(chosen), known)}")
+                recipes[head] = chosen
+            mechanisms.append((head, tuple(given.items())))
         else:
             raise LeanError(f"unknown mechanism {head!r} in {name!r}: {suggest(head, MECHANISMS)}")
-    return ModelName(base, tuple(mechanisms), tuple(overrides))
+    return ModelName(base, tuple(mechanisms), tuple(overrides), recipes)
 
 
 def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:

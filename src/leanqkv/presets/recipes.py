@@ -45,7 +45,7 @@ class Recipe:
 
 
 # (base, mechanisms) -> recipe fields: each model's best learning rate in the sweep of results/quickstart, where it is
-# not the base's.
+# not the base's; of the identity query at the weight decay of P1's first version.
 TUNED: dict[tuple[str, frozenset[str]], dict[str, Any]] = {
     ("tiny", frozenset({"identity-query"})): {"learning_rate": 4e-3, "min_learning_rate": 4e-4},
     ("tiny", frozenset({"skipv1"})): {"learning_rate": 3e-3, "min_learning_rate": 3e-4},
@@ -57,7 +57,7 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     """Return how the papers train `name`: the base's recipe, changed as its mechanisms ask for, then overridden.
 
     For `tiny` the learning rates come from a committed sweep (`results/quickstart`), see `TUNED`. A different number of
-    `steps` scales the warm-up, and another `learning_rate` the minimum, unless these are given too.
+    `steps` scales warm-up and cosine, and another `learning_rate` the minimum, unless these are given too.
 
     Raises:
         LeanError: unknown names, or numbers that `Recipe` refuses.
@@ -69,11 +69,15 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     own = Recipe(**BASES[parsed.base].recipe)
     mechanisms = [mechanism for mechanism, _ in parsed.mechanisms]
     for mechanism in mechanisms:
-        own = replace(own, **MECHANISMS[mechanism].recipes.get(parsed.base, {}))
+        data = MECHANISMS[mechanism]
+        by_base = data.recipes[parsed.recipes[mechanism]] if mechanism in parsed.recipes else data.recipe
+        own = replace(own, **by_base.get(parsed.base, {}))
     own = replace(own, **TUNED.get((parsed.base, frozenset(mechanisms)), {}))
     scaled: dict[str, Any] = {}
     if "steps" in overrides:
         scaled["warmup_steps"] = round(own.warmup_steps * overrides["steps"] / own.steps)
+        if own.schedule_steps is not None:
+            scaled["schedule_steps"] = round(own.schedule_steps * overrides["steps"] / own.steps)
     if "learning_rate" in overrides:
         scaled["min_learning_rate"] = overrides["learning_rate"] * (own.min_learning_rate / own.learning_rate)
     return replace(own, **{**scaled, **overrides})

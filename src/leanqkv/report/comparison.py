@@ -11,11 +11,11 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from ..compare.records import ComparisonRecord, Result
-from ..compare.statistics import standard_deviation
 from ..compare.trend import FRACTIONS, FURTHER, trend
 from ..presets import recipe_differences
+from .after_training import task_tables, uptraining_tables
 from .papers import suite_claims, suite_tables
-from .text import ABSENT, Table, compact, listed, percent, seeds, signed, with_interval
+from .text import ABSENT, Table, compact, listed, mean_with_deviation, percent, seeds, signed, with_interval
 
 # Fewer are warned of: at two seeds Student's t is 12.7, at three 4.3.
 ENOUGH_SEEDS, ENOUGH_INPUTS = 3, 64
@@ -57,7 +57,7 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
     """Return what makes the differences weak evidence: unlike runs, learning rates, few seeds, few sequences."""
     lines, searched = _unlike_runs(comparison), comparison.grid
     by_name = {result.name: result for result in comparison.results}
-    groups = [{rate for name in names if (rate := by_name[name].learning_rate)} for names in comparison.groups]
+    groups = [{rate for name in names if (rate := by_name[name].learning_rate)} for names in comparison.from_scratch]
     rates = listed([f"{rate:g}" for rate in sorted(set().union(*groups))])
     if any(len(group) > 1 for group in groups):
         each = "each is the best of its search" if searched else "none was searched"
@@ -66,7 +66,7 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
         lines.append(f"The learning rate ({rates}) was not searched. Another may favor another model.")
     recipes = {name: result.any_run.recipe for name, result in by_name.items() if result.any_run is not None}
     if differing := recipe_differences(
-        [recipes[name] for name in names if name in recipes] for names in comparison.groups
+        [recipes[name] for name in names if name in recipes] for names in comparison.from_scratch
     ):
         lines.append(f"Recipes differ in {listed(differing)}. Part of a difference may come from them.")
     if searched and (steps := searched.get("steps")):
@@ -93,7 +93,7 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
 def terminal_report(comparison: ComparisonRecord) -> RenderableType:
     """Return the result in 100 columns; of a suite also the papers' numbers beside it and its outcomes."""
     parts: list[RenderableType] = [terminal_table(comparison)]
-    for table in [*length_tables(comparison), *suite_tables(comparison)]:
+    for table in further_tables(comparison):
         rows = [[_folded(name), *cells] for name, *cells in table.rows]
         parts += ["", replace(table, rows=rows).terminal()]
     if claims := suite_claims(comparison):
@@ -122,7 +122,7 @@ def markdown(comparison: ComparisonRecord) -> str:
     """Return the same tables for GitHub."""
     result = result_table(comparison)
     parts = [result.markdown(), f"{result.note}\n"]
-    for table in [*length_tables(comparison), *suite_tables(comparison)]:
+    for table in further_tables(comparison):
         parts += [f"{table.title}\n", table.markdown()]
         parts += [f"{table.note}\n"] if table.note else []
     if claims := suite_claims(comparison):
@@ -130,16 +130,23 @@ def markdown(comparison: ComparisonRecord) -> str:
     return "\n".join(parts)
 
 
+def further_tables(comparison: ComparisonRecord) -> list[Table]:
+    """Return what there is beside the result: by length, uptrained models, downstream tasks, the papers' numbers."""
+    own = [*length_tables(comparison), *uptraining_tables(comparison), *task_tables(comparison)]
+    return own + suite_tables(comparison)
+
+
 def length_tables(comparison: ComparisonRecord) -> list[Table]:
     """Return how each difference changes with the tokens trained on; nothing where too few lengths were evaluated."""
     rows = []
     for result in comparison.results:
-        if result.baseline is None or not comparison.measure.is_loss:
+        if result.baseline is None or result.name in comparison.uptrained or not comparison.measure.is_loss:
             continue
         if (found := trend(result.curves(), result.baseline.curves())) is not None:
             cells = [*found.differences, found.per_doubling, found.further]
             rows.append([f"`{result.name}`", *(with_interval(cell) for cell in cells)])
-    tokens = {run.tokens for run in comparison.finals if run.loss is not None}
+    whole_runs = [run for run in comparison.finals if run.name not in comparison.uptrained]
+    tokens = {run.tokens for run in whole_runs if run.loss is not None}
     if not rows or len(tokens) != 1:
         return []
     whole = tokens.pop()
@@ -221,7 +228,7 @@ def _unlike_runs(comparison: ComparisonRecord) -> list[str]:
         lines.append("The runs did not all use the same data; their losses cannot be compared.")
     groups = [
         [run for result in comparison.results if result.name in names for run in result.finals.values()]
-        for names in comparison.groups
+        for names in comparison.from_scratch
     ]
     for seed in comparison.seeds:
         if any(len({run.batch_plan["sha256"] for run in runs if run.seed == seed}) > 1 for runs in groups):
@@ -237,7 +244,7 @@ def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
     pairs = len(difference.by_seed) if difference else 0
     remark = "" if pairs == len(comparison.seeds) else f"\n{seeds(pairs)}"
     states = [result.state(seed) for seed in comparison.seeds]
-    scores = [_mean_and_deviation(list(result.scores.values()))] if result.scores else []
+    scores = [mean_with_deviation(list(result.scores.values()))] if result.scores else []
     scores += [f"{states.count(state)} {state}" for state in ("diverged", "missing") if state in states]
     speeds = [run.tokens_per_second for run in result.finals.values() if run.loss is not None and run.tokens_per_second]
     return [
@@ -249,9 +256,3 @@ def _result_cells(comparison: ComparisonRecord, result: Result) -> list[str]:
         ABSENT if result.learning_rate is None else f"{result.learning_rate:g}",
         f"{np.mean(speeds):,.0f}" if speeds else ABSENT,
     ]
-
-
-def _mean_and_deviation(values: Sequence[float]) -> str:
-    """`3.9050 (0.0071)`; ± is kept for intervals."""
-    deviation = standard_deviation(values)
-    return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ({deviation:.4f})")

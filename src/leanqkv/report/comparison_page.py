@@ -11,9 +11,12 @@ from ..compare.records import AGAIN, ComparisonRecord, Result, load_comparison
 from ..compare.statistics import Band, average, difference_curve, paired_difference
 from . import comparison as text
 from . import figures
+from .after_training import mean_accuracies, task_tables, uptraining_series, uptraining_tables
 from .page import Code, Figure, Kind, Note, Page, Section
 from .papers import suite_claims, suite_tables
 from .text import ABSENT, Table, listed, signed
+
+UPTRAINING = "Level lines are the losses of whole runs from random weights; the points are models uptrained so long."
 
 
 def page(comparison: ComparisonRecord) -> Page:
@@ -39,6 +42,7 @@ def page(comparison: ComparisonRecord) -> Page:
         [
             Section("Result", [result, *warnings, Note(unit)]),
             *(Section(table.title, [table]) for table in text.length_tables(comparison)),
+            *(Section(table.title, [table]) for table in (*uptraining_tables(comparison), *task_tables(comparison))),
             Section("Beside the papers", papers),
             Section("Figures", [*_figures(comparison)]),
             Section("How it was measured", measured),
@@ -67,7 +71,8 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
         title = f"{capital} during training"
         yield Figure(drawing, f"Lines are means over seeds.{figures.edge_note(series)}", title)
     # Of losses alone: an accuracy begins near zero for every model.
-    compared = {one.name: (one.curves(), one.baseline.curves()) for one in results if one.baseline and measure.is_loss}
+    alike = [one for one in results if one.baseline and one.name not in comparison.uptrained]
+    compared = {one.name: (one.curves(), one.baseline.curves()) for one in alike if one.baseline and measure.is_loss}
     styles = {result.name: result.style for result in results}
     curves = {name: difference_curve(*pair) for name, pair in compared.items()}
     if series := [figures.Series(name, styles[name], points) for name, points in curves.items() if points]:
@@ -79,6 +84,18 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
             + (" Wide bands of early evaluations may be cut off." if max(pairs.values()) > 1 else ""),
             f"Difference to {_baseline(comparison)}",
         )
+    for number, series in enumerate(uptraining_series(comparison)):
+        names = ("uptraining, share of the steps of a whole run in percent", "validation loss")
+        drawing = figures.measured_lines(f"uptraining-{number}", series, *names, UPTRAINING, from_zero=False)
+        yield Figure(
+            drawing,
+            f"{UPTRAINING} Bands reach from the lowest to the highest seed.",
+            f"Uptraining of {series[0].label}",
+        )
+    if accuracies := mean_accuracies(comparison):
+        bars = {name: {"mean accuracy": value} for name, value in accuracies.items()}
+        drawing = figures.stacked_bars("tasks", bars, "mean accuracy, %", "Bars: mean accuracy, one per architecture.")
+        yield Figure(drawing, "The mean over tasks, each with the same weight, and over seeds.", "Downstream tasks")
     if series := [*_search(comparison)]:
         yield Figure(
             figures.learning_rate_grid("grid", series),
@@ -99,6 +116,8 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
 
 def _training_curves(comparison: ComparisonRecord) -> Iterator[figures.Series]:
     for result in comparison.results:
+        if result.name in comparison.uptrained:
+            continue
         diverged = [(run.diverged[0], run.scores) for run in result.finals.values() if run.diverged]
         ends = [(step, max(scores.items(), default=(0, math.inf))[1]) for step, scores in diverged]
         if (points := average(result.curves())) or ends:

@@ -16,6 +16,7 @@ from ..compare.records import ComparisonRecord, Result, Run
 from ..compare.statistics import paired_difference
 from ..compare.suite import PAPER, Published
 from ..compare.suites import SUITES
+from ..evaluate.harness import TASK_SETS
 from .text import ABSENT, Table, compact, listed, plus_minus, signed
 
 HEADERS = ("model", "published", "published difference\nto its baseline", "difference here")
@@ -48,6 +49,22 @@ METRICS: dict[str, Metric] = {
     "non-embedding parameters, millions": Metric(lambda run: run.parameters["non_embedding"] / 1e6, 3, trained=False),
     "KV bytes per token": Metric(lambda run: run.kv_bytes, 0, trained=False),
 }
+
+
+def _accuracy(tasks: Sequence[str]) -> Metric:
+    """The mean accuracy on these tasks in percent; of a run that was not scored on all of them None."""
+
+    def of(run: Run) -> float | None:
+        scores = [run.tasks[task] for task in tasks if task in run.tasks]
+        return 100 * sum(scores) / len(tasks) if len(scores) == len(tasks) else None
+
+    return Metric(of, 1)
+
+
+NINE_TASKS = TASK_SETS["p3"]
+SEVEN_TASKS = tuple(task for task in NINE_TASKS if task not in ("boolq", "rte"))
+METRICS |= {f"{task} accuracy, %": _accuracy([task]) for task in NINE_TASKS}
+METRICS |= {f"mean accuracy of {len(tasks)} tasks, %": _accuracy(tasks) for tasks in (SEVEN_TASKS, NINE_TASKS)}
 
 
 def suite_claims(comparison: ComparisonRecord) -> list[str]:

@@ -5,11 +5,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
+import numpy as np
 from rich import box
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from ..compare.statistics import PairedDifference
+from ..compare.statistics import PairedDifference, standard_deviation
 
 ABSENT = "–"
 
@@ -63,6 +64,12 @@ def signed(value: float, digits: int = 4) -> str:
 def plus_minus(text: str, width: float | None, form: str = ".4f") -> str:
     """Return a number that is written already, and how far it may be off where that is known: −0.0211 ± 0.0013."""
     return text if width is None else f"{text} ± {width:{form}}"
+
+
+def mean_with_deviation(values: Sequence[float]) -> str:
+    """Return the mean and the sample's standard deviation: 3.9050 (0.0071); ± is kept for intervals."""
+    deviation = standard_deviation(values)
+    return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ({deviation:.4f})")
 
 
 def with_interval(difference: PairedDifference | None, digits: int = 4, remark: str = "") -> str:

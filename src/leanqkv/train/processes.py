@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import LeanError, needs
@@ -25,6 +26,11 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def in_torchrun() -> bool:
+    """Whether a launcher such as torchrun started this process, alone or among others."""
+    return "LOCAL_RANK" in os.environ
+
+
 def check_shard(shard: str | None) -> None:
     """Raise a LeanError about an unknown shard mode."""
     if shard not in (None, "fsdp"):
@@ -40,7 +46,7 @@ def connect(device: str, shard: str | None = None) -> None:
     """
     accelerate = needs("train", "accelerate")
     check_shard(shard)
-    if shard is not None and "LOCAL_RANK" not in os.environ:
+    if shard is not None and not in_torchrun():
         raise LeanError(
             "`shard` splits a model over the processes of torchrun; start it with torchrun "
             "--nproc-per-node N -m leanqkv"
@@ -49,6 +55,11 @@ def connect(device: str, shard: str | None = None) -> None:
         return
     if device not in ("cpu", "cuda"):
         raise LeanError(f"several processes train on cpu or cuda, found `device={device}`; start one process")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device == "cuda" and here > (found := torch.cuda.device_count()):
+        raise LeanError(
+            f"{here} processes on this machine need a GPU each, found {found}; start {found}, or `device=cpu`"
+        )
     # Trainer goes on with the process group that it finds.
     accelerate.PartialState(cpu=device == "cpu", timeout=PATIENCE)
 

@@ -26,6 +26,7 @@ class RunSettings:
             the whole batch, or a process's part of it.
         evaluation_sequences: how many sequences of the validation text, or images of the test split, are evaluated.
         evaluate_every: steps between evaluations, which are checkpoints too.
+        shard: "fsdp": weights, gradients and optimizer state are split over the processes; None: each has all.
 
     Raises:
         LeanError: a number outside of its range.
@@ -35,6 +36,7 @@ class RunSettings:
     micro_batch_size: int | None = None
     evaluation_sequences: int = DEFAULT_EVALUATION
     evaluate_every: int = 50
+    shard: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -51,7 +53,6 @@ class RunSpec(RunSettings):
         distillation_temperature: what both models' logits are divided by for the divergence.
         only_changed: train only the parameters that differ from the teacher's.
         norm_schedule: after which steps which norms of the model are removed; None: all stay (norm_removal.py).
-        shard: "fsdp": weights, gradients and optimizer state are split over the processes; None: each has all.
     """
 
     name: str
@@ -72,7 +73,6 @@ class RunSpec(RunSettings):
     distillation_temperature: float = 1.0
     only_changed: bool = False
     norm_schedule: list[tuple[int, str]] | None = None
-    shard: str | None = None
 
     @property
     def log_interval(self) -> int:

@@ -1,0 +1,70 @@
+"""Entries of a comparison that continue their baseline, converted to first-layer values, for a share of its steps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ..checkpoints.open import open_checkpoint
+from ..checkpoints.tensors import weights_hash
+from ..convert.conversion import REPORT, Conversion
+from ..errors import LeanError
+from ..files import read_json, remove
+from ..model.config import LeanConfig
+from ..train.directory import RECORD
+from .jobs import PlannedRun
+from .suite import Comparison
+
+# P3 section 5.1: every two value heads of the layers beyond the first are averaged.
+METHOD = {"to": "skipv1", "method": "mean-v"}
+
+
+def converted_starts(
+    comparison: Comparison,
+    finals: Mapping[tuple[str, int], PlannedRun],
+    directory: Path,
+    on_message: Callable[[str], None],
+) -> list[PlannedRun]:
+    """Return the runs of the uptrained entries, each with the converted baseline of its seed, which is written first.
+
+    A seed whose baseline has not been trained, or has diverged, is left out and said.
+
+    Args:
+        finals: every final run by label and seed.
+        directory: of the converted checkpoints.
+
+    Raises:
+        LeanError: the conversion of a group's baseline is not the model of its entry.
+    """
+    jobs, left_out = [], {}
+    for group in comparison.groups:
+        for entry in group:
+            for seed in comparison.seeds if entry.uptrain is not None else ():
+                source, job = finals[group[0].label, seed], finals[entry.label, seed]
+                if not (source.out / RECORD).exists() or not (source.out / "config.json").exists():
+                    left_out[source.out.name] = (
+                        f"{source.out.name} has no model yet, from which others of its seed start"
+                    )
+                    continue
+                jobs.append(_from(job, _converted(source.out, directory / source.out.name), entry.label))
+    for text in left_out.values():
+        on_message(text)
+    return jobs
+
+
+def _converted(source: Path, out: Path) -> Path:
+    """Convert a checkpoint, unless that has been done."""
+    digest = weights_hash(source)
+    if out.exists() and read_json(out / REPORT).get("source_sha256") != digest:
+        remove(out)
+    if not out.exists():
+        Conversion(open_checkpoint(source), **METHOD).write(out, about={"source_sha256": digest})
+    return out
+
+
+def _from(job: PlannedRun, initial: Path, label: str) -> PlannedRun:
+    """Return a run that starts from a checkpoint, without dropout (P3 appendix B.1)."""
+    converted, planned = open_checkpoint(initial).config, LeanConfig(**job.spec.config)
+    if converted.plan != planned.plan:
+        raise LeanError(f"{label} cannot be uptrained: its baseline is converted to skipv1, which is another model")
+    fields = {name: value for name, value in converted.as_overrides().items() if not name.endswith("_dropout")}
+    return replace(job, spec=replace(job.spec, config=fields, initial_sha256=weights_hash(initial)), initial=initial)
