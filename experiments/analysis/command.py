@@ -54,6 +54,8 @@ def analysis(
         probe_rates: Learning rates, separated by commas; every layer's probe gets its best one.
     """
     if not models:
+        if not (out / KIND.file).exists():
+            raise LeanError(f"name the directories of models; {out} holds no {KIND.file} to draw again without them")
         page = KIND.write(out)
         console.print(KIND.show(out))
         console.print(written(page), soft_wrap=True)
