@@ -32,7 +32,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/leanqkv demo --out runs/demo
+	$(BIN)/python -m experiments.demo --out runs/demo
 
 real: setup
 	$(BIN)/python -m experiments.real

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections import Counter
 from datetime import date
+from importlib import import_module
 from zlib import crc32
 
 # Checkpoints carry their code, and loading it copies it under HF_HOME: a fresh folder, never the person's own.
@@ -80,13 +81,20 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def cli(capsys, monkeypatch):
-    """Runs a command line in this process; returns exit code, standard output and standard error."""
-    from leanqkv.cli import main
+    """Runs a command line in this process; returns exit code, standard output and standard error.
+
+    Its first word is a command of leanqkv, or a module of experiments, which `python -m` runs.
+    """
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leanqkv", *arguments])
+        module = arguments[0] if arguments and arguments[0].startswith("experiments.") else ""
+        main = import_module(f"{module}.__main__" if module else "leanqkv.cli").main
+        words = [module.rpartition(".")[2], *arguments[1:]] if module else ["leanqkv", *arguments]
+        monkeypatch.setattr(sys, "argv", words)
         capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+            if module:
+                patch.setattr(sys, "orig_argv", ["python", "-m", *arguments])
             main()
         return end.value.code or 0, *capsys.readouterr()
 

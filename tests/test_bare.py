@@ -65,7 +65,6 @@ REFUSED = {
     "train tiny --data corpus.txt --steps 1 --out run": "train",
     "uptrain model --data corpus.txt --steps 1 --out run": "train",
     "compare tiny tiny+skipv1 --data corpus.txt --out compared": "train",
-    "demo --out shown": "train",
     "eval model --data some/dataset": "train",
     "compare tiny tiny+skipv1 --data corpus.txt --launcher submitit --out compared": "cluster",
     "eval model --tasks hellaswag": "eval",

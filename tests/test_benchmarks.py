@@ -65,9 +65,9 @@ def test_a_recorded_command_names_no_directory_of_the_machine(monkeypatch):
     words = ["/usr/bin/python3", "benchmarks/example.py", "--out=/home/me/runs/new record/", "/data/text.txt", "runs/x"]
     monkeypatch.setattr(sys, "orig_argv", words)
     assert command_line() == "python3 benchmarks/example.py '--out=new record' text.txt runs/x"
-    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "/usr/bin/leanqkv", "analyze", "runs/x"])
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "/usr/bin/leanqkv", "report", "runs/x"])
     monkeypatch.setattr(sys, "argv", ["/usr/bin/leanqkv"])
-    assert command_line() == "leanqkv analyze runs/x"
+    assert command_line() == "leanqkv report runs/x"
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -16,7 +16,6 @@ from leanqkv.records import (
     BEGUN,
     CACHED,
     COMPARISON,
-    DEMO,
     FINISHED,
     RECORD,
     SHARDS_WRITTEN,
@@ -158,7 +157,7 @@ def test_a_record_with_any_wrong_field_is_shown_or_refused(tmp_path: Path, file:
     assert refused > 100
 
 
-@pytest.mark.parametrize("shape", [FINISHED, RECORD, BEGUN, COMPARISON, DEMO, CACHED["data"], SHARDS_WRITTEN])
+@pytest.mark.parametrize("shape", [FINISHED, RECORD, BEGUN, COMPARISON, CACHED["data"], SHARDS_WRITTEN])
 def test_a_shape_refuses_whatever_a_file_holds(tmp_path: Path, shape: Any) -> None:
     for value in WRONG:
         (tmp_path / "file.json").write_text(json.dumps(value))

@@ -17,14 +17,17 @@ from markdown_it.token import Token
 from typer.main import get_command
 
 import experiments.vision  # noqa: F401, models of images are trained here too
+from experiments.analysis import page as analysis
+from experiments.analysis.command import analysis as analyze
+from experiments.demo.command import demo
 from leanqkv import LeanConfig, LeanForCausalLM, kv_bytes_per_token, preset
-from leanqkv.cli import app
+from leanqkv.cli import alone, app
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suites import SUITES
 from leanqkv.model import mechanisms
 from leanqkv.presets import MECHANISMS, recipe
-from leanqkv.report import analysis, frontier
 from leanqkv.report import bench as inference
+from leanqkv.report import frontier
 from leanqkv.report.comparison import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -422,12 +425,14 @@ def test_every_file_that_a_page_names_exists(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_that_a_page_names_exists(page):
     group = get_command(app)
-    lines = re.findall(r"(?:^    |`|-m )leanqkv(?:\.cli)? ([^`\n]+)", page.read_text(), flags=re.MULTILINE)
-    for line in lines:
+    beside = {f"experiments.{command.__name__}": get_command(alone(command)) for command in (demo, analyze)}
+    programs = r"(?:^    |`|-m )(?:leanqkv(?:\.cli)? |(?=experiments\.(?:demo|analysis) ))([^`\n]+)"
+    for line in re.findall(programs, page.read_text(), flags=re.MULTILINE):
         name, *words = line.partition("  #")[0].split()
-        if re.fullmatch(r"[a-z]+", name):
-            assert name in group.commands, f"{page.name}: leanqkv {name}"
-            options = {option for parameter in group.get_command(None, name).params for option in parameter.opts}
+        if re.fullmatch(r"[a-z.]+", name):
+            assert name in (*group.commands, *beside), f"{page.name}: {name}"
+            command = beside.get(name) or group.get_command(None, name)
+            options = {option for parameter in command.params for option in parameter.opts}
             assert {word for word in words if word.startswith("--")} <= options | {"--help"}, f"{page.name}: {line}"
 
 

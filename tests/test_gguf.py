@@ -334,7 +334,7 @@ COMMANDS = {
     "calibrated": "convert {} --to skipv1 --calibration corpus.txt --tokens 512 --sequence-length 16 --out calibrated",
     "export": "export {} --out exported",
     "uptrain": f"uptrain {{}} {TRAINING} --context-length 16 --evaluation-sequences 2 --teacher {{}} --out distilled",
-    "analyze": "analyze {} --data corpus.txt --probe-steps 0 --samples 2 --context-length 16 --out analyzed",
+    "analysis": "experiments.analysis {} --data corpus.txt --probe-steps 0 --samples 2 --context-length 16 --out seen",
     "verify": "verify {} imported",
 }
 

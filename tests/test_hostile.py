@@ -18,13 +18,15 @@ import typer
 from corpus import SHAPE, write_corpus
 from safetensors.torch import load_file, save_file
 
+from experiments.analysis.command import analysis
+from experiments.analysis.record import Settings as AnalysisSettings
+from experiments.demo.command import demo
+from experiments.demo.phases import Settings as DemoSettings
 from leanqkv import LeanError, LeanForCausalLM, preset
-from leanqkv.analyze.record import Settings as AnalysisSettings
-from leanqkv.cli import app
+from leanqkv.cli import alone, app
 from leanqkv.compare.suite import Comparison, Entry
 from leanqkv.convert.targets import SkipV1Options
 from leanqkv.data.tokenizer import train_tokenizer
-from leanqkv.demo.phases import Settings as DemoSettings
 from leanqkv.presets import recipe
 from leanqkv.ranges import RANGES
 from leanqkv.train import RunSpec
@@ -44,11 +46,12 @@ COMMANDS = {
     "serve": ("serve", "source"),
     "bench": ("bench", MODEL, "--context", "8", "--batch", "1", *OUT),
     "eval": ("eval", "source", *DATA),
-    "analyze": ("analyze", "source", *DATA, *OUT),
-    "demo": ("demo", *OUT),
+    "experiments.analysis": ("experiments.analysis", "source", *DATA, *OUT),
+    "experiments.demo": ("experiments.demo", *OUT),
 }
 GROUP = typer.main.get_command(app)
 PARAMETERS = {name: GROUP.get_command(None, name).params for name in GROUP.commands}
+PARAMETERS |= {f"experiments.{run.__name__}": typer.main.get_command(alone(run)).params for run in (analysis, demo)}
 
 
 def takes(option: str) -> list[str]:
@@ -214,7 +217,7 @@ TEXTS = {
     "io-error": io_error,
 }
 READERS = [
-    *((command, "--data") for command in ("train", "uptrain", "compare", "eval", "analyze")),
+    *((command, "--data") for command in ("train", "uptrain", "compare", "eval", "experiments.analysis")),
     *(("convert", option) for option in ("--calibration", "--evaluate")),
     *((command, "--text") for command in ("eliminate", "verify")),
 ]

@@ -137,8 +137,8 @@ WRITERS = {
     "export": "export source",
     "import": "import source",
     "bench": "bench source --context 4 --new-tokens 1 --batch 1",
-    "analyze": "analyze source --data corpus.txt --probe-steps 0",
-    "demo": "demo --steps 1",
+    "analysis": "experiments.analysis source --data corpus.txt --probe-steps 0",
+    "demo": "experiments.demo --steps 1",
 }
 READ_SOURCE = [name for name, command in WRITERS.items() if command.split()[1] == "source"]
 

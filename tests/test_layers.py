@@ -33,8 +33,6 @@ LAYERS = (
     "inference",
     "frontier",
     "compare",
-    "analyze",
-    "demo",
     "report",
     "progress",
     "inspect",
@@ -85,8 +83,8 @@ def test_model_classes_import_only_siblings():
 
 
 # Files that hold the options of other programs, or print a table of commands to be typed.
-WITH_OPTIONS = {"environment.py", "inspect.py", "inference/vllm_engine.py", "demo/phases.py"}
-COMMAND = re.compile(r"leanqkv \w+ |torchrun --|llama-gguf-split --|var\(--")
+WITH_OPTIONS = {"environment.py", "inspect.py", "inference/vllm_engine.py"}
+COMMAND = re.compile(r"leanqkv \w+ |python -m experiments|torchrun --|llama-gguf-split --|var\(--")
 
 
 def test_the_library_names_parameters_and_no_options():

@@ -45,8 +45,6 @@ REFUSED = (
     ("export", "x", *OUT),
     ("export", "x", "--out", "new", "--format", "gguf"),
     ("frontier", "x", "--evaluate", "stdlib", *OUT),
-    ("analyze", "x", *OUT),
-    ("demo", *OUT),
     ("bench", "tiny", *OUT),
     ("bench", "tiny", "--batch", "none", "--out", "new"),
     ("eval", "x"),

@@ -62,7 +62,7 @@ def test_eval_writes_over_no_file(folder, cli, out):
         "convert model --to gqa --evaluate {} --out texts/run",
         "frontier model --calibration {} --evaluate text.txt --out texts/run",
         "eval model --data {} --out texts/run",
-        "analyze model --data {} --out texts/run",
+        "experiments.analysis model --data {} --out texts/run",
     ],
 )
 @pytest.mark.parametrize("text", ["texts", "texts:0.5,text.txt", "text.txt,texts"])
@@ -174,7 +174,7 @@ def test_what_an_interrupted_conversion_left_goes_with_the_next_command(folder, 
     "command",
     [
         "bench model --context 8 --batch 1 --new-tokens 2 --rounds 1 --out o",
-        "analyze model --data text.txt --probe-steps 0 --samples 2 --out o",
+        "experiments.analysis model --data text.txt --probe-steps 0 --samples 2 --out o",
         "eval model --data text.txt --out o",
     ],
 )
@@ -194,7 +194,8 @@ def test_names_are_text_on_every_page(folder, cli):
     """In figures, tables and model cards; dollars and backslashes are no formulas and no references."""
     name = 'm"<b onclick=x>\\1$y_{$'
     Path("model").rename(name)
-    assert cli("analyze", name, "--data", "text.txt", "--probe-steps", "0", "--samples", "2", "--out", "o1")[0] == 0
+    analysis = ("experiments.analysis", name, "--data", "text.txt", "--probe-steps", "0", "--samples", "2")
+    assert cli(*analysis, "--out", "o1")[0] == 0
     assert (
         cli("convert", name, "--to", "gqa", "--evaluate", "text.txt", "--evaluate-tokens", "64", "--out", "o2")[0] == 0
     )

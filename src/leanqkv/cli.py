@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from tempfile import NamedTemporaryFile
 from textwrap import shorten
@@ -22,7 +23,6 @@ from .errors import LeanError, first_line
 
 # By name: the module under commands/ and its function.
 COMMANDS = {
-    "demo": ("demo", "demo"),
     "train": ("train", "train"),
     "uptrain": ("train", "uptrain"),
     "plan-run": ("plan_run", "plan_run"),
@@ -40,9 +40,9 @@ COMMANDS = {
     "serve": ("inference", "serve"),
     "bench": ("inference", "bench"),
     "eval": ("evaluate", "evaluate"),
-    "analyze": ("analyze", "analyze"),
     "presets": ("presets", "presets"),
 }
+HELP = {"help_option_names": ["-h", "--help"]}
 # Of Typer's options, whichever copy of Click it brings.
 USAGE_ERROR: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "UsageError")
 
@@ -59,9 +59,14 @@ class Group(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module, function = COMMANDS[cmd_name]
-        alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        alone.command(cmd_name)(option_groups(getattr(import_module(f".commands.{module}", __package__), function)))
-        return get_command(alone)
+        return get_command(alone(getattr(import_module(f".commands.{module}", __package__), function), cmd_name))
+
+
+def alone(command: Callable[..., Any], name: str | None = None) -> typer.Typer:
+    """Return the command line of a single command."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command(name, context_settings=HELP)(option_groups(command))
+    return app
 
 
 app = typer.Typer(
@@ -69,7 +74,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
 )
 errors = Console(stderr=True, highlight=False)
 

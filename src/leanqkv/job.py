@@ -20,7 +20,6 @@ SHOWN = 5  # differences of a job, in an error
 KINDS = {
     "run": ("run.json", "is not empty and not a run of leanqkv; choose another `out`"),
     "comparison": ("compare.json", "is not empty and not a comparison; choose another `out`"),
-    "demo": ("demo.json", "is not empty and not a demo. Choose another `out`."),
     "frontier": ("job.json", "exists, is not empty and holds no frontier; choose another `out`"),
 }
 

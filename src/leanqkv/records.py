@@ -62,8 +62,6 @@ RECORD = {
     "versions": dict,
     "git_commit": (str,),
 }
-# Of the record beside a model that is analyzed.
-ANALYZED = {"name?": str, "seed?": (WHOLE,), "initial_sha256?": (str,)}
 # Of run.json: what is read before it is compared with what is asked.
 BEGUN = {
     "precision": str,
@@ -112,16 +110,6 @@ CACHED = {
 # Of the manifest of token files that are being written.
 SHARDS_WRITTEN = {
     "shards": [dict.fromkeys(("shard", "tokens", "validation_tokens", "documents", "bytes", "part", "first"), WHOLE)]
-}
-# Of demo.json, and the parts that its phases add to it.
-PHASES = ("training", "conversion", "elimination", "evaluation", "decoding")
-DEMO: Shape = {
-    "settings": dict,
-    "training?": {"data": {"sha256": str}},
-    "conversion?": {"kv_bytes_per_token_bf16": [POSITIVE, POSITIVE]},
-    "elimination?": {
-        "certificate": {"parameters": {"before": COUNT, "after": COUNT}, "exact": {"relative": NUMBER}},
-    },
 }
 
 

@@ -29,7 +29,7 @@ def shown(text: str) -> list[str]:
     """Return the lines of a terminal or a page without what changes, rules, and runs of spaces."""
     for version in versions().values():
         text = re.sub(rf"(?<![\w.]){re.escape(version)}(?![\w.])", "VERSION", text)
-    text = text.replace("python -m pytest.leanqkv", "leanqkv")
+    text = re.sub(r"python -m pytest\.?(\w+)", r"\1", text)
     text = re.sub(r"[\d.,]+( (?:new )?tokens/s| seconds\b| s\b| min\b| ms\b| GB (?:are )?free)", r"#\1", text)
     text = re.sub(r"instructions \w+, cores \d+", "instructions #, cores #", text)
     text = re.sub(r"\b[0-9a-f]{40}(\+changes)?\b", "COMMIT", text)

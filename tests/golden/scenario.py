@@ -18,8 +18,9 @@ TRAINING = f"{DATA} --steps 4 --batch-size 8 --precision fp32 --device cpu --eva
 CALIBRATION = "--calibration corpus.txt --tokens 512 --sequence-length 32"
 
 NAMES = (
-    *("demo", "train", "uptrain", "plan-run", "tokenize", "compare", "report", "inspect", "eliminate", "verify"),
-    *("convert", "frontier", "import", "export", "generate", "serve", "bench", "eval", "analyze", "presets"),
+    *("train", "uptrain", "plan-run", "tokenize", "compare", "report", "inspect", "eliminate", "verify"),
+    *("convert", "frontier", "import", "export", "generate", "serve", "bench", "eval", "presets"),
+    *("experiments.analysis", "experiments.demo"),
 )
 # Each runs where those before it have left their files.
 COMMANDS = f"""
@@ -55,7 +56,7 @@ generate run --prompt "the quick" --max-new-tokens 8 --temperature 0 --device cp
 eval latents --data held-out.txt --device cpu --out eval.json
 eval latents --data held-out.txt --against llama --device cpu
 eval run --tasks animals --include-path tasks --device cpu
-analyze run {DATA} --samples 4 --probe-steps 2 --probe-rates 1e-4 --device cpu --out analysis
+experiments.analysis run {DATA} --samples 4 --probe-steps 2 --probe-rates 1e-4 --device cpu --out analysis
 bench {MODEL} {MODEL}+skipv1 --context 8 --batch 1 --new-tokens 2 --rounds 1 --dtype fp32 --device cpu --out bench
 """
 
@@ -161,9 +162,9 @@ eval source {DATA} --tasks animals
 eval source {DATA} --limit 1
 eval source {DATA} --split test
 eval source {DATA} --precision bf16+compile
-analyze source {DATA} --probe-rates 2 --out result
-analyze source {DATA} --samples 100000000 --out result
-demo --steps 0 --out result
+experiments.analysis source {DATA} --probe-rates 2 --out result
+experiments.analysis source {DATA} --samples 100000000 --out result
+experiments.demo --steps 0 --out result
 nonsense
 """
 

@@ -64,7 +64,13 @@ def _parse(block: str) -> Mutant:
     (name, file, *tests), *lines = block.split("\n")[0].split(), *block.split("\n")[1:]
     parts = ["\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+"]
     original, replacement = (part if "\n" in part else part.strip() for part in parts)
-    return Mutant(name, f"src/leanqkv/{file}", tuple(f"tests/{test}.py" for test in tests), original, replacement)
+    files = tuple(_under("tests/", f"{test}.py") for test in tests)
+    return Mutant(name, _under("src/leanqkv/", file), files, original, replacement)
+
+
+def _under(folder: str, path: str) -> str:
+    """Return the path of a file below a folder, or in `experiments`."""
+    return path if path.startswith("experiments/") else folder + path
 
 
 def read_matrix() -> dict[str, dict]:

@@ -16,10 +16,10 @@ from shapes import tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, TrainingArguments
 
+from experiments.analysis.heads import repeated_tokens
+from experiments.analysis.record import Settings, analyze_models
+from experiments.analysis.subjects import open_subjects
 from leanqkv import LeanError, LeanForCausalLM
-from leanqkv.analyze.heads import repeated_tokens
-from leanqkv.analyze.record import Settings, analyze_models
-from leanqkv.analyze.subjects import open_subjects
 from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.checkpoints.stream import Stream
 from leanqkv.commands.checkpoints import export_checkpoint, import_checkpoint

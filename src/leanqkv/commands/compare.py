@@ -225,7 +225,7 @@ def learning_rates(option: str, text: str, below: float = math.inf) -> tuple[flo
 def report(
     directory: Annotated[
         Path,
-        typer.Argument(help="Directory of a comparison, bench, analysis, demo, conversion or frontier."),
+        typer.Argument(help="Directory of a comparison, bench, conversion or frontier."),
     ],
 ) -> None:
     """Rewrite the table and the page of a directory from its records."""

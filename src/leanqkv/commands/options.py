@@ -113,7 +113,7 @@ class RunOptions:
         shard: fsdp: split weights and optimizer over the processes of torchrun.
         report_to: tensorboard, wandb, trackio, mlflow or another tracker of transformers; may be repeated.
         max_hours: Stop before this many hours, with a checkpoint and exit code 75.
-        keep_checkpoints: Keep the weights of every validation, for `leanqkv analyze`.
+        keep_checkpoints: Keep the weights of every validation.
     """
 
     out: Path

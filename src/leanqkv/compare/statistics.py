@@ -15,13 +15,12 @@ Curve = Mapping[int, float]  # step -> value
 class PairedDifference:
     """Loss minus the baseline's, per seed, and what the seeds together say about its mean.
 
-    `half_width` and `p` come from Student's t over the seeds; with one seed they are None.
+    `half_width`, of the 95% interval, comes from Student's t over the seeds; with one seed it is None.
     """
 
     by_seed: Mapping[int, float]
     mean: float
     half_width: float | None
-    p: float | None
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -67,12 +66,7 @@ def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]
 def over_seeds(by_seed: Mapping[int, float]) -> PairedDifference:
     """Return what differences of one seed or more say about their mean."""
     differences = list(by_seed.values())
-    mean = float(np.mean(differences))
-    width = half_width(differences)
-    if width is None:
-        return PairedDifference(by_seed, mean, None, None)
-    p = stats.ttest_1samp(differences, 0.0).pvalue if width else mean == 0
-    return PairedDifference(by_seed, mean, width, float(p))
+    return PairedDifference(by_seed, float(np.mean(differences)), half_width(differences))
 
 
 def average(curves: Mapping[int, Curve]) -> list[Band]:

@@ -21,6 +21,8 @@ from ..model.transformer import LeanBlock
 from ..presets.edit import with_fields
 from .scratch import Stream
 
+CPU = torch.device("cpu")
+
 
 class Recorder:
     """Stands in for `LeanAttention.attend`: computes eager attention and keeps its patterns and heads.
@@ -161,11 +163,9 @@ class Activations:
         tokens: np.ndarray,
         batch_size: int,
         directory: Path,
-        device: torch.device | None = None,
     ):
         self.config, self.target, self.batch_size = config, target, batch_size
-        self._device = device or torch.device("cpu")
-        self._layers = Layers(config, tensors, tokens.shape[1], self._device)
+        self._layers = Layers(config, tensors, tokens.shape[1], CPU)
         self._loaded: tuple[int, LeanBlock] | None = None
         self.source, self.converted, self.first = (
             Stream(directory / name, (*tokens.shape, config.hidden_size)) for name in ("source", "converted", "first")
@@ -174,7 +174,7 @@ class Activations:
         for place, hidden in enumerate(self._layers.embed(tokens)):
             here = slice(place, place + 1)
             self.source[here] = self.converted[here] = hidden[None]
-            self.first[here] = norm(hidden[None].to(device))
+            self.first[here] = norm(hidden[None])
 
     def batches(self) -> Iterator[slice]:
         """Yield the batches of sequences."""
@@ -194,20 +194,19 @@ class Activations:
         """Pass the source's stream through `layer`."""
         block = self._block(layer)
         for batch in self.batches():
-            self.source[batch] = self._layers.run(block, layer, self._read(self.source, batch))
+            self.source[batch] = self._layers.run(block, layer, self.source[batch])
 
     def advance(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Pass both streams through `layer`, the converted one with the weights of that layer in `tensors`."""
         self.advance_source(layer)
-        converted = Layers(self.target, tensors, self.source.shape[1], self._device)
+        converted = Layers(self.target, tensors, self.source.shape[1], CPU)
         block, weight = converted.block(layer), tensors["model.layers.0.self_attn.v_proj.weight"]
         bias = tensors["model.layers.0.self_attn.v_proj.bias"] if self.config.attention_bias else None
-        weight, bias = weight.to(self._device), None if bias is None else bias.to(self._device)
         for batch in self.batches():
-            values = nn.functional.linear(self._read(self.first, batch), weight, bias)
+            values = nn.functional.linear(self.first[batch], weight, bias)
             values = values.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             borrowed = {0: KeyValues(None, values, values)}
-            self.converted[batch] = converted.run(block, layer, self._read(self.converted, batch), borrowed)
+            self.converted[batch] = converted.run(block, layer, self.converted[batch], borrowed)
 
     def attend(self, layer: int, batch: slice, converted: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the patterns and the target of the source's attention in `layer`, and the inputs of values.
@@ -220,17 +219,14 @@ class Activations:
             inputs of this layer's and of the first layer's values, [batch, length, hidden_size], with a column of ones
             more where values have a bias.
         """
-        block, source = self._block(layer), self._read(self.source, batch)
+        block, source = self._block(layer), self.source[batch]
         normed, recorder = self._layers.attend(block, layer, source)
         target = block.self_attn.o_proj(recorder.heads.flatten(2))
         if converted:
-            stream = self._read(self.converted, batch)
+            stream = self.converted[batch]
             normed, recorder = self._layers.attend(block, layer, stream)
             target = target + correction(self.config, source, stream)
-        return recorder.patterns, target, self._with_ones(normed), self._with_ones(self._read(self.first, batch))
-
-    def _read(self, stream: Stream, batch: slice) -> Tensor:
-        return stream[batch].to(self._device)
+        return recorder.patterns, target, self._with_ones(normed), self._with_ones(self.first[batch])
 
     def _with_ones(self, inputs: Tensor) -> Tensor:
         return torch.cat((inputs, torch.ones_like(inputs[..., :1])), -1) if self.config.attention_bias else inputs

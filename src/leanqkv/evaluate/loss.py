@@ -66,18 +66,16 @@ def token_losses(
     context_length: int,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
-    scored: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy in nats of each target, with dropout off, and whether it is one that is predicted.
 
-    Both are [len(starts), context_length], float64 and bool; or [len(starts), scored], of so many last targets. The
-    loss of a target that is not predicted is 0.
+    Both are [len(starts), context_length], float64 and bool. The loss of a target that is not predicted is 0.
     """
     batches = (
         collate(tokens, starts[first : first + batch_size], context_length)
         for first in range(0, len(starts), batch_size)
     )
-    return batch_losses(model, batches, autocast, scored)
+    return batch_losses(model, batches, autocast)
 
 
 def batch_losses(
@@ -86,7 +84,10 @@ def batch_losses(
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     scored: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return losses and which targets are predicted as `token_losses` does, of batches of an objective."""
+    """Return losses and which targets are predicted as `token_losses` does, of batches of an objective.
+
+    scored: so many last targets of every sequence; 0: all.
+    """
     losses, predicted = [], []
     with scoring(model) as device:
         for batch in batches:

@@ -26,17 +26,6 @@ class Observation:
 
 
 @torch.no_grad()
-def layer_outputs(model: LeanForCausalLM, tokens: Tensor) -> list[Tensor]:
-    """Return every block's output, [batch, positions, hidden_size] each, for `tokens` [batch, positions]."""
-    outputs: list[Tensor] = []
-    with ExitStack() as hooks:
-        for block in model.model.layers:
-            hooks.enter_context(block.register_forward_hook(lambda _m, _in, out: outputs.append(out[0])))
-        model.model(input_ids=tokens, use_cache=False)
-    return outputs
-
-
-@torch.no_grad()
 def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
     """Run `tokens`, [batch, positions] int64, through a model in evaluation mode with eager attention.
 

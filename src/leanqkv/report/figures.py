@@ -72,7 +72,7 @@ class Drawing:
 
 
 @dataclass
-class _Canvas:
+class Canvas:
     """The axes being drawn on, and the legend gathered on the way.
 
     library: Matplotlib, which is imported where a figure is drawn: tables do without it.
@@ -142,7 +142,7 @@ class _Canvas:
         self.names("training step", up)
 
 
-def _chart(plot: Callable[Concatenate[_Canvas, P], str]) -> Callable[Concatenate[str, P], Drawing]:
+def chart(plot: Callable[Concatenate[Canvas, P], str]) -> Callable[Concatenate[str, P], Drawing]:
     """Make a function that returns a drawing, of its name and the other arguments, of one that draws on a canvas.
 
     plot: returns the figure's description; the names of a page's figures differ.
@@ -160,8 +160,8 @@ def _chart(plot: Callable[Concatenate[_Canvas, P], str]) -> Callable[Concatenate
     return draw
 
 
-@_chart
-def curves(canvas: _Canvas, series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> str:
+@chart
+def curves(canvas: Canvas, series: Sequence[Series], measure: Measure, tokens_per_step: int | None) -> str:
     """Draw the measure's means over training; the first steps may run off the edge, see `edge_note`."""
     canvas.means(series)
     if shown := [band.mean for one in series for band in one.settled]:
@@ -177,8 +177,8 @@ def curves(canvas: _Canvas, series: Sequence[Series], measure: Measure, tokens_p
     return f"Line chart: {measure.name} over training steps, one line per architecture."
 
 
-@_chart
-def difference_curves(canvas: _Canvas, series: Sequence[Series], measure: Measure) -> str:
+@chart
+def difference_curves(canvas: Canvas, series: Sequence[Series], measure: Measure) -> str:
     """Draw differences to the baseline and their intervals; the last evaluation's intervals are whole."""
     canvas.axes.axhline(0, color=_INK, linewidth=1.4, zorder=1.5)
     canvas.bands(series)
@@ -189,8 +189,8 @@ def difference_curves(canvas: _Canvas, series: Sequence[Series], measure: Measur
     return f"Line chart: difference in {measure.name} to the baseline over training steps."
 
 
-@_chart
-def learning_rate_grid(canvas: _Canvas, series: Sequence[Series]) -> str:
+@chart
+def learning_rate_grid(canvas: Canvas, series: Sequence[Series]) -> str:
     """Draw loss against learning rate: a ring on each architecture's best, a cross on the edge where it diverged.
 
     A point's `step` is its learning rate.
@@ -216,8 +216,8 @@ def learning_rate_grid(canvas: _Canvas, series: Sequence[Series]) -> str:
     return "Line chart: validation loss against peak learning rate, one line per architecture."
 
 
-@_chart
-def cache_scatter(canvas: _Canvas, series: Sequence[Series]) -> str:
+@chart
+def cache_scatter(canvas: Canvas, series: Sequence[Series]) -> str:
     """Draw loss against cache size, down and to the left is better; a line's one point has KV bytes as its `step`."""
     sizes = [one.points[0].step for one in series]
     right = 1.12 * max(sizes, default=1)
@@ -240,9 +240,9 @@ def cache_scatter(canvas: _Canvas, series: Sequence[Series]) -> str:
     return "Scatter plot: final validation loss against KV cache bytes per token."
 
 
-@_chart
+@chart
 def measured_lines(
-    canvas: _Canvas, series: Sequence[Series], across: str, up: str, description: str, from_zero: bool = True
+    canvas: Canvas, series: Sequence[Series], across: str, up: str, description: str, from_zero: bool = True
 ) -> str:
     """Draw a quantity against another, from zero unless that would hide it; a point's `step` is its place across."""
     canvas.bands(series)
@@ -256,8 +256,8 @@ def measured_lines(
     return description
 
 
-@_chart
-def frontier_lines(canvas: _Canvas, series: Sequence[Series]) -> str:
+@chart
+def frontier_lines(canvas: Canvas, series: Sequence[Series]) -> str:
     """Draw loss above the source's against the share of its cache in percent, a point's `step`; small losses wide."""
     canvas.bands(series)
     canvas.axes.axhline(0, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
@@ -269,8 +269,8 @@ def frontier_lines(canvas: _Canvas, series: Sequence[Series]) -> str:
     return "Loss above the source's against the share of its KV cache, one line per kind of reduction and precision."
 
 
-@_chart
-def stacked_bars(canvas: _Canvas, bars: Mapping[str, Mapping[str, float]], along: str, description: str) -> str:
+@chart
+def stacked_bars(canvas: Canvas, bars: Mapping[str, Mapping[str, float]], along: str, description: str) -> str:
     """Draw one bar for every label, of parts that add up; `along` names the quantity."""
     names = [label.replace("+", "\n+") if canvas.narrow else label for label in bars]
     ends = np.zeros(len(bars))
@@ -281,35 +281,6 @@ def stacked_bars(canvas: _Canvas, bars: Mapping[str, Mapping[str, float]], along
         ends = ends + sizes
     canvas.axes.invert_yaxis()
     canvas.axes.set_xlabel(along)
-    return description
-
-
-@_chart
-def heat_map(
-    canvas: _Canvas, blocks: Mapping[str, np.ndarray], across: str, up: str, measure: str, description: str
-) -> str:
-    """Draw matrices side by side on one scale of colors, each over its name; row 0 is at the bottom.
-
-    blocks: [rows, columns] each; `across` and `up` name columns and rows, `measure` the quantity.
-    """
-    height = max(len(block) for block in blocks.values())
-    gap = max(1, round(0.05 * sum(block.shape[1] for block in blocks.values()) / 4))
-    padded = [
-        np.pad(np.asarray(block, dtype=float), ((0, height - len(block)), (0, gap)), constant_values=np.nan)
-        for block in blocks.values()
-    ]
-    ends = np.cumsum([block.shape[1] for block in padded])
-    centres = [end - gap - block.shape[1] / 2 for end, block in zip(ends, blocks.values(), strict=True)]
-    axes = canvas.axes
-    axes.grid(False)
-    mesh = axes.pcolormesh(np.ma.masked_invalid(np.hstack(padded)), cmap="viridis")
-    axes.figure.colorbar(mesh, ax=axes, label=measure, aspect=30).outline.set_visible(False)
-    labels = [label.replace("+", "\n+") for label in blocks]
-    axes.set_xticks(centres, labels, rotation=60 if canvas.narrow and len(labels) > 2 else 0)
-    axes.set_yticks(np.arange(height) + 0.5, [str(row) for row in range(height)])
-    axes.tick_params(length=0)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    canvas.names(across, up)
     return description
 
 
@@ -325,7 +296,7 @@ def _prefixed(value: float, place: int | None = None) -> str:
     return f"{value / size:g}{letter}"
 
 
-def _svg(name: str, narrow: bool, plot: Callable[[_Canvas], str]) -> str:
+def _svg(name: str, narrow: bool, plot: Callable[[Canvas], str]) -> str:
     """One version as SVG, 1 unit = 1 CSS pixel at its full size; the salt makes equal input equal bytes."""
     import matplotlib.figure
     import matplotlib.style
@@ -335,7 +306,7 @@ def _svg(name: str, narrow: bool, plot: Callable[[_Canvas], str]) -> str:
     buffer = io.StringIO()
     with matplotlib.style.context(["default", style]):
         figure = matplotlib.figure.Figure(layout="constrained")
-        canvas = _Canvas(figure.add_subplot(), narrow, matplotlib)
+        canvas = Canvas(figure.add_subplot(), narrow, matplotlib)
         description = plot(canvas)
         longest = max(map(len, canvas.legend), default=0)
         columns = max(1, int(width // (0.6 * font * longest + 4.5 * font)))

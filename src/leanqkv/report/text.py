@@ -66,16 +66,8 @@ def plus_minus(text: str, width: float | None, form: str = ".4f") -> str:
     return text if width is None else f"{text} ± {width:{form}}"
 
 
-def mean_and_deviation(values: Collection[float], digits: int = 4) -> str:
-    """Return the mean and the sample's standard deviation, where there are two values: 3.9050 ± 0.0071."""
-    if not values:
-        return ABSENT
-    mean = f"{np.mean(list(values)):.{digits}f}".replace("-", "−")
-    return plus_minus(mean, standard_deviation(list(values)), f".{digits}f")
-
-
 def mean_with_deviation(values: Sequence[float]) -> str:
-    """Return the same where ± is kept for intervals: 3.9050 (0.0071)."""
+    """Return the mean and the sample's standard deviation: 3.9050 (0.0071); ± is kept for intervals."""
     deviation = standard_deviation(values)
     return f"{np.mean(values):.4f}" + ("" if deviation is None else f" ({deviation:.4f})")
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from corpus import SHAPE, write_corpus
 
+from experiments.demo import phases
 from leanqkv import count_parameters, kv_bytes_per_token, preset, progress
 from leanqkv.checkpoints import load_config
-from leanqkv.demo import phases
 from leanqkv.eliminate import verify
-from leanqkv.records import PHASES
 
 pytestmark = pytest.mark.slow
 BASELINE, VARIANT = f"tiny{SHAPE}", f"tiny+skipv1{SHAPE}"
@@ -46,7 +45,7 @@ def place(tmp_path_factory):
         yield directory
 
 
-DEMO = ("demo", "--steps", "12", "--device", "cpu", "--out")
+DEMO = ("experiments.demo", "--steps", "12", "--device", "cpu", "--out")
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def test_the_record(whole):
 def test_the_page_is_made_from_the_record_alone(whole, tmp_path, cli):
     out, record = whole
     (tmp_path / "demo.json").write_text((out / "demo.json").read_text())
-    code, text, err = cli("report", str(tmp_path))
+    code, text, err = cli(*DEMO, str(tmp_path))
     assert (code, err) == (0, "")
     page = (tmp_path / "report.html").read_text()
     assert page == (out / "report.html").read_text()
@@ -166,13 +165,17 @@ def test_a_complete_demo_is_only_drawn_again(whole, cli):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("demo", "--steps", "13", "--out", "whole"), "holds another demo (settings.steps: 12 there, 13 asked)"),
-        (("report", "damaged"), "damaged/demo.json is damaged"),
+        (
+            ("experiments.demo", "--steps", "13", "--out", "whole"),
+            "holds another demo (settings.steps: 12 there, 13 asked)",
+        ),
+        ((*DEMO, "damaged"), "damaged/demo.json is damaged"),
+        (("report", "damaged"), "python -m experiments.demo --out damaged draws it again"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(whole, place, cli, arguments, message):
     (place / "damaged").mkdir(exist_ok=True)
-    (place / "damaged" / "demo.json").write_text(json.dumps({key: {} for key in ("settings", *PHASES)}))
+    (place / "damaged" / "demo.json").write_text(json.dumps(whole[1] | {"evaluation": {}}))
     code, _, err = cli(*arguments)
     assert code == 2
     assert err.startswith("error: ") and message in err

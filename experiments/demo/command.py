@@ -1,4 +1,4 @@
-"""The phases of `leanqkv demo`, one after the other."""
+"""`python -m experiments.demo`: the phases, one after the other."""
 
 import time
 from pathlib import Path
@@ -6,30 +6,43 @@ from typing import Any
 
 import torch
 
-from ..data import check_plan
-from ..demo import phases
-from ..demo.phases import Settings
-from ..errors import LeanError
-from ..job import Job
-from ..presets import preset
-from ..progress import console, progress_bar
-from ..records import PHASES
-from ..report import comparison_page
-from ..report.demo import KIND, SCALE
-from ..report.page import written
-from ..train.processes import in_torchrun
-from .compare import train_with_display
-from .options import DataOptions, prepare
+from leanqkv.commands.compare import train_with_display
+from leanqkv.commands.options import DataOptions, Device, prepare
+from leanqkv.data import check_plan
+from leanqkv.environment import check_device
+from leanqkv.errors import LeanError
+from leanqkv.job import Job, check_out
+from leanqkv.presets import preset
+from leanqkv.progress import console, progress_bar
+from leanqkv.report import comparison_page
+from leanqkv.report.page import written
+from leanqkv.train.processes import in_torchrun
+
+from . import phases
+from .page import KIND, SCALE
+from .phases import PHASES
 
 
-def run_demo(out: Path, steps: int, device: str) -> None:
-    """Run the phases that are not done yet, print their results, and write the page."""
-    started = time.monotonic()
+def demo(out: Path, steps: int = 400, device: Device = None) -> None:
+    """Run every tool on one small model and write one page: one to two minutes on two CPU cores.
+
+    Trains a baseline and a SkipV1 model on the same batches, converts the trained baseline to a smaller KV cache,
+    removes weights from it exactly, scores all of them on held-out text, and decodes with each.
+
+    python -m experiments.demo --out runs/demo
+
+    Options:
+        out: Directory of the demo. Rerun to resume.
+        steps: Optimizer steps of both models.
+    """
+    check_out(out, "demo")
     if in_torchrun():
         raise LeanError("a demo trains its small models in processes of its own; start it without torchrun")
+    device = check_device(device)
+    started = time.monotonic()
     if device == "cpu":
         torch.set_num_threads(1)  # as the runs do: models this small are slower on several threads
-    settings = Settings(steps=steps)
+    settings = phases.Settings(steps=steps)
     sequences = settings.evaluation_sequences
     check_plan(steps=steps, batch_size=settings.batch_size, evaluation_sequences=sequences, different=sequences)
     job = phases.claim(out, settings, device)
@@ -43,7 +56,7 @@ def run_demo(out: Path, steps: int, device: str) -> None:
     console.print(written(page), soft_wrap=True)
 
 
-def _run_phases(job: Job, settings: Settings, device: str) -> None:
+def _run_phases(job: Job, settings: phases.Settings, device: str) -> None:
     """Run the phases that the record does not have yet; it is stored after each."""
     data: Any = prepare(DataOptions(settings.data, max_documents=settings.documents), [preset(settings.baseline)])
     out, record = job.directory, job.content

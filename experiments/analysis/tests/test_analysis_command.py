@@ -1,7 +1,8 @@
-"""`leanqkv analyze`: its record against the functions, its tables and its page against the record, and bad input."""
+"""The command: its record against the functions, its tables and its page against the record, and bad input."""
 
 import json
 import re
+import sys
 from math import log10
 from pathlib import Path
 
@@ -12,23 +13,24 @@ from corpus import prepare
 from scipy import stats
 from shapes import randomize, tiny
 
-from leanqkv import LeanForCausalLM
-from leanqkv.analyze.heads import (
+from experiments.analysis.__main__ import main
+from experiments.analysis.figures import drawings
+from experiments.analysis.heads import (
     copy_losses,
     induction_scores,
     matching_weights,
     previous_token_scores,
     repeated_tokens,
 )
-from leanqkv.analyze.record import Settings, analyze_models
-from leanqkv.analyze.similarity import head_similarity, off_diagonal_mean, token_similarity
-from leanqkv.analyze.subjects import open_subjects
+from experiments.analysis.measures import architectures
+from experiments.analysis.page import tables
+from experiments.analysis.record import Settings, analyze_models
+from experiments.analysis.similarity import head_similarity, off_diagonal_mean, token_similarity
+from experiments.analysis.subjects import open_subjects
+from leanqkv import LeanForCausalLM
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.data import collate, make_batch_plan, prepare_data
 from leanqkv.evaluate.observe import logit_spread, observe
-from leanqkv.report.analysis import tables
-from leanqkv.report.analysis_figures import drawings
-from leanqkv.report.analysis_measures import architectures
 
 pytestmark = pytest.mark.slow
 
@@ -70,13 +72,9 @@ QUICK = ("--data", "corpus.txt", "--samples", "9", "--device", "cpu")
 
 @pytest.fixture(scope="module")
 def record(place):
-    import sys
-
-    from leanqkv.cli import main
-
     command = ("--probe-steps", "3", "--probe-rates", "1e-2,1e-3", "--out", "analysis")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["leanqkv", "analyze", "plain1", "skip1", "plain2", "skip2", *QUICK, *command])
+        patch.setattr(sys, "argv", ["analysis", "plain1", "skip1", "plain2", "skip2", *QUICK, *command])
         with pytest.raises(SystemExit) as end:
             main()
     assert not end.value.code
@@ -175,7 +173,7 @@ def test_the_page_is_made_from_the_record_alone(record, unwrapped):
     table = Path("analysis/table.md").read_text()
     Path("analysis/report.html").unlink()
     Path("analysis/table.md").unlink()
-    code, out, err = unwrapped("report", "analysis")
+    code, out, err = unwrapped("experiments.analysis", "--out", "analysis")
     assert (code, err) == (0, "") and "highest induction score" in out
     assert (Path("analysis/report.html").read_text(), Path("analysis/table.md").read_text()) == (page, table)
 
@@ -201,7 +199,7 @@ def test_every_phase_moves_the_progress(place):
 
 
 def test_one_model_and_no_probes(place, unwrapped):
-    code, _, err = unwrapped("analyze", "wide", *QUICK, "--probe-steps", "0", "--out", "alone")
+    code, _, err = unwrapped("experiments.analysis", "wide", *QUICK, "--probe-steps", "0", "--out", "alone")
     assert (code, err) == (0, "")
     record = json.loads(Path("alone/analysis.json").read_text())
     assert record["models"]["wide"]["probe"] is None and record["models"]["wide"]["training"] == []

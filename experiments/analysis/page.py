@@ -1,19 +1,20 @@
 """The tables and the page of an analysis, from its record alone."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from rich.table import Table as TerminalTable
 
-from ..compare.statistics import paired_difference
-from ..model.config import LeanConfig
-from . import analysis_measures as measures
-from .analysis_figures import drawings
-from .analysis_measures import SCORES, Architecture, Measure, Model, Record
-from .page import Figure, Kind, Note, Page, Section, footer
-from .text import ABSENT, Table, mean_and_deviation, signed, with_interval
+from leanqkv.compare.statistics import paired_difference, standard_deviation
+from leanqkv.model.config import LeanConfig
+from leanqkv.report.page import Figure, Kind, Note, Page, Section, footer
+from leanqkv.report.text import ABSENT, Table, plus_minus, signed, with_interval
+
+from . import measures
+from .figures import drawings
+from .measures import SCORES, Architecture, Measure, Model, Record
 
 STAGES = 5  # of training, in a table
 TABLES = (
@@ -66,7 +67,7 @@ def page(record: Record) -> Page:
         steps = f"probes of {settings['probe_steps']} steps of {settings['probe_batch_size']} sequences"
         probes = f"; {steps} at the best of the rates {', '.join(map(str, settings['probe_rates']))}"
     return Page(
-        "leanqkv analyze",
+        "experiments.analysis",
         "Analysis: layers, heads, tokens and weights",
         f"{text} held out from it{probes}.",
         [
@@ -79,6 +80,14 @@ def page(record: Record) -> Page:
 
 
 # Architectures side by side
+
+
+def mean_and_deviation(values: Collection[float], digits: int) -> str:
+    """Return the mean and the sample's standard deviation, where there are two values: 3.905 ± 0.007."""
+    if not values:
+        return ABSENT
+    mean = f"{np.mean(list(values)):.{digits}f}".replace("-", "−")
+    return plus_minus(mean, standard_deviation(list(values)), f".{digits}f")
 
 
 def _compared(what: str, groups: Sequence[Architecture], rows: Iterable[tuple[str, Value, int]]) -> Table:

@@ -11,17 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checkpoints.open import load_model, open_causal_lm
-from ..checkpoints.tensors import weights_hash
-from ..data import TokenData, Tokens, check_plan, collate, make_batch_plan
-from ..environment import record_header
-from ..errors import LeanError
-from ..evaluate.observe import layer_outputs, logit_spread, logit_spreads, observe
-from ..model.causal_lm import LeanForCausalLM
-from ..ranges import POSITIVE, check_each, check_fields
-from ..train.directory import complete_checkpoints
+from leanqkv.checkpoints.open import load_model, open_causal_lm
+from leanqkv.checkpoints.tensors import weights_hash
+from leanqkv.data import TokenData, Tokens, check_plan, collate, make_batch_plan
+from leanqkv.environment import record_header
+from leanqkv.errors import LeanError
+from leanqkv.evaluate.observe import logit_spread, logit_spreads, observe
+from leanqkv.model.causal_lm import LeanForCausalLM
+from leanqkv.ranges import POSITIVE, check_each, check_fields
+from leanqkv.train.directory import complete_checkpoints
+
 from . import heads, weights
-from .probe import RATES, phases, probe_losses, slope_interval, train_probes
+from .probe import RATES, layer_outputs, phases, probe_losses, slope_interval, train_probes
 from .similarity import bucketed, contributions, head_similarity, off_diagonal_mean, token_similarity
 from .subjects import Subject
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..model.causal_lm import LeanForCausalLM
-from ..model.layout import LayerPlan
+from leanqkv.model.causal_lm import LeanForCausalLM
+from leanqkv.model.layout import LayerPlan
 
 
 def value_layers(plan: LayerPlan) -> tuple[int, ...] | None:

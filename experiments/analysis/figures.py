@@ -1,14 +1,15 @@
 """The figures of an analysis."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..compare.statistics import average
-from . import analysis_measures as measures
-from .analysis_measures import SCORES, Architecture, Measure, Model, Record
-from .figures import Drawing, Series, heat_map, measured_lines
+from leanqkv.compare.statistics import average
+from leanqkv.report.figures import Canvas, Drawing, Series, chart, measured_lines
+
+from . import measures
+from .measures import SCORES, Architecture, Measure, Model, Record
 
 Figure = tuple[str, Drawing]  # with its caption
 Curve = dict[int, float | None]
@@ -92,3 +93,32 @@ def _similarity_maps(group: Architecture, place: int) -> Iterator[Figure]:
         blocks = {f"layer {layer}": block for layer, block in enumerate(maps)}
         caption = f"{group.name}: cosine similarity of {what}, layer by layer."
         yield caption, heat_map(f"map-{name}{place}", blocks, f"{side}, by layer", side, "cosine similarity", caption)
+
+
+@chart
+def heat_map(
+    canvas: Canvas, blocks: Mapping[str, np.ndarray], across: str, up: str, measure: str, description: str
+) -> str:
+    """Draw matrices side by side on one scale of colors, each over its name; row 0 is at the bottom.
+
+    blocks: [rows, columns] each; `across` and `up` name columns and rows, `measure` the quantity.
+    """
+    height = max(len(block) for block in blocks.values())
+    gap = max(1, round(0.05 * sum(block.shape[1] for block in blocks.values()) / 4))
+    padded = [
+        np.pad(np.asarray(block, dtype=float), ((0, height - len(block)), (0, gap)), constant_values=np.nan)
+        for block in blocks.values()
+    ]
+    ends = np.cumsum([block.shape[1] for block in padded])
+    centres = [end - gap - block.shape[1] / 2 for end, block in zip(ends, blocks.values(), strict=True)]
+    axes = canvas.axes
+    axes.grid(False)
+    mesh = axes.pcolormesh(np.ma.masked_invalid(np.hstack(padded)), cmap="viridis")
+    axes.figure.colorbar(mesh, ax=axes, label=measure, aspect=30).outline.set_visible(False)
+    labels = [label.replace("+", "\n+") for label in blocks]
+    axes.set_xticks(centres, labels, rotation=60 if canvas.narrow and len(labels) > 2 else 0)
+    axes.set_yticks(np.arange(height) + 0.5, [str(row) for row in range(height)])
+    axes.tick_params(length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    canvas.names(across, up)
+    return description

@@ -6,6 +6,7 @@ them: the functions are the same. Heads start at zero; each one's problem is con
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
+
+from leanqkv.model.causal_lm import LeanForCausalLM
 
 RATES = (1e-4, 2e-4, 3e-4)  # the paper's grid
 # "All other hyperparameters remaining consistent with those used during pretraining": those of the paper's GPT-2.
@@ -29,6 +32,17 @@ class Probe(nn.Linear):
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(F.layer_norm(states, states.shape[-1:]))
+
+
+@torch.no_grad()
+def layer_outputs(model: LeanForCausalLM, tokens: Tensor) -> list[Tensor]:
+    """Return every block's output, [batch, positions, hidden_size] each, for `tokens` [batch, positions]."""
+    outputs: list[Tensor] = []
+    with ExitStack() as hooks:
+        for block in model.model.layers:
+            hooks.enter_context(block.register_forward_hook(lambda _m, _in, out: outputs.append(out[0])))
+        model.model(input_ids=tokens, use_cache=False)
+    return outputs
 
 
 def train_probes(

@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.open import load_config, load_model, open_checkpoint
-from ..compare.suite import Comparison, Entry
-from ..convert.conversion import REPORT, Conversion, calibration_tokens
-from ..data import TokenData, batch_plan, collate
-from ..eliminate import eliminate_directory, parse_request, verify
-from ..eliminate.elimination import CERTIFICATE
-from ..environment import record_header
-from ..errors import LeanError
-from ..evaluate import sequence_losses
-from ..inference import Decoder
-from ..job import Job
-from ..model.cache import cache_bytes
-from ..model.shapes import count_parameters
-from ..ranges import check_fields
-from ..records import DEMO, read_record
-from ..records import RECORD as RUN_RECORD
+from leanqkv.checkpoints.open import load_config, load_model, open_checkpoint
+from leanqkv.compare.suite import Comparison, Entry
+from leanqkv.convert.conversion import REPORT, Conversion, calibration_tokens
+from leanqkv.data import TokenData, batch_plan, collate
+from leanqkv.eliminate import eliminate_directory, parse_request, verify
+from leanqkv.eliminate.elimination import CERTIFICATE
+from leanqkv.environment import record_header
+from leanqkv.errors import LeanError
+from leanqkv.evaluate import sequence_losses
+from leanqkv.inference import Decoder
+from leanqkv.job import Job
+from leanqkv.model.cache import cache_bytes
+from leanqkv.model.shapes import count_parameters
+from leanqkv.ranges import check_fields
+from leanqkv.records import COUNT, NUMBER, POSITIVE, Shape, read_record
+from leanqkv.records import RECORD as RUN_RECORD
 
 RECORD = "demo.json"
 AGAIN = "run the demo again in another `out`"
@@ -32,6 +32,16 @@ COMPARISON, CONVERTED, ELIMINATED = "comparison", "converted", "eliminated"
 # No end-of-text token: every model generates the same number of tokens.
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "eos_token_id": []}
 Progress = Callable[[int, int], None]
+# Of demo.json, and the parts that its phases add to it.
+PHASES = ("training", "conversion", "elimination", "evaluation", "decoding")
+DEMO: Shape = {
+    "settings": dict,
+    "training?": {"data": {"sha256": str}},
+    "conversion?": {"kv_bytes_per_token_bf16": [POSITIVE, POSITIVE]},
+    "elimination?": {
+        "certificate": {"parameters": {"before": COUNT, "after": COUNT}, "exact": {"relative": NUMBER}},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Settings:
             groups=((Entry(self.baseline), Entry(self.variant)),),
             seeds=(0,),
             recipe={"steps": self.steps, "batch_size": self.batch_size, "learning_rate": self.learning_rate},
-            command=f"leanqkv demo --steps {self.steps}",
+            command=f"python -m experiments.demo --steps {self.steps}",
             evaluation_sequences=self.evaluation_sequences,
             evaluate_every=self.evaluate_every,
             notes=("Part of the demo: one seed, a few hundred steps.",),

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..evaluate.observe import logit_spreads
-from ..model.causal_lm import LeanForCausalLM
-from ..model.config import LeanConfig
-from ..model.registry import ConfigError
-from ..model.shapes import parameter_shapes
+from leanqkv.evaluate.observe import logit_spreads
+from leanqkv.model.causal_lm import LeanForCausalLM
+from leanqkv.model.config import LeanConfig
+from leanqkv.model.registry import ConfigError
+from leanqkv.model.shapes import parameter_shapes
 
 # Of each spectrum as many singular values are kept, evenly over the ranks, the first and the last among them.
 SPECTRUM_POINTS = 17

@@ -1,17 +1,14 @@
 """The demo as a terminal table and as one page."""
 
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table as TerminalTable
 
-from ..compare.measure import LOSS
-from ..compare.statistics import Band
-from ..errors import LeanError
-from ..records import PHASES
-from . import figures
-from .page import Code, Figure, Kind, Note, Page, Section, described, footer
-from .text import ABSENT, Table, signed
+from leanqkv.compare.measure import LOSS
+from leanqkv.compare.statistics import Band
+from leanqkv.report import figures
+from leanqkv.report.page import Code, Figure, Kind, Note, Page, Section, described, footer
+from leanqkv.report.text import ABSENT, Table, signed
 
 SCALE = (
     "A toy run: two models of a million parameters, minutes of training, one seed. It shows what each tool does; it "
@@ -66,7 +63,7 @@ def page(record: dict[str, Any]) -> Page:
     ]
     decoded = [Section(name, [Code(model["text"].rstrip(), bold=prompt)]) for name, model in texts.items()]
     return Page(
-        "leanqkv demo",
+        "experiments.demo",
         "One small model, every tool",
         lead,
         [
@@ -82,7 +79,6 @@ def page(record: dict[str, Any]) -> Page:
         ],
         made=footer(record),
         status=SCALE,
-        title="leanqkv demo",
     )
 
 
@@ -180,10 +176,4 @@ def _facts(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _complete(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
-    if missing := [phase for phase in PHASES if phase not in record]:
-        raise LeanError(f"{directory} holds a demo without {missing[0]}. Go on with: leanqkv demo --out {directory}")
-    return record
-
-
-KIND = Kind("demo.json", "run the demo again in another directory", page, terminal, load=_complete)
+KIND = Kind("demo.json", "run the demo again in another directory", page, terminal)

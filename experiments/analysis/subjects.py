@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoints.gguf_format import is_gguf
-from ..checkpoints.open import Checkpoint, open_causal_lm
-from ..checkpoints.tokenizer import load_tokenizer
-from ..errors import LeanError
-from ..records import ANALYZED, read_record
+from leanqkv.checkpoints.gguf_format import is_gguf
+from leanqkv.checkpoints.open import Checkpoint, open_causal_lm
+from leanqkv.checkpoints.tokenizer import load_tokenizer
+from leanqkv.errors import LeanError
+from leanqkv.records import WHOLE, read_record
+
 from .similarity import BUCKETS
+
+# Of the record.json beside a model.
+RUN = {"name?": str, "seed?": (WHOLE,), "initial_sha256?": (str,)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def open_subjects(directories: Sequence[Path]) -> list[Subject]:
                 "models are analyzed on the same tokens"
             )
         file = directory / "record.json"
-        run = read_record(file, ANALYZED, "remove it to analyze the model alone") if file.exists() else {}
+        run = read_record(file, RUN, "remove it to analyze the model alone") if file.exists() else {}
         seed = run.get("seed")
         from_seed = seed is not None and run.get("initial_sha256") is None
         subjects.append(Subject(label, run.get("name", label), seed, from_seed, opened))

@@ -1,1 +1,0 @@
-"""Inside trained models: what each layer knows, how alike heads and tokens are, what heads do, how weights look."""
