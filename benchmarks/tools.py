@@ -24,7 +24,7 @@ PACKAGES = ("peft", "optimum-quanto", "torchao")
 
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     from product.groups import GROUPS
     from product.mechanisms import CASES
     from product.tools import outcome

@@ -236,6 +236,7 @@ NUMBERS = {
             "half-tiny",
             "half-tiny-4e-3",
             "half-tiny-prose",
+            "small-h100",
             "kv-sharing",
             "query",
             "quickstart",
