@@ -107,19 +107,19 @@ def compare(
         check_out(out, "comparison")
     from ..compare.suites import choose
 
+    asked: dict[str, Any] = {"seeds": tuple(range(seeds or 0)), "evaluate_every": evaluate_every}
+    asked["tasks"] = tuple(map(str.strip, (tasks.tasks or "").split(","))) if tasks.tasks else ()
+
     def planned() -> "Comparison":
         check_out(out, "comparison")
-        chosen = choose(names or [], suite, scale, base)
         return replace(
-            chosen,
-            seeds=tuple(range(seeds)) if seeds else chosen.seeds,
+            choose(names or [], suite, scale, base),
+            **{field: value for field, value in asked.items() if value},
             recipe=recipe_overrides(**vars(recipe)),
             learning_rates=_search(lr_grid, grid_steps, recipe),
             grid_steps=grid_steps,
             context_length=context_length,
             micro_batch_size=micro_batch_size,
-            evaluate_every=evaluate_every or chosen.evaluate_every,
-            tasks=tuple(map(str.strip, tasks.tasks.split(","))) if tasks.tasks else chosen.tasks,
             limit=tasks.limit,
             command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
         )

@@ -116,14 +116,6 @@ def _specify(
         remove_norms,
     )
     micro_batch_size, precision = _settle(run, step, recipe.steps)
-    start: dict[str, Any] = {}
-    if initial is not None:
-        with progress_bar("hashing the weights"):
-            start = {"role": "uptrain", "initial_sha256": weights_hash(initial)}
-            if teacher is not None and teacher_config is not None:
-                start |= {**asdict(learns), "teacher_sha256": weights_hash(teacher)}
-                start["teacher_config"] = teacher_config.as_overrides()
-                del start["teacher"]  # where it lies does not decide the numbers
     spec = RunSpec(
         name=name,
         config=config.as_overrides(),
@@ -139,9 +131,22 @@ def _specify(
         gradient_checkpointing=run.gradient_checkpointing,
         norm_schedule=schedule,
         shard=run.shard,
-        **start,
+        **_start(initial, learns, teacher_config),
     )
     return spec, prepared
+
+
+def _start(initial: Path | None, learns: TeacherOptions, teacher_config: LeanConfig | None) -> dict[str, Any]:
+    """Return the fields of a specification that say what the run begins with, and what it learns from."""
+    if initial is None:
+        return {}
+    with progress_bar("hashing the weights"):
+        start: dict[str, Any] = {"role": "uptrain", "initial_sha256": weights_hash(initial)}
+        if learns.teacher is not None and teacher_config is not None:
+            start |= {**asdict(learns), "teacher_sha256": weights_hash(learns.teacher)}
+            start["teacher_config"] = teacher_config.as_overrides()
+            del start["teacher"]  # where it lies does not decide the numbers
+    return start
 
 
 def _train(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,67 +75,113 @@ def run_comparison(
         LeanError: names or data that do not fit, or `out` holds another comparison.
     """
     needs("train", "accelerate")
-    elsewhere = cluster is not None and cluster.elsewhere
-    if not elsewhere:
+    if cluster is None or not cluster.elsewhere:
         device = check_device(device)
     processes = processes_of_a_run(cluster, comparison.shard, device, jobs)
     other = [label for label, config in comparison.configs.items() if config.task != "causal_lm"]
     if comparison.tasks and other:
         raise LeanError(f"`tasks` are for models that predict the next token, and {other[0]} is not one; leave it out")
     tasks = first_decides(lambda: Tasks.checked(comparison.tasks, comparison.limit, include_path))
-    asked, recipes = parse_precision(precision), comparison.recipes
     context = comparison.context_length or min(c.max_position_embeddings for c in comparison.configs.values())
     comparison = replace(comparison, context_length=context)
-
-    def begun() -> _Directory:
-        for label, config in comparison.configs.items():
-            check_fit(label, config, data, context, recipes[label], comparison.evaluation_sequences)
-            split_batch(recipes[label].batch_size, comparison.micro_batch_size, processes)  # refuses what is left over
-        directory = _Directory(out, comparison, data.sha256, asked, device, jobs, elsewhere, processes)
-        directory.begin()
-        return directory
-
-    directory = first_decides(begun)
-    launcher = None if cluster is None else Launcher(cluster, out, comparison.shard)
-    if launcher is not None and directory.precision is None:
-        on_message("a job chooses micro-batch and precision")
-        directory = launcher.wait_for(_settled, directory)
-    directory, workers = first_decides(lambda: (directory, directory.settle(on_message)))
-    threads, settings = directory.content["threads"], {"device": device, "batches": out / "batches"}
-    torch.set_num_threads(threads)
-
-    def train_all(todo: list[PlannedRun]) -> dict[Path, dict[str, Any]]:
-        on_jobs(todo)
-        done = first_decides(lambda: {job.out for job in todo if (job.out / RECORD).exists()})
-        todo = sorted(todo, key=lambda job: job.out not in done)
-        if launcher is None:
-            return run_jobs(todo, data, settings, workers, threads, on_update)
-        at_once = jobs or len(todo) if elsewhere else workers
-        return launcher.run(todo, data, settings, threads, at_once, on_message, on_update)
-
-    rates = {label: recipe.learning_rate for label, recipe in recipes.items()}
-    if comparison.learning_rates:
-        tried = list(product(rates, comparison.learning_rates))
-        grid = first_decides(
-            lambda: [as_begun(directory.job(label, comparison.grid_seed, rate, "grid")) for label, rate in tried]
-        )
-        records = train_all(grid)
-        rates = first_decides(lambda: _best_rates(grid, records))
-    first_decides(lambda: directory.write(chosen_learning_rate=rates))
-    finals = {
-        (label, seed): directory.job(label, seed, rates[label], "final") for seed in comparison.seeds for label in rates
+    where: dict[str, Any] = {
+        "asked": parse_precision(precision),
+        "device": device,
+        "jobs": jobs,
+        "processes": processes,
     }
+    where |= {"elsewhere": cluster is not None and cluster.elsewhere}
+    begun = first_decides(lambda: _begun(comparison, data, out, **where))
+    launcher = None if cluster is None else Launcher(cluster, out, comparison.shard)
+    runs = _Runs.settled(begun, data, launcher, jobs, on_message, on_jobs, on_update)
+
+    rates = runs.best_rates(comparison)
+    job = runs.directory.job
+    finals = {(label, seed): job(label, seed, rates[label], "final") for seed in comparison.seeds for label in rates}
     scratch = [job for (label, _), job in finals.items() if comparison.entries[label].uptrain is None]
-    train_all(first_decides(lambda: to_train_here(scratch, directory.here, elsewhere, on_message)))
+    runs.train_here(scratch)
     if len(scratch) < len(finals):
         started = first_decides(lambda: converted_starts(comparison, finals, out / "converted", on_message))
-        train_all(first_decides(lambda: to_train_here([*scratch, *started], directory.here, elsewhere, on_message)))
+        runs.train_here([*scratch, *started])
     if tasks is not None:
-        scoring = (TaskRuns([job.out for job in finals.values()], tasks, comparison.shard), device)
-        if launcher is None:
-            score_runs(*scoring)
-        else:
-            launcher.wait_for(score_runs, *scoring)
+        here = (lambda score, *of: score(*of)) if launcher is None else launcher.wait_for
+        here(score_runs, TaskRuns([job.out for job in finals.values()], tasks, comparison.shard), device)
+
+
+def _begun(comparison: Comparison, data: Data, out: Path, **where: Any) -> "_Directory":
+    """Return the directory of a comparison that can be made, with its plan written; where: as _Directory takes it."""
+    assert comparison.context_length is not None
+    for label, config in comparison.configs.items():
+        recipe = comparison.recipes[label]
+        check_fit(label, config, data, comparison.context_length, recipe, comparison.evaluation_sequences)
+        split_batch(recipe.batch_size, comparison.micro_batch_size, where["processes"])  # refuses what is left over
+    directory = _Directory(out, comparison, data.sha256, **where)
+    directory.begin()
+    return directory
+
+
+class _Runs(NamedTuple):
+    """The runs of a comparison in the making, by this command and torchrun's processes, or by the jobs of a cluster.
+
+    at_once: runs at a time; None: all.
+    """
+
+    directory: "_Directory"
+    data: Data
+    launcher: Launcher | None
+    at_once: int | None
+    on_message: Callable[[str], None]
+    on_jobs: Callable[[Sequence[PlannedRun]], None]
+    on_update: Callable[[Update], None]
+
+    @classmethod
+    def settled(
+        cls,
+        directory: "_Directory",
+        data: Data,
+        launcher: Launcher | None,
+        jobs: int | None,
+        on_message: Callable[[str], None],
+        *callbacks: Any,
+    ) -> "_Runs":
+        """Settle threads, micro-batch and precision, on the machine of the runs."""
+        if launcher is not None and directory.precision is None:
+            on_message("a job chooses micro-batch and precision")
+            directory = launcher.wait_for(_settled, directory)
+        directory, workers = first_decides(lambda: (directory, directory.settle(on_message)))
+        torch.set_num_threads(directory.content["threads"])
+        return cls(directory, data, launcher, jobs if directory.elsewhere else workers, on_message, *callbacks)
+
+    def train(self, todo: list[PlannedRun]) -> dict[Path, dict[str, Any]]:
+        """Train what is not trained yet, and return the record of each."""
+        self.on_jobs(todo)
+        done = first_decides(lambda: {job.out for job in todo if (job.out / RECORD).exists()})
+        todo = sorted(todo, key=lambda job: job.out not in done)
+        threads = self.directory.content["threads"]
+        settings = {"device": self.directory.device, "batches": self.directory.directory / "batches"}
+        at_once = self.at_once or len(todo)
+        if self.launcher is None:
+            return run_jobs(todo, self.data, settings, at_once, threads, self.on_update)
+        return self.launcher.run(todo, self.data, settings, threads, at_once, self.on_message, self.on_update)
+
+    def train_here(self, todo: list[PlannedRun]) -> None:
+        """The same of those that were not begun on another machine."""
+        directory = self.directory
+        self.train(first_decides(lambda: to_train_here(todo, directory.here, directory.elsewhere, self.on_message)))
+
+    def best_rates(self, comparison: Comparison) -> dict[str, float]:
+        """Return the learning rate of every model, searched if that is asked; it is written down."""
+        directory, searched = self.directory, comparison.learning_rates
+        rates = {label: recipe.learning_rate for label, recipe in comparison.recipes.items()}
+        if searched:
+            tried = list(product(rates, searched))
+            grid = first_decides(
+                lambda: [as_begun(directory.job(label, comparison.grid_seed, rate, "grid")) for label, rate in tried]
+            )
+            records = self.train(grid)
+            rates = first_decides(lambda: _best_rates(grid, records))
+        first_decides(lambda: directory.write(chosen_learning_rate=rates))
+        return rates
 
 
 def processes_of_a_run(cluster: Cluster | None, shard: str | None, device: str | None, jobs: int | None) -> int:

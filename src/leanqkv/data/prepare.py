@@ -48,14 +48,13 @@ def prepare_data(
     Raises:
         LeanError: data or tokenizer missing, unreadable or empty, or a text with a token that the model does not have.
     """
+    whole, vocab_size = vocab_size, vocab_size - (left_free if tokenizer is None else 0)
     if len(parts := parse_mixture(source)) > 1:
-        vocab_size -= left_free if tokenizer is None else 0
         return _prepare_mixture(parts, vocab_size, tokenizer, text_field, max_documents, workers, progress)
-    if source is not None and (tokens := stored_tokens(Path(source), vocab_size)) is not None:
+    if source is not None and (tokens := stored_tokens(Path(source), whole)) is not None:
         if tokenizer is not None or max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: `tokenizer` and `max_documents` do not apply to it")
         return tokens
-    vocab_size -= left_free if tokenizer is None else 0
     progress("reading the data")
     corpus = open_corpus(source, text_field)
     named = load_tokenizer(tokenizer) if tokenizer is not None else None
@@ -69,11 +68,8 @@ def prepare_data(
         elif chosen is None:
             progress("training the tokenizer")
             chosen = train_tokenizer(islice(corpus.documents(), max_documents), vocab_size, progress)
-        if named is None and vocabulary(chosen) > vocab_size:
-            raise LeanError(
-                f"a tokenizer of bytes has at least {vocabulary(chosen)} tokens, the model only {vocab_size}"
-                f"{' beside a mask token' if left_free else ''}; set vocab_size, or give `tokenizer`"
-            )
+        if named is None:
+            _check_bytes_fit(vocabulary(chosen), vocab_size, left_free)
         chosen.save_pretrained(directory / "tokenizer")
         facts = write_tokens(directory, corpus, chosen, progress, max_documents, workers, vocab_size=vocab_size)
         return {"description": corpus.description, "vocab_size": min(vocab_size, vocabulary(chosen)), **facts}
@@ -85,6 +81,14 @@ def prepare_data(
             f"one of the {workers} processes that tokenize was killed, perhaps for want of memory; the same command "
             "goes on, with fewer `workers` if it is memory"
         ) from None
+
+
+def _check_bytes_fit(tokens: int, vocab_size: int, left_free: int) -> None:
+    if tokens > vocab_size:
+        raise LeanError(
+            f"a tokenizer of bytes has at least {tokens} tokens, the model only {vocab_size}"
+            f"{' beside a mask token' if left_free else ''}; set vocab_size, or give `tokenizer`"
+        )
 
 
 def _identity(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> str:

@@ -114,15 +114,19 @@ def paired_scores(
                     predicted = wanted != IGNORED
                     pieces = _score_pieces(models, [one[row, -scored:][predicted] for one in hidden], wanted[predicted])
                     parts.append(torch.cat(list(pieces), dim=2))
-                    if not parts[-1].isfinite().all():
-                        raise LeanError(
-                            f"the scores are not finite in the window at token {start + 1:,}: the logits of the source "
-                            "or of the result are NaN or infinite there"
-                        )
+                    _check_finite(parts[-1], start)
                     done += scored
                     progress(done, total)
     numbers = torch.repeat_interleave(torch.tensor([part.shape[2] for part in parts]))
     return [PairedScores(one[0], one[1], one[2], one[3], numbers) for one in torch.cat(parts, dim=2)]
+
+
+def _check_finite(scores: Tensor, start: int) -> None:
+    if not scores.isfinite().all():
+        raise LeanError(
+            f"the scores are not finite in the window at token {start + 1:,}: the logits of the source or of the "
+            "result are NaN or infinite there"
+        )
 
 
 def _score_pieces(models: Sequence[Any], hidden: Sequence[Tensor], targets: Tensor) -> Iterator[Tensor]:

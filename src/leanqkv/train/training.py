@@ -21,7 +21,7 @@ from ..model.shapes import count_parameters
 from .directory import claim, clean, exclusive, finish, last_checkpoint, note_hardware
 from .micro_batch import split_batch
 from .norm_removal import NormRemoval, check_removal, make_removable, remove_norms, summarize_removal
-from .precision import parse_precision
+from .precision import Precision, parse_precision
 from .processes import connect, first_decides, process_count
 from .sharding import sharding_arguments, whole_model
 from .spec import RunSpec
@@ -64,11 +64,7 @@ def train(
     """
     device = check_device(device)
     keep_freed_memory(device)
-    check_trackers(report_to)
-    if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
-        raise LeanError("a run needs a precision that has been chosen; choose_precision does")
-    if spec.norm_schedule is not None:
-        check_removal(spec.shard, keep_checkpoints)
+    precision = _check_options(spec, report_to, keep_checkpoints)
     connect(device, spec.shard)
     arguments = _arguments(spec, out, device, report_to)
     config, teacher_config = _check(spec, data, initial, teacher)
@@ -80,24 +76,28 @@ def train(
         task = task_of(config)(spec, data, batches or out / "batches")
         torch.manual_seed(spec.seed)
         model = _model(config, initial)
-        if spec.norm_schedule is not None:
-            make_removable(model)
         teaching = None if teacher_config is None else _model(teacher_config, teacher)
-        if spec.only_changed and teaching is not None:
-            train_only_changed(model, teaching)
+        _prepare(spec, model, teaching)
         task.configure(model)
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours, keep_checkpoints)
         if spec.norm_schedule is not None:
             trainer.add_callback(NormRemoval(spec.norm_schedule))
         with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL), denormals_as_zero(device):
-            seconds = _run(trainer, out, initial)
-            record = _record(trainer, config, data, seconds)
-            whole = model if spec.shard is None else whole_model(model)
+            record = _record(trainer, config, data, seconds=_run(trainer, out, initial))
+            whole = _whole(trainer, model, config, record)
             if trainer.is_world_process_zero():
-                if spec.norm_schedule is not None and record["diverged"] is None:
-                    whole = _norm_free(trainer, config, record)
                 finish(out, whole, task, record, keep_checkpoints, initial)
     return record
+
+
+def _check_options(spec: RunSpec, report_to: Sequence[str], keep_checkpoints: bool) -> Precision:
+    """Return the precision of a run that can be made, before its processes are connected."""
+    check_trackers(report_to)
+    if (precision := parse_precision(spec.precision, spec.precision_timings)) is None:
+        raise LeanError("a run needs a precision that has been chosen; choose_precision does")
+    if spec.norm_schedule is not None:
+        check_removal(spec.shard, keep_checkpoints)
+    return precision
 
 
 def _check(
@@ -159,6 +159,23 @@ def _model(config: LeanConfig, weights: Path | None) -> PreTrainedModel:
     if weights is not None:
         load_weights(model, open_checkpoint(weights).tensors)
     return model
+
+
+def _prepare(spec: RunSpec, model: PreTrainedModel, teaching: PreTrainedModel | None) -> None:
+    """Make of a model what the run changes."""
+    if spec.norm_schedule is not None:
+        make_removable(model)
+    if spec.only_changed and teaching is not None:
+        train_only_changed(model, teaching)
+
+
+def _whole(trainer: LeanTrainer, model: PreTrainedModel, config: LeanConfig, record: dict[str, Any]) -> Any:
+    """Return the model to store, whole also where it is sharded; on the first process without the norms that went."""
+    spec = trainer.spec
+    whole = model if spec.shard is None else whole_model(model)
+    if trainer.is_world_process_zero() and spec.norm_schedule is not None and record["diverged"] is None:
+        return _norm_free(trainer, config, record)
+    return whole
 
 
 def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float) -> dict[str, Any]:
