@@ -197,6 +197,25 @@ def test_the_report_of_tasks_has_the_means_and_the_papers_numbers(scored):
     assert "mean accuracy, %" in (out / "report.html").read_text()
 
 
+def test_the_report_has_the_tasks_of_all_scored_runs_and_no_groups(scored):
+    """A later scoring that was stopped; groups of tasks are means of tasks that are there."""
+    _, _, out = scored
+    file = next(out.glob("runs/*/tasks.json"))
+    before = file.read_text()
+    record = json.loads(before)
+    record["tasks"]["other"] = record["tasks"][TASKS[0]]
+    record["tasks"]["group"] = {"acc": 0.999, "examples": None}
+    try:
+        file.write_text(json.dumps(record))
+        text = markdown(load_comparison(out))
+        file.write_text(json.dumps({**record, "tasks": {TASKS[0]: record["tasks"][TASKS[0]]}}))
+        fewer = markdown(load_comparison(out))
+    finally:
+        file.write_text(before)
+    assert text == markdown(load_comparison(out))
+    assert TASKS[0] in fewer and f"| {TASKS[1]} |" not in fewer
+
+
 def test_tasks_are_loaded_before_anything_is_trained(scored, data, tmp_path):
     comparison, folder, _ = scored
     for changed, include_path, words in (

@@ -281,6 +281,18 @@ def test_attention_of_one_query(dtype, group, head_dim, value_dim, mask, needs_c
             assert (output.double() - expected).abs().max() <= eps * expected.abs().max()
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", [0, 60, 69, 130])
+def test_what_is_not_a_number_stays_so(place, dtype, chunks, monkeypatch, needs_compiler):
+    """As in PyTorch, wherever it stands; other heads are not touched."""
+    monkeypatch.setattr("leanqkv.inference.attention.length_chunks", lambda heads, length, threads: chunks)
+    query, key, value = (torch.randn(1, 2, length, 16).to(dtype) for length in (1, 131, 131))
+    key[0, 0, place, 3] = torch.nan
+    output = one_query_attention(query, key, [value], None, 0.3)
+    assert output is not None and output[0, 0, 0].isnan().all() and output[0, 0, 1].isfinite().all()
+
+
 THREADS = (1, 2, 3, 5, 8)
 
 

@@ -181,8 +181,9 @@ def test_a_tokenizer_keeps_its_mask_token_or_gets_one():
         with_mask_token(tokenizer, size)
     with pytest.raises(LeanError, match=f"mask token is number {size}, the model's vocabulary ends at {size - 1}"):
         with_mask_token(added, size)
-    masks = MaskedTokens.of(added, size)
-    assert masks.mask == size and masks.special == (0, size)
+    for vocabulary in (size, size + 1):  # of the tokenizer without the mask, and with it
+        masks = MaskedTokens.of(added, vocabulary)
+        assert (masks.mask, masks.vocabulary) == (size, size) and masks.special == (0, size)
 
 
 def test_a_tokenizer_made_for_an_encoder_leaves_a_number_free(tmp_path, monkeypatch):

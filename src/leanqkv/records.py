@@ -70,7 +70,7 @@ BEGUN = {
     "hardware?": HARDWARE,
 }
 # Of tasks.json, beside a run's record.
-TASKS = {"tasks": {str: {"acc?": NUMBER}}}
+TASKS = {"tasks": {str: {"acc?": NUMBER, "examples?": (WHOLE,)}}}
 # Of compare.json.
 COMPARISON = {
     "baseline": str,

@@ -271,7 +271,9 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
             continue
         if (scores := path.with_name("tasks.json")).exists():
             figures = read_record(scores, TASKS, AGAIN)["tasks"]
-            run = replace(run, tasks={name: one["acc"] for name, one in figures.items() if "acc" in one})
+            # Groups of tasks, which have no examples of their own, are means of the others.
+            single = {name: one["acc"] for name, one in figures.items() if "acc" in one and one.get("examples", 1)}
+            run = replace(run, tasks=single)
         key = (run.role, run.name, run.seed, run.learning_rate if run.role == "grid" else None)
         if key in runs:
             raise LeanError(f"{path}: the same run as {runs[key][0]}; remove one of the two directories")

@@ -79,7 +79,8 @@ class MaskedTokens(NextToken):
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary: int) -> "MaskedTokens":
-        """Return the objective for a tokenizer that has a mask token."""
+        """Return the objective for a tokenizer that has a mask token, which as the last one is no random token."""
+        vocabulary -= tokenizer.mask_token_id == vocabulary - 1
         around = framing(tokenizer)
         special = {*tokenizer.all_special_ids, around.begin, around.end} - {None}
         return cls(tokenizer.mask_token_id, vocabulary, tuple(sorted(special)))

@@ -223,14 +223,14 @@ void add(
 
 // Replaces the scores of a block, [kBlock], by exp(score - highest) and adds these to the total. Where the block has a
 // higher score than all before it, the sums of values [size] and the total are brought down to it. While nothing is to
-// be seen, as of padding tokens, the highest is -inf and all else zero.
+// be seen, as of padding tokens, the highest is -inf and all else zero. NaN is higher than any number, and stays.
 template <typename T>
 void weigh(float* scores, float& highest, float& total, float* sums, int64_t size) {
   Floats high = Floats::loadu(scores);
   for (int64_t n = kFloats; n < kBlock; n += kFloats) high = at::vec::maximum(high, Floats::loadu(scores + n));
   const float of_block =
       at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return at::vec::maximum(a, b); }, high);
-  if (of_block > highest) {
+  if (!(of_block <= highest)) {
     const float share = std::exp(highest - of_block);
     for (int64_t d = 0; d < size; d += kFloats) (Floats::loadu(sums + d) * Floats(share)).store(sums + d);
     total *= share;

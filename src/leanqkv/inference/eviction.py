@@ -32,6 +32,11 @@ class EvictingLayer(DynamicLayer):
             )
         return keys, values
 
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = None
+        self.is_initialized, self.cumulative_length = False, 0
+
     def get_seq_length(self) -> int:
         """Return how many tokens were seen, which the next position is counted from."""
         return self.cumulative_length
@@ -48,6 +53,8 @@ class EvictingLayer(DynamicLayer):
 
 class EvictingCache(DynamicCache):
     """Give it to `generate` as `past_key_values`. Borrowed heads drop the same tokens as the layer that lends them.
+
+    Positions go on counting, so a model with learned positions ends at its last one as with any cache.
 
     Args:
         sinks, window: how many of the first and of the last tokens are kept.

@@ -57,8 +57,9 @@ def parse_name(name: str) -> ModelName:
             overrides.extend(_parse_options(part, name))
         elif head in MECHANISMS:
             given, known = dict(_parse_options(options, name)), MECHANISMS[head].recipes
-            if known and (chosen := given.pop("recipe", None)) is not None:
-                if chosen not in known:
+            if known and "recipe" in given:
+                chosen = given.pop("recipe")
+                if not isinstance(chosen, str) or chosen not in known:
                     raise LeanError(f"{head} has no recipe {chosen!r} in {name!r}: {suggest(str(chosen), known)}")
                 recipes[head] = chosen
             mechanisms.append((head, tuple(given.items())))

@@ -7,7 +7,7 @@ import numpy as np
 from ..compare.records import ComparisonRecord, Result
 from ..compare.statistics import Band, paired_difference
 from .figures import Series
-from .text import ABSENT, Table, mean_with_deviation, with_interval
+from .text import Table, mean_with_deviation, with_interval
 
 
 def _groups(comparison: ComparisonRecord) -> Iterator[tuple[list[Result], list[Result]]]:
@@ -56,32 +56,41 @@ def _band(share: float, result: Result) -> Band:
     return Band(share, float(np.mean(losses)), min(losses), max(losses))
 
 
-def _means(result: Result) -> dict[int, float]:
+def _tasks(comparison: ComparisonRecord) -> list[str]:
+    """The tasks that all scored runs have: means over different tasks are not comparable."""
+    scored = [run.tasks for result in comparison.results for run in result.finals.values() if run.tasks]
+    return [task for task in (scored[0] if scored else ()) if all(task in tasks for tasks in scored)]
+
+
+def _means(result: Result, tasks: list[str]) -> dict[int, float]:
     """By seed, the mean accuracy over tasks in percent."""
-    return {seed: 100 * float(np.mean([*run.tasks.values()])) for seed, run in result.finals.items() if run.tasks}
+    finals = {seed: run.tasks for seed, run in result.finals.items() if run.tasks and tasks}
+    return {seed: 100 * float(np.mean([found[task] for task in tasks])) for seed, found in finals.items()}
 
 
 def mean_accuracies(comparison: ComparisonRecord) -> dict[str, float]:
     """Return the mean accuracy over tasks and seeds in percent, by architecture."""
-    return {
-        result.name: float(np.mean([*means.values()])) for result in comparison.results if (means := _means(result))
-    }
+    tasks = _tasks(comparison)
+    means = {result.name: _means(result, tasks) for result in comparison.results}
+    return {name: float(np.mean([*of_seeds.values()])) for name, of_seeds in means.items() if of_seeds}
 
 
 def task_tables(comparison: ComparisonRecord) -> list[Table]:
-    """Return a table of the accuracy on every task and of their mean; none where nothing was scored."""
-    scored = [result for result in comparison.results if _means(result)]
-    tasks = list(dict.fromkeys(task for result in scored for run in result.finals.values() for task in run.tasks))
+    """Return a table of the accuracy on every task and of their mean; none where nothing was scored on one task."""
+    tasks = _tasks(comparison)
+    means = {result.name: _means(result, tasks) for result in comparison.results}
+    scored = [result for result in comparison.results if means[result.name]]
     if not tasks:
         return []
     headers = ["model", *tasks, "mean", "difference to\nbaseline, 95%"]
     rows = []
     for result in scored:
         runs = [run.tasks for run in result.finals.values() if run.tasks]
-        cells = [f"{100 * np.mean([run[task] for run in runs]):.1f}" if task in runs[0] else ABSENT for task in tasks]
-        difference = paired_difference(_means(result), _means(result.baseline)) if result.baseline else None
+        cells = [f"{100 * np.mean([run[task] for run in runs]):.1f}" for task in tasks]
+        own, base = means[result.name], {} if result.baseline is None else means[result.baseline.name]
+        difference = paired_difference(own, base) if result.baseline else None
         against = "baseline" if result.baseline is None else with_interval(difference, 1)
-        rows.append([f"`{result.name}`", *cells, f"{np.mean([*_means(result).values()]):.1f}", against])
+        rows.append([f"`{result.name}`", *cells, f"{np.mean([*own.values()]):.1f}", against])
     note = (
         "Accuracy in percent, zero-shot where the task says no other, mean over seeds. Intervals are over seeds: those "
         "of the examples, which every model shares, are wider."
