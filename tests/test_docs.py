@@ -243,8 +243,8 @@ NUMBERS = {
             "quickstart",
             "vision",
         ),
-        # P1 to P3; half-widths with fewer digits and percentages; a version.
-        ("0.05", "2.6", "0.02", "0.06", "1.7", "2.9", "2.13"),
+        # P1 to P3; half-widths with fewer digits and percentages.
+        ("0.05", "2.6", "0.02", "0.06", "1.7", "2.9"),
     ),
     "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.90")),  # P2; the first run, tested above
     "tools.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "tools.md"), (), ("2.13",)),  # PyTorch
