@@ -547,6 +547,19 @@ def test_the_fastest_precision_is_chosen_and_the_random_state_kept(monkeypatch):
     assert len(choose_precision(config, steps=1, **arguments).timings) == 3, "a short run does not wait for compilers"
 
 
+def test_a_precision_whose_gradients_are_no_numbers_is_no_choice(monkeypatch):
+    """As torch.compile made some of a model in bfloat16 with eager attention."""
+
+    def apply(precision, model):
+        if precision.attention == "eager":
+            next(model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+
+    monkeypatch.setattr("leanqkv.train.precision.Precision.apply", apply)
+    arguments = {"batch_size": 2, "context_length": 16, "device": "cpu"}
+    chosen = choose_precision(preset(f"tiny{SHAPE}"), steps=1, **arguments)
+    assert set(chosen.timings) == {"fp32+sdpa", "bf16+sdpa"}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 @pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])

@@ -224,7 +224,6 @@ void add(
 // Replaces the scores of a block, [kBlock], by exp(score - highest) and adds these to the total. Where the block has a
 // higher score than all before it, the sums of values [size] and the total are brought down to it. While nothing is to
 // be seen, as of padding tokens, the highest is -inf and all else zero. NaN is higher than any number, and stays.
-template <typename T>
 void weigh(float* scores, float& highest, float& total, float* sums, int64_t size) {
   Floats high = Floats::loadu(scores);
   for (int64_t n = kFloats; n < kBlock; n += kFloats) high = at::vec::maximum(high, Floats::loadu(scores + n));
@@ -354,7 +353,7 @@ float* attend(const Call& call, const Part<T>& part, Turn& turn, float* scratch)
         for (int64_t n = 0; n < rows; ++n) own[n] += part.mask[start + n];
       }
       std::fill(own + rows, own + kBlock, kNothing);
-      weigh<T>(own, highest[g], totals[g], left + g * output_size, output_size);
+      weigh(own, highest[g], totals[g], left + g * output_size, output_size);
     }
     if (part.plain) {
       for (int64_t n = 0; n < rows; ++n) turn_back(call, part, start + n, turn, turned + n * output_size);

@@ -92,7 +92,7 @@ def choose_precision(
         progress(f"timing {precision}")
         try:
             timed[precision] = time_steps(config, precision, batch_size, context_length, device)
-        except Exception as error:  # without a compiler, bf16 or the memory for it, this is no choice
+        except Exception as error:  # no compiler, no bf16, no memory for it, or NaN: no choice
             failures.append(error)
 
     def seconds(precision: Precision) -> float:
@@ -122,6 +122,9 @@ def time_steps(
     """Return the seconds of the first training step, compiling included, and of the fastest step after it.
 
     The fastest step is the one that other processes disturbed least. The random state is left as it was.
+
+    Raises:
+        ArithmeticError: the last loss is not finite. A compiler has made NaN gradients of a model that was sound.
     """
     keep_freed_memory(device)
     with torch.random.fork_rng(devices=[]):
@@ -142,4 +145,6 @@ def time_steps(
             optimizer.zero_grad()
             loss.item()  # waits for an accelerator
             seconds.append(time.perf_counter() - start)
+        if not loss.isfinite():
+            raise ArithmeticError(f"the loss is not finite in {precision}")
         return seconds[0], min(seconds[1:])
