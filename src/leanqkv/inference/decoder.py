@@ -23,7 +23,9 @@ from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from .attention import attend_one_query
 from .cache import allocate_cache
-from .linear import packed
+from .layer import use_programs
+from .linear import shared_copy, use_products
+from .step import fuse
 
 # Tokens of a prompt that are computed together: bounds the memory of their activations.
 PREFILL_CHUNK_TOKENS = 512
@@ -32,10 +34,14 @@ PREFILL_CHUNK_TOKENS = 512
 def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
     """A copy for inference that shares the parameters; `generate` is still transformers'.
 
-    Its linear layers are packed (linear.py), the projections of one input are one product (joined.py), and in place of
-    "sdpa" there is the kernel for attention of one query (attention.py).
+    The projections of one input are one product (joined.py), which a kernel computes where there are few rows, as other
+    linear layers (linear.py) and small operations (step.py); what a usual layer computes before and after attention is
+    one call each (layer.py). In place of "sdpa" there is the kernel for attention of one query (attention.py).
     """
-    copied = packed(model).eval()
+    copied = shared_copy(model).eval()
+    use_products(copied)
+    fuse(copied)
+    use_programs(copied)
     if attention_implementation(copied) == "sdpa":
         for module in copied.modules():
             if isinstance(module, LeanAttention | LatentAttention):
