@@ -102,9 +102,9 @@ class PageLayout:
     """How a page keeps BLOCK tokens of a cached tensor: codes, then scales, then offsets, each of all heads.
 
     Codes [heads, BLOCK, groups * width * bits / 8]: a token's columns lie in chunks of 32, and what is left of a group
-    in a last one. Of a chunk of w columns, byte j holds the columns j, j + w * bits / 8 and so on, the first in its lowest
-    bits: so a processor unpacks whole vectors by shifts. Scales and offsets: [heads, columns], or of every token and
-    group of columns, [heads, BLOCK, groups].
+    in a last one. Of a chunk of w columns, byte j holds the columns j, j + w * bits / 8 and so on, the first in its
+    lowest bits, so that a processor unpacks whole vectors by shifts. Scales and offsets: [heads, columns], or of every
+    token and group of columns, [heads, BLOCK, groups].
     """
 
     bits: int
