@@ -72,9 +72,9 @@ def position_limit(config: LeanConfig, positions: int) -> str:
 class Decoder:
     """Generate the tokens that `model.generate` gives, with less work around each step.
 
-    The cache has exactly as many places as there will be tokens. On a CPU the linear layers are packed copies
-    (linear.py), so a Decoder holds the model's matrices a second time; make it once and use it often. Changes of the
-    model's weights after that are not seen.
+    The cache has exactly as many places as there will be tokens. Weights are the model's own, with no copies but of those
+    that a norm's weight is folded into; make a Decoder once and use it often. Hooks and adapters that the model gets
+    after that are not seen.
     """
 
     def __init__(self, model: LeanForCausalLM, chunk: int = PREFILL_CHUNK_TOKENS):

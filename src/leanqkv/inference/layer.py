@@ -57,7 +57,8 @@ class Program:
     def multiply(self, product: Product, first: int, output: int | None = None) -> int:
         """Add a product; its outputs are buffers that follow each other, of which this returns the first."""
         if output is None:
-            output = [self.buffer(width) for width in product.outputs][0]
+            output = len(self.widths)
+            self.widths += product.outputs
         given = MULTIPLY, first, 0, output, product.inputs, len(product.maps), product.address
         return self._add(*given, held=product)
 
@@ -155,14 +156,13 @@ def rest_of_block(block: LeanBlock) -> Callable[..., Any] | None:
         return None
     norms = block.attention_output_layernorm, block.post_attention_layernorm, block.mlp_output_layernorm
     product, down = joint_product(mlp, [mlp.gate_proj, mlp.up_proj]), mlp.down_proj
-    around = (block.dropout, mlp, mlp.activation)
-    if product is None or not isinstance(down, FewRowsLinear) or type(block.dropout) is not nn.Identity:
+    if product is None or not isinstance(down, FewRowsLinear) or not _is_identity(block.dropout):
         return None
-    if "hidden" not in vars(mlp) or any(is_rewritten(module) for module in around):
+    if "hidden" not in vars(mlp) or any(is_rewritten(module) for module in (mlp, mlp.activation, down)):
         return None
     if any(layer.lends_mlp_hidden for layer in config.plan.layers) or not down.product.matches(product):
         return None
-    if not all(type(norm) is nn.Identity or _is_readable(norm, product.inputs, product) for norm in norms):
+    if not all(_is_identity(norm) or _is_readable(norm, product.inputs, product) for norm in norms):
         return None
     program = Program([product.inputs] * 3)  # the stream, attention's output, and the stream behind the block
     width = product.inputs
@@ -192,6 +192,10 @@ def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:
     product = joined._once[1]
     plain = all(type(layer) is nn.Linear for layer in linear) and isinstance(product, Product) and product.readable
     return product if plain else None  # type: ignore[return-value]
+
+
+def _is_identity(module: nn.Module) -> bool:
+    return type(module) is nn.Identity and not is_rewritten(module)
 
 
 def _is_readable(norm: nn.Module, width: int, product: Product) -> bool:

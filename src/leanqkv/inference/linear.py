@@ -27,7 +27,7 @@ class FewRowsLinear(nn.Module):
 
 def can_replace(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `module` is a plain linear layer whose weight the kernel can read."""
-    return is_plain_linear(module) and module.weight.device.type == "cpu" and module.weight.dtype in DTYPES  # type: ignore[union-attr, return-value]
+    return is_plain_linear(module) and module.weight.device.type == "cpu" and module.weight.dtype in DTYPES
 
 
 def hooks(model: nn.Module) -> list[Any]:

@@ -103,7 +103,7 @@ inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
 struct Map {
   const void* weight;  // [outputs, inputs]
   const void* bias;    // [outputs], or null
-  int64_t outputs, row;
+  int64_t outputs;
 };
 
 // Rows of weights whose sums with `count` rows of input are kept in registers; a power of two.
@@ -115,7 +115,7 @@ constexpr int64_t weights_at_once(int64_t count) {
 // `count` rows of input [count, size] times kFloats rows of weights, of which there are `outputs`: [count, kFloats].
 template <int64_t count, typename T>
 void multiply_tile(
-    const T* weight, int64_t row, int64_t outputs, int64_t inputs, const float* input, int64_t size, Floats* sums) {
+    const T* weight, int64_t outputs, int64_t inputs, const float* input, int64_t size, Floats* sums) {
   constexpr int64_t rows = weights_at_once(count), parts = kParts<T>;
   Floats products[count][kFloats];
   for (int64_t n = 0; n < kFloats; n += rows) {
@@ -123,7 +123,7 @@ void multiply_tile(
     Floats totals[count][rows];
     #pragma GCC unroll 8
     for (int64_t r = 0; r < rows; ++r) {
-      at[r] = weight + std::min(n + r, outputs - 1) * row;
+      at[r] = weight + std::min(n + r, outputs - 1) * inputs;
       #pragma GCC unroll 8
       for (int64_t g = 0; g < count; ++g) totals[g][r] = Floats(0.0f);
     }
@@ -132,7 +132,7 @@ void multiply_tile(
       #pragma GCC unroll 8
       for (int64_t r = 0; r < rows; ++r) {
         load(at[r] + d, inputs - d, read[r]);
-        __builtin_prefetch(reinterpret_cast<const char*>(at[r] + d) + kAhead);
+        __builtin_prefetch(reinterpret_cast<const char*>(at[r] + d) + kAhead, 0, 1);  // into the second cache
       }
       #pragma GCC unroll 8
       for (int64_t g = 0; g < count; ++g) {
@@ -187,12 +187,12 @@ void multiply(
     for (; block >= blocks_of(maps[i]); ++i) block -= blocks_of(maps[i]);
     const Map& map = maps[i];
     const int64_t start = block * kFloats, left = map.outputs - start;
-    const T* const weight = static_cast<const T*>(map.weight) + start * map.row;
+    const T* const weight = static_cast<const T*>(map.weight) + start * inputs;
     const Floats bias = map.bias ? floats(static_cast<const T*>(map.bias) + start, left) : Floats(0.0f);
     T* const output = static_cast<T*>(outputs[i]) + start;
     in_tiles<kRows>(rows, 0, [&](auto tile, int64_t m) {
       Floats sums[tile];
-      multiply_tile<tile>(weight, map.row, std::min(left, kFloats), inputs, floats_of + m * size, size, sums);
+      multiply_tile<tile>(weight, std::min(left, kFloats), inputs, floats_of + m * size, size, sums);
       for (int64_t g = 0; g < tile; ++g) store(sums[g] + bias, output + (m + g) * map.outputs, left);
     });
   }

@@ -25,7 +25,7 @@ from ..model.position import Rotation, rotate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of input up to which the kernel multiplies faster than PyTorch.
-ROWS = 16
+ROWS = 32
 # Activations of gates, and whether it is the GELU.
 GATES: dict[type[nn.Module], bool] = {nn.SiLU: False, SiLUActivation: False, GELUTanh: True}
 
@@ -34,7 +34,6 @@ class _Map(ctypes.Structure):
     """The same, in the same order, as `Map` in step.cpp."""
 
     _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
-    _fields_ += [("row", ctypes.c_int64)]
 
 
 class _Turn(ctypes.Structure):
@@ -64,7 +63,7 @@ class Product:
         self.readable = kinds in [{(dtype, "cpu")} for dtype in DTYPES]
         pointers = [[None if of is None else of.data_ptr() for of in pair] for pair in self._read]
         rows = zip(pointers, self.outputs, strict=True)
-        self._maps = (_Map * len(maps))(*((*pair, outputs, self.inputs) for pair, outputs in rows))
+        self._maps = (_Map * len(maps))(*[_Map(*pair, outputs) for pair, outputs in rows])
         self._pointers, self.address = ctypes.c_void_p * len(maps), ctypes.addressof(self._maps)
 
     def matches(self, other: "Product") -> bool:
@@ -150,9 +149,9 @@ def fuse(model: nn.Module) -> None:
     """Put the kernels, in place, where modules compute what they do; dropout, which does nothing here, is left out."""
     for module in list(model.modules()):
         if isinstance(module, Attention):
-            module.rotate = fused_rotate  # type: ignore[method-assign]
+            module.rotate = fused_rotate
         if isinstance(module, GatedMLP) and type(module.activation) in GATES and not is_rewritten(module.activation):
-            module.hidden = fused_hidden(module)  # type: ignore[method-assign]
+            module.hidden = fused_hidden(module)  # type: ignore[method-assign, assignment]
         for name, child in module.named_children():
             if type(child) is nn.Dropout and not is_rewritten(child):
                 setattr(module, name, nn.Identity())

@@ -63,7 +63,7 @@ class LeanBlock(GradientCheckpointingLayer):
 
     def forward(
         self, hidden_states: Tensor, layer: LayerPlan, streams: Tensor | None = None, **kwargs
-    ) -> tuple[Tensor, KeyValues, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, KeyValues, Any, Tensor | None]:
         """One layer; arguments as LeanAttention.forward.
 
         Returns:
@@ -81,9 +81,7 @@ class LeanBlock(GradientCheckpointingLayer):
             return stream, key_values, mlp_aux, None
         return stream.mean(-2), key_values, mlp_aux, stream
 
-    def after_attention(
-        self, attended: Tensor, normed: Tensor, read: Tensor, write: Callable
-    ) -> tuple[Tensor, Tensor | None]:
+    def after_attention(self, attended: Tensor, normed: Tensor, read: Tensor, write: Callable) -> tuple[Tensor, Any]:
         """The stream behind the block, and what the MLP hands out; inference may replace this (inference/layer.py).
 
         Args:
