@@ -28,8 +28,6 @@ from leanqkv.model.cache_quantized import BITS, LeanQuantizedCache, quantized_by
 CHUNK, NEW = 70, 70
 LONG = {"max_position_embeddings": 512}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-WINDOWED = [case for case in CASES if any(layer.window for layer in case.config().plan.layers)]
-WHOLE = [case for case in CASES if case not in WINDOWED]
 
 
 # --- what is meant ----------------------------------------------------------------------------------------------------
@@ -114,7 +112,7 @@ def both_ways(model: LeanForCausalLM, bits: CacheBits, ids: Tensor, mask: Tensor
     return found, model.generate(ids, **options)
 
 
-@pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tokens_of_every_mechanism_are_those_of_generate(case: Model):
     """One prompt, and three of which one is padded; in float64, in which codes leave no choice."""
     model, mask = case.model(**LONG), torch.ones(3, 150, dtype=torch.long)
@@ -151,11 +149,18 @@ def test_the_cache_is_the_one_that_is_asked_for():
         assert decoder.cache_bits.kv_bytes(plan, 130, torch.float32) == plan.kv_bytes(130, torch.float32)
 
 
-def test_a_model_without_such_a_cache_is_refused():
-    for case in WINDOWED:
-        with pytest.raises(LeanError, match=r"^`cache_bits=8/4`: .*layer \d+ keeps a sliding window of 4; use the"):
-            Decoder(LeanForCausalLM(case.config()), cache_bits=(8, 4))
-        assert not Decoder(LeanForCausalLM(case.config())).cache_bits.quantized
+@pytest.mark.parametrize("window", [4, 100, 150])
+def test_the_bytes_of_windows(window):
+    """Of every second layer, which keeps the pages that it sees."""
+    model = randomize(
+        LeanForCausalLM(tiny("llama", sliding_window=window, window_layers=[0, 2], **LONG)), std=0.3
+    ).eval()
+    decoder = Decoder(model, cache_bits="4/2")
+    logits = decoder.prefill(tokens(1, 60), room=200)
+    for length in range(60, 260):
+        expected = decoder.cache_bits.kv_bytes(model.config.plan, length, torch.float32)
+        assert token_bytes(decoder.cache) == expected, length
+        logits = decoder.step(logits.argmax(-1))
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -60,27 +60,6 @@ class CacheBits:
         """Whether the cache is a quantized one."""
         return self.key_bits != WHOLE
 
-    def obstacle(self, config: Any) -> str | None:
-        """Return the reason why a model cannot keep a cache of this precision; None where it can."""
-        from .model.cache_quantized import refuse_windows
-
-        if self.quantized:
-            try:
-                refuse_windows(config.plan)
-            except ValueError as error:
-                return str(error)
-        return None
-
-    def check(self, config: Any, name: str = "") -> None:
-        """Check that a model can keep a cache of this precision; `name` is the model's where there are several.
-
-        Raises:
-            LeanError: it cannot, with the reason.
-        """
-        if reason := self.obstacle(config):
-            where = f" of {name}" if name else ""
-            raise LeanError(f"`cache_bits={self}`{where}: {reason}")
-
     def bytes_per_token(self, plan: Any, dtype: Any) -> float:
         """Return the bytes of a token in whole blocks, scales and offsets included; 16 bits are of `dtype`."""
         from .model.cache_quantized import quantized_bytes_per_token
@@ -90,12 +69,12 @@ class CacheBits:
         return quantized_bytes_per_token(plan, self.key_bits, self.value_bits)
 
     def kv_bytes(self, plan: Any, tokens: int, dtype: Any) -> int:
-        """Return the bytes of a sequence's cache; the newest tokens, fewer than a block, are of `dtype`."""
-        from .model.cache_quantized import BLOCK
+        """Return the bytes of a sequence's cache; what is not quantized is of `dtype`."""
+        from .model.cache_quantized import quantized_bytes
 
-        newest = tokens % BLOCK if self.quantized else tokens
-        older = round((tokens - newest) * self.bytes_per_token(plan, dtype)) if newest < tokens else 0
-        return older + plan.kv_bytes(newest, dtype)
+        if not self.quantized:
+            return plan.kv_bytes(tokens, dtype)
+        return quantized_bytes(plan, tokens, dtype, self.key_bits, self.value_bits)
 
     def cache(self, config: Any) -> Any:
         """Return an empty quantized cache, to be given as `past_key_values`."""

@@ -43,7 +43,6 @@ def generate_answers(
             input is reported, and the next one is read.
     """
     opened = open_causal_lm(directory)
-    cache_bits.check(opened.config)
     tokenizer = _tokenizer(directory, chat)
     decoder = Decoder(load_model(opened).to(check_device(device)), cache_bits=cache_bits)
     if prompt is not None:

@@ -43,8 +43,7 @@ def obstacle(bits: CacheBits, config: Any, length: int) -> str | None:
     """
     if not bits.quantized:
         return None
-    if reason := bits.obstacle(config):
-        return reason
+    reason = None
     if config.mask_type == "prefix":
         reason = "a model with prefixes reads them whole, in both directions"
     elif length < 2 * BLOCK:

@@ -49,10 +49,9 @@ def bench_record(
         dtype: of DTYPES.
 
     Raises:
-        LeanError: a name of neither, or a model that cannot decode so many tokens or keep such a cache, or a cache
-            beyond the memory.
+        LeanError: a name of neither, or a model that cannot decode so many tokens, or a cache beyond the memory.
     """
-    models: dict[str, Any] = {name: build_model(name, contexts, new_tokens, precisions) for name in names}
+    models: dict[str, Any] = {name: build_model(name, contexts, new_tokens) for name in names}
     for model in models.values():
         model.to(device, DTYPES[dtype]).eval()
         for bits in precisions:
@@ -84,21 +83,16 @@ def bench_record(
     }
 
 
-def build_model(
-    name: str, contexts: Sequence[int], new_tokens: int, precisions: Sequence[CacheBits] = (PLAIN,)
-) -> LeanForCausalLM:
+def build_model(name: str, contexts: Sequence[int], new_tokens: int) -> LeanForCausalLM:
     """Return the model in a directory or a GGUF file, or of a configuration's name with random weights.
 
     Raises:
-        LeanError: neither, or a model that cannot decode `new_tokens` tokens behind each of the `contexts`, or keep a
-            cache of each of the `precisions`.
+        LeanError: neither, or a model that cannot decode `new_tokens` tokens behind each of the `contexts`.
     """
     checkpoint = open_checkpoint(Path(name)) if is_gguf(name) or is_directory(Path(name)) else None
     config = preset(name) if checkpoint is None else checkpoint.config
     if config.task != "causal_lm":
         raise LeanError(f"{name} is a model for {config.task}, which has no cache and decodes nothing")
-    for bits in precisions:
-        bits.check(config, name)
     for context in contexts:
         limit = last_position(config, context)
         if limit is not None and context + new_tokens > limit:
@@ -176,7 +170,6 @@ def _decoders(model: LeanForCausalLM, precisions: Sequence[CacheBits]) -> Iterat
     """Yield a decoder for every precision; they share the packed weights, of which there may be room for one copy."""
     shared = Decoder(model)
     for bits in precisions:
-        bits.check(model.config)
         decoder = copy(shared)
         decoder.cache_bits = bits
         yield bits, decoder

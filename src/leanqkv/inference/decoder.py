@@ -89,11 +89,10 @@ class Decoder:
 
         Raises:
             ValueError: another model, or one with trained prompt tokens before the prompt.
-            LeanError: other bits, or a model that keeps no quantized cache.
+            LeanError: other bits.
         """
         _check_model(model)
         self.cache_bits = CacheBits.of(cache_bits)
-        self.cache_bits.check(model.config)
         self.config = model.config
         self.generation_config = model.generation_config
         self.model = prepared(model)

@@ -397,11 +397,9 @@ def serve(
         started: is called with the model's name and the address when requests can come.
 
     Raises:
-        LeanError: no causal language model or no tokenizer in `directory`; bits that the model cannot have; an address
-            that cannot be listened on.
+        LeanError: no causal language model or no tokenizer in `directory`; an address that cannot be listened on.
     """
     opened = open_causal_lm(directory)
-    cache_bits.check(opened.config)
     tokenizer = load_tokenizer(directory)
     check_chat_template(tokenizer)
     Connection.most = most_connections()

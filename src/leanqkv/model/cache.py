@@ -141,13 +141,15 @@ def cache_bytes(past_key_values: Cache) -> int:
 
 def cached_tensors(layer: Any) -> Iterator[Tensor]:
     """Yield the tensors with memory of their own that a layer of a cache holds its tokens in."""
-    for name in ("keys", "values", "_quantized_keys", "_quantized_values"):
+    for name in ("keys", "values", "_quantized_keys", "_quantized_values", "paged"):
         yield from _plain_tensors(getattr(layer, name, None))
 
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors with memory of their own that `value` is made of."""
-    if isinstance(value, dict | tuple | list):
+    if hasattr(value, "tensors"):  # pages
+        yield from value.tensors
+    elif isinstance(value, dict | tuple | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _plain_tensors(part)
     elif is_traceable_wrapper_subclass(value):
