@@ -189,12 +189,14 @@ def test_bench_measures_every_precision_in_turns(cli, directory, tmp_path):
         assert row["cache"] == row["cache_formula"] == size
     sizes = record["models"][str(directory)]["quantized_bytes_per_token"]
     assert sizes == {"8/4": quantized_bytes_per_token(plan, 8, 4), "2": quantized_bytes_per_token(plan, 2, 2)}
-    rounds = [row["decode"]["rounds"] for row in record["rows"]]
-    shares = sorted(one / first for one, first in zip(rounds[1], rounds[0], strict=True))
+    first, other = ([row[name]["rounds"] for name in ("prefill", "decode")] for row in record["rows"][:2])
+    prefill = sorted(before / one for one, before in zip(other[0], first[0], strict=True))
+    decode = sorted(one / before for one, before in zip(other[1], first[1], strict=True))
+    spreads = [f"{sum(shares) / 2:.2f} ({shares[0]:.2f}–{shares[1]:.2f})" for shares in (prefill, decode)]
     lines = (out / "table.md").read_text().splitlines()[2:]
-    assert lines[0].endswith("| 1.00 (1.00–1.00) |")
+    assert lines[0].endswith("| 1.00 (1.00–1.00) | 1.00 (1.00–1.00) |")
     assert lines[1].startswith(f"| {directory}, 8/4 bits |")
-    assert lines[1].endswith(f"| {sum(shares) / 2:.2f} ({shares[0]:.2f}–{shares[1]:.2f}) |")
+    assert lines[1].endswith(f"| {spreads[0]} | {spreads[1]} |")
     assert f"{directory}, 2 bits" in (out / "report.html").read_text()
 
 

@@ -165,10 +165,11 @@ def test_a_point_is_the_mean_of_its_calibrations(measured: Path) -> None:
     assert points["source, 16 bits"].share == 1
 
 
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 100}], ids=str)
 @torch.no_grad()
-def test_states_read_the_quantized_cache_as_decoding_does() -> None:
+def test_states_read_the_quantized_cache_as_decoding_does(fields) -> None:
     """One token at a time gives what whole blocks give, in each row of a batch."""
-    model = randomize(LeanForCausalLM(tiny("llama", max_position_embeddings=256)), std=0.3).eval()
+    model = randomize(LeanForCausalLM(tiny("llama", max_position_embeddings=256, **fields)), std=0.3).eval()
     ids = torch.randint(model.config.vocab_size, (2, 2 * BLOCK + 5), generator=torch.Generator().manual_seed(0))
     precision = CacheBits(4, 4)
     states = cached_states(precision)

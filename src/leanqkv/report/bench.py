@@ -1,6 +1,6 @@
 """An inference benchmark as tables and a page (P3, Fig. 6 and 7)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from .text import Table, compact
 SIZES, TIMES = ("cache", "cache_formula", "activations"), ("prefill", "decode")
 HEADERS = (
     *("model", "batch", "context", "KV cache, MB", "by formula, MB", "activations, MB", "prefill, ms / 100 tokens"),
-    *("decoding, tokens/s", "of the first"),
+    *("decoding, tokens/s", "prefill, of the first's speed", "decoding, of the first's speed"),
 )
 SHORT_HEADERS = ("model", "batch", "context", "KV MB", "by plan", "peak MB", "prefill", "decode", "of first")
 CAPTION = (
@@ -25,8 +25,8 @@ CAPTION = (
 )
 MEASURED = (
     "The cache is measured on the storages that it really holds; beside it stands what the plan says. Activations are "
-    "the most bytes that a prefill holds at one time beside weights and cache, counted by storages. The last column "
-    "compares decoding with the first model's in the same round."
+    "the most bytes that a prefill holds at one time beside weights and cache, counted by storages. The last columns "
+    "compare speeds with the first row's in the same round."
 )
 MB = 1e6
 
@@ -37,31 +37,36 @@ def _entry(row: dict[str, Any]) -> str:
     return row["model"] if bits == str(PLAIN) else f"{row['model']}, {CacheBits.of(bits).name}"
 
 
-def _of_first(record: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Yield for every row its decoding over that of its batch and context's first row: median and range of rounds."""
+def _of_first(record: dict[str, Any], quantity: str) -> Iterator[dict[str, float]]:
+    """Yield for every row its speed over that of its batch and context's first row: median and range of rounds."""
     first: dict[tuple[int, int], list[float]] = {}
     for row in record["rows"]:
-        rounds = row["decode"]["rounds"]
+        rounds = row[quantity]["rounds"]
         before = first.setdefault((row["batch"], row["context"]), rounds)
-        shares = [one / other for one, other in zip(rounds, before, strict=True)]
+        pairs = zip(rounds, before, strict=True)
+        shares = [one / other if quantity == "decode" else other / one for one, other in pairs]  # the other is a time
         yield {"median": median(shares), "min": min(shares), "max": max(shares)}
 
 
-def _rows(record: dict[str, Any], size: str, number: str, write_time: Any) -> list[list[str]]:
+def _rows(
+    record: dict[str, Any], size: str, number: str, write_time: Any, compared: Sequence[str] = TIMES
+) -> list[list[str]]:
+    """Return the cells of every row, the speeds that are `compared` with the first row's in the last ones."""
+    shares = zip(*(_of_first(record, name) for name in compared), strict=True)
     return [
         [
             *(_entry(row), str(row["batch"]), f"{row['context']:,}"),
             *(format(row[name] / MB, size) for name in SIZES),
             *(write_time(row[name], number) for name in TIMES),
-            write_time(share, ".2f"),
+            *(write_time(share, ".2f") for share in of_row),
         ]
-        for row, share in zip(record["rows"], _of_first(record), strict=True)
+        for row, of_row in zip(record["rows"], shares, strict=True)
     ]
 
 
 def terminal(record: dict[str, Any]) -> TerminalTable:
     """Return every row of the record for a terminal, which has room for the median times alone."""
-    rows = _rows(record, ".4g", ".4g", lambda time, form: format(time["median"], form))
+    rows = _rows(record, ".4g", ".4g", lambda time, form: format(time["median"], form), ("decode",))
     return Table(SHORT_HEADERS, rows, note=CAPTION).terminal(whole=SHORT_HEADERS[1:])
 
 
