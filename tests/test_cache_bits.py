@@ -155,12 +155,12 @@ def test_the_bytes_of_windows(window):
     model = randomize(
         LeanForCausalLM(tiny("llama", sliding_window=window, window_layers=[0, 2], **LONG)), std=0.3
     ).eval()
-    decoder = Decoder(model, cache_bits="4/2")
-    logits = decoder.prefill(tokens(1, 60), room=200)
-    for length in range(60, 260):
-        expected = decoder.cache_bits.kv_bytes(model.config.plan, length, torch.float32)
-        assert token_bytes(decoder.cache) == expected, length
-        logits = decoder.step(logits.argmax(-1))
+    bits, ids = CacheBits(4, 2), tokens(1, 260)
+    cache = bits.cache(model.config)
+    for at in range(0, 260, 5):
+        with torch.no_grad():
+            model(ids[:, at : at + 5], past_key_values=cache)
+        assert cache_bytes(cache) == bits.kv_bytes(model.config.plan, at + 5, torch.float32), at
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
