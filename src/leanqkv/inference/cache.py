@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ..cache_bits import PLAIN, CacheBits
+from ..model.cache import cached_tensors
 from ..model.cache_quantized import BLOCK, KiviLayer, Paged
 from ..model.config import LeanConfig
 from .history import History, Places
@@ -181,11 +183,13 @@ def page_table(pages: Sequence[Sequence[Tensor]]) -> Tensor:
     return torch.tensor([[page.data_ptr() for page in row] + [0] * (most - len(row)) for row in pages])
 
 
-def allocate_cache(config: LeanConfig, capacity: int) -> Cache:
+def allocate_cache(config: LeanConfig, capacity: int, bits: CacheBits = PLAIN) -> Cache:
     """An empty cache for `capacity` tokens, to be given as `past_key_values`.
 
     A layer makes its tensors, as many heads as its plan says, when the first tokens come. Layers with a sliding window
-    keep transformers' own way."""
+    keep transformers' own way. A quantized cache, of these `bits`, grows."""
+    if bits.quantized:
+        return bits.cache(config)
     cache = DynamicCache(config=config)
     cache.layers = [
         AllocatedLayer(capacity) if planned.window is None else layer
@@ -196,7 +200,7 @@ def allocate_cache(config: LeanConfig, capacity: int) -> Cache:
 
 def token_bytes(cache: Cache) -> int:
     """Bytes of keys and values of the tokens in `cache`, without the room for more."""
-    return sum(states.nbytes for layer in _in_use(cache) for states in (layer.keys, layer.values))
+    return sum(tensor.nbytes for layer in cache.layers for tensor in cached_tensors(layer))
 
 
 def make_room(cache: Cache, room: int) -> None:

@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from ..cache_bits import CacheBits
 from ..compat import attention_implementation
 from ..errors import LeanError
 from ..model.attention import LeanAttention
@@ -71,17 +72,27 @@ class Decoder:
     model's weights after that are not seen.
     """
 
-    def __init__(self, model: LeanForCausalLM, chunk: int = PREFILL_CHUNK_TOKENS):
+    def __init__(
+        self,
+        model: LeanForCausalLM,
+        chunk: int = PREFILL_CHUNK_TOKENS,
+        cache_bits: CacheBits | int | str | tuple[int, int] | None = None,
+    ):
         """Prepare `model`, which stays as it is; dropout does not act, even where the model is in training mode.
 
         Args:
             model: a LeanForCausalLM, or one that PEFT or `torch.compile` wraps.
             chunk: tokens of a prompt at a time; a prefix model's prompt is always taken whole.
+            cache_bits: 8, 4 or 2 bits of cached keys and values, or "8/4" or (8, 4) for keys and values of their own;
+                16 or None: the model's own precision. Tokens are quantized in blocks, at the end of the chunk or the
+                step that completes one.
 
         Raises:
             ValueError: another model, or one with trained prompt tokens before the prompt.
+            LeanError: other bits.
         """
         _check_model(model)
+        self.cache_bits = CacheBits.of(cache_bits)
         self.config = model.config
         self.generation_config = model.generation_config
         self.model = prepared(model)
@@ -187,7 +198,7 @@ class Decoder:
             raise ValueError(found)
         # Beyond this limit the frequencies of rotary positions depend on how long the prompt is.
         chunk = length if length > (self.config.cached_positions or length) else self.chunk
-        self.cache = allocate_cache(self.config, length + room)
+        self.cache = allocate_cache(self.config, length + room, self.cache_bits)
         self.mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
         self.given = {}
         if self.config.mask_type == "prefix":
