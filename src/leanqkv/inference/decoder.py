@@ -23,7 +23,7 @@ from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from .attention import attend_one_query
-from .cache import allocate_cache
+from .cache import allocate_cache, join_rows
 from .linear import packed
 
 # Tokens of a prompt that are computed together: bounds the memory of their activations.
@@ -200,6 +200,9 @@ class Decoder:
         chunk = length if length > (self.config.cached_positions or length) else self.chunk
         self.cache = allocate_cache(self.config, length + room, self.cache_bits)
         self.mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+        if self.mask is not None and self.cache_bits.quantized:
+            yield from self._prefill_rows(input_ids, self.mask, room)
+            return
         self.given = {}
         if self.config.mask_type == "prefix":
             self.given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -210,6 +213,31 @@ class Decoder:
             if observe:
                 observe(start, logits)
             yield logits[:, -1] if end == length else None
+
+    def _prefill_rows(self, input_ids: Tensor, attention_mask: Tensor, room: int) -> Iterator[Tensor | None]:
+        """As `prefill_chunks`, row by row: what pads a row would be quantized with it."""
+        rows = [ids[real.bool()][None] for ids, real in zip(input_ids, attention_mask, strict=True)]
+        lengths, limit = [row.shape[1] for row in rows], self.config.cached_positions or 0
+        if min(lengths) <= limit < max(lengths):
+            raise ValueError(
+                f"prompts of {min(lengths)} and {max(lengths)} tokens have different rotary frequencies, which change "
+                f"behind {limit}; read them on their own"
+            )
+        cache, last = None, []
+        for row in rows:
+            for logits in self.prefill_chunks(row, room=room):
+                yield None
+            last.append(logits)
+            if cache is None:
+                cache = self.cache
+            else:
+                join_rows(cache, self.cache)  # type: ignore[arg-type]
+        longest = max(lengths)
+        starts = longest - torch.tensor(lengths, device=input_ids.device)
+        self.cache, self.mask = cache, (torch.arange(longest, device=starts.device) >= starts[:, None]).long()
+        if self.config.mask_type == "prefix":
+            self.given["prefix_mask"] = self.mask
+        yield torch.cat(last)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:

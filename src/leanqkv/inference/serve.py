@@ -72,8 +72,7 @@ class Generator:
     def __init__(self, model: Any, tokenizer: Any, bits: CacheBits = PLAIN):
         self.decoder, self.stopping = Decoder(model, cache_bits=bits), False
         self.prompts = PromptReader(tokenizer, model.config)
-        # Rows of a quantized cache cannot join others yet: each request is answered alone.
-        self.scheduler = Scheduler(self.decoder, 0 if bits.quantized else _cache_tokens(model, bits))
+        self.scheduler = Scheduler(self.decoder, _cache_tokens(model, bits))
         self.reader = ThreadPoolExecutor(1, "tokenize")
         self._thread = ThreadPoolExecutor(1, "generate")
         self._driver: asyncio.Task | None = None

@@ -363,11 +363,10 @@ class KiviLayer(DynamicLayer):
         self.batch_select_indices(beam_idx)
 
 
-def kivi_layers(plan, key_bits: int = 8, value_bits: int = 4) -> list[KiviLayer]:
-    """Return a cache layer for every layer of the plan."""
-    return [
-        KiviLayer(key_bits, value_bits, [tensor.name for tensor in layer.cached], layer.window) for layer in plan.layers
-    ]
+def kivi_layers(plan, key_bits: int = 8, value_bits: int = 4, kind: type[KiviLayer] = KiviLayer) -> list[KiviLayer]:
+    """Return a cache layer, of a kind, for every layer of the plan."""
+    names = [[tensor.name for tensor in layer.cached] for layer in plan.layers]
+    return [kind(key_bits, value_bits, own, layer.window) for own, layer in zip(names, plan.layers, strict=True)]
 
 
 def quantized_bytes_per_token(plan, key_bits: int = 8, value_bits: int = 4) -> float:
