@@ -25,7 +25,7 @@ from leanqkv.inference.cache import token_bytes
 from leanqkv.inference.text import TextStream, end_tokens
 from leanqkv.model.cache_quantized import BITS, LeanQuantizedCache, quantized_bytes_per_token
 
-CHUNK, NEW = 70, 70
+CHUNK, NEW = 70, 45
 LONG = {"max_position_embeddings": 512}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
