@@ -25,7 +25,7 @@ from leanqkv.inference.cache import token_bytes
 from leanqkv.inference.text import TextStream, end_tokens
 from leanqkv.model.cache_quantized import BITS, LeanQuantizedCache, quantized_bytes_per_token
 
-CHUNK, NEW = 70, 70
+CHUNK, NEW = 70, 45
 LONG = {"max_position_embeddings": 512}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
@@ -286,7 +286,7 @@ def test_eval_reads_the_quantized_cache_as_decoding_does(cli, directory, tmp_pat
     assert record["figures"]["loss"] == pytest.approx(float(losses.double().mean()), rel=1e-5)
     size = quantized_bytes_per_token(model.config.plan, 4, 2)
     bits = {"key_bits": 4, "value_bits": 2, "bytes_per_token": size, "tokens_read_together": 64}
-    assert record["cache"] == bits and f"cache in 4/2 bits, {size:g} bytes per token" in shown
+    assert record["cache"] == bits and f"cache in 4/2 bits, {size:,.0f} bytes per token" in shown
     out.unlink()
     assert cli("eval", str(directory), *options, "--out", str(out))[0] == 0
     plain = json.loads(out.read_text())

@@ -143,7 +143,7 @@ def _cache(scored: Scored, length: int) -> dict[str, Any]:
     if not bits.quantized:
         return {}
     size = bits.bytes_per_token(config.plan, torch.bfloat16)
-    console.print(f"cache in {bits.name}, {size:,g} bytes per token; {BLOCK} tokens are read together")
+    console.print(f"cache in {bits.name}, {size:,.0f} bytes per token; {BLOCK} tokens are read together")
     bits_of = {"key_bits": bits.key_bits, "value_bits": bits.value_bits}
     return {"cache": {**bits_of, "bytes_per_token": size, "tokens_read_together": BLOCK}}
 

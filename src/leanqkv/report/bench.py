@@ -97,7 +97,7 @@ def page(record: dict[str, Any]) -> Page:
         model = record["models"][row["model"]]
         of_bits = model.get("quantized_bytes_per_token", {})
         size = of_bits.get(row.get("cache_bits"), model["kv_bytes_per_token"])
-        models.append([entry, compact(model["parameters"]), f"{size:,g}", f"{model['weights'] / MB:,.1f} MB"])
+        models.append([entry, compact(model["parameters"]), f"{size:,.0f}", f"{model['weights'] / MB:,.1f} MB"])
     threads = f"{record['threads']} thread{'' if record['threads'] == 1 else 's'}"
     return Page(
         "leanqkv bench",
