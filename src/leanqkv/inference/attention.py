@@ -26,6 +26,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Heads = Tensor | History
 # Parts of a head shorter than this take less time than handing them to another thread.
 CHUNK_TOKENS = 128
+# Positions that rows of a batch read in turns; the same as Turn::kSegment in attention.cpp.
+SHARED_TOKENS = 512
 
 
 class _Source(ctypes.Structure):
@@ -185,6 +187,8 @@ def _call(
     )
     call.threads = torch.get_num_threads()
     call.chunks = length_chunks(batch * heads, length, call.threads)
+    if both is not None and batch > 1:  # rows take turns, part by part, and share what turns keys back
+        call.chunks = max(call.chunks, length // SHARED_TOKENS)
     call.query_batch, call.query_head = query.stride()[:2]
     call.output_batch, call.output_head = output.stride()[:2]
     call.scaling = scaling
