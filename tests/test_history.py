@@ -117,6 +117,13 @@ def test_heads_of_several_histories_and_one_head_for_all(dtype, needs_compiler):
     exact, scaling = [states.expand(-1, 3, -1, -1) for states in filled.exact], scaling_of(query, filled.exact[0])
     found = one_query_attention(query, key, [value], None, scaling)
     assert_close(found, expected_of(query, *exact, seen_of((131, 71), 131), scaling), 90)
+    # One head of keys alone.
+    filled = Filled(lambda: QuantizedLayer(4, 4), (130, 70), [(1, 40), (3, 16)], dtype)
+    query, (key, value) = drawn(2, 6, 1, 40, dtype=dtype, seed=3), filled.histories
+    scaling = scaling_of(query, filled.exact[0])
+    found = one_query_attention(query, key.expand(-1, 3, -1, -1), [value], None, scaling)
+    exact = [filled.exact[0].expand(-1, 3, -1, -1), filled.exact[1]]
+    assert_close(found, expected_of(query, *exact, seen_of((131, 71), 131), scaling))
 
 
 @every_dtype

@@ -74,10 +74,11 @@ struct alignas(kLine) Line {
 // Positions that are worked on together: their keys and values stay in the processor's first cache.
 constexpr int64_t kBlock = 64;
 static_assert(kBlock % kFloats == 0);
-// Queries, and rows of keys, whose sums are kept in registers: 16 of 32, or 4 of 16; and the same of queries alone, of
-// which each has two sums.
+// Queries, and rows of keys, whose sums are kept in registers: 16 to 18 of 32, or 4 of 16. Many queries that share rows of
+// which few are read at once read them less often. And queries alone, of which each has two sums.
 constexpr int64_t kTile = kFloats == 16 ? 4 : 2;
-constexpr int64_t kQueries = 2 * kTile;
+constexpr int64_t kManyQueries = kFloats == 16 ? 9 : 2, kFewRows = 2;
+constexpr int64_t kQueries = kFloats == 16 ? 12 : 4;
 // The score of what is not to be seen.
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
@@ -124,6 +125,9 @@ constexpr int64_t kStep = 2 * kFloats, kPadding = 32;
 static_assert(kPadding % kStep == 0);
 inline int64_t padded(int64_t size) { return (size + kPadding - 1) / kPadding * kPadding; }
 
+template <int64_t value>
+using constant = std::integral_constant<int64_t, value>;
+
 // Calls `tile` with a constant of at most `most` and the first of them, for all of `count`: tiles of sizes as even as can
 // be.
 template <int64_t most, int64_t size = most, typename Tile>
@@ -133,7 +137,7 @@ inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
     if (count < tiles * size) return in_tiles<most, size - 1>(count, first, tile);
   }
   if (!count) return;
-  tile(std::integral_constant<int64_t, size>{}, first);
+  tile(constant<size>(), first);
   in_tiles<most>(count - size, first + size, tile);
 }
 
@@ -173,7 +177,7 @@ inline Block block_of(const Call& call, const Source& source, int64_t b, int64_t
 
 // Scores of `count` queries [count, query_size] with `rows` keys of a block, [count, kBlock]; beyond these, the last
 // key's. The keys of the next block are `ahead` bytes away.
-template <int64_t count, typename Reader>
+template <int64_t count, int64_t tile, typename Reader>
 void score(
     const Block& keys, int64_t rows, int64_t ahead, int64_t head_dim, const float* queries, int64_t query_size,
     float* weights) {
@@ -181,37 +185,37 @@ void score(
   const int64_t bytes = Reader::bytes(head_dim);
   for (int64_t first = 0; first < rows; first += kFloats) {
     Floats products[count][kFloats];
-    for (int64_t n = 0; n < kFloats; n += kTile) {
-      const char* at[kTile];
-      Floats totals[count][kTile];
-      #pragma GCC unroll 8
-      for (int64_t r = 0; r < kTile; ++r) {
+    for (int64_t n = 0; n < kFloats; n += tile) {
+      const char* at[tile];
+      Floats totals[count][tile];
+      #pragma GCC unroll 16
+      for (int64_t r = 0; r < tile; ++r) {
         at[r] = keys.first + std::min(first + n + r, rows - 1) * keys.row;
         ask_for(at[r] + ahead, bytes);
-        #pragma GCC unroll 8
+        #pragma GCC unroll 16
         for (int64_t g = 0; g < count; ++g) totals[g][r] = Floats(0.0f);
       }
       for (int64_t d = 0; d < head_dim; d += width) {
-        Floats read[kTile][parts];
-        #pragma GCC unroll 8
-        for (int64_t r = 0; r < kTile; ++r) Reader::load(at[r], d, head_dim - d, read[r]);
-        #pragma GCC unroll 8
+        Floats read[tile][parts];
+        #pragma GCC unroll 16
+        for (int64_t r = 0; r < tile; ++r) Reader::load(at[r], d, head_dim - d, read[r]);
+        #pragma GCC unroll 16
         for (int64_t g = 0; g < count; ++g) {
-          #pragma GCC unroll 8
+          #pragma GCC unroll 16
           for (int64_t p = 0; p < parts; ++p) {
             const Floats query = Floats::loadu(queries + g * query_size + d + p * kFloats);
-            #pragma GCC unroll 8
-            for (int64_t r = 0; r < kTile; ++r) totals[g][r] = at::vec::fmadd(read[r][p], query, totals[g][r]);
+            #pragma GCC unroll 16
+            for (int64_t r = 0; r < tile; ++r) totals[g][r] = at::vec::fmadd(read[r][p], query, totals[g][r]);
           }
         }
       }
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t g = 0; g < count; ++g) {
-        #pragma GCC unroll 8
-        for (int64_t r = 0; r < kTile; ++r) products[g][n + r] = totals[g][r];
+        #pragma GCC unroll 16
+        for (int64_t r = 0; r < tile; ++r) products[g][n + r] = totals[g][r];
       }
     }
-    #pragma GCC unroll 8
+    #pragma GCC unroll 16
     for (int64_t g = 0; g < count; ++g) sums_of(products[g]).store(weights + g * kBlock + first);
   }
 }
@@ -225,30 +229,30 @@ void add(
   for (int64_t n = 0; n < rows; ++n) ask_for(values.first + n * values.row + ahead, Reader::bytes(columns));
   for (int64_t d = 0; d < columns; d += step) {
     Floats totals[count][vectors];
-    #pragma GCC unroll 8
+    #pragma GCC unroll 16
     for (int64_t g = 0; g < count; ++g) {
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t p = 0; p < vectors; ++p) totals[g][p] = Floats::loadu(sums + g * size + d + p * kFloats);
     }
     for (int64_t n = 0; n < rows; ++n) {
       Floats read[vectors / parts][parts];
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t v = 0; v < vectors / parts; ++v) {
         const int64_t at = d + v * Reader::kWidth;
         Reader::load(values.first + n * values.row, at, std::max<int64_t>(columns - at, 0), read[v]);
       }
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t g = 0; g < count; ++g) {
         const Floats weight(weights[g * kBlock + n]);
-        #pragma GCC unroll 8
+        #pragma GCC unroll 16
         for (int64_t p = 0; p < vectors; ++p) {
           totals[g][p] = at::vec::fmadd(weight, read[p / parts][p % parts], totals[g][p]);
         }
       }
     }
-    #pragma GCC unroll 8
+    #pragma GCC unroll 16
     for (int64_t g = 0; g < count; ++g) {
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t p = 0; p < vectors; ++p) totals[g][p].store(sums + g * size + d + p * kFloats);
     }
   }
@@ -457,14 +461,18 @@ void weigh(float* scores, float& highest, float& total, float* sums, int64_t siz
   total += sum(totals);
 }
 
-// Where a row of a latent with the keys behind it is made: of every complex column its frequency, and a row of tables and
-// keys as floats.
+// What turns the keys behind a latent back: of every complex column its frequency, and what its cosines and sines are at
+// the positions of a segment, [kSegment, 4, padded columns]. Rows of the batch with the same tables share them.
 struct Turn {
+  static constexpr int64_t kSegment = 512;
   std::vector<int32_t> frequency;
-  std::vector<float> table, cos, sin, key;
+  std::vector<float> table, key, segment;
+  const void* of = nullptr;  // the first table of the segment
+  int64_t count = 0;  // of its positions
+
   explicit Turn(const Call& call)
-      : frequency(padded(call.turned / 2)), table(padded(2 * call.frequencies) + kStep), cos(2 * frequency.size()),
-        sin(2 * frequency.size()), key(padded(call.plain.columns) + kStep) {
+      : frequency(padded(call.turned / 2)), table(padded(2 * call.frequencies) + kStep),
+        key(padded(call.plain.columns) + kStep), segment(call.turned ? kSegment * 4 * frequency.size() : 0) {
     for (int64_t d = 0; d < call.turned / 2; ++d) frequency[d] = int32_t(call.frequency ? call.frequency[d] : d);
   }
 };
@@ -528,29 +536,42 @@ struct Part {
   int64_t b, head, first, start, end;  // none before `first` is seen
 };
 
+// Cosines and sines of the complex columns at a position, each of the first half of a head and then of the second.
+template <typename T>
+const float* turn_at(const Call& call, const Part<T>& part, int64_t n, Turn& turn) {
+  const int64_t size = turn.frequency.size(), place = (n - part.start) % Turn::kSegment, first = n - place;
+  const T* const of = part.cos + first * call.table_row;
+  const int64_t count = std::min(Turn::kSegment, part.end - first);
+  if (turn.of != of || turn.count < count) {
+    turn.of = of, turn.count = count;
+    for (int64_t i = 0; i < count; ++i) {
+      float* to = turn.segment.data() + i * 4 * size;
+      for (const T* const tables : {part.cos, part.sin}) {
+        const auto* const from = reinterpret_cast<const char*>(tables + (first + i) * call.table_row);
+        to_floats<Numbers<T>>(from, 2 * call.frequencies, turn.table.data());
+        spread(turn.table.data(), call.frequencies, turn.frequency, to);
+        spread(turn.table.data() + call.frequencies, call.frequencies, turn.frequency, to + size);
+        to += 2 * size;
+      }
+    }
+  }
+  return turn.segment.data() + place * 4 * size;
+}
+
 // A latent and the keys behind it, as they were before rotary positions; one row, as floats, written from left to right.
 template <typename T>
 inline void turn_back(
     const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t in_block, Turn& turn, float* row) {
   to_floats<T>(call.values, latent, in_block, row);
-  const int64_t half = call.turned / 2, other = turn.frequency.size(), columns = call.plain.columns;
-  const auto spread_row = [&](const T* tables, float* to) {
-    const auto* const from = reinterpret_cast<const char*>(tables + n * call.table_row);
-    to_floats<Numbers<T>>(from, 2 * call.frequencies, turn.table.data());
-    spread(turn.table.data(), call.frequencies, turn.frequency, to);
-    spread(turn.table.data() + call.frequencies, call.frequencies, turn.frequency, to + other);
-  };
-  float *const cos = turn.cos.data(), *const sin = turn.sin.data(), *const key = turn.key.data();
-  if (half) {
-    spread_row(part.cos, cos);
-    spread_row(part.sin, sin);
-  }
+  const int64_t half = call.turned / 2, size = turn.frequency.size(), columns = call.plain.columns;
+  const float* const cos = half ? turn_at(call, part, n, turn) : nullptr;
+  float* const key = turn.key.data();
   for (int64_t h = 0; h < call.plain_heads; ++h) {
     float* const to = row + call.values.columns + h * columns;
     const Block block = block_of<T>(call, call.plain, part.b, h, n);
     to_floats<T>(call.plain, block, block.scale ? n % call.page : 0, key);
-    turned_by(key, cos, key + half, sin, half, to);
-    turned_by(key + half, cos + other, key, sin + other, half, to + half);
+    turned_by(key, cos, key + half, cos + 2 * size, half, to);
+    turned_by(key + half, cos + size, key, cos + 3 * size, half, to + half);
     std::copy(key + call.turned, key + columns, to + call.turned);
   }
 }
@@ -664,9 +685,14 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
     if (keys.scale) {
       score_codes<T>(call.keys, keys, ahead, queries, shared, size, scratch, weights);
     } else {
-      in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) {
-        score<count, Numbers<T>>(keys, rows, ahead, head_dim, queries + g * size, size, weights + g * kBlock);
-      });
+      const auto score_tile = [&](auto tile, auto count, int64_t g) {
+        score<count, tile, Numbers<T>>(keys, rows, ahead, head_dim, queries + g * size, size, weights + g * kBlock);
+      };
+      if (shared > kTile) {
+        in_tiles<kManyQueries>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kFewRows>(), count, g); });
+      } else {
+        in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kTile>(), count, g); });
+      }
     }
   }
 }
@@ -786,7 +812,8 @@ void run(const Call& call) {
     Scratch scratch(call);
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < heads * chunks; ++i) {
-      const int64_t head = i / chunks, b = head / call.heads, h = head % call.heads;
+      // Part by part: what rows of the batch share stays in the processor's caches.
+      const int64_t head = i % heads, chunk = i / heads, b = head / call.heads, h = head % call.heads;
       const Span span(call, b);
       const int64_t before = call.length - span.length, table = b * call.table_batch + before * call.table_row;
       const Part<T> part{
@@ -794,10 +821,10 @@ void run(const Call& call) {
           cos ? cos + table : nullptr,
           sin ? sin + table : nullptr,
           call.mask ? call.mask + b * call.mask_batch + before : nullptr,
-          b, h, span.first, span.start(i % chunks, chunks), span.start(i % chunks + 1, chunks)};
+          b, h, span.first, span.start(chunk, chunks), span.start(chunk + 1, chunks)};
       attend<T>(call, part, scratch);
       if (chunks > 1) {
-        std::copy(scratch.left, scratch.left + size, all.begin() + i * size);
+        std::copy(scratch.left, scratch.left + size, all.begin() + (head * chunks + chunk) * size);
       } else {
         for (int64_t g = 0; g < call.group; ++g) finish(head, g, scratch.left);
       }
