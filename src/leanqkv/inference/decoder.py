@@ -73,8 +73,8 @@ def position_limit(config: LeanConfig, positions: int) -> str:
 class Decoder:
     """Generate the tokens that `model.generate` gives, with less work around each step.
 
-    The cache has exactly as many places as there will be tokens. Weights are the model's own, copied only where the weight
-    of a norm is folded into them. Hooks and adapters that the model gets later are not seen.
+    The cache has exactly as many places as there will be tokens. Weights are the model's own; those that the weight of
+    a norm is folded into are copied. Hooks and adapters that the model gets later are not seen.
     """
 
     def __init__(
