@@ -186,6 +186,7 @@ def test_halves_of_layers(name: str, dtype: torch.dtype) -> None:
     model = build(shape, *mechanisms, **fields).to(dtype)
     decoder, wide = Decoder(model), copy.deepcopy(model).double()
     for block in decoder.model.model.layers[1:]:
+        assert ("forward" in vars(block)) == (expected == (True, True))
         found = tuple(
             name in vars(part) for name, part in (("project_heads", block.self_attn), ("after_attention", block))
         )
@@ -200,17 +201,33 @@ def test_halves_of_layers(name: str, dtype: torch.dtype) -> None:
         assert error <= 2 * theirs + 4 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("place", ["mlp", "mlp.activation", "mlp.down_proj", "mlp.up_proj", "post_attention_layernorm"])
+PLACES = ["mlp", "mlp.activation", "mlp.down_proj", "mlp.up_proj", "post_attention_layernorm"]
+ATTENTION_PLACES = ["self_attn", "self_attn.o_proj", "self_attn.k_proj", "input_layernorm"]
+
+
+@pytest.mark.parametrize("place", PLACES + ATTENTION_PLACES)
 def test_hooks_run(place: str) -> None:
     model, seen = build("llama"), []
     module = model.model.layers[1].get_submodule(place)
     module.register_forward_hook(lambda module, given, output: seen.append(place))
     decoder = Decoder(model)
     blocks = decoder.model.model.layers
-    assert ["after_attention" in vars(block) for block in blocks[:2]] == [True, False]
+    assert ["forward" in vars(block) for block in blocks[:2]] == [True, False]
+    assert ["after_attention" in vars(block) for block in blocks[:2]] == [True, place in ATTENTION_PLACES]
     decoder.prefill(tokens(1, 4), room=1)
     decoder.step(tokens(1, 1)[:, 0])
     assert seen == [place] * 2
+
+
+def test_weights_of_attention_are_still_given() -> None:
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    ids, decoder = tokens(2, 4), Decoder(model)
+    with torch.inference_mode():
+        expected = model(ids[:, :1], output_attentions=True)
+        found = decoder.model(ids[:, :1], output_attentions=True)
+    assert len(found.attentions) == len(expected.attentions) > 0
+    assert torch.allclose(found.logits, expected.logits, atol=1e-4)
 
 
 def test_the_model_stays_as_it_is() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..model.attention import LeanAttention
 from ..model.latent import is_rewritten
 from ..model.layers import GatedMLP
-from ..model.position import Rotation
+from ..model.layout import LayerPlan
+from ..model.position import Rotation, rotation_of
 from ..model.transformer import LeanBlock
 from .joined import JoinedProjections
 from .linear import FewRowsLinear
@@ -62,8 +63,8 @@ class Program:
         given = MULTIPLY, first, 0, output, product.inputs, len(product.maps), product.address
         return self._add(*given, held=product)
 
-    def norm(self, norm: nn.Module, first: int, output: int | None = None, heads: int = 1) -> int:
-        """Add a norm, of so many heads each on its own; an identity adds nothing."""
+    def norm(self, norm: nn.Module | None, first: int, output: int | None = None, heads: int = 1) -> int:
+        """Add a norm, of so many heads each on its own; None and an identity add nothing."""
         if not isinstance(norm, FusedRMSNorm):
             return first
         weight = norm.weight.detach()
@@ -104,84 +105,152 @@ class Program:
 
 
 def use_programs(model: nn.Module) -> None:
-    """Let both halves of usual layers be one call, in place; after `use_products` and `fuse`."""
+    """Let what usual layers compute before and after attention be a call each, in place; after `use_products` and
+    `fuse`."""
     for module in model.modules():
-        if type(module) is LeanAttention and (heads := projected_heads(module)) is not None:
+        if type(module) is LeanAttention and (heads := ProjectedHeads.of(module)) is not None:
             module.project_heads = heads  # type: ignore[method-assign]
-        if type(module) is LeanBlock and (rest := rest_of_block(module)) is not None:
+    for module in model.modules():
+        if type(module) is LeanBlock and (rest := RestOfBlock.of(module)) is not None:
             module.after_attention = rest  # type: ignore[method-assign]
+            if (forward := usual_forward(module)) is not None:
+                module.forward = forward  # type: ignore[method-assign]
 
 
-def projected_heads(attention: LeanAttention) -> Callable[..., Any] | None:
-    """Return what takes the place of `attention.project_heads`; None where that is more than linear projections, norms
-    of heads and rotary positions."""
-    projections = {name: getattr(attention, f"{name}_proj") for name in "qkv"}
-    product = joint_product(attention, [linear for linear in projections.values() if linear is not None])
-    norms = {name: getattr(attention, f"{name}_norm", None) for name in "qkv"}
-    plain, head_dim = attention.project_heads, attention.head_dim
-    if product is None or attention.q_proj is None or attention.g_proj is not None:
-        return None
-    if any(norm is not None and not _is_readable(norm, head_dim, product) for norm in norms.values()):
-        return None
-    names = [name for name, linear in projections.items() if linear is not None]
-    heads = {name: width // head_dim for name, width in zip(names, product.outputs, strict=True)}
-    programs = {}
-    for turns in (False, True):
-        program = programs[turns] = Program([product.inputs, *product.outputs])
-        program.multiply(product, 0, 1)
-        for output, (name, number) in enumerate(heads.items(), 1):
-            program.norm(norms[name] or nn.Identity(), output, output, number)
-            if turns and name != "v":
-                program.turn(output, number)
+class ProjectedHeads:
+    """Takes the place of an attention's `project_heads`: linear projections, norms of heads, rotary positions."""
 
-    def project_heads(hidden_states: Tensor, mlp_hidden: Tensor | None, rotation: Rotation | None) -> Any:
+    def __init__(self, attention: LeanAttention, product: Product):
+        self.attention, self.product, self.head_dim = attention, product, attention.head_dim
+        names = [name for name in "qkv" if getattr(attention, f"{name}_proj") is not None]
+        self.heads = {name: width // self.head_dim for name, width in zip(names, product.outputs, strict=True)}
+        self.programs = self.make_programs(None)
+        self.plain = attention.project_heads
+
+    @classmethod
+    def of(cls, attention: LeanAttention) -> "ProjectedHeads | None":
+        """Return None for an attention whose heads are more than that."""
+        linear = [getattr(attention, f"{name}_proj") for name in "qkv"]
+        product = joint_product(attention, [layer for layer in linear if layer is not None])
+        norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+        if product is None or attention.q_proj is None or attention.g_proj is not None:
+            return None
+        readable = all(_is_readable(norm, attention.head_dim, product) for norm in norms)
+        return cls(attention, product) if readable else None
+
+    def make_programs(self, first_norm: nn.Module | None) -> dict[bool, Program]:
+        """Programs without and with rotary positions, of the input, normed or to be normed, and the outputs."""
+        programs = {}
+        for turns in (False, True):
+            program = programs[turns] = Program([self.product.inputs, *self.product.outputs])
+            program.multiply(self.product, program.norm(first_norm, 0), 1)
+            for output, (name, number) in enumerate(self.heads.items(), 1):
+                program.norm(getattr(self.attention, f"{name}_norm", None), output, output, number)
+                if turns and name != "v":
+                    program.turn(output, number)
+        return programs
+
+    def kernels(self, hidden_states: Tensor, rotation: Rotation | None) -> Any | None:
+        """Return the kernels, or None for inputs that they are not made for."""
         rows, positions, _ = hidden_states.shape
-        kernels = kernels_for(hidden_states, product.weight) if positions == 1 and rows <= ROWS else None
-        if kernels is None or (rotation is not None and not _turns(rotation, hidden_states, head_dim)):
-            return plain(hidden_states, mlp_hidden, rotation)
-        found = {name: hidden_states.new_empty((rows, number, 1, head_dim)) for name, number in heads.items()}
-        given = [hidden_states.contiguous(), *found.values()]
-        programs[rotation is not None].run(kernels, given, rows, rotation)
-        return found["q"], found.get("k"), found.get("v"), None
+        if positions != 1 or rows > ROWS or (rotation and not _turns(rotation, hidden_states, self.head_dim)):
+            return None
+        return kernels_for(hidden_states, self.product.weight)
 
-    return project_heads
+    def run(self, programs: dict[bool, Program], kernels: Any, hidden_states: Tensor, rotation: Rotation | None) -> Any:
+        """Return query, key and value, [batch, heads, 1, head_dim]; None for what is not computed."""
+        rows = len(hidden_states)
+        found = {name: hidden_states.new_empty((rows, n, 1, self.head_dim)) for name, n in self.heads.items()}
+        programs[rotation is not None].run(kernels, [hidden_states.contiguous(), *found.values()], rows, rotation)
+        return found["q"], found.get("k"), found.get("v")
+
+    def __call__(self, hidden_states: Tensor, mlp_hidden: Tensor | None, rotation: Rotation | None) -> Any:
+        kernels = self.kernels(hidden_states, rotation)
+        if kernels is None:
+            return self.plain(hidden_states, mlp_hidden, rotation)
+        return *self.run(self.programs, kernels, hidden_states, rotation), None
 
 
-def rest_of_block(block: LeanBlock) -> Callable[..., Any] | None:
-    """Return what takes the place of `block.after_attention`; None where that is more than norms, a gated MLP and plain
-    skips."""
-    config, mlp = block.config, block.mlp
-    skips = config.attention_skip and config.mlp_skip and config.residual_multiplier == 1
-    if config.block_type != "serial" or not skips or block.mlp_connection is not None or type(mlp) is not GatedMLP:
-        return None
-    norms = block.attention_output_layernorm, block.post_attention_layernorm, block.mlp_output_layernorm
-    product, down = joint_product(mlp, [mlp.gate_proj, mlp.up_proj]), mlp.down_proj
-    if product is None or not isinstance(down, FewRowsLinear) or not _is_identity(block.dropout):
-        return None
-    if "hidden" not in vars(mlp) or any(is_rewritten(module) for module in (mlp, mlp.activation, down)):
-        return None
-    if any(layer.lends_mlp_hidden for layer in config.plan.layers) or not down.product.matches(product):
-        return None
-    if not all(_is_identity(norm) or _is_readable(norm, product.inputs, product) for norm in norms):
-        return None
-    program = Program([product.inputs] * 3)  # the stream, attention's output, and the stream behind the block
-    width = product.inputs
-    read = program.add(0, program.norm(norms[0], 1), program.buffer(width))
-    gate = program.multiply(product, program.norm(norms[1], read))
-    output = program.multiply(down.product, program.gate(gate, gate + 1, GATES[type(mlp.activation)]))
-    program.add(read, program.norm(norms[2], output), 2)
-    plain = block.after_attention
+class RestOfBlock:
+    """Takes the place of a block's `after_attention`: norms, a gated MLP, plain skips."""
 
-    def after_attention(attended: Tensor, normed: Tensor, read: Tensor, write: Any) -> tuple[Tensor, Tensor | None]:
+    def __init__(self, block: LeanBlock, product: Product):
+        self.block, self.product = block, product
+        self.program = self.make_program(None)
+        self.plain = block.after_attention
+
+    @classmethod
+    def of(cls, block: LeanBlock) -> "RestOfBlock | None":
+        """Return None for a block that does more than that behind its attention."""
+        config, mlp = block.config, block.mlp
+        skips = config.attention_skip and config.mlp_skip and config.residual_multiplier == 1
+        if config.block_type != "serial" or not skips or block.mlp_connection is not None or type(mlp) is not GatedMLP:
+            return None
+        norms = block.attention_output_layernorm, block.post_attention_layernorm, block.mlp_output_layernorm
+        product, down = joint_product(mlp, [mlp.gate_proj, mlp.up_proj]), mlp.down_proj
+        if product is None or not _is_readable_product(down, product) or not _is_identity(block.dropout):
+            return None
+        if "hidden" not in vars(mlp) or any(is_rewritten(module) for module in (mlp, mlp.activation)):
+            return None
+        if any(layer.lends_mlp_hidden for layer in config.plan.layers):
+            return None
+        readable = all(_is_identity(norm) or _is_readable(norm, product.inputs, product) for norm in norms)
+        return cls(block, product) if readable else None
+
+    def make_program(self, output: Product | None) -> Program:
+        """A program of the stream, of what attention gives, which is `output`'s input, and of the stream behind."""
+        block, width = self.block, self.product.inputs
+        program = Program([width, width if output is None else output.inputs, width])
+        attended = 1 if output is None else program.multiply(output, 1)
+        attended = program.norm(block.attention_output_layernorm, attended)
+        read = program.add(0, attended, program.buffer(width))
+        gate = program.multiply(self.product, program.norm(block.post_attention_layernorm, read))
+        hidden = program.gate(gate, gate + 1, GATES[type(block.mlp.activation)])
+        down = program.norm(block.mlp_output_layernorm, program.multiply(block.mlp.down_proj.product, hidden))
+        program.add(read, down, 2)
+        return program
+
+    def run(self, program: Program, kernels: Any, stream: Tensor, attended: Tensor) -> Tensor:
+        """Return the stream behind the block."""
+        after = torch.empty_like(stream, memory_format=torch.contiguous_format)
+        program.run(kernels, [stream.contiguous(), attended.contiguous(), after], len(stream))
+        return after
+
+    def __call__(self, attended: Tensor, normed: Tensor, read: Tensor, write: Any) -> tuple[Tensor, Any]:
         rows, positions, _ = read.shape
-        kernels = kernels_for(read, product.weight) if positions == 1 and rows <= ROWS else None
-        if kernels is None or attended.shape != read.shape or attended.dtype != read.dtype:
-            return plain(attended, normed, read, write)
-        stream = torch.empty_like(read, memory_format=torch.contiguous_format)
-        program.run(kernels, [read.contiguous(), attended.contiguous(), stream], rows)
-        return stream, None
+        fits = positions == 1 and rows <= ROWS and attended.shape == read.shape and attended.dtype == read.dtype
+        kernels = kernels_for(read, self.product.weight) if fits else None
+        if kernels is None:
+            return self.plain(attended, normed, read, write)
+        return self.run(self.program, kernels, read, attended), None
 
-    return after_attention
+
+def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
+    """Return what takes the place of `block.forward`, without its modules' calls; None where one of them does more."""
+    attention, norm = block.self_attn, block.input_layernorm
+    heads, rest, output = vars(attention).get("project_heads"), vars(block)["after_attention"], attention.o_proj
+    if not isinstance(heads, ProjectedHeads) or attention.mixer is not None or is_rewritten(attention):
+        return None
+    if not _is_readable_product(output, heads.product) or not heads.product.matches(rest.product):
+        return None
+    if block.attention_connection is not None or not (
+        _is_identity(norm) or _is_readable(norm, heads.product.inputs, heads.product)
+    ):
+        return None
+    before, after, plain = heads.make_programs(norm), rest.make_program(output.product), block.forward
+
+    def forward(hidden_states: Tensor, layer: LayerPlan, streams: Tensor | None = None, **kwargs: Any) -> Any:
+        rotation = rotation_of(layer, kwargs.get("position_embeddings"))
+        kernels = heads.kernels(hidden_states, rotation)
+        if kernels is None or attention._forward_hooks:  # those that transformers collects weights with come later
+            return plain(hidden_states, layer, streams, **kwargs)
+        query, key, value = heads.run(before, kernels, hidden_states, rotation)
+        for name in ("position_embeddings", "mlp_hidden"):
+            kwargs.pop(name, None)
+        attended, _, own = attention.attend_heads(query, key, value, layer, None, rotation, **kwargs)
+        return rest.run(after, kernels, hidden_states, attended), own, None, None
+
+    return forward
 
 
 def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:
@@ -192,6 +261,11 @@ def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:
     product = joined._once[1]
     plain = all(type(layer) is nn.Linear for layer in linear) and isinstance(product, Product) and product.readable
     return product if plain else None  # type: ignore[return-value]
+
+
+def _is_readable_product(linear: nn.Module, product: Product) -> bool:
+    """Whether this is a linear layer whose product the kernel computes, in the dtype of another product."""
+    return isinstance(linear, FewRowsLinear) and not is_rewritten(linear) and linear.product.matches(product)
 
 
 def _is_identity(module: nn.Module) -> bool:

@@ -153,6 +153,24 @@ class LeanAttention(Attention):
         """
         rotation = rotation_of(layer, position_embeddings)
         query, key, value, gate = self.project_heads(hidden_states, mlp_hidden, rotation)
+        heads = query, key, value, layer, hidden_states, rotation
+        output, attention_weights, own = self.attend_heads(*heads, attention_mask, borrowed, past_key_values, **kwargs)
+        return self.project_output(output, gate), attention_weights, own
+
+    def attend_heads(
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        layer: LayerPlan,
+        hidden_states: Any,
+        rotation: Rotation | None,
+        attention_mask: Tensor | None = None,
+        borrowed: dict[int, KeyValues] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None, KeyValues]:
+        """What `forward` does with what `project_heads` gives: cache and attend; the output is still in heads."""
         if layer.reuses_keys and layer.computed_value_heads:
             value = key[:, : layer.computed_value_heads]
 
@@ -174,7 +192,7 @@ class LeanAttention(Attention):
         if layer.reuses_keys and rotation is not None:
             cos, sin = rotation
             output = self.rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
-        return self.project_output(output, gate), attention_weights, own
+        return output, attention_weights, own
 
     def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any, Any]:
         """Query, key, value and the output's gate, each [batch, positions, width]; None for what is not computed."""
