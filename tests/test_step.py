@@ -166,6 +166,7 @@ MODELS = {
         (True, True),
     ),
     "borrowed values": ("llama", ("gqa", "skipv1"), {}, (True, True)),
+    "values mixed by their token": ("llama", ("resformer:mode=per_token",), {}, (True, True)),
     "norms after": ("llama", (), {"norm_placement": "after", "qk_norm": "width"}, (False, True)),
     "residual multiplier": ("llama", (), {"residual_multiplier": 0.5}, (True, False)),
     "no skip": ("llama", (), {"mlp_skip": False}, (True, False)),
@@ -186,7 +187,8 @@ def test_halves_of_layers(name: str, dtype: torch.dtype) -> None:
     model = build(shape, *mechanisms, **fields).to(dtype)
     decoder, wide = Decoder(model), copy.deepcopy(model).double()
     for block in decoder.model.model.layers[1:]:
-        assert ("forward" in vars(block)) == (expected == (True, True))
+        mixes = getattr(block.self_attn, "mixer", None) is not None
+        assert ("forward" in vars(block)) == (expected == (True, True) and not mixes)
         found = tuple(
             name in vars(part) for name, part in (("project_heads", block.self_attn), ("after_attention", block))
         )
