@@ -104,6 +104,14 @@ class QuantizedLayer(KiviLayer):
             self._quantize(lengths - self._paged)
         return histories[0], histories[1]
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the places behind the pages that hold no token yet."""
+        if self._lengths is None:
+            return 0
+        free = BLOCK * len(self._lengths) - int((self._lengths - self._paged).sum())
+        return sum(free * paged.newest[:, :, 0].nbytes // len(self._lengths) for paged in self.paged)
+
     def _begin(self) -> Tensor:
         """Make room behind the pages for a block of every row; return how many positions each holds."""
         if self._lengths is None:
@@ -211,7 +219,8 @@ def allocate_cache(config: LeanConfig, capacity: int, bits: CacheBits = PLAIN) -
 
 def token_bytes(cache: Cache) -> int:
     """Bytes of keys and values of the tokens in `cache`, without the room for more."""
-    return sum(tensor.nbytes for layer in cache.layers for tensor in cached_tensors(layer))
+    held = sum(tensor.nbytes for layer in cache.layers for tensor in cached_tensors(layer))
+    return held - sum(layer.room_bytes for layer in cache.layers if isinstance(layer, QuantizedLayer))
 
 
 def make_room(cache: Cache, room: int) -> None:
