@@ -20,9 +20,7 @@ BLOCK = 64
 EVERY_BITS = (2, 4, 8)
 LONG = {"max_position_embeddings": 512}
 KIVI = {"cache_implementation": "quantized", "cache_config": {"backend": "kivi", "key_bits": 8, "value_bits": 4}}
-WINDOWED = [case for case in CASES if any(layer.window for layer in case.config().plan.layers)]
-WHOLE = [case for case in CASES if case not in WINDOWED]
-every = pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.name)
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 bits_of_both = pytest.mark.parametrize("bits", EVERY_BITS)
 
 
@@ -70,21 +68,28 @@ def naive(states: Tensor, bits: int, per_token: bool) -> tuple[Tensor, Tensor]:
 
 
 class NaiveLayer(DynamicLayer):
-    """Keeps everything, and hands out the blocks that were whole before the call as quantizing leaves them."""
+    """Keeps everything, and hands out the blocks that were whole before the call as quantizing leaves them; of a window
+    no more than its first query sees."""
 
-    def __init__(self, names: Sequence[str], key_bits: int, value_bits: int) -> None:
+    def __init__(self, names: Sequence[str], key_bits: int, value_bits: int, window: int | None = None) -> None:
         super().__init__()
+        self.window, self.is_sliding = window, window is not None
         self.rules = [(value_bits, True) if name == "values" else (key_bits, False) for name in names]
         self.rules += [(key_bits, False)] * (2 - len(self.rules))
         self.done: list[tuple[Tensor, Tensor] | None] = [None, None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         past = self.get_seq_length()
+        seen, first = self.get_mask_sizes(key_states.shape[2])
         old, histories = past // BLOCK * BLOCK, super().update(key_states, value_states)
         return tuple(
-            torch.cat((self.left(place, states[:, :, :old]), states[:, :, old:]), 2)
+            torch.cat((self.left(place, states[:, :, :old]), states[:, :, old:]), 2)[:, :, first : first + seen]
             for place, states in enumerate(histories)
         )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = 0 if self.window is None else max(0, self.get_seq_length() - self.window + 1)
+        return self.get_seq_length() + query_length - first, first
 
     def left(self, place: int, states: Tensor) -> Tensor:
         """What is left of the blocks; it is known of those that were there in the call before."""
@@ -98,8 +103,10 @@ class NaiveLayer(DynamicLayer):
 
 def naive_cache(model: LeanForCausalLM, key_bits: int, value_bits: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    names = [[tensor.name for tensor in layer.cached] for layer in model.config.plan.layers]
-    cache.layers = [NaiveLayer(name, key_bits, value_bits) for name in names]
+    cache.layers = [
+        NaiveLayer([tensor.name for tensor in layer.cached], key_bits, value_bits, layer.window)
+        for layer in model.config.plan.layers
+    ]
     return cache
 
 
@@ -120,7 +127,7 @@ def fill(layer: DynamicLayer, keys: Tensor, values: Tensor, pieces: Sequence[int
 
 
 def stored(layer: KiviLayer) -> list[Tensor]:
-    return [*layer._quantized_keys, *layer._quantized_values, layer.keys, layer.values]
+    return [tensor for paged in layer.paged for tensor in paged.tensors]
 
 
 def held(layer: KiviLayer) -> int:
@@ -219,7 +226,7 @@ def test_gradients_are_not_kept():
     states = random(1, 1, 70, 8, dtype=torch.float32).requires_grad_()
     layer = KiviLayer()
     layer.update(states, states)
-    assert not any(tensor.requires_grad for tensor in (*layer._quantized_keys, *layer._quantized_values))
+    assert not any(page.requires_grad for paged in layer.paged for page in paged.pages[0])
 
 
 # --- which tokens are quantized ---------------------------------------------------------------------------------------
@@ -235,7 +242,7 @@ def test_one_call_stores_what_single_tokens_do(length):
     fill(in_chunks, keys, values, chunks)
     for layer in (at_once, by_tokens, in_chunks):
         assert layer.get_seq_length() == length
-        assert layer.keys.shape[2] == layer.values.shape[2] == length % BLOCK
+        assert [paged.newest.shape[2] for paged in layer.paged] == [length % BLOCK] * 2
         assert layer.get_mask_sizes(3) == (length + 3, 0)
         assert all(torch.equal(*pair) for pair in zip(stored(layer), stored(at_once), strict=True))
 
@@ -258,22 +265,23 @@ def test_a_call_sees_its_own_tokens_and_the_incomplete_block_exactly(pieces):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("bits", [(8, 4), (2, 8)])
 def test_bytes_of_every_mechanism(case: Model, bits):
+    """A window keeps the pages of which it sees a token."""
     config = case.config(**LONG)
-    if case in WINDOWED:
-        with pytest.raises(ValueError, match="keeps a sliding window of 4"):
-            quantized_bytes_per_token(config.plan, *bits)
-        with pytest.raises(ValueError, match="keeps a sliding window of 4"):
-            LeanQuantizedCache("kivi", config)
-        return
     model = LeanForCausalLM(config).eval()
     cache = LeanQuantizedCache("kivi", config, key_bits=bits[0], value_bits=bits[1])
     ids, expected = tokens(2, 128), quantized_bytes_per_token(config.plan, *bits)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    assert cache_bytes(cache) == 2 * 128 * expected
+    pages = [sum(map(len, paged.pages)) for layer in cache.layers for paged in layer.paged if paged.newest.shape[1]]
+    windows = [layer.window for layer in config.plan.layers for _ in layer.cached]
+    assert pages == [2 * 2 if window is None else 2 for window in windows]
+    if not any(windows):
+        assert cache_bytes(cache) == 2 * 128 * expected
+    before = cache_bytes(cache)
     with torch.no_grad():
         model(ids[:, :5], past_key_values=cache)
-    assert cache_bytes(cache) == 2 * 128 * expected + 2 * config.plan.kv_bytes(5, torch.float32)
+    if not any(windows):
+        assert cache_bytes(cache) - before == 2 * config.plan.kv_bytes(5, torch.float32)
     assert (
         {layer.get_seq_length() for layer in cache.layers if layer.is_initialized} == {cache.get_seq_length()} == {133}
     )
@@ -293,9 +301,9 @@ def test_bytes_per_token_by_hand():
 
 @every
 def test_every_mechanism_attends_to_the_naive_history(case: Model):
-    """Prefill, a chunk over the end of a block, and single tokens; in float64, in which codes leave no choice."""
+    """Prefill, a chunk to the end of a block, single tokens and a chunk; in float64, in which codes leave no choice."""
     model = case.model(**LONG)
-    ids, pieces = tokens(2, 135), (70, 62, 1, 1, 1)
+    ids, pieces = tokens(2, 135), (70, 58, 1, 1, 5)
     logits = []
     for cache in (LeanQuantizedCache("kivi", model.config, key_bits=4, value_bits=2), naive_cache(model, 4, 2)):
         logits.append(in_pieces(model, ids, cache, pieces))

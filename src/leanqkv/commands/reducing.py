@@ -35,10 +35,7 @@ def measure_frontier(
     check_sequence_length(opened.config, length)
     found, refused = candidates(opened.config, opened.tensors, kinds)
     precisions = list(PRECISIONS)
-    if any(layer.window is not None for layer in opened.config.plan.layers):
-        precisions = precisions[:1]
-        refused["8 and 4 bits"] = "some layers keep a sliding window, and no quantized cache does"
-    elif length < 2 * BLOCK:
+    if length < 2 * BLOCK:
         precisions = precisions[:1]
         refused["8 and 4 bits"] = f"a cache is quantized by blocks of {BLOCK} tokens, and a sequence has {length}"
     scored, taken = _scored(opened, texts), _samples(opened, texts, length)

@@ -133,7 +133,7 @@ def cache_bytes(past_key_values: Cache) -> int:
     a larger tensor counts as the larger tensor. Of a quantized cache, its scales and offsets too."""
     storages = {}
     for layer in past_key_values.layers:
-        for name in ("keys", "values", "_quantized_keys", "_quantized_values"):
+        for name in ("keys", "values", "_quantized_keys", "_quantized_values", "paged"):
             for tensor in _plain_tensors(getattr(layer, name, None)):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
@@ -142,7 +142,9 @@ def cache_bytes(past_key_values: Cache) -> int:
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors with memory of their own that `value` is made of."""
-    if isinstance(value, dict | tuple | list):
+    if hasattr(value, "tensors"):  # pages
+        yield from value.tensors
+    elif isinstance(value, dict | tuple | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _plain_tensors(part)
     elif is_traceable_wrapper_subclass(value):

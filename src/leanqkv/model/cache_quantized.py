@@ -8,11 +8,12 @@ tokens, fewer than a block, stay in the model's precision.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache, QuantoQuantizedLayer
 
@@ -24,11 +25,10 @@ BITS = (2, 4, 8)
 BLOCK = 64
 # Columns of a value that share a scale, at most.
 COLUMNS = 64
+# Columns whose codes lie together.
+CHUNK = 32
 # Of scales and offsets: the range of float32 in two bytes.
 SCALE_DTYPE = torch.bfloat16
-
-# Codes, scales and offsets; nothing while no block is whole.
-Quantized = tuple[Tensor, ...]
 
 
 class LeanQuantizedCache(QuantizedCache):
@@ -45,9 +45,8 @@ class LeanQuantizedCache(QuantizedCache):
                 as transformers' QuantizedCache takes them, which names the package that a missing backend needs.
 
         Raises:
-            ValueError: some layers keep a sliding window; or an unknown option.
+            ValueError: an unknown option; or some layers keep a sliding window, which "kivi" alone does.
         """
-        refuse_windows(config.plan)
         # transformers' own take `self`, a backend and a configuration first.
         valid = KIVI_OPTIONS if backend == KIVI else tuple(signature(QuantizedCache.__init__).parameters)[3:]
         if unknown := [name for name in options if name not in valid]:
@@ -58,6 +57,7 @@ class LeanQuantizedCache(QuantizedCache):
         if backend == KIVI:
             Cache.__init__(self, layers=kivi_layers(config.plan, **given))  # type: ignore[arg-type]
             return
+        refuse_windows(config.plan, backend)
         whole: Any = PreTrainedConfig(num_hidden_layers=config.num_hidden_layers)  # type: ignore[call-arg]
         super().__init__(backend, whole, **options)
         self.layers = [_quantized_layer(type(layer), given) for layer in self.layers]
@@ -98,58 +98,166 @@ def _quantized_layer(kind: type, options: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class PerChannel:
-    """Codes [batch, heads, blocks, BLOCK * bits / 8, columns], scales and offsets of every block and column."""
+class PageLayout:
+    """How a page keeps BLOCK tokens of a cached tensor: codes, then scales, then offsets, each of all heads.
+
+    Codes [heads, BLOCK, groups * width * bits / 8]: a token's columns lie in chunks of 32, and what is left of a group
+    in a last one. Of a chunk of w columns, byte j holds the columns j, j + w * bits / 8 and so on, the first in its
+    lowest bits, so that a processor unpacks whole vectors by shifts. Scales and offsets: [heads, columns], or of every
+    token and group of columns, [heads, BLOCK, groups].
+    """
 
     bits: int
+    heads: int
+    columns: int
+    per_token: bool
 
-    def quantize(self, states: Tensor) -> Quantized:
-        """Quantize whole blocks of tokens [batch, heads, tokens, columns]."""
-        return _quantize(states.unflatten(2, (-1, BLOCK)), self.bits, 3)
+    @property
+    def groups(self) -> int:
+        """Groups of a token's columns, each with a scale of its own if scales are by token."""
+        return ceil(self.columns / COLUMNS) if self.per_token else 1
 
-    def dequantize(self, quantized: Quantized, like: Tensor) -> Tensor:
-        """Return the quantized tokens [batch, heads, tokens, columns] in the columns and the precision of `like`."""
-        return _dequantize(quantized, self.bits, 3, like.dtype).flatten(2, 3)
+    @property
+    def width(self) -> int:
+        """Columns of a group, the last one's padding included: their codes fill whole bytes."""
+        return ceil(self.columns / self.groups / 4) * 4
 
-    def bytes_per_token(self, heads: int, columns: int) -> float:
-        """Return the bytes of a token in whole blocks."""
-        return heads * columns * (self.bits / 8 + 2 * SCALE_DTYPE.itemsize / BLOCK)
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the codes of a token in one head."""
+        return self.groups * self.width * self.bits // 8
 
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """The shape of scales, and of offsets."""
+        return (self.heads, BLOCK, self.groups) if self.per_token else (self.heads, self.columns)
 
-@dataclass(frozen=True)
-class PerToken:
-    """Codes [batch, heads, tokens, groups, width * bits / 8], scales and offsets of every token and group."""
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a page's codes."""
+        return self.heads * BLOCK * self.row_bytes
 
-    bits: int
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.code_bytes + 2 * prod(self.scales) * SCALE_DTYPE.itemsize
 
-    def quantize(self, states: Tensor) -> Quantized:
-        """Quantize tokens [batch, heads, tokens, columns]."""
-        groups, width = self._groups(states.shape[-1])
-        missing = groups * width - states.shape[-1]
+    @torch.no_grad()
+    def quantize(self, states: Tensor) -> Tensor:
+        """Return the pages [batch, blocks, page_bytes] of whole blocks of tokens [batch, heads, tokens, columns].
+
+        The offset is rounded down and the scale up, so no entry lies outside the codes, and none is off by more than
+        half a scale. Where an entry is not finite, no entry that shares its scale will be.
+        """
+        states = states.to(torch.promote_types(states.dtype, torch.float32))
         # Repeating a column leaves the range of its group as it is.
+        missing = self.groups * self.width - self.columns
         padded = torch.cat((states, states[..., -1:].expand(*states.shape[:-1], missing)), -1)
-        return _quantize(padded.unflatten(-1, (groups, width)), self.bits, 4)
+        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(-1, (self.groups, self.width))
+        shared = -1 if self.per_token else 3  # [batch, heads, blocks, BLOCK, groups, width]
+        low = _rounded(blocks.amin(shared, keepdim=True), -torch.inf)
+        scale = _rounded((blocks.amax(shared, keepdim=True) - low) / (2**self.bits - 1), torch.inf)
+        codes = (blocks - low) / torch.where(scale > 0, scale, 1)
+        # What a conversion to integers makes of NaN is undefined.
+        codes = codes.round().nan_to_num(0).to(torch.uint8)
+        parts = [self._packed(codes).flatten(-2), *(self._kept(part) for part in (scale, low))]
+        return torch.cat([part.transpose(1, 2).flatten(2).view(torch.uint8) for part in parts], -1)
 
-    def dequantize(self, quantized: Quantized, like: Tensor) -> Tensor:
-        """Return the quantized tokens [batch, heads, tokens, columns] in the columns and the precision of `like`."""
-        return _dequantize(quantized, self.bits, 4, like.dtype).flatten(-2)[..., : like.shape[-1]]
+    @torch.no_grad()
+    def dequantize(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tokens of pages [..., blocks, page_bytes] as [..., heads, tokens, columns] in that precision."""
+        sizes = [self.code_bytes, *[prod(self.scales) * SCALE_DTYPE.itemsize] * 2]
+        packed, *rest = pages.split(sizes, -1)
+        codes = self._unpacked(packed.unflatten(-1, (self.heads, BLOCK, self.groups, -1)))
+        codes = codes.flatten(-2)[..., : self.columns].transpose(-4, -3)  # [..., heads, blocks, BLOCK, columns]
+        scale, low = (self._by_column(part.contiguous().view(SCALE_DTYPE)) for part in rest)
+        states = codes.to(torch.promote_types(dtype, torch.float32)).mul_(scale).add_(low)
+        if dtype == torch.float16:  # of which the largest entries are less than half a scale from infinity
+            limit = torch.finfo(dtype).max
+            states = states.clamp_(-limit, limit)
+        return states.to(dtype).flatten(-3, -2)
 
-    def bytes_per_token(self, heads: int, columns: int) -> float:
-        """Return the bytes of a token in whole blocks."""
-        groups, width = self._groups(columns)
-        return heads * groups * (width * self.bits / 8 + 2 * SCALE_DTYPE.itemsize)
+    def _kept(self, scales: Tensor) -> Tensor:
+        """[batch, heads, blocks, ...] to what a page keeps of a head, [batch, heads, blocks, numbers]."""
+        return scales.flatten(3)[..., : prod(self.scales) // self.heads].contiguous()
 
-    @staticmethod
-    def _groups(columns: int) -> tuple[int, int]:
-        """How many groups of how many columns share a scale; their codes fill whole bytes."""
-        groups = ceil(columns / COLUMNS)
-        return groups, ceil(columns / groups / 4) * 4
+    def _by_column(self, scales: Tensor) -> Tensor:
+        """Scales of pages [..., blocks, numbers] to [..., heads, blocks, BLOCK or 1, columns]."""
+        scales = scales.unflatten(-1, self.scales).transpose(-1 - len(self.scales), -len(self.scales))
+        if not self.per_token:
+            return scales.unsqueeze(-2)
+        return scales.repeat_interleave(self.width, -1)[..., : self.columns]
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """Chunks of a group: how many there are of how many columns."""
+        whole, rest = divmod(self.width, CHUNK)
+        return [(count, size) for count, size in ((whole, CHUNK), (1, rest)) if count * size]
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """[..., width] to bytes [..., width * bits / 8]."""
+        packed = []
+        for part, (count, _) in zip(codes.split([n * w for n, w in self._chunks()], -1), self._chunks(), strict=True):
+            by_place = part.unflatten(-1, (count, 8 // self.bits, -1))
+            chunks: Any = sum(by_place.select(-2, place) << (self.bits * place) for place in range(8 // self.bits))
+            packed.append(chunks.flatten(-2))
+        return torch.cat(packed, -1)
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """[..., width * bits / 8] to codes [..., width]."""
+        sizes = [count * size * self.bits // 8 for count, size in self._chunks()]
+        codes = []
+        for part, (count, _) in zip(packed.split(sizes, -1), self._chunks(), strict=True):
+            chunks = part.unflatten(-1, (count, -1))
+            places = [chunks >> (self.bits * place) & (2**self.bits - 1) for place in range(8 // self.bits)]
+            codes.append(torch.stack(places, -2).flatten(-3))
+        return torch.cat(codes, -1)
 
 
-def quantizer(name: str, key_bits: int, value_bits: int) -> PerChannel | PerToken:
+def page_layout(name: str, key_bits: int, value_bits: int, heads: int, columns: int) -> PageLayout:
     """Return the layout of a cached tensor by its name in the plan. MLA's latent, which holds keys too, is treated as
     keys are."""
-    return PerToken(value_bits) if name == "values" else PerChannel(key_bits)
+    per_token = name == "values"
+    return PageLayout(value_bits if per_token else key_bits, heads, columns, per_token)
+
+
+class Paged:
+    """One cached tensor of every row (sequence) of a batch: pages of whole blocks, and the newest tokens as they are.
+
+    Attributes:
+        layout: of the pages.
+        pages: of every row, oldest first, each [page_bytes]. They never change, so rows may share them.
+        newest: [batch, heads, places, columns].
+    """
+
+    def __init__(self, layout: PageLayout, like: Tensor):
+        """like: [batch, heads, any, columns]."""
+        self.layout = layout
+        self.pages: list[list[Tensor]] = [[] for _ in range(len(like))]
+        self.newest = like[:, :, :0]
+
+    def quantize(self, rows: Sequence[int], tokens: int) -> None:
+        """Make pages of the first `tokens`, whole blocks, of the newest ones of these rows."""
+        if not self.newest.numel():  # a tensor without heads takes no memory, and has no largest entry
+            return
+        for row, made in zip(rows, self.layout.quantize(self.newest[list(rows), :, :tokens]), strict=True):
+            self.pages[row] += [page.clone() for page in made.unbind(0)]  # each with a memory of its own
+
+    def history(self, row: int, newest: int) -> Tensor:
+        """Return what is kept of a row [heads, tokens, columns], the last `newest` of them as they are."""
+        states = self.newest[row, :, :newest]
+        if not self.pages[row]:
+            return states
+        return torch.cat((self.layout.dequantize(torch.stack(self.pages[row]), states.dtype), states), 1)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.pages = [list(self.pages[row]) for row in rows]
+        self.newest = self.newest[list(rows)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [*(page for pages in self.pages for page in pages), self.newest]
 
 
 class KiviLayer(DynamicLayer):
@@ -161,9 +269,10 @@ class KiviLayer(DynamicLayer):
         key_bits, value_bits: 2, 4 or 8.
         cached: the names of the tensors that `update` is given, in their order. Where it is one name, the second
             tensor has no heads.
+        window: positions that a query sees, its own included: a page behind them is dropped. None: all.
 
     Attributes:
-        keys, values: the newest tokens, not quantized, [batch, heads, fewer than BLOCK, columns].
+        paged: the two tensors.
 
     Raises:
         ValueError: other bits.
@@ -171,34 +280,68 @@ class KiviLayer(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(self, key_bits: int = 8, value_bits: int = 4, cached: Sequence[str] = ("keys", "values")):
+    def __init__(
+        self,
+        key_bits: int = 8,
+        value_bits: int = 4,
+        cached: Sequence[str] = ("keys", "values"),
+        window: int | None = None,
+    ):
         super().__init__()
         check_bits(key_bits, value_bits)
-        self.key_bits, self.value_bits, self.cached = key_bits, value_bits, tuple(cached)
+        self.key_bits, self.value_bits, self.cached, self.window = key_bits, value_bits, tuple(cached), window
+        self.is_sliding = window is not None
         self.cumulative_length = 0
-        self._quantized_keys: Quantized = ()
-        self._quantized_values: Quantized = ()
+        self.paged: tuple[Paged, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take heads, columns, precision and device of the first tokens."""
         super().lazy_initialization(key_states, value_states)
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        names = (*self.cached, *self.cached)[:2]
+        bits = self.key_bits, self.value_bits
+        self.paged = tuple(
+            Paged(page_layout(name, *bits, states.shape[1], states.shape[-1]), states)
+            for name, states in zip(names, (key_states, value_states), strict=True)
+        )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append tokens, and return all: [batch, heads, tokens, columns]."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
+        """Append tokens, and return all that a query sees: [batch, heads, tokens, columns]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        first, *others = (quantizer(name, self.key_bits, self.value_bits) for name in self.cached)
-        second = others[0] if others else first
-        keys, self._quantized_keys, self.keys = _append(first, self._quantized_keys, self.keys, key_states)
-        values, self._quantized_values, self.values = _append(second, self._quantized_values, self.values, value_states)
+        for paged, new in zip(self.paged, (key_states, value_states), strict=True):
+            paged.newest = torch.cat((paged.newest, new), 2)
+        newest, (seen, _) = self.paged[0].newest.shape[2], self.get_mask_sizes(key_states.shape[2])
+        histories = [self._whole(paged, [newest] * len(paged.pages), seen) for paged in self.paged]
         self.cumulative_length += key_states.shape[2]
-        return keys, values
+        whole = newest // BLOCK * BLOCK
+        for paged in self.paged:
+            if whole:
+                paged.quantize(range(len(paged.pages)), whole)
+            paged.newest = paged.newest[:, :, whole:].clone()  # a view would keep the whole prompt
+            self._drop(paged, newest - whole)
+        return histories[0], histories[1]
+
+    def _whole(self, paged: Paged, newest: Sequence[int], seen: int) -> Tensor:
+        """The last `seen` tokens of all rows; shorter rows are padded on the left."""
+        rows = [paged.history(row, count)[:, -seen:] for row, count in enumerate(newest)]
+        longest = max(row.shape[1] for row in rows)
+        return torch.stack([F.pad(row, (0, 0, longest - row.shape[1], 0)) for row in rows])
+
+    def _drop(self, paged: Paged, newest: int) -> None:
+        """Drop the pages that no later query sees."""
+        if self.window is not None:
+            needed = max(ceil((self.window - 1 - newest) / BLOCK), 0)
+            for pages in paged.pages:
+                del pages[: max(len(pages) - needed, 0)]
 
     def get_seq_length(self) -> int:
         """Return the number of tokens."""
         return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens `update` returns with so many new ones, and the position of the first."""
+        kept = self.cumulative_length if self.window is None else min(self.cumulative_length, self.window - 1)
+        return kept + query_length, self.cumulative_length - kept
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse to take out quantized tokens, as speculative decoding does."""
@@ -206,32 +349,30 @@ class KiviLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.keys = self.values = None
-        self.is_initialized, self.cumulative_length = False, 0
-        self._quantized_keys = self._quantized_values = ()
+        self.is_initialized, self.cumulative_length, self.paged = False, 0, ()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch."""
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+        if self.is_initialized:
+            batch = torch.arange(len(self.paged[0].pages))
+            for paged in self.paged:
+                paged.select(batch[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(len(self.paged[0].pages)).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows of the batch in this order, as beam search does."""
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def _map(self, change) -> None:
-        if self.is_initialized:
-            self.keys, self.values = change(self.keys), change(self.values)
-            self._quantized_keys = tuple(map(change, self._quantized_keys))
-            self._quantized_values = tuple(map(change, self._quantized_values))
+        self.batch_select_indices(beam_idx)
 
 
 def kivi_layers(plan, key_bits: int = 8, value_bits: int = 4) -> list[KiviLayer]:
     """Return a cache layer for every layer of the plan."""
-    return [KiviLayer(key_bits, value_bits, [tensor.name for tensor in layer.cached]) for layer in plan.layers]
+    return [
+        KiviLayer(key_bits, value_bits, [tensor.name for tensor in layer.cached], layer.window) for layer in plan.layers
+    ]
 
 
 def quantized_bytes_per_token(plan, key_bits: int = 8, value_bits: int = 4) -> float:
@@ -240,15 +381,12 @@ def quantized_bytes_per_token(plan, key_bits: int = 8, value_bits: int = 4) -> f
     Scales and offsets are included. The newest tokens, up to BLOCK - 1, take the bytes of the model's precision.
 
     Raises:
-        ValueError: other bits, or a layer that keeps a sliding window.
+        ValueError: other bits.
     """
-    refuse_windows(plan)
     check_bits(key_bits, value_bits)
-    return sum(
-        quantizer(tensor.name, key_bits, value_bits).bytes_per_token(tensor.num_heads, tensor.head_dim)
-        for layer in plan.layers
-        for tensor in layer.cached
-    )
+    tensors = [tensor for layer in plan.layers for tensor in layer.cached]
+    layouts = [page_layout(one.name, key_bits, value_bits, one.num_heads, one.head_dim) for one in tensors]
+    return sum(layout.page_bytes / BLOCK for layout in layouts)
 
 
 def check_bits(key_bits: Any, value_bits: Any) -> None:
@@ -258,46 +396,14 @@ def check_bits(key_bits: Any, value_bits: Any) -> None:
             raise ValueError(f"{name} must be 2, 4 or 8, found {bits!r}")
 
 
-def refuse_windows(plan) -> None:
-    """Refuse a sliding window: what leaves it cannot be taken out of quantized tensors."""
+def refuse_windows(plan, backend: str) -> None:
+    """Refuse a sliding window: what leaves it cannot be taken out of another backend's tensors."""
     windowed = next((layer for layer in plan.layers if layer.window is not None), None)
     if windowed is not None:
         raise ValueError(
-            f"a quantized cache keeps all positions, but layer {windowed.layer} keeps a sliding window of "
-            f"{windowed.window}; use the default cache"
+            f"backend {backend!r} of the quantized cache keeps all positions, but layer {windowed.layer} keeps a "
+            f"sliding window of {windowed.window}; use backend {KIVI!r}"
         )
-
-
-def _append(
-    layout: PerChannel | PerToken, quantized: Quantized, kept: Tensor, new: Tensor
-) -> tuple[Tensor, Quantized, Tensor]:
-    """Append tokens: the whole history, and the quantized and the unquantized part to keep of it."""
-    newest = torch.cat((kept, new), 2)
-    history = torch.cat((layout.dequantize(quantized, newest), newest), 2) if quantized else newest
-    # A tensor without heads takes no memory, and has no largest entry.
-    whole = newest.shape[2] // BLOCK * BLOCK if newest.numel() else 0
-    if whole:
-        blocks = layout.quantize(newest[:, :, :whole])
-        quantized = tuple(torch.cat(pair, 2) for pair in zip(quantized, blocks, strict=True)) if quantized else blocks
-    # A view would keep the whole prompt.
-    return history, quantized, newest[:, :, whole:].clone()
-
-
-@torch.no_grad()
-def _quantize(states: Tensor, bits: int, dim: int) -> Quantized:
-    """Codes, packed along `dim`, the scale and the offset of all entries along it.
-
-    The offset is rounded down and the scale up, so no entry lies outside the codes, and none is off by more than half
-    a scale. Where an entry is not finite, no entry that shares its scale will be.
-    """
-    states = states.to(torch.promote_types(states.dtype, torch.float32))
-    low, high = _rounded(states.amin(dim, keepdim=True), -torch.inf), states.amax(dim, keepdim=True)
-    scale = _rounded((high - low) / (2**bits - 1), torch.inf)
-    codes = (states - low) / torch.where(scale > 0, scale, 1)
-    # What a conversion to integers makes of NaN is undefined.
-    codes = codes.round().nan_to_num(0).to(torch.uint8).unflatten(dim, (-1, 8 // bits))
-    packed: Any = sum(codes.select(dim + 1, place) << (bits * place) for place in range(8 // bits))
-    return packed, scale, low
 
 
 def _rounded(exact: Tensor, direction: float) -> Tensor:
@@ -305,14 +411,3 @@ def _rounded(exact: Tensor, direction: float) -> Tensor:
     near = exact.to(SCALE_DTYPE)
     passed = near >= exact if direction > 0 else near <= exact
     return torch.where(passed | exact.isnan(), near, near.nextafter(near.new_tensor(direction)))
-
-
-def _dequantize(quantized: Quantized, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
-    packed, scale, low = quantized
-    parts = [packed >> (bits * place) & (2**bits - 1) for place in range(8 // bits)]
-    codes = torch.stack(parts, dim + 1).flatten(dim, dim + 1)
-    states = codes.to(torch.promote_types(dtype, torch.float32)).mul_(scale).add_(low)
-    if dtype == torch.float16:  # of which the largest entries are less than half a scale from infinity
-        limit = torch.finfo(dtype).max
-        states = states.clamp_(-limit, limit)
-    return states.to(dtype)
