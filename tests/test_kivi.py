@@ -293,7 +293,8 @@ def test_bytes_per_token_by_hand():
     keys, values = 32 * (1 + 4 / 64), 4 * (8 * 4 / 8 + 4)
     assert quantized_bytes_per_token(config.plan, 8, 4) == 3 * (keys + values)
     latent = tiny("gpt", "mla:rank=12,rope_dim=0")
-    assert quantized_bytes_per_token(latent.plan, 2, 8) == 3 * 12 * (0.25 + 4 / 64)
+    # 12 columns of 2 bits fill no four bytes; 16 do.
+    assert quantized_bytes_per_token(latent.plan, 2, 8) == 3 * (16 * 0.25 + 12 * 4 / 64)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

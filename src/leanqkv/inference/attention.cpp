@@ -1,7 +1,8 @@
 // Attention of one query per sequence, over keys and values where they lie in a cache.
 //
-// Keys and values are read once, whatever the number of queries that share them. Sums are in float32. The strides of a
-// dimension are in elements; the last dimension of every tensor is contiguous.
+// Keys and values are read once, whatever the number of queries that share them, and once from beginning to end. Sums are
+// in float32. They lie in rows of the model's numbers, or first in pages: of the same rows, or of codes of 8, 4 or 2 bits,
+// which are turned into numbers in registers. The last dimension of every tensor is contiguous.
 //
 // Values may be one head that all queries read, beside several heads of keys; it is read once too. They may be a latent
 // with the keys behind it, as they were before rotary positions: these are turned back here, row by row, and nowhere kept.
@@ -18,33 +19,44 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 #include <limits>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-// The same, in the same order, as `_Call` in attention.py.
+// Where keys or values lie. The same, in the same order, as `_Source` in attention.py, and so is `Call`.
+struct Source {
+  const void* rows;      // [batch, heads, positions behind the pages, columns]
+  const int64_t* pages;  // addresses of pages, [batch, pages]; or null
+  int64_t columns, batch, head, row;                // strides of `rows`, in numbers
+  int64_t page_batch, page_start, page_head, page_row;  // strides of `pages`, in addresses, and of what is in one, in bytes
+  int64_t bits;                                     // of the codes in pages; 0: numbers
+  // Of codes, where scales and offsets of a page begin, in bytes, and how many a head has, in bfloat16: of every position
+  // and group of so many columns; or of every column, where there are no groups. Codes lie in `lanes`.
+  int64_t scales, offsets, scale_head, groups, width, lanes;
+};
+
 struct Call {
+  Source keys;    // [batch, heads * key_heads, length, head_dim]
+  Source values;  // [batch, heads, length, value_dim]
+  Source plain;   // keys that follow the values, [batch, plain_heads, length, plain_dim]
   const void* query;   // [batch, heads * group, head_dim]
-  const void* keys;    // [batch, heads * key_heads, length, head_dim]
-  const void* values;  // [batch, heads, length, value_dim]
   const float* mask;   // [batch or 1, length], added to the scores; or null
-  const void* plain;   // keys that follow the values, [batch, plain_heads, length, plain_dim]; or null
-  const void* cos;     // what turns their first `turned` columns back, [batch or 1, length, 2 * frequencies]; or null
-  const void* sin;
+  const void* cos;     // what turns the first `turned` columns of plain keys back, [batch or 1, length, 2 * frequencies]
+  const void* sin;     // or null
   const int64_t* frequency;  // of the first half of these columns, and so of the second; or null: one after the other
   void* output;        // [batch, heads * group, value_dim + plain_heads * plain_dim]
-  int64_t batch, heads, group, length, head_dim, value_dim, threads, chunks;
+  // Of every row of the batch: positions, of which the last `length` of mask, cos and sin are; the first that is read; and
+  // how many of them are in pages. Or null: `length`, 0 and 0.
+  const int64_t *lengths, *firsts, *paged;
+  int64_t page;  // positions of a page
+  int64_t batch, heads, group, length, threads, chunks;
   int64_t key_heads;  // of each head of values; they share its `group` queries evenly
-  int64_t plain_heads, plain_dim, turned, frequencies;
-  int64_t query_batch, query_head;
-  int64_t key_batch, key_head, key_row;
-  int64_t value_batch, value_head, value_row;
-  int64_t plain_batch, plain_head, plain_row;
-  int64_t table_batch, table_row;
-  int64_t mask_batch;
-  int64_t output_batch, output_head;
+  int64_t plain_heads, turned, frequencies;
+  int64_t query_batch, query_head, table_batch, table_row, mask_batch, output_batch, output_head;
   float scaling;
 };
 
@@ -52,12 +64,6 @@ namespace {
 
 using Floats = at::vec::Vectorized<float>;
 constexpr int64_t kFloats = Floats::size();
-
-// Elements in a vector of T, and vectors of float that hold as many.
-template <typename T>
-constexpr int64_t kWidth = at::vec::Vectorized<T>::size();
-template <typename T>
-constexpr int64_t kParts = kWidth<T> / kFloats;
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kLineFloats = kLine / int64_t(sizeof(float));
@@ -75,17 +81,23 @@ constexpr int64_t kQueries = 2 * kTile;
 // The score of what is not to be seen.
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// The next `left` elements, or as many of them as a vector has, as floats; zeros in place of those there are not.
+// How rows are read: `load` makes floats of kWidth columns from the d-th on, in their order; zeros of columns beyond the
+// `left` ones that there are. Pointers are to bytes.
 template <typename T>
-inline void load(const T* from, int64_t left, Floats (&to)[kParts<T>]) {
-  using Raw = at::vec::Vectorized<T>;
-  const Raw raw = left >= kWidth<T> ? Raw::loadu(from) : Raw::loadu(from, left);
-  if constexpr (std::is_same_v<T, float>) {
-    to[0] = raw;
-  } else {
-    std::tie(to[0], to[1]) = at::vec::convert_to_float<T>(raw);
+struct Numbers {
+  static constexpr int64_t kWidth = at::vec::Vectorized<T>::size(), kParts = kWidth / kFloats;
+  static int64_t bytes(int64_t columns) { return columns * int64_t(sizeof(T)); }
+  static void load(const char* row, int64_t d, int64_t left, Floats (&to)[kParts]) {
+    using Raw = at::vec::Vectorized<T>;
+    const T* const from = reinterpret_cast<const T*>(row) + d;
+    const Raw raw = left >= kWidth ? Raw::loadu(from) : Raw::loadu(from, left);
+    if constexpr (std::is_same_v<T, float>) {
+      to[0] = raw;
+    } else {
+      std::tie(to[0], to[1]) = at::vec::convert_to_float<T>(raw);
+    }
   }
-}
+};
 
 inline float sum(const Floats& of) {
   return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return a + b; }, of);
@@ -103,14 +115,14 @@ inline Floats sums_of(Floats (&of)[kFloats]) {
 }
 
 // A cache longer than its contents lies in runs too short for what the processor foresees by itself.
-template <typename T>
-inline void ask_for(const T* row, int64_t size) {
-  for (int64_t d = 0; d < size; d += kLine / int64_t(sizeof(T))) __builtin_prefetch(row + d);
+inline void ask_for(const char* row, int64_t bytes) {
+  for (int64_t d = 0; d < bytes; d += kLine) __builtin_prefetch(row + d);
 }
 
-// Columns, filled up to whole steps of two vectors of floats: as many as one vector of 16 bits has elements.
-constexpr int64_t kStep = 2 * kFloats;
-inline int64_t padded(int64_t size) { return (size + kStep - 1) / kStep * kStep; }
+// Columns that are added at once, and columns filled up to whole steps of these and of what lies in a byte each.
+constexpr int64_t kStep = 2 * kFloats, kPadding = 32;
+static_assert(kPadding % kStep == 0);
+inline int64_t padded(int64_t size) { return (size + kPadding - 1) / kPadding * kPadding; }
 
 // Calls `tile` with a constant of at most `most` and the first of them, for all of `count`: tiles of sizes as even as can
 // be.
@@ -126,45 +138,63 @@ inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
 }
 
 // Columns of a value, with the keys that follow it.
-inline int64_t columns(const Call& call) { return call.value_dim + call.plain_heads * call.plain_dim; }
+inline int64_t columns(const Call& call) { return call.values.columns + call.plain_heads * call.plain.columns; }
 
-// What a part of a head leaves for the `group` queries that share it: weighted sums of values [group, padded width],
+// Room for the sums of a query.
+inline int64_t sums_size(const Call& call) { return padded(columns(call)); }
+
+// What a part of a head leaves for the `group` queries that share it: weighted sums of values [group, sums_size],
 // highest scores [group], sums of weights [group].
-inline int64_t left_size(const Call& call) {
-  return call.group * (padded(columns(call)) + 2);
-}
+inline int64_t left_size(const Call& call) { return call.group * (sums_size(call) + 2); }
 
-// Where the `length` positions of a part begin: its keys, values and what follows them.
-template <typename T>
-struct Part {
-  const T *query, *keys, *values, *plain, *cos, *sin;
-  const float* mask;
-  int64_t length;
+// The positions of a head from one on that lie behind each other: in a page, or behind all pages. Those of codes are a
+// whole page.
+struct Block {
+  const char* first;
+  int64_t row;  // bytes from one to the next; of codes, of lanes
+  const c10::BFloat16 *scale, *low;  // of codes; null of numbers
 };
 
+template <typename T>
+inline Block block_of(const Call& call, const Source& source, int64_t b, int64_t head, int64_t n) {
+  const int64_t paged = call.paged ? call.paged[b] : 0;
+  if (n >= paged) {
+    const T* const rows = static_cast<const T*>(source.rows) + b * source.batch + head * source.head;
+    return {reinterpret_cast<const char*>(rows + (n - paged) * source.row), source.row * int64_t(sizeof(T)), {}, {}};
+  }
+  const char* const page = reinterpret_cast<const char*>(source.pages[b * source.page_batch + n / call.page]);
+  const char* const first = page + source.page_start + head * source.page_head;
+  if (!source.bits) return {first + n % call.page * source.page_row, source.page_row, {}, {}};
+  const auto scales = [&](int64_t start) {
+    return reinterpret_cast<const c10::BFloat16*>(page + start) + head * source.scale_head;
+  };
+  return {first, 4 * source.lanes, scales(source.scales), scales(source.offsets)};
+}
+
 // Scores of `count` queries [count, query_size] with `rows` keys of a block, [count, kBlock]; beyond these, the last
-// key's.
-template <int64_t count, typename T>
+// key's. The keys of the next block are `ahead` bytes away.
+template <int64_t count, typename Reader>
 void score(
-    const T* keys, int64_t row, int64_t rows, int64_t head_dim, const float* queries, int64_t query_size,
+    const Block& keys, int64_t rows, int64_t ahead, int64_t head_dim, const float* queries, int64_t query_size,
     float* weights) {
-  constexpr int64_t width = kWidth<T>, parts = kParts<T>;
+  constexpr int64_t width = Reader::kWidth, parts = Reader::kParts;
+  const int64_t bytes = Reader::bytes(head_dim);
   for (int64_t first = 0; first < rows; first += kFloats) {
     Floats products[count][kFloats];
     for (int64_t n = 0; n < kFloats; n += kTile) {
-      const T* at[kTile];
+      const char* at[kTile];
       Floats totals[count][kTile];
       #pragma GCC unroll 8
       for (int64_t r = 0; r < kTile; ++r) {
-        at[r] = keys + std::min(first + n + r, rows - 1) * row;
-        ask_for(keys + (first + n + r + kBlock) * row, head_dim);
+        at[r] = keys.first + std::min(first + n + r, rows - 1) * keys.row;
+        ask_for(at[r] + ahead, bytes);
         #pragma GCC unroll 8
         for (int64_t g = 0; g < count; ++g) totals[g][r] = Floats(0.0f);
       }
       for (int64_t d = 0; d < head_dim; d += width) {
         Floats read[kTile][parts];
         #pragma GCC unroll 8
-        for (int64_t r = 0; r < kTile; ++r) load(at[r] + d, head_dim - d, read[r]);
+        for (int64_t r = 0; r < kTile; ++r) Reader::load(at[r], d, head_dim - d, read[r]);
         #pragma GCC unroll 8
         for (int64_t g = 0; g < count; ++g) {
           #pragma GCC unroll 8
@@ -187,39 +217,221 @@ void score(
 }
 
 // Adds `rows` rows of values to the sums [count, size] of `count` queries, each times its weight [count, kBlock].
-template <int64_t count, typename T>
+template <int64_t count, typename Reader>
 void add(
-    const T* values, int64_t row, int64_t rows, int64_t columns, const float* weights, float* sums, int64_t size) {
-  constexpr int64_t parts = kParts<T>, vectors = 2 / parts;
-  for (int64_t n = 0; n < rows; ++n) ask_for(values + (n + kBlock) * row, columns);
-  for (int64_t d = 0; d < columns; d += kStep) {
-    Floats totals[count][2];
+    const Block& values, int64_t rows, int64_t ahead, int64_t columns, const float* weights, float* sums, int64_t size) {
+  // Columns at once: two vectors, or as many as are read at once.
+  constexpr int64_t parts = Reader::kParts, step = std::max(kStep, Reader::kWidth), vectors = step / kFloats;
+  for (int64_t n = 0; n < rows; ++n) ask_for(values.first + n * values.row + ahead, Reader::bytes(columns));
+  for (int64_t d = 0; d < columns; d += step) {
+    Floats totals[count][vectors];
     #pragma GCC unroll 8
     for (int64_t g = 0; g < count; ++g) {
       #pragma GCC unroll 8
-      for (int64_t p = 0; p < 2; ++p) totals[g][p] = Floats::loadu(sums + g * size + d + p * kFloats);
+      for (int64_t p = 0; p < vectors; ++p) totals[g][p] = Floats::loadu(sums + g * size + d + p * kFloats);
     }
     for (int64_t n = 0; n < rows; ++n) {
-      Floats read[vectors][parts];
+      Floats read[vectors / parts][parts];
       #pragma GCC unroll 8
-      for (int64_t v = 0; v < vectors; ++v) {
-        const int64_t at = d + v * kWidth<T>;
-        load(values + n * row + at, std::max<int64_t>(columns - at, 0), read[v]);
+      for (int64_t v = 0; v < vectors / parts; ++v) {
+        const int64_t at = d + v * Reader::kWidth;
+        Reader::load(values.first + n * values.row, at, std::max<int64_t>(columns - at, 0), read[v]);
       }
       #pragma GCC unroll 8
       for (int64_t g = 0; g < count; ++g) {
         const Floats weight(weights[g * kBlock + n]);
         #pragma GCC unroll 8
-        for (int64_t p = 0; p < 2; ++p) totals[g][p] = at::vec::fmadd(weight, read[p / parts][p % parts], totals[g][p]);
+        for (int64_t p = 0; p < vectors; ++p) {
+          totals[g][p] = at::vec::fmadd(weight, read[p / parts][p % parts], totals[g][p]);
+        }
       }
     }
     #pragma GCC unroll 8
     for (int64_t g = 0; g < count; ++g) {
       #pragma GCC unroll 8
-      for (int64_t p = 0; p < 2; ++p) totals[g][p].store(sums + g * size + d + p * kFloats);
+      for (int64_t p = 0; p < vectors; ++p) totals[g][p].store(sums + g * size + d + p * kFloats);
     }
   }
 }
+
+// --- codes -----------------------------------------------------------------------------------------------------------
+//
+// A page's codes of a head are a matrix [depth, lanes]: of keys [columns, positions], of values [positions, columns]. Four
+// of a lane lie in four bytes, whose lowest bits are those of the first four, the next bits those of the next four
+// (PageLayout in model/cache_quantized.py). Both products of attention are those of factors [count, depth] with such a
+// matrix: of keys the factors are queries times scales by column, of values weights times scales by position.
+
+template <int bits>
+constexpr int64_t kPlaces = 8 / bits;
+
+// Calls `use` with the bits as a constant.
+template <typename Use>
+inline void with_bits(int64_t bits, const Use& use) {
+  if (bits == 8) return use(std::integral_constant<int, 8>());
+  if (bits == 4) return use(std::integral_constant<int, 4>());
+  use(std::integral_constant<int, 2>());
+}
+
+inline int64_t filled(int64_t depth, int64_t bits) { return (depth + 32 / bits - 1) / (32 / bits) * (32 / bits); }
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__)
+// Factors as integers of seven bits, `parts` of each: x = scale * (a * 128 + b), or one more; four behind each other are
+// multiplied with four codes at once. Of 16-bit numbers two parts, of float three are finer than the numbers are.
+template <int parts>
+struct Factors {
+  static constexpr int64_t kTiles = parts == 2 ? 3 : 2;  // of queries, with four vectors of lanes each
+  const float* from;
+  int64_t size;
+  int8_t* ints;  // [count, parts, depth]
+  float scale[kTiles];
+  int64_t depth;
+
+  void prepare(int64_t count) {
+    constexpr int64_t bits = 7 * (parts - 1);
+    const float most = float((127 << bits) - 1);
+    for (int64_t g = 0; g < count; ++g) {
+      const float* const own = from + g * size;
+      Floats high(0.0f);
+      for (int64_t d = 0; d < depth; d += kFloats) high = at::vec::maximum(high, Floats::loadu(own + d, std::min(kFloats, depth - d)).abs());
+      const float highest =
+          at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return at::vec::maximum(a, b); }, high);
+      scale[g] = highest / most;
+      const __m512 back = _mm512_set1_ps(highest > 0.0f ? most / highest : 0.0f);
+      for (int64_t d = 0; d < depth; d += kFloats) {
+        const __mmask16 mask = (1u << std::min(kFloats, depth - d)) - 1;
+        __m512i rest = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(mask, _mm512_maskz_loadu_ps(mask, own + d), back));
+        for (int part = parts - 1; part >= 0; --part) {
+          // The lowest seven bits as -64 to 63, so that the parts before take the rest.
+          const __m512i low = part ? _mm512_srai_epi32(_mm512_slli_epi32(rest, 25), 25) : rest;
+          _mm512_mask_cvtepi32_storeu_epi8(ints + (g * parts + part) * depth + d, mask, low);
+          rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, low), 7);
+        }
+      }
+    }
+  }
+};
+
+// out[g, lane] += sum of factors[g, d] * codes[d, lane], of `lanes` lanes of a matrix that has `row` of them.
+template <int count, int vectors, int bits, int parts>
+inline void multiply_lanes(
+    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, const Factors<parts>& factors, float* out,
+    int64_t out_size) {
+  const __m512i mask = _mm512_set1_epi8(char((1 << bits) - 1));
+  __m512i totals[count][parts][vectors];
+  #pragma GCC unroll 8
+  for (int g = 0; g < count; ++g) {
+    #pragma GCC unroll 8
+    for (int part = 0; part < parts; ++part) {
+      #pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) totals[g][part][v] = _mm512_setzero_si512();
+    }
+  }
+  for (int64_t d = 0; d < factors.depth; d += 4 * kPlaces<bits>) {
+    __m512i read[vectors];
+    #pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) {
+      const uint8_t* const from = codes + d / (4 * kPlaces<bits>) * row + 64 * v;
+      read[v] = _mm512_loadu_si512(from);
+      __builtin_prefetch(from + ahead);
+    }
+    #pragma GCC unroll 8
+    for (int place = 0; place < kPlaces<bits>; ++place) {
+      __m512i own[vectors];
+      #pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) {
+        own[v] = bits == 8 ? read[v] : _mm512_and_si512(_mm512_srli_epi16(read[v], bits * place), mask);
+      }
+      #pragma GCC unroll 8
+      for (int g = 0; g < count; ++g) {
+        #pragma GCC unroll 8
+        for (int part = 0; part < parts; ++part) {
+          int32_t four;
+          std::memcpy(&four, factors.ints + (g * parts + part) * factors.depth + d + 4 * place, 4);
+          const __m512i factor = _mm512_set1_epi32(four);
+          #pragma GCC unroll 8
+          for (int v = 0; v < vectors; ++v) {
+            totals[g][part][v] = _mm512_dpbusd_epi32(totals[g][part][v], own[v], factor);
+          }
+        }
+      }
+    }
+  }
+  #pragma GCC unroll 8
+  for (int g = 0; g < count; ++g) {
+    #pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) {
+      __m512 total = _mm512_cvtepi32_ps(totals[g][0][v]);
+      #pragma GCC unroll 8
+      for (int part = 1; part < parts; ++part) {
+        total = _mm512_fmadd_ps(total, _mm512_set1_ps(128.0f), _mm512_cvtepi32_ps(totals[g][part][v]));
+      }
+      const int64_t left = std::min<int64_t>(lanes - 16 * v, 16);
+      const __mmask16 there = (1u << std::max<int64_t>(left, 0)) - 1;
+      float* const to = out + g * out_size + 16 * v;
+      const __m512 before = _mm512_maskz_loadu_ps(there, to);
+      _mm512_mask_storeu_ps(to, there, _mm512_fmadd_ps(total, _mm512_set1_ps(factors.scale[g]), before));
+    }
+  }
+}
+
+template <typename T, int bits>
+void multiply(
+    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* from, int64_t size,
+    int64_t queries, int8_t* ints, float* out, int64_t out_size) {
+  constexpr int parts = std::is_same_v<T, float> ? 3 : 2;
+  in_tiles<Factors<parts>::kTiles>(queries, 0, [&](auto count, int64_t g) {
+    Factors<parts> factors{from + g * size, size, ints, {}, depth};
+    factors.prepare(count);
+    float* const own = out + g * out_size;
+    int64_t l = 0;
+    for (; l + 64 <= lanes; l += 64) {
+      multiply_lanes<count, 4, bits>(codes + 4 * l, row, ahead, 64, factors, own + l, out_size);
+    }
+    for (; l < lanes; l += 32) {
+      multiply_lanes<count, 2, bits>(codes + 4 * l, row, ahead, lanes - l, factors, own + l, out_size);
+    }
+  });
+}
+#else
+// The same with numbers, of one vector of lanes.
+template <int count, int bits>
+inline void multiply_lanes(
+    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* factors, int64_t size,
+    float* out, int64_t out_size) {
+  using Ints = at::vec::Vectorized<int32_t>;
+  static_assert(Ints::size() == kFloats);
+  const Ints mask((1 << bits) - 1);
+  Floats totals[count];
+  for (int g = 0; g < count; ++g) totals[g] = Floats(0.0f);
+  for (int64_t d = 0; d < depth; d += 4 * kPlaces<bits>) {
+    const Ints read = Ints::loadu(codes + d / (4 * kPlaces<bits>) * row);
+    __builtin_prefetch(codes + d / (4 * kPlaces<bits>) * row + ahead);
+    for (int64_t i = 0; i < 4 * kPlaces<bits>; ++i) {
+      const Floats code = at::vec::convert<float>((read >> Ints(i % 4 * 8 + i / 4 * bits)) & mask);
+      for (int g = 0; g < count; ++g) {
+        totals[g] = at::vec::fmadd(code, Floats(factors[g * size + d + i]), totals[g]);
+      }
+    }
+  }
+  for (int g = 0; g < count; ++g) {
+    float* const to = out + g * out_size;
+    (Floats::loadu(to, std::min(lanes, kFloats)) + totals[g]).store(to, std::min(lanes, kFloats));
+  }
+}
+
+template <typename T, int bits>
+void multiply(
+    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* from, int64_t size,
+    int64_t queries, int8_t* ints, float* out, int64_t out_size) {
+  in_tiles<kQueries>(queries, 0, [&](auto count, int64_t g) {
+    for (int64_t l = 0; l < lanes; l += kFloats) {
+      const uint8_t* const own = codes + 4 * l;
+      multiply_lanes<count, bits>(
+          own, row, ahead, lanes - l, depth, from + g * size, size, out + g * out_size + l, out_size);
+    }
+  });
+}
+#endif
 
 // Replaces the scores of a block, [kBlock], by exp(score - highest) and adds these to the total. Where the block has a
 // higher score than all before it, the sums of values [size] and the total are brought down to it. While nothing is to
@@ -252,7 +464,7 @@ struct Turn {
   std::vector<float> table, cos, sin, key;
   explicit Turn(const Call& call)
       : frequency(padded(call.turned / 2)), table(padded(2 * call.frequencies) + kStep), cos(2 * frequency.size()),
-        sin(2 * frequency.size()), key(padded(call.plain_dim) + kStep) {
+        sin(2 * frequency.size()), key(padded(call.plain.columns) + kStep) {
     for (int64_t d = 0; d < call.turned / 2; ++d) frequency[d] = int32_t(call.frequency ? call.frequency[d] : d);
   }
 };
@@ -274,13 +486,28 @@ inline void spread(const float* table, int64_t frequencies, const std::vector<in
 #endif
 }
 
-// Up to a vector more is written, whatever follows there.
+// Up to a step more is written, whatever follows there.
+template <typename Reader>
+inline void to_floats(const char* from, int64_t size, float* to) {
+  Floats read[Reader::kParts];
+  for (int64_t d = 0; d < size; d += Reader::kWidth) {
+    Reader::load(from, d, size - d, read);
+    for (int64_t p = 0; p < Reader::kParts; ++p) read[p].store(to + d + p * kFloats);
+  }
+}
+
+// The n-th row of a block as floats; and up to a step more.
 template <typename T>
-inline void to_floats(const T* from, int64_t size, float* to) {
-  Floats read[kParts<T>];
-  for (int64_t d = 0; d < size; d += kWidth<T>) {
-    load(from + d, size - d, read);
-    for (int64_t p = 0; p < kParts<T>; ++p) read[p].store(to + d + p * kFloats);
+inline void to_floats(const Source& source, const Block& block, int64_t n, float* to) {
+  if (!block.scale) return to_floats<Numbers<T>>(block.first + n * block.row, source.columns, to);
+  const auto* const codes = reinterpret_cast<const uint8_t*>(block.first);
+  const int64_t places = 8 / source.bits;
+  for (int64_t d = 0; d < source.columns; ++d) {
+    const int64_t deep = source.groups ? n : d, lane = source.groups ? d : n, four = deep / 4;
+    const int byte = codes[four / places * block.row + 4 * lane + deep % 4];
+    const int code = byte >> (four % places * source.bits) & ((1 << source.bits) - 1);
+    const int64_t scale = source.groups ? n * source.groups + d / source.width : d;
+    to[d] = float(code) * float(block.scale[scale]) + float(block.low[scale]);
   }
 }
 
@@ -293,13 +520,23 @@ inline void turned_by(
   }
 }
 
+// Positions of a head of values, of one row of the batch, that are worked on at once.
+template <typename T>
+struct Part {
+  const T *query, *cos, *sin;  // tables of the row's first position
+  const float* mask;
+  int64_t b, head, first, start, end;  // none before `first` is seen
+};
+
 // A latent and the keys behind it, as they were before rotary positions; one row, as floats, written from left to right.
 template <typename T>
-inline void turn_back(const Call& call, const Part<T>& part, int64_t n, Turn& turn, float* row) {
-  to_floats(part.values + n * call.value_row, call.value_dim, row);
-  const int64_t half = call.turned / 2, other = turn.frequency.size();
+inline void turn_back(
+    const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t in_block, Turn& turn, float* row) {
+  to_floats<T>(call.values, latent, in_block, row);
+  const int64_t half = call.turned / 2, other = turn.frequency.size(), columns = call.plain.columns;
   const auto spread_row = [&](const T* tables, float* to) {
-    to_floats(tables + n * call.table_row, 2 * call.frequencies, turn.table.data());
+    const auto* const from = reinterpret_cast<const char*>(tables + n * call.table_row);
+    to_floats<Numbers<T>>(from, 2 * call.frequencies, turn.table.data());
     spread(turn.table.data(), call.frequencies, turn.frequency, to);
     spread(turn.table.data() + call.frequencies, call.frequencies, turn.frequency, to + other);
   };
@@ -309,72 +546,202 @@ inline void turn_back(const Call& call, const Part<T>& part, int64_t n, Turn& tu
     spread_row(part.sin, sin);
   }
   for (int64_t h = 0; h < call.plain_heads; ++h) {
-    float* const to = row + call.value_dim + h * call.plain_dim;
-    to_floats(part.plain + h * call.plain_head + n * call.plain_row, call.plain_dim, key);
+    float* const to = row + call.values.columns + h * columns;
+    const Block block = block_of<T>(call, call.plain, part.b, h, n);
+    to_floats<T>(call.plain, block, block.scale ? n % call.page : 0, key);
     turned_by(key, cos, key + half, sin, half, to);
     turned_by(key + half, cos + other, key, sin + other, half, to + half);
-    to_floats(key + call.turned, call.plain_dim - call.turned, to + call.turned);
+    std::copy(key + call.turned, key + columns, to + call.turned);
   }
 }
 
-// The `group` queries that share a head of values, on the positions of a part, in one pass ("online softmax", Milakov &
-// Gimelshein 2018, https://arxiv.org/abs/1805.02867). Returns where in `scratch` the `left_size` floats begin that it
-// leaves.
+// The memory of a thread: it adds up in its own, since what different parts leave shares lines of the cache at their ends.
+struct Scratch {
+  std::vector<Line> lines;
+  // Queries [group, query_size] and weights [group, kBlock]; factors of codes, as numbers [group, factors_size] and as
+  // integers; rows that are made of others [kBlock, sums_size], and a step more; what the part leaves.
+  float *queries, *weights, *factors, *integers, *rows, *left;
+  int64_t query_size, factors_size;
+  Turn turn;
+
+  explicit Scratch(const Call& call)
+      : query_size(padded(call.keys.columns)), factors_size(std::max(query_size, kBlock)), turn(call) {
+    const bool codes = call.keys.bits || call.values.bits;
+    const bool made = call.plain_heads || (call.values.bits && !call.values.groups);
+    const int64_t sizes[] = {
+        call.group * query_size, call.group * kBlock, codes ? call.group * factors_size : 0, codes ? 3 * factors_size : 0,
+        made ? kBlock * sums_size(call) + kStep : 0, left_size(call)};
+    float** const places[] = {&queries, &weights, &factors, &integers, &rows, &left};
+    int64_t total = 0;
+    for (const int64_t size : sizes) total += (size + kLineFloats - 1) / kLineFloats;
+    lines.resize(total + 1);
+    float* next = lines[0].floats;
+    for (size_t i = 0; i < std::size(sizes); ++i) {
+      *places[i] = next;
+      next += (sizes[i] + kLineFloats - 1) / kLineFloats * kLineFloats;
+    }
+  }
+};
+
+// Adds the scores [count, kBlock] of queries [count, size] with a page of codes of keys.
 template <typename T>
-float* attend(const Call& call, const Part<T>& part, Turn& turn, float* scratch) {
-  const int64_t group = call.group, head_dim = call.head_dim, shared = group / call.key_heads;
-  const int64_t query_size = padded(head_dim), output_size = padded(columns(call));
-  float* const queries = scratch;  // [group, query_size]
-  float* const weights = queries + group * query_size;  // [group, kBlock]
-  float* const turned = weights + group * kBlock;  // [kBlock, output_size] and a step more, or nothing
-  float* const left = turned + (part.plain ? kBlock * output_size + kStep : 0);
-  float *const highest = left + group * output_size, *const totals = highest + group;
-  std::fill(queries, weights, 0.0f);
-  std::fill(left, left + left_size(call), 0.0f);
+void score_codes(
+    const Source& source, const Block& keys, int64_t ahead, const float* queries, int64_t count, int64_t size,
+    Scratch& scratch, float* weights) {
+  using Scales = Numbers<c10::BFloat16>;
+  Floats scale[Scales::kParts], low[Scales::kParts];
+  const auto *const scales = reinterpret_cast<const char*>(keys.scale), *const lows = reinterpret_cast<const char*>(keys.low);
+  float* const factors = scratch.factors;
+  ask_for(scales + ahead, 2 * source.columns);
+  ask_for(lows + ahead, 2 * source.columns);
+  for (int64_t g = 0; g < count; ++g) {
+    Floats bias(0.0f);
+    for (int64_t d = 0; d < source.columns; d += Scales::kWidth) {
+      Scales::load(scales, d, source.columns - d, scale);
+      Scales::load(lows, d, source.columns - d, low);
+      for (int64_t p = 0; p < Scales::kParts; ++p) {
+        const Floats query = Floats::loadu(queries + g * size + d + p * kFloats);
+        (query * scale[p]).store(factors + g * size + d + p * kFloats);
+        bias = at::vec::fmadd(query, low[p], bias);
+      }
+    }
+    const Floats offset(sum(bias));
+    for (int64_t n = 0; n < kBlock; n += kFloats) offset.store(weights + g * kBlock + n);
+  }
+  with_bits(source.bits, [&](auto bits) {
+    const auto* const codes = reinterpret_cast<const uint8_t*>(keys.first);
+    auto* const ints = reinterpret_cast<int8_t*>(scratch.integers);
+    const int64_t depth = filled(source.columns, bits);
+    multiply<T, bits>(codes, keys.row, ahead, kBlock, depth, factors, size, count, ints, weights, kBlock);
+  });
+}
+
+// Adds a page of codes of values to the sums [count, size], each position times its weight [count, kBlock].
+template <typename T>
+void add_codes(
+    const Source& source, const Block& values, int64_t ahead, const float* weights, int64_t count, Scratch& scratch,
+    float* sums, int64_t size) {
+  float scales[kBlock], lows[kBlock];
+  float* const factors = scratch.factors;
+  ask_for(reinterpret_cast<const char*>(values.scale) + ahead, 2 * kBlock * source.groups);
+  ask_for(reinterpret_cast<const char*>(values.low) + ahead, 2 * kBlock * source.groups);
+  for (int64_t group = 0; group < source.groups; ++group) {
+    const int64_t start = group * source.width, lanes = std::min(source.width, source.columns - start);
+    for (int64_t n = 0; n < kBlock; ++n) {
+      scales[n] = float(values.scale[n * source.groups + group]), lows[n] = float(values.low[n * source.groups + group]);
+    }
+    for (int64_t g = 0; g < count; ++g) {
+      Floats bias(0.0f);
+      for (int64_t n = 0; n < kBlock; n += kFloats) {
+        const Floats weight = Floats::loadu(weights + g * kBlock + n);
+        (weight * Floats::loadu(scales + n)).store(factors + g * kBlock + n);
+        bias = at::vec::fmadd(weight, Floats::loadu(lows + n), bias);
+      }
+      const Floats offset(sum(bias));
+      for (int64_t d = 0; d < lanes; d += kFloats) {
+        float* const to = sums + g * size + start + d;
+        (Floats::loadu(to, std::min(lanes - d, kFloats)) + offset).store(to, std::min(lanes - d, kFloats));
+      }
+    }
+    with_bits(source.bits, [&](auto bits) {
+      const auto* const codes = reinterpret_cast<const uint8_t*>(values.first) + 4 * start;
+      auto* const ints = reinterpret_cast<int8_t*>(scratch.integers);
+      multiply<T, bits>(codes, values.row, ahead, lanes, kBlock, factors, kBlock, count, ints, sums + start, size);
+    });
+  }
+}
+
+// The scores [group, kBlock] of the `rows` positions from `n` on.
+template <typename T>
+void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
+  const int64_t shared = call.group / call.key_heads, size = scratch.query_size, head_dim = call.keys.columns;
+  for (int64_t k = 0; k < call.key_heads; ++k) {
+    const int64_t head = part.head * call.key_heads + k, next = std::min(n + rows, part.end - 1);
+    const Block keys = block_of<T>(call, call.keys, part.b, head, n);
+    const int64_t ahead = block_of<T>(call, call.keys, part.b, head, next).first - keys.first;
+    float* const weights = scratch.weights + k * shared * kBlock;
+    const float* const queries = scratch.queries + k * shared * size;
+    if (keys.scale) {
+      score_codes<T>(call.keys, keys, ahead, queries, shared, size, scratch, weights);
+    } else {
+      in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) {
+        score<count, Numbers<T>>(keys, rows, ahead, head_dim, queries + g * size, size, weights + g * kBlock);
+      });
+    }
+  }
+}
+
+// Adds the values of the `rows` positions from `n` on, each times its weight.
+template <typename T>
+void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
+  const int64_t size = sums_size(call), next = std::min(n + rows, part.end - 1);
+  const Source& source = call.values;
+  const Block values = block_of<T>(call, source, part.b, part.head, n);
+  const int64_t ahead = block_of<T>(call, source, part.b, part.head, next).first - values.first;
+  const auto in_queries = [&](const auto& use) {
+    in_tiles<kQueries>(call.group, 0, [&](auto count, int64_t g) {
+      use(count, scratch.weights + g * kBlock, scratch.left + g * size);
+    });
+  };
+  if (values.scale && source.groups && !call.plain_heads) {
+    return add_codes<T>(source, values, ahead, scratch.weights, call.group, scratch, scratch.left, size);
+  }
+  if (call.plain_heads || values.scale) {
+    for (int64_t i = 0; i < rows; ++i) {
+      float* const row = scratch.rows + i * size;
+      if (call.plain_heads) {
+        turn_back(call, part, n + i, values, i, scratch.turn, row);
+      } else {
+        to_floats<T>(source, values, i, row);
+      }
+    }
+    const Block made{reinterpret_cast<const char*>(scratch.rows), size * int64_t(sizeof(float)), {}, {}};
+    return in_queries([&](auto count, const float* weights, float* sums) {
+      add<count, Numbers<float>>(made, rows, 0, columns(call), weights, sums, size);
+    });
+  }
+  in_queries([&](auto count, const float* weights, float* sums) {
+    add<count, Numbers<T>>(values, rows, ahead, source.columns, weights, sums, size);
+  });
+}
+
+// The `group` queries that share a head of values, on the positions of a part, in one pass ("online softmax", Milakov &
+// Gimelshein 2018, https://arxiv.org/abs/1805.02867). What it leaves is in the scratch.
+template <typename T>
+void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
+  const int64_t group = call.group, head_dim = call.keys.columns, size = sums_size(call);
+  float *const highest = scratch.left + group * size, *const totals = highest + group;
+  std::fill(scratch.queries, scratch.queries + group * scratch.query_size, 0.0f);
+  std::fill(scratch.left, scratch.left + left_size(call), 0.0f);
   std::fill(highest, totals, kNothing);
   for (int64_t g = 0; g < group; ++g) {
     for (int64_t d = 0; d < head_dim; ++d) {
-      queries[g * query_size + d] = static_cast<float>(part.query[g * call.query_head + d]) * call.scaling;
+      const float query = static_cast<float>(part.query[g * call.query_head + d]);
+      scratch.queries[g * scratch.query_size + d] = query * call.scaling;
     }
   }
-  for (int64_t start = 0; start < part.length; start += kBlock) {
-    const int64_t rows = std::min(kBlock, part.length - start);
-    for (int64_t k = 0; k < call.key_heads; ++k) {
-      const T* const keys = part.keys + k * call.key_head + start * call.key_row;
-      in_tiles<kTile>(shared, 0, [&](auto count, int64_t first) {
-        const int64_t g = k * shared + first;
-        score<count>(
-            keys, call.key_row, rows, head_dim, queries + g * query_size, query_size, weights + g * kBlock);
-      });
-    }
+  const int64_t paged = call.paged ? call.paged[part.b] : 0;
+  for (int64_t n = part.start, rows; n < part.end; n += rows) {
+    rows = std::min(kBlock, part.end - n);
+    if (n < paged) rows = std::min({rows, call.page - n % call.page, paged - n});
+    score_block(call, part, n, rows, scratch);
     for (int64_t g = 0; g < group; ++g) {
-      float* const own = weights + g * kBlock;
+      float* const own = scratch.weights + g * kBlock;
       if (part.mask) {
-        for (int64_t n = 0; n < rows; ++n) own[n] += part.mask[start + n];
+        for (int64_t i = 0; i < rows; ++i) own[i] += part.mask[n + i];
       }
+      if (n < part.first) std::fill(own, own + part.first - n, kNothing);
       std::fill(own + rows, own + kBlock, kNothing);
-      weigh(own, highest[g], totals[g], left + g * output_size, output_size);
+      weigh(own, highest[g], totals[g], scratch.left + g * size, size);
     }
-    if (part.plain) {
-      for (int64_t n = 0; n < rows; ++n) turn_back(call, part, start + n, turn, turned + n * output_size);
-    }
-    in_tiles<kQueries>(group, 0, [&](auto count, int64_t g) {
-      float *const own = weights + g * kBlock, *const sums = left + g * output_size;
-      if (part.plain) {
-        add<count>(turned, output_size, rows, columns(call), own, sums, output_size);
-      } else {
-        const T* const values = part.values + start * call.value_row;
-        add<count>(values, call.value_row, rows, call.value_dim, own, sums, output_size);
-      }
-    });
+    add_block(call, part, n, rows, scratch);
   }
-  return left;
 }
 
 // Puts together what the parts of a head, one behind the other in `left`, have for query `g` of its group.
 template <typename T>
 void combine(const Call& call, float* left, int64_t g, T* output) {
-  const int64_t size = padded(columns(call)), next = left_size(call);
+  const int64_t size = sums_size(call), next = left_size(call);
   float* const sums = left + g * size;
   const float *const highs = left + call.group * size + g, *const totals = highs + call.group;
   float highest = kNothing, total = 0.0f;
@@ -388,14 +755,25 @@ void combine(const Call& call, float* left, int64_t g, T* output) {
   for (int64_t d = 0; d < columns(call); ++d) output[d] = static_cast<T>(sums[d] * scale);
 }
 
+// The positions of a row of the batch that are read: those before the first that the mask lets be seen are not.
+struct Span {
+  int64_t first, length;
+  Span(const Call& call, int64_t b)
+      : first(call.firsts ? call.firsts[b] : 0), length(call.lengths ? call.lengths[b] : call.length) {
+    const float* const mask = call.mask ? call.mask + b * call.mask_batch + call.length - length : nullptr;
+    while (mask && first < length && mask[first] == kNothing) ++first;
+  }
+  // Where one of so many parts begins: blocks are not cut.
+  int64_t start(int64_t part, int64_t parts) const {
+    const int64_t block = first / kBlock, blocks = (length + kBlock - 1) / kBlock - block;
+    return std::min((block + blocks * part / parts) * kBlock, length);
+  }
+};
+
 template <typename T>
 void run(const Call& call) {
-  const int64_t heads = call.batch * call.heads, chunks = call.chunks;
-  const int64_t size = left_size(call);
+  const int64_t heads = call.batch * call.heads, chunks = call.chunks, size = left_size(call);
   const auto* const query = static_cast<const T*>(call.query);
-  const auto* const keys = static_cast<const T*>(call.keys);
-  const auto* const values = static_cast<const T*>(call.values);
-  const auto* const plain = static_cast<const T*>(call.plain);
   const auto *const cos = static_cast<const T*>(call.cos), *const sin = static_cast<const T*>(call.sin);
   auto* const output = static_cast<T*>(call.output);
   const auto finish = [&](int64_t head, int64_t g, float* left) {
@@ -405,30 +783,23 @@ void run(const Call& call) {
   std::vector<float> all(chunks > 1 ? heads * chunks * size : 0);
 #pragma omp parallel num_threads(call.threads)
   {
-    // A thread adds up in memory of its own: what different parts leave shares lines of the cache at their ends.
-    const int64_t queries = call.group * padded(call.head_dim), weights = call.group * kBlock;
-    const int64_t turned = plain ? kBlock * padded(columns(call)) + kStep : 0;
-    Turn turn(call);
-    std::vector<Line> scratch((queries + size + weights + turned) / kLineFloats + 1);
-#pragma omp for schedule(static)
+    Scratch scratch(call);
+#pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < heads * chunks; ++i) {
       const int64_t head = i / chunks, b = head / call.heads, h = head % call.heads;
-      const int64_t start = call.length * (i % chunks) / chunks, end = call.length * (i % chunks + 1) / chunks;
-      const int64_t table = b * call.table_batch + start * call.table_row;
+      const Span span(call, b);
+      const int64_t before = call.length - span.length, table = b * call.table_batch + before * call.table_row;
       const Part<T> part{
           query + b * call.query_batch + h * call.group * call.query_head,
-          keys + b * call.key_batch + h * call.key_heads * call.key_head + start * call.key_row,
-          values + b * call.value_batch + h * call.value_head + start * call.value_row,
-          plain ? plain + b * call.plain_batch + start * call.plain_row : nullptr,
           cos ? cos + table : nullptr,
           sin ? sin + table : nullptr,
-          call.mask ? call.mask + b * call.mask_batch + start : nullptr,
-          end - start};
-      float* const left = attend<T>(call, part, turn, scratch[0].floats);
+          call.mask ? call.mask + b * call.mask_batch + before : nullptr,
+          b, h, span.first, span.start(i % chunks, chunks), span.start(i % chunks + 1, chunks)};
+      attend<T>(call, part, scratch);
       if (chunks > 1) {
-        std::copy(left, left + size, all.begin() + i * size);
+        std::copy(scratch.left, scratch.left + size, all.begin() + i * size);
       } else {
-        for (int64_t g = 0; g < call.group; ++g) finish(head, g, left);
+        for (int64_t g = 0; g < call.group; ++g) finish(head, g, scratch.left);
       }
     }
     if (chunks > 1) {

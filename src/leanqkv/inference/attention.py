@@ -17,26 +17,38 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import compile_cpp
+from ..model.cache_quantized import SCALE_DTYPE
 from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs
+from .history import History
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Heads = Tensor | History
 # Parts of a head shorter than this take less time than handing them to another thread.
 CHUNK_TOKENS = 128
+
+
+class _Source(ctypes.Structure):
+    """The same, in the same order, as `Source` in attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "pages")),
+        *((name, ctypes.c_int64) for name in ("columns", "batch", "head", "row")),
+        *((name, ctypes.c_int64) for name in ("page_batch", "page_start", "page_head", "page_row", "bits")),
+        *((name, ctypes.c_int64) for name in ("scales", "offsets", "scale_head", "groups", "width", "lanes")),
+    ]
 
 
 class _Call(ctypes.Structure):
     """The same, in the same order, as `Call` in attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "mask", "plain", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("frequency", "output")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "length", "head_dim", "value_dim")),
-        *((name, ctypes.c_int64) for name in ("threads", "chunks")),
-        *((name, ctypes.c_int64) for name in ("key_heads", "plain_heads", "plain_dim", "turned", "frequencies")),
-        *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "key_batch", "key_head", "key_row")),
-        *((name, ctypes.c_int64) for name in ("value_batch", "value_head", "value_row")),
-        *((name, ctypes.c_int64) for name in ("plain_batch", "plain_head", "plain_row", "table_batch", "table_row")),
+        *((name, _Source) for name in ("keys", "values", "plain")),
+        *((name, ctypes.c_void_p) for name in ("query", "mask", "cos", "sin", "frequency", "output")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "firsts", "paged")),
+        *((name, ctypes.c_int64) for name in ("page", "batch", "heads", "group", "length", "threads", "chunks")),
+        *((name, ctypes.c_int64) for name in ("key_heads", "plain_heads", "turned", "frequencies")),
+        *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head")),
         ("scaling", ctypes.c_float),
     ]
@@ -121,7 +133,10 @@ def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None]
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
-    if any(tensor.stride(-1) != 1 or tensor.dtype != query.dtype for tensor in tensors):
+    lying = [tensor.newest if isinstance(tensor, History) else tensor for tensor in tensors]
+    if any(tensor.dtype != query.dtype for tensor in tensors):
+        return None
+    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in lying):
         return None
     kernels = compiled_kernels()
     return None if kernels is None else lambda call: kernels[query.dtype](ctypes.byref(call))
@@ -129,8 +144,8 @@ def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None]
 
 def _call(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Heads,
+    value: Heads,
     output: Tensor,
     mask: Tensor | None,
     scaling: float,
@@ -140,42 +155,79 @@ def _call(
 
     mask: [batch or 1, 1, 1, key positions], added to the scores; output: [batch, heads, width].
     """
-    batch, num_heads, _, head_dim = query.shape
-    heads, length, threads = value.shape[1], key.shape[2], torch.get_num_threads()
-    key_heads = 1
-    if value.stride(1) == 0:  # one head of values for all keys
-        key_heads = 1 if key.stride(1) == 0 else heads
-        heads = 1
-    # Where the keys behind a latent and the tables that turn them back lie, their sizes and strides.
-    plain: list[int | None] = [None, None, None, None]
-    sizes, strides = [0, 0, 0, 0], [0, 0, 0, 0, 0]
+    batch, num_heads, length = len(query), query.shape[1], key.shape[2]
+    heads, key_heads = value.shape[1], 1
+    if _is_shared(value):  # one head of values for all keys
+        heads, key_heads = 1, 1 if _is_shared(key) else heads
+    call = _Call(keys=_source(key), values=_source(value), query=query.data_ptr(), output=output.data_ptr())
+    if isinstance(key, History):
+        places = key.places
+        call.lengths, call.paged, call.page = places.lengths.data_ptr(), places.paged.data_ptr(), places.page
+        call.firsts = None if places.firsts is None else places.firsts.data_ptr()
+    if mask is not None:
+        call.mask, call.mask_batch = mask.data_ptr(), 0 if len(mask) == 1 else mask.stride(0)
     if both is not None:
-        plain[0], sizes[:2], strides[:3] = both.keys.data_ptr(), both.keys.shape[1::2], both.keys.stride()[:3]
+        call.plain, call.plain_heads = _source(both.keys), both.keys.shape[1]
     if both is not None and both.back is not None:
         cos, sin = both.back
-        plain[1:3], sizes[2:] = [cos.data_ptr(), sin.data_ptr()], (cos.shape[-1], cos.shape[-1] // 2)
+        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
+        call.turned, call.frequencies = cos.shape[-1], cos.shape[-1] // 2
         if both.frequencies is not None:
             index = frequencies_of(both.frequencies, cos.device)  # which is kept
-            plain[3], sizes[2] = index.data_ptr(), 2 * len(index)
-        strides[3:] = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
-    return _Call(
-        *(query.data_ptr(), key.data_ptr(), value.data_ptr()),
-        *(None if mask is None else mask.data_ptr(), *plain, output.data_ptr()),
-        *(batch, heads, num_heads // heads, length, head_dim, value.shape[-1]),
-        *(threads, length_chunks(batch * heads, length, threads)),
-        *(key_heads, *sizes),
-        *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *strides),
-        *(0 if mask is None or len(mask) == 1 else mask.stride(0), *output.stride()[:2]),
-        scaling,
+            call.frequency, call.turned = index.data_ptr(), 2 * len(index)
+        call.table_batch, call.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
+    call.batch, call.heads, call.group, call.length, call.key_heads = (
+        batch,
+        heads,
+        num_heads // heads,
+        length,
+        key_heads,
     )
+    call.threads = torch.get_num_threads()
+    call.chunks = length_chunks(batch * heads, length, call.threads)
+    call.query_batch, call.query_head = query.stride()[:2]
+    call.output_batch, call.output_head = output.stride()[:2]
+    call.scaling = scaling
+    return call
 
 
-def _fit(query: Tensor, key: Tensor, values: Sequence[Tensor], mask: Tensor | None) -> bool:
+def _is_shared(heads: Heads) -> bool:
+    """Whether several heads are one."""
+    return heads.expanded if isinstance(heads, History) else heads.stride(1) == 0
+
+
+def _source(heads: Heads) -> _Source:
+    """Where heads [batch, heads, positions, columns] lie."""
+    columns = heads.shape[-1]
+    if isinstance(heads, Tensor):
+        return _Source(heads.data_ptr(), None, columns, *heads.stride()[:3])
+    table, newest, layout, first = heads.table, heads.newest, heads.layout, heads.first_head
+    rows = (None, None, columns, 0, 0, 0)
+    if newest is not None:
+        rows = (newest[:, first:].data_ptr(), None, columns, *newest.stride()[:3])
+    source = _Source(*rows)
+    source.pages, source.page_batch = table.data_ptr(), table.stride(0)
+    if layout is None:
+        start, source.page_head, source.page_row = heads.strides
+        source.page_start = start + first * source.page_head
+        return source
+    source.bits, source.width, source.lanes = layout.bits, layout.width, layout.lanes
+    source.page_head = layout.code_bytes // layout.heads
+    source.page_start = first * source.page_head
+    source.scale_head, source.groups = layout.head_scales, layout.groups if layout.per_token else 0
+    source.scales = layout.code_bytes + first * layout.head_scales * SCALE_DTYPE.itemsize
+    source.offsets = source.scales + layout.heads * layout.head_scales * SCALE_DTYPE.itemsize
+    return source
+
+
+def _fit(query: Tensor, key: Heads, values: Sequence[Heads], mask: Tensor | None) -> bool:
     """Whether the kernel takes these shapes. It checks no bounds; others go to PyTorch, which reports errors."""
     batch, heads, length, head_dim = key.shape
     own = [(batch, value.shape[1], length, values[0].shape[-1]) for value in values]
+    tensors = [isinstance(heads, Tensor) for heads in (key, *values)]
     return (
         length > 0
+        and all(tensors) == any(tensors)
         and query.shape[0] == batch
         and query.shape[-1] == head_dim
         and query.shape[1] % heads == 0

@@ -1,5 +1,6 @@
 """A cache that is allocated once, for a known number of tokens, and read where it lies."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ..model.cache_quantized import BLOCK, KiviLayer, Paged
 from ..model.config import LeanConfig
+from .history import History, Places
 
 
 class AllocatedLayer(DynamicLayer):
@@ -61,6 +64,121 @@ class AllocatedLayer(DynamicLayer):
     def reset(self) -> None:
         self._buffers = None
         super().reset()
+
+
+class QuantizedLayer(KiviLayer):
+    """KiviLayer whose tensors are read where they lie if there is one new token of every row.
+
+    Rows may have different lengths then: `join_rows` puts those of several caches together.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._lengths: Tensor | None = None  # positions held by every row; None: as the last prompt left them
+        self._tables: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
+        """As KiviLayer.update; of one new token a `History` of each tensor."""
+        if not self.is_initialized or key_states.shape[2] != 1:
+            return super().update(key_states, value_states, *args, **kwargs)
+        before = self._begin()
+        newest = before - self._paged
+        for paged, new in zip(self.paged, (key_states, value_states), strict=True):
+            if self._same is None:
+                paged.newest[self._rows, :, newest] = new[:, :, 0]
+            else:
+                paged.newest[:, :, self._same] = new[:, :, 0]
+        self._lengths = lengths = before + 1
+        seen, _ = self.get_mask_sizes(1)
+        firsts = None if self.window is None else (lengths - seen).clamp_min_(0)
+        places = Places(seen, lengths, firsts, self._paged, BLOCK)
+        histories = [self._history(paged, table, places) for paged, table in zip(self.paged, self._tables, strict=True)]
+        self.cumulative_length += 1
+        self._until_full -= 1
+        if self._same is not None:
+            self._same += 1
+        if not self._until_full:
+            self._quantize(lengths - self._paged)
+        return histories[0], histories[1]
+
+    def _begin(self) -> Tensor:
+        """Make room behind the pages for a block of every row; return how many positions each holds."""
+        if self._lengths is None:
+            count, rows = self.paged[0].newest.shape[2], len(self.paged[0].pages)
+            self._rows = torch.arange(rows)
+            for paged in self.paged:
+                old, paged.newest = (
+                    paged.newest,
+                    paged.newest.new_zeros((*paged.newest.shape[:2], BLOCK, paged.newest.shape[-1])),
+                )
+                paged.newest[:, :, :count] = old
+            self._lengths = self._count_pages() + count
+            self._note(torch.full((rows,), count))
+        return self._lengths
+
+    def _count_pages(self) -> Tensor:
+        """Lay out the tables anew; return how many positions of every row are in pages."""
+        self._tables = [page_table(paged.pages) for paged in self.paged]
+        counts = [[len(pages) for pages in paged.pages] for paged in self.paged]
+        # A tensor without heads has no pages.
+        self._paged = torch.tensor([BLOCK * max(both) for both in zip(*counts, strict=True)])
+        return self._paged
+
+    def _note(self, newest: Tensor) -> None:
+        """Note after how many steps the first row fills a block, and where all write if all write in one place."""
+        counts = newest.tolist()
+        self._until_full = BLOCK - max(counts)
+        self._same = counts[0] if len(set(counts)) == 1 else None
+
+    def _quantize(self, newest: Tensor) -> None:
+        """Make pages of the blocks that are full. What was handed out goes on to name the old ones."""
+        full = [row for row, count in enumerate(newest.tolist()) if count == BLOCK]
+        for paged in self.paged:
+            paged.quantize(full, BLOCK)
+            self._drop(paged, 0)
+        newest = torch.where(newest == BLOCK, 0, newest)
+        self._lengths = self._count_pages() + newest
+        self._note(newest)
+
+    def _history(self, paged: Paged, table: Tensor, places: Places) -> History:
+        pages, newest = [list(own) for own in paged.pages], paged.newest
+        # A copy: pages and places may be others when the tensor is wanted.
+        counts = (places.lengths - places.paged).tolist()
+        held = Paged(paged.layout, newest)
+        held.pages, held.newest = pages, newest
+        make = lambda: self._whole(held, counts, places.longest)  # noqa: E731
+        shape = len(newest), newest.shape[1], newest.shape[-1]
+        return History(shape, places, table, make, newest.dtype, newest=newest, layout=paged.layout)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch."""
+        super().batch_select_indices(indices)
+        if self._lengths is not None:
+            newest = (self._lengths - self._paged)[indices]
+            self._rows = torch.arange(len(newest))
+            self._lengths = self._count_pages() + newest
+            self._note(newest)
+
+    def join(self, other: "QuantizedLayer") -> None:
+        """Put the rows of `other` behind these."""
+        newest = torch.cat([layer._begin() - layer._paged for layer in (self, other)])
+        for paged, added in zip(self.paged, other.paged, strict=True):
+            paged.pages += added.pages
+            paged.newest = torch.cat((paged.newest, added.newest))
+        self._rows = torch.arange(len(newest))
+        self._lengths = self._count_pages() + newest
+        self._note(newest)
+        self.cumulative_length = max(self.cumulative_length, other.cumulative_length)
+
+    def reset(self) -> None:
+        super().reset()
+        self._lengths = None
+
+
+def page_table(pages: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the addresses of every row's pages, [rows, most pages], int64."""
+    most = max(1, max(map(len, pages)))
+    return torch.tensor([[page.data_ptr() for page in row] + [0] * (most - len(row)) for row in pages])
 
 
 def allocate_cache(config: LeanConfig, capacity: int) -> Cache:

@@ -25,8 +25,6 @@ BITS = (2, 4, 8)
 BLOCK = 64
 # Columns of a value that share a scale, at most.
 COLUMNS = 64
-# Columns whose codes lie together.
-CHUNK = 32
 # Of scales and offsets: the range of float32 in two bytes.
 SCALE_DTYPE = torch.bfloat16
 
@@ -101,10 +99,10 @@ def _quantized_layer(kind: type, options: dict[str, Any]) -> Any:
 class PageLayout:
     """How a page keeps BLOCK tokens of a cached tensor: codes, then scales, then offsets, each of all heads.
 
-    Codes [heads, BLOCK, groups * width * bits / 8]: a token's columns lie in chunks of 32, and what is left of a group
-    in a last one. Of a chunk of w columns, byte j holds the columns j, j + w * bits / 8 and so on, the first in its
-    lowest bits, so that a processor unpacks whole vectors by shifts. Scales and offsets: [heads, columns], or of every
-    token and group of columns, [heads, BLOCK, groups].
+    A head's codes are a matrix [depth, lanes]: scaled by channel [columns, tokens], by token [tokens, columns]. Four
+    codes of a lane lie in four bytes, lane behind lane, in the lowest bits those of the first four, in the next bits
+    those of the next four. So a processor multiplies vectors of four codes as they lie, and adds nothing up across a
+    vector. Scales and offsets: [heads, columns], or of every token and group of columns, [heads, BLOCK, groups].
     """
 
     bits: int
@@ -119,13 +117,19 @@ class PageLayout:
 
     @property
     def width(self) -> int:
-        """Columns of a group, the last one's padding included: their codes fill whole bytes."""
+        """Columns of a group; the last one may have fewer."""
         return ceil(self.columns / self.groups / 4) * 4
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the codes of a token in one head."""
-        return self.groups * self.width * self.bits // 8
+    def lanes(self) -> int:
+        """Lanes of a head's codes."""
+        return self.columns if self.per_token else BLOCK
+
+    @property
+    def depth(self) -> int:
+        """Codes of a lane, filled up so that four of them in all places of four bytes are whole."""
+        whole = 32 // self.bits
+        return BLOCK if self.per_token else ceil(self.columns / whole) * whole
 
     @property
     def scales(self) -> tuple[int, ...]:
@@ -133,9 +137,14 @@ class PageLayout:
         return (self.heads, BLOCK, self.groups) if self.per_token else (self.heads, self.columns)
 
     @property
+    def head_scales(self) -> int:
+        """Scales of a head."""
+        return prod(self.scales[1:])
+
+    @property
     def code_bytes(self) -> int:
         """Bytes of a page's codes."""
-        return self.heads * BLOCK * self.row_bytes
+        return self.heads * self.depth * self.lanes * self.bits // 8
 
     @property
     def page_bytes(self) -> int:
@@ -151,16 +160,16 @@ class PageLayout:
         """
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         # Repeating a column leaves the range of its group as it is.
-        missing = self.groups * self.width - self.columns
+        missing = self.groups * self.width - self.columns if self.per_token else 0
         padded = torch.cat((states, states[..., -1:].expand(*states.shape[:-1], missing)), -1)
-        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(-1, (self.groups, self.width))
+        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(-1, (self.groups, -1))
         shared = -1 if self.per_token else 3  # [batch, heads, blocks, BLOCK, groups, width]
         low = _rounded(blocks.amin(shared, keepdim=True), -torch.inf)
         scale = _rounded((blocks.amax(shared, keepdim=True) - low) / (2**self.bits - 1), torch.inf)
         codes = (blocks - low) / torch.where(scale > 0, scale, 1)
         # What a conversion to integers makes of NaN is undefined.
-        codes = codes.round().nan_to_num(0).to(torch.uint8)
-        parts = [self._packed(codes).flatten(-2), *(self._kept(part) for part in (scale, low))]
+        codes = codes.round().nan_to_num(0).to(torch.uint8).flatten(-2)[..., : self.columns]
+        parts = [self._packed(codes), *(part.flatten(3) for part in (scale, low))]
         return torch.cat([part.transpose(1, 2).flatten(2).view(torch.uint8) for part in parts], -1)
 
     @torch.no_grad()
@@ -168,8 +177,7 @@ class PageLayout:
         """Return the tokens of pages [..., blocks, page_bytes] as [..., heads, tokens, columns] in that precision."""
         sizes = [self.code_bytes, *[prod(self.scales) * SCALE_DTYPE.itemsize] * 2]
         packed, *rest = pages.split(sizes, -1)
-        codes = self._unpacked(packed.unflatten(-1, (self.heads, BLOCK, self.groups, -1)))
-        codes = codes.flatten(-2)[..., : self.columns].transpose(-4, -3)  # [..., heads, blocks, BLOCK, columns]
+        codes = self._unpacked(packed).transpose(-4, -3)  # [..., heads, blocks, BLOCK, columns]
         scale, low = (self._by_column(part.contiguous().view(SCALE_DTYPE)) for part in rest)
         states = codes.to(torch.promote_types(dtype, torch.float32)).mul_(scale).add_(low)
         if dtype == torch.float16:  # of which the largest entries are less than half a scale from infinity
@@ -177,9 +185,20 @@ class PageLayout:
             states = states.clamp_(-limit, limit)
         return states.to(dtype).flatten(-3, -2)
 
-    def _kept(self, scales: Tensor) -> Tensor:
-        """[batch, heads, blocks, ...] to what a page keeps of a head, [batch, heads, blocks, numbers]."""
-        return scales.flatten(3)[..., : prod(self.scales) // self.heads].contiguous()
+    def _packed(self, codes: Tensor) -> Tensor:
+        """Codes [..., BLOCK, columns] to bytes [..., numbers]."""
+        if not self.per_token:
+            codes = F.pad(codes.transpose(-1, -2), (0, 0, 0, self.depth - self.columns))
+        by_place = codes.unflatten(-2, (-1, 8 // self.bits, 4))  # [..., depth / 4 / places, places, 4, lanes]
+        packed: Any = sum(by_place.select(-3, place) << (self.bits * place) for place in range(8 // self.bits))
+        return packed.transpose(-1, -2).flatten(-3)
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """Bytes [..., heads * numbers] to codes [..., heads, BLOCK, columns]."""
+        packed = packed.unflatten(-1, (self.heads, -1, self.lanes, 4)).transpose(-1, -2)
+        places = [packed >> (self.bits * place) & (2**self.bits - 1) for place in range(8 // self.bits)]
+        codes = torch.stack(places, -3).flatten(-4, -2)  # [..., heads, depth, lanes]
+        return codes if self.per_token else codes[..., : self.columns, :].transpose(-1, -2)
 
     def _by_column(self, scales: Tensor) -> Tensor:
         """Scales of pages [..., blocks, numbers] to [..., heads, blocks, BLOCK or 1, columns]."""
@@ -187,30 +206,6 @@ class PageLayout:
         if not self.per_token:
             return scales.unsqueeze(-2)
         return scales.repeat_interleave(self.width, -1)[..., : self.columns]
-
-    def _chunks(self) -> list[tuple[int, int]]:
-        """Chunks of a group: how many there are of how many columns."""
-        whole, rest = divmod(self.width, CHUNK)
-        return [(count, size) for count, size in ((whole, CHUNK), (1, rest)) if count * size]
-
-    def _packed(self, codes: Tensor) -> Tensor:
-        """[..., width] to bytes [..., width * bits / 8]."""
-        packed = []
-        for part, (count, _) in zip(codes.split([n * w for n, w in self._chunks()], -1), self._chunks(), strict=True):
-            by_place = part.unflatten(-1, (count, 8 // self.bits, -1))
-            chunks: Any = sum(by_place.select(-2, place) << (self.bits * place) for place in range(8 // self.bits))
-            packed.append(chunks.flatten(-2))
-        return torch.cat(packed, -1)
-
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        """[..., width * bits / 8] to codes [..., width]."""
-        sizes = [count * size * self.bits // 8 for count, size in self._chunks()]
-        codes = []
-        for part, (count, _) in zip(packed.split(sizes, -1), self._chunks(), strict=True):
-            chunks = part.unflatten(-1, (count, -1))
-            places = [chunks >> (self.bits * place) & (2**self.bits - 1) for place in range(8 // self.bits)]
-            codes.append(torch.stack(places, -2).flatten(-3))
-        return torch.cat(codes, -1)
 
 
 def page_layout(name: str, key_bits: int, value_bits: int, heads: int, columns: int) -> PageLayout:

@@ -1,0 +1,121 @@
+"""What stands for a cached tensor that is read where it lies.
+
+Attention of one query by the kernel (attention.cpp) takes it as it is; whatever else is done with it is done with the
+tensor that it stands for, which is made then.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..model.cache_quantized import PageLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Which positions the rows of a batch hold, and where; for all tensors of a layer.
+
+    Attributes:
+        longest: positions that are seen of the longest row; shorter ones are padded on the left.
+        lengths, firsts, paged: of every row, int64: positions held, the first that is seen, and how many are in pages.
+        page: positions of a page.
+    """
+
+    longest: int
+    lengths: Tensor
+    firsts: Tensor | None
+    paged: Tensor
+    page: int
+
+
+class History:
+    """Heads of a cached tensor, [rows, heads, positions, columns], in pages and behind them.
+
+    Attributes:
+        table: addresses of the pages, [rows, pages], int64.
+        newest: what lies behind the pages, [rows, heads, places, columns]; None: nothing does.
+        layout: of pages of codes; None: a page holds heads as they are, see `in_pages`.
+        strides: then, bytes from an address to the first head, and from a head and a position to the next.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        places: Places,
+        table: Tensor,
+        make: Callable[[], Tensor],
+        dtype: torch.dtype,
+        *,
+        newest: Tensor | None = None,
+        layout: PageLayout | None = None,
+        strides: tuple[int, int, int] = (0, 0, 0),
+    ):
+        """shape: rows, heads, columns. make: returns the tensor, padded on the left."""
+        rows, heads, columns = shape
+        self.shape = torch.Size((rows, heads, places.longest, columns))
+        self.places, self.table, self.newest, self.layout, self.strides = places, table, newest, layout, strides
+        self.dtype, self.device, self.first_head, self.expanded = dtype, table.device, 0, False
+        self.requires_grad, self.ndim = False, 4
+        self._made: list[Any] = [make]  # shared by all heads of a tensor
+
+    def whole(self) -> Tensor:
+        """Return the tensor."""
+        if not isinstance(self._made[0], Tensor):
+            self._made[0] = self._made[0]()
+        heads = self.shape[1]
+        if self.expanded:
+            return self._made[0][:, self.first_head : self.first_head + 1].expand(-1, heads, -1, -1)
+        return self._made[0][:, self.first_head : self.first_head + heads]
+
+    def __getitem__(self, index: Any) -> "History | Tensor":
+        """Heads `[:, start:stop]` stay where they lie."""
+        if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], slice):
+            start, stop, step = index[1].indices(self.shape[1])
+            if step == 1:
+                heads = copy(self)
+                heads.first_head += 0 if self.expanded else start
+                heads.shape = torch.Size((self.shape[0], max(stop - start, 0), *self.shape[2:]))
+                return heads
+        return self.whole()[index]
+
+    def expand(self, *sizes: int) -> "History | Tensor":
+        """One head for several stays where it lies."""
+        if self.shape[1] == 1 and len(sizes) == 4 and set(sizes[:1] + sizes[2:]) == {-1}:
+            heads = copy(self)
+            heads.expanded = sizes[1] > 1
+            heads.shape = torch.Size((self.shape[0], sizes[1], *self.shape[2:]))
+            return heads
+        return self.whole().expand(*sizes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        whole = lambda value: value.whole() if isinstance(value, History) else value  # noqa: E731
+        return function(*tree_map(whole, args), **tree_map(whole, kwargs or {}))
+
+
+def in_pages(store: Tensor, addresses: Tensor, lengths: Tensor, longest: int, make: Callable[[], Tensor]) -> History:
+    """Return the history of rows whose every position is in a page, as it is.
+
+    Args:
+        store: [pages, heads, positions of a page, columns], of any strides but for the last dimension.
+        addresses: of the pages of every row in `store`, [rows, most pages], int64.
+        lengths: of the rows, int64. longest: the largest.
+        make: returns the tensor, padded on the left.
+    """
+    _, heads, page, columns = store.shape
+    places = Places(longest, lengths, None, lengths, page)
+    _, head, position, _ = (stride * store.itemsize for stride in store.stride())
+    return History((len(lengths), heads, columns), places, addresses, make, store.dtype, strides=(0, head, position))

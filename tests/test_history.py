@@ -1,0 +1,246 @@
+"""What is read where it lies, quantized or in pages: the kernel against float64, and everything else by the tensor."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from leanqkv.inference.attention import one_query_attention, one_query_attention_to_both
+from leanqkv.inference.cache import QuantizedLayer
+from leanqkv.inference.history import History, in_pages
+from leanqkv.model.latent_heads import LatentAndKeys
+
+SCORE = 4.0
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normal numbers, columns of different size and center."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes, centers = torch.exp(torch.randn(2, shape[-1], generator=generator))
+    return (torch.randn(shape, generator=generator) * sizes + centers).to(dtype)
+
+
+def expected_of(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
+    """Written out in float64; `seen`: [rows, 1, 1, positions]."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (states.double().repeat_interleave(group, dim=1) for states in (key, value))
+    scores = query.double() @ key.mT * scaling
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0) @ value).transpose(1, 2)
+
+
+def assert_close(found: Tensor | None, expected: Tensor, terms: int = 64) -> None:
+    """One rounding of the result; scores, of up to SCORE, and sums are of float32, or of factors of 15 bits if numbers
+    have 16."""
+    assert found is not None
+    eps, factors = torch.finfo(found.dtype).eps, 2**-21 if found.dtype == torch.float32 else 2**-14
+    bound = (eps + 2 * SCORE * factors * math.sqrt(terms)) * float(expected.abs().max())
+    assert (found.double() - expected).abs().max() <= bound
+
+
+def scaling_of(query: Tensor, key: Tensor) -> float:
+    """With which no score is above SCORE."""
+    group = query.shape[1] // key.shape[1]
+    return SCORE / float((query.float() @ key.float().repeat_interleave(group, dim=1).mT).abs().max())
+
+
+class Filled:
+    """A layer with rows of such lengths, the histories that it hands out with one new token, and what these stand for
+    before it is rounded to `dtype`."""
+
+    def __init__(self, make: Callable[[], QuantizedLayer], lengths: Sequence[int], shapes: Sequence[Any], dtype: Any):
+        """shapes: heads and columns of both tensors."""
+        self.layer, self.histories = self._fill(make, lengths, shapes, dtype, dtype)
+        # The same numbers in float32 are the same pages.
+        self.exact = [states.whole() for states in self._fill(make, lengths, shapes, dtype, torch.float32)[1]]
+
+    @staticmethod
+    def _fill(make: Any, lengths: Any, shapes: Any, drawn_as: torch.dtype, dtype: torch.dtype) -> Any:
+        layers = [make() for _ in lengths]
+        for row, (layer, length) in enumerate(zip(layers, lengths, strict=True)):
+            layer.update(*(drawn(1, h, length, w, dtype=drawn_as, seed=row + h).to(dtype) for h, w in shapes))
+        for other in layers[1:]:
+            layers[0].join(other)
+        new = [drawn(len(lengths), h, 1, w, dtype=drawn_as, seed=99).to(dtype) for h, w in shapes]
+        return layers[0], layers[0].update(*new)
+
+
+def seen_of(lengths: Sequence[int], longest: int, window: int | None = None) -> Tensor:
+    """Which positions are, [rows, 1, 1, positions], of rows that are padded on the left."""
+    own = torch.tensor(lengths).clamp_max(min(longest, window or longest))
+    return (torch.arange(longest) >= longest - own[:, None])[:, None, None]
+
+
+@every_dtype
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (2, 2), (8, 4), (2, 8)], ids=str)
+@pytest.mark.parametrize("window", [None, 40, 64, 150])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_quantized_heads_of_rows_of_different_lengths(dtype, bits, window, threads, monkeypatch, needs_compiler):
+    monkeypatch.setattr("leanqkv.inference.attention.length_chunks", lambda heads, length, threads: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for (heads, group), widths in itertools.product([(1, 1), (2, 3)], [(16, 16), (64, 64), (73, 20), (36, 131)]):
+        shapes = [(heads, width) for width in widths]
+        filled = Filled(lambda: QuantizedLayer(*bits, window=window), (5, 63, 64, 300), shapes, dtype)
+        key, value = filled.histories
+        assert isinstance(key, History) and isinstance(value, History)
+        query = drawn(4, heads * group, 1, widths[0], dtype=dtype, seed=3)
+        scaling = scaling_of(query, filled.exact[0])
+        seen = seen_of((6, 64, 65, 301), key.shape[2], window)
+        found = one_query_attention(query, key, [value], None, scaling)
+        assert_close(found, expected_of(query, *filled.exact, seen, scaling), widths[0])
+        # A mask has the places of the padded tensor.
+        seen &= torch.rand(seen.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+        seen[..., -1] = True
+        found = one_query_attention(query, key, [value], seen, scaling)
+        assert_close(found, expected_of(query, *filled.exact, seen, scaling), widths[0])
+
+
+@every_dtype
+def test_heads_of_several_histories_and_one_head_for_all(dtype, needs_compiler):
+    """As own and borrowed values, and latents, are read."""
+    key, value = Filled(lambda: QuantizedLayer(4, 8), (130, 7), [(3, 32), (3, 24)], dtype).histories
+    query = drawn(2, 6, 1, 32, dtype=dtype, seed=3)
+    parts = one_query_attention(query, key, [value[:, :1], value[:, 1:]], None, 0.2)
+    assert torch.equal(parts, one_query_attention(query, key, [value], None, 0.2))
+    few = one_query_attention(query[:, 2:], key[:, 1:], [value[:, 1:]], None, 0.2)
+    assert torch.equal(few, parts[:, :, 2:])
+    filled = Filled(lambda: QuantizedLayer(4, 4), (130, 70), [(1, 90), (1, 76)], dtype)
+    query = drawn(2, 6, 1, 90, dtype=dtype, seed=3)
+    key, value = (states.expand(-1, 3, -1, -1) for states in filled.histories)
+    exact, scaling = [states.expand(-1, 3, -1, -1) for states in filled.exact], scaling_of(query, filled.exact[0])
+    found = one_query_attention(query, key, [value], None, scaling)
+    assert_close(found, expected_of(query, *exact, seen_of((131, 71), 131), scaling), 90)
+
+
+@every_dtype
+def test_keys_in_the_place_of_values(dtype, needs_compiler):
+    """They are scaled by channel."""
+    filled = Filled(lambda: QuantizedLayer(4, 4, ["keys"]), (130, 200), [(3, 32), (0, 32)], dtype)
+    query, (key, _), (exact, _) = drawn(2, 6, 1, 32, dtype=dtype, seed=3), filled.histories, filled.exact
+    scaling = scaling_of(query, exact)
+    found = one_query_attention(query, key, [key[:, :3]], None, scaling)
+    assert_close(found, expected_of(query, exact, exact, seen_of((131, 201), 201), scaling))
+
+
+@every_dtype
+@pytest.mark.parametrize("latent_keys", [False, True])
+def test_a_quantized_latent_and_keys_behind_it(dtype, latent_keys, needs_compiler):
+    shapes = [(1 if latent_keys else 3, 12), (1, 20)]
+    filled = Filled(lambda: QuantizedLayer(8, 4), (130, 200), shapes, dtype)
+    tables = tuple(drawn(2, 201, 8, dtype=dtype, seed=seed) for seed in (5, 6))
+    query, new = drawn(2, 6, 1, 12, dtype=dtype, seed=3), drawn(2, 1, 12 * shapes[0][0], dtype=dtype)
+    read, both = [], []
+    for key, latent, wide in ((*filled.histories, dtype), (*filled.exact, torch.float64)):
+        given = [key, new, *tables] if wide == dtype else [states.double() for states in (key, new, *tables)]
+        back = (given[2], given[3])
+        latent = latent if wide == dtype else latent.double()
+        both.append(LatentAndKeys(latent, given[0], given[1], back, (0, 1, 3, 2) if latent_keys else None))
+        read.append(given[0].expand(-1, 3, -1, -1) if latent_keys else given[0])
+    scaling = scaling_of(query, read[1])
+    found = one_query_attention_to_both(query, read[0], both[0], None, scaling)
+    joined = both[1].joined().expand(-1, 3, -1, -1)
+    assert_close(found, expected_of(query, read[1], joined, seen_of((131, 201), 201), scaling))
+
+
+@every_dtype
+@pytest.mark.parametrize("page", [16, 48, 64, 128])
+def test_rows_in_pages(dtype, page, needs_compiler):
+    """Pages of any size, anywhere in a store of many; a row's pages are in no order."""
+    lengths, heads, columns = torch.tensor([5, page, 3 * page + 7]), 2, 24
+    stores = [drawn(12, 3 * heads, page, columns, dtype=dtype, seed=seed)[:, heads : 2 * heads] for seed in (1, 2)]
+    table = torch.tensor([[7, 0, 0, 0], [3, 0, 0, 0], [11, 2, 9, 4]])
+    longest = int(lengths.max())
+
+    def whole(store: Tensor) -> Tensor:
+        rows = [store[table[row]].transpose(0, 1).flatten(1, 2)[:, :length] for row, length in enumerate(lengths)]
+        return torch.stack([torch.nn.functional.pad(row, (0, 0, longest - row.shape[1], 0)) for row in rows])
+
+    key, value = (
+        in_pages(
+            store,
+            store.data_ptr() + table * store.stride(0) * store.itemsize,
+            lengths,
+            longest,
+            lambda s=store: whole(s),
+        )
+        for store in stores
+    )
+    query, exact = drawn(3, 4, 1, columns, dtype=dtype, seed=3), [whole(store) for store in stores]
+    seen, scaling = seen_of(lengths.tolist(), longest), scaling_of(query, exact[0])
+    found = one_query_attention(query, key, [value], None, scaling)
+    assert_close(found, expected_of(query, *exact, seen, scaling))
+    latent = value[:, 1:2].expand(-1, 2, -1, -1)
+    found = one_query_attention(query, key, [latent], None, scaling)
+    assert_close(found, expected_of(query, exact[0], latent.whole(), seen, scaling))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["keys", "values", "query"])
+def test_what_is_not_finite_is_seen(wrong, where, needs_compiler):
+    layer = QuantizedLayer(8, 8)
+    given = {name: drawn(1, 1, n, 8, dtype=torch.float32) for name, n in (("keys", 70), ("values", 70), ("query", 1))}
+    given[where][0, 0, -1 if where == "query" else 3, 2] = wrong
+    layer.update(given["keys"], given["values"])
+    key, value = layer.update(*[drawn(1, 1, 1, 8, dtype=torch.float32, seed=4)] * 2)
+    found = one_query_attention(given["query"], key, [value], None, 0.1)
+    assert not found.isfinite().all()
+
+
+def test_anything_else_is_done_with_the_tensor():
+    key, _ = Filled(lambda: QuantizedLayer(8, 8), (70, 3), [(2, 8), (2, 8)], torch.float32).histories
+    whole = key.whole()
+    assert key.shape == whole.shape == (2, 2, 71, 8) and len(key) == 2
+    for do in (
+        lambda states: states[:, 0],
+        lambda states: states[..., 4:],
+        lambda states: states[:, :1],
+        lambda states: states[:, :1].expand(-1, 5, -1, -1),
+        lambda states: states.transpose(1, 2).flatten(2),
+        lambda states: torch.cat((states, states), dim=1),
+        lambda states: torch.einsum("bhtd,bhsd->bhts", states, states),
+        lambda states: torch.ones(8) * states,
+        lambda states: states.double(),
+    ):
+        found: Any = do(key)
+        assert torch.equal(found.whole() if isinstance(found, History) else found, do(whole))
+
+
+def test_one_tensor_and_one_history_are_left_to_pytorch(needs_compiler):
+    key, value = Filled(lambda: QuantizedLayer(8, 8), (70,), [(2, 8), (2, 8)], torch.float32).histories
+    query = torch.randn(1, 2, 1, 8)
+    assert one_query_attention(query, key, [value.whole()], None, 1.0) is None
+    assert one_query_attention(query, key.whole(), [value.whole()], None, 1.0) is not None
+
+
+def test_rows_come_and_go():
+    """Joined, selected and grown over the end of a block, each row is as it is alone."""
+    shapes, lengths = [(2, 8), (1, 12)], (60, 130, 64)
+
+    def layer(row: int) -> QuantizedLayer:
+        made = QuantizedLayer(4, 2, window=100)
+        made.update(*(drawn(1, h, lengths[row], w, dtype=torch.float32, seed=row) for h, w in shapes))
+        return made
+
+    together, alone = layer(0), [layer(row) for row in range(3)]
+    together.join(layer(1))
+    together.join(layer(2))
+    rows = [0, 1, 2]
+    for step in range(140):
+        if step == 20:
+            rows = [2, 0]
+            together.batch_select_indices(torch.tensor(rows))
+        new = [drawn(3, h, 1, w, dtype=torch.float32, seed=100 + step) for h, w in shapes]
+        found = together.update(*(states[rows] for states in new))
+        for place, row in enumerate(rows):
+            expected = alone[row].update(*(states[row : row + 1] for states in new))
+            for states, own in zip(found, expected, strict=True):
+                length = min(own.shape[2], states.shape[2])
+                assert torch.equal(states.whole()[place, :, -length:], own.whole()[0, :, -length:])
+    assert max(len(pages) for pages in together.paged[0].pages) <= 2, "pages behind the window are dropped"
