@@ -210,13 +210,19 @@ def _source(heads: Heads) -> _Source:
     if layout is None:
         start, source.page_head, source.page_row = heads.strides
         source.page_start = start + first * source.page_head
-        return source
+        return _for_all(source) if heads.expanded else source
     source.bits, source.width, source.lanes = layout.bits, layout.width, layout.lanes
     source.page_head = layout.code_bytes // layout.heads
     source.page_start = first * source.page_head
     source.scale_head, source.groups = layout.head_scales, layout.groups if layout.per_token else 0
     source.scales = layout.code_bytes + first * layout.head_scales * SCALE_DTYPE.itemsize
     source.offsets = source.scales + layout.heads * layout.head_scales * SCALE_DTYPE.itemsize
+    return _for_all(source) if heads.expanded else source
+
+
+def _for_all(source: _Source) -> _Source:
+    """The same for one head in the place of several."""
+    source.head = source.page_head = source.scale_head = 0
     return source
 
 

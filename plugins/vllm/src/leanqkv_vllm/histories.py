@@ -9,17 +9,20 @@ of a prompt the history is gathered.
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from leanqkv.inference.attention import attend_one_query
+from leanqkv.inference.attention import attend_one_query, one_query_attention
 from leanqkv.inference.history import History, Places
 from leanqkv.model.attention import KeyValues
+from leanqkv.model.attention_latent import LatentAttention
+from leanqkv.model.latent import absorb, restore
 from leanqkv.model.layout import LayerPlan
 from leanqkv.model.position import BACK, Rotation, Rotations, make_masks
 from leanqkv.model.transformer import LeanModel
@@ -45,6 +48,7 @@ class Histories:
         self.config = copy(model.config)
         self.config._attn_implementation = "sdpa"
         self.batches: list[Batch] = []
+        self.passes = 1
         self._cores: dict[int, Any] = {}
         self._tables: Rotations = {}
 
@@ -66,12 +70,22 @@ class Histories:
             [chosen] = torch.where(counts == count)
             places = starts[chosen][:, None] + torch.arange(count, device=counts.device)
             self.batches.append(Batch(self, steps, chosen, places, positions[places], whole=False, like=like))
+        self.passes = 2 if self._read_each_other() else 1
+
+    def _read_each_other(self) -> bool:
+        """Whether a batch reads pages that another one writes in this step: of prompts that begin alike."""
+        for batch, number in product(self.batches, range(len(self.caches))):
+            others = [other.pages[number].written[0].flatten() for other in self.batches if other is not batch]
+            if others and torch.isin(batch.pages[number].used(), torch.cat(others)).any():
+                return True
+        return False
 
     def attend(self, hidden_states: Tensor, projected: list[Tensor | None], output: Tensor, number: int) -> None:
         """The attention of a layer, of all tokens of the step: see `core_attention`."""
         layer = self.plan.layers[number]
         core = self._core(layer.block)
-        for batch in self.batches:
+        # What a batch reads of another one's new tokens is written when it is computed again.
+        for batch in self.batches * self.passes:
             parts = [None if part is None else batch.rows_of(part) for part in projected]
             found, _, own = core(
                 batch.rows_of(hidden_states) if core.mixer is not None else None,
@@ -91,7 +105,8 @@ class Histories:
         if block not in self._cores:
             attention = self.model.layers[block].self_attn
             core = copy(attention)  # which shares its modules
-            core.__class__ = type(attention).__bases__[1]
+            original = type(attention).__bases__[1]
+            core.__class__ = LatentCore if original is LatentAttention else original
             core.project = lambda hidden_states, projected: projected
             core.project_output = lambda heads, gate: heads
             core.config, core.attend = self.config, attend_one_query
@@ -106,9 +121,7 @@ class Histories:
         if rotary is not None and held < longest:
             positions = torch.arange(max(longest, min(2 * held, self.limit)), device=like.device)[None]
             history = None if self.plan.reads_keys_in is None else positions
-            self._tables = {
-                name: (cos[0], sin[0]) for name, (cos, sin) in rotary(like, positions, history).items()
-            }
+            self._tables = {name: (cos[0], sin[0]) for name, (cos, sin) in rotary(like, positions, history).items()}
         return self._tables
 
 
@@ -123,6 +136,7 @@ class Batch:
     Attributes:
         cache, masks, rotations: as the core's attention takes them.
         borrowed: keys and values of the layers so far that later ones borrow.
+        pages: of every group of layers.
     """
 
     def __init__(
@@ -140,11 +154,9 @@ class Batch:
         self.lengths = positions[:, -1] + 1
         self.longest = int(self.lengths.max())
         self.borrowed: dict[int, KeyValues] = {}
-        shared = [Pages(self, cache, step, requests) for cache, step in zip(histories.caches, steps, strict=True)]
-        layers = {number: pages for pages in shared for number in pages.cache.group.layers}
-        self.cache = Cache(
-            layers=[PagedLayer(layers.get(layer.layer, shared[0]), layer) for layer in histories.plan.layers]
-        )
+        self.pages = [Pages(self, cache, step, requests) for cache, step in zip(histories.caches, steps, strict=True)]
+        of = {number: pages for pages in self.pages for number in pages.cache.group.layers}
+        self.cache = Cache(layers=[PagedLayer(of.get(one.layer, self.pages[0]), one) for one in histories.plan.layers])
         # Of every row, padded on the left to the longest.
         self.history = torch.arange(self.longest, device=tokens.device) - (self.longest - self.lengths)[:, None]
         self.masks = self._masks(histories, like)
@@ -194,6 +206,11 @@ class Pages:
         slots = step.common.slot_mapping[batch.tokens]
         self.written = slots // cache.block_size, slots % cache.block_size
 
+    def used(self) -> Tensor:
+        """Return the pages that hold the rows' tokens."""
+        counts = (self.batch.lengths + self.cache.block_size - 1) // self.cache.block_size
+        return self.blocks[torch.arange(self.blocks.shape[1], device=counts.device) < counts[:, None]]
+
     @cached_property
     def read(self) -> tuple[Tensor, Tensor]:
         """Page of every token and its place, [rows, tokens of the longest], to gather them."""
@@ -219,11 +236,13 @@ class Pages:
         page, place = self.read
         return self.cache.heads(slot.layer, slot.name)[page, :, place].transpose(1, 2)
 
-    def history(self, slot: Slot, like: Tensor) -> History:
+    def history(self, slot: Slot) -> History:
         """What stands for it, to be read where it lies."""
-        start = slot.offset * self.cache.block_size * like.itemsize
+        page = self.cache.kv_cache
+        row, size = slot.columns * page.itemsize, self.cache.block_size
+        strides = slot.offset * size * page.itemsize, size * row, row
         shape = len(self.blocks), slot.heads, slot.columns
-        return History(shape, self.places, self.table, lambda: self.gather(slot), like.dtype, start=start)
+        return History(shape, self.places, self.table, lambda: self.gather(slot), page.dtype, strides=strides)
 
 
 class PagedLayer(DynamicLayer):
@@ -245,7 +264,7 @@ class PagedLayer(DynamicLayer):
             if batch.longest == batch.new:  # nothing was there before
                 histories.append(new)
             elif batch.new == 1:
-                histories.append(pages.history(slot, new))
+                histories.append(pages.history(slot))
             else:
                 histories.append(pages.gather(slot))
         return histories[0], histories[1] if len(histories) > 1 else histories[0][:, :0]
@@ -257,6 +276,23 @@ class PagedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens a mask is for, and the first of them."""
         return self.pages.batch.longest, 0
+
+
+class LatentCore(LatentAttention):
+    """MLA whose absorbed form is one call of the kernel, if the latent and the rotary key lie side by side in pages."""
+
+    def _absorbed(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
+        [latent, *others] = pieces
+        key = latent
+        if key_rope is not None and isinstance(latent, History) and isinstance(key_rope, History):
+            key = latent.beside(key_rope)
+        if others or not isinstance(key, History):
+            return super()._absorbed(query, query_rope, pieces, key_rope, mask, scaling, **kwargs)
+        parts = [absorb(self.k_up_proj, query), *([] if query_rope is None else [query_rope])]
+        output = one_query_attention(torch.cat(parts, dim=-1), key, [latent], mask, scaling)
+        if output is None:
+            return super()._absorbed(query, query_rope, pieces, key_rope, mask, scaling, **kwargs)
+        return restore(self.v_up_proj, output, self.head_dim), None
 
 
 class OpaqueAttention:

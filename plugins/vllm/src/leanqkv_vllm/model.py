@@ -61,7 +61,7 @@ class LeanForCausalLM(nn.Module):
         config = rank_config(config, self.ranks) if self.ranks > 1 else config
         self.plan: Plan = config.plan
         kernel = kernel_of_platform()
-        why = "this platform has no kernel" if kernel is None else paged.why_gathered(self.plan, kernel)
+        why = "this platform has no kernel" if kernel is None else paged.kernel_refusal(self.plan, kernel)
         self.kernel = None if why is not None else kernel
         if reason := paged.precision_refusal(vllm_config, self.kernel, why):
             raise ValueError(f"leanqkv-vllm: {reason}")
