@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[Callable[[], AbstractContextManager], Callable[[], Abstra
     ),
     "a cache that grows": (
         nullcontext,
-        lambda: patch("leanqkv.inference.decoder.allocate_cache", lambda config, _: DynamicCache(config=config)),
+        lambda: patch("leanqkv.inference.decoder.allocate_cache", lambda config, *_: DynamicCache(config=config)),
     ),
 }
 

@@ -12,16 +12,18 @@ from scipy import stats
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
+from leanqkv.cache_bits import PLAIN, VALID, CacheBits
 from leanqkv.data import EvaluationText
 from leanqkv.data.tokenizer import train_tokenizer
-from leanqkv.frontier import PRECISIONS
+from leanqkv.evaluate import cached_states
+from leanqkv.frontier import PRECISIONS as QUANTIZED
 from leanqkv.frontier.measure import calibration_samples
-from leanqkv.frontier.points import Precision
 from leanqkv.frontier.scoring import Scorer, decode_speed
 from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.report.frontier import KIND, best_within, read_points, recommendations
 
 VOCABULARY = 300
+PRECISIONS = (PLAIN, *QUANTIZED)
 
 
 ASKED = (
@@ -101,8 +103,10 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
 
 def test_the_page(measured: Path) -> None:
     page = KIND.write(measured).read_text()
-    for words in ("For every budget", "latents 84%, 8/4 bits", "What every layer caches", "Time of the fits", "<svg"):
+    speed = "tokens per second of one sequence after 16 tokens"
+    for words in ("For every budget", "latents 84%, 8/4 bits", "What every layer caches", "Time of the fits", speed):
         assert words in page
+    assert page.count("<figure>") == 2
     record = json.loads((measured / "frontier.json").read_text())
     points = read_points(record)
     for share in (1.0, 0.84, 0.5, 0.3):
@@ -161,20 +165,22 @@ def test_a_point_is_the_mean_of_its_calibrations(measured: Path) -> None:
     assert points["source, 16 bits"].share == 1
 
 
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 100}], ids=str)
 @torch.no_grad()
-def test_states_read_the_quantized_cache_as_decoding_does() -> None:
+def test_states_read_the_quantized_cache_as_decoding_does(fields) -> None:
     """One token at a time gives what whole blocks give, in each row of a batch."""
-    model = randomize(LeanForCausalLM(tiny("llama", max_position_embeddings=256)), std=0.3).eval()
+    model = randomize(LeanForCausalLM(tiny("llama", max_position_embeddings=256, **fields)), std=0.3).eval()
     ids = torch.randint(model.config.vocab_size, (2, 2 * BLOCK + 5), generator=torch.Generator().manual_seed(0))
-    precision = Precision(4, 4)
-    found, cache = precision.states(model, ids), precision.cache(model.config)
+    precision = CacheBits(4, 4)
+    states = cached_states(precision)
+    found, cache = states(model, ids), precision.cache(model.config)
     expected = [
         model.model(input_ids=ids[:, at : at + 1], past_key_values=cache).last_hidden_state
         for at in range(ids.shape[1])
     ]
     torch.testing.assert_close(found, torch.cat(expected, 1), rtol=0, atol=1e-4)
-    torch.testing.assert_close(found[1:], precision.states(model, ids[1:]), rtol=0, atol=1e-4)
-    whole = Precision().states(model, ids)
+    torch.testing.assert_close(found[1:], states(model, ids[1:]), rtol=0, atol=1e-4)
+    whole = cached_states(PLAIN)(model, ids)
     assert (found[:, :BLOCK] - whole[:, :BLOCK]).abs().max() < 1e-4 < (found - whole).abs().max()
 
 
@@ -219,4 +225,20 @@ def test_what_no_sequence_would_read_is_not_scored(place: Path, unwrapped, lengt
     assert unwrapped(*asked)[0] == 0
     record = json.loads((place / "short" / "frontier.json").read_text())
     assert {point["key_bits"] for point in record["points"]} == {16}
-    assert "blocks of 64 tokens" in record["refused"]["8 and 4 bits"]
+    words = f"blocks of 64 tokens, but a sequence has {length} tokens"
+    for name in ("8/4 bits", "4 bits"):
+        assert words in record["refused"][name]
+    code, _, errors = unwrapped(*asked[:-1], "other", "--cache-bits", "8")
+    assert code == 2 and f"error: --cache-bits 8: a quantized cache is read by {words}" in errors
+    assert not (place / "other").exists()
+
+
+def test_the_precisions_are_those_that_are_asked_for(place: Path, unwrapped) -> None:
+    """Beside the model's own; what is asked for later is measured then."""
+    asked = (*ASKED, "--calibrations", "1", "--kinds", "merged-values", "--out", "bits", "--cache-bits")
+    for given, expected in (("2", {(16, 16), (2, 2)}), ("8/2,16,2", {(16, 16), (8, 2), (2, 2)})):
+        assert unwrapped(*asked, given)[0] == 0
+        record = json.loads((place / "bits" / "frontier.json").read_text())
+        assert {(point["key_bits"], point["value_bits"]) for point in record["points"]} == expected
+        assert record["refused"] == {}
+    assert unwrapped(*asked, "2,3") == (2, "", f"error: --cache-bits is {VALID}; found '3'")

@@ -50,6 +50,11 @@ REFUSED = (
     ("eval", "x"),
     ("eval", "x", "--data", "stdlib", *OUT),
     ("generate", "x"),
+    ("generate", "x", "--prompt", "a", "--cache-bits", "3"),
+    ("bench", "tiny", "--cache-bits", "16,3", "--out", "new"),
+    ("eval", "x", "--data", "stdlib", "--cache-bits", "8/16"),
+    ("frontier", "x", "--evaluate", "stdlib", "--cache-bits", "1", "--out", "new"),
+    ("serve", "x", "--cache-bits", "none"),
     ("serve", "x", "--engine", "none"),
 )
 

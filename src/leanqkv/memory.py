@@ -10,18 +10,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .cache_bits import PLAIN, CacheBits
 from .environment import free_memory
 from .errors import LeanError
 
 
-def check_cache(model: Any, batch_size: int, tokens: int, options: str) -> None:
+def check_cache(model: Any, batch_size: int, tokens: int, options: str, bits: CacheBits = PLAIN) -> None:
     """Check that a KV cache for a batch of sequences of `tokens` fits in the free memory of the model's device.
+
+    bits: of the cache.
 
     Raises:
         LeanError: it does not; `options` are those of the command line that can be smaller.
     """
     parameter = next(model.parameters())
-    needed = batch_size * model.config.plan.kv_bytes(tokens, parameter.dtype)
+    needed = batch_size * bits.kv_bytes(model.config.plan, tokens, parameter.dtype)
     if needed > (free := free_memory(parameter.device.type)):
         raise LeanError(
             f"a KV cache for {tokens:,} tokens of {batch_size:,} sequence{'s' * (batch_size > 1)} takes "

@@ -53,11 +53,14 @@ uptrain skipv1 {TRAINING} --micro-batch-size 8 --teacher gpt2 --out uptrained
 frontier llama --evaluate held-out.txt {CALIBRATION} --calibrations 2 --evaluate-tokens 128 --budgets 75%
  --kinds latents,gqa --contexts 0 --out frontier
 generate run --prompt "the quick" --max-new-tokens 8 --temperature 0 --device cpu
+generate run --prompt "the quick" --max-new-tokens 8 --temperature 0 --cache-bits 8/4 --device cpu
 eval latents --data held-out.txt --device cpu --out eval.json
 eval latents --data held-out.txt --against llama --device cpu
+eval latents --data held-out.txt --cache-bits 4 --context-length 160 --device cpu --out cached.json
 eval run --tasks animals --include-path tasks --device cpu
 experiments.analysis run {DATA} --samples 4 --probe-steps 2 --probe-rates 1e-4 --device cpu --out analysis
 bench {MODEL} {MODEL}+skipv1 --context 8 --batch 1 --new-tokens 2 --rounds 1 --dtype fp32 --device cpu --out bench
+bench {MODEL} --cache-bits 16,8/4 --context 8 --batch 1 --new-tokens 2 --rounds 1 --dtype fp32 --device cpu --out bits
 """
 
 TASK = """
@@ -143,6 +146,7 @@ convert source --to skipv1 --calibration corpus.txt --tokens 100000000 --out res
 convert source --to gqa --ratio 0.5 --sequence-length 65 --out result
 frontier source --evaluate corpus.txt --kinds gqa:50% --out result
 frontier source --evaluate corpus.txt --budgets 84%,,75% --out result
+frontier source --evaluate corpus.txt --cache-bits 8,1 --out result
 import nowhere --out result
 import corpus.txt --out result
 export source --format gguf --out result
@@ -151,16 +155,20 @@ generate source
 generate source --prompt the --max-new-tokens 1000
 generate source --prompt the --temperature nan
 generate source --prompt the --chat
+generate source --prompt the --cache-bits 3
 generate nothing --prompt a
 serve source --engine other
 serve source --port 70000
+serve source --cache-bits 8/16
 bench {MODEL} {MODEL} --out result
 bench {MODEL} --context 8,-1 --out result
+bench {MODEL} --cache-bits 16,8/4/2 --out result
 bench {MODEL} --context 8 --batch 1000000000 --out result
 eval source
 eval source {DATA} --tasks animals
 eval source {DATA} --limit 1
 eval source {DATA} --split test
+eval source {DATA} --cache-bits 4
 eval source {DATA} --precision bf16+compile
 experiments.analysis source {DATA} --probe-rates 2 --out result
 experiments.analysis source {DATA} --samples 100000000 --out result

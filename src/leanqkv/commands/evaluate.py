@@ -33,6 +33,8 @@ def evaluate(
 
     leanqkv eval hf/skipv1 --against hf/llama --data book.txt
 
+    leanqkv eval runs/a --data book.txt --cache-bits 4 --against runs/a
+
     leanqkv eval hf/llama --tasks p3
 
     Options:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..cache_bits import CacheBits
 from ..convert.targets import BUDGETED, SMALLER, SWEPT, listed
 from ..environment import check_device
 from ..errors import LeanError
@@ -28,6 +29,7 @@ def frontier(
         ),
     ] = "latents,separate-latents:84%,skipv1,gqa",
     contexts: str = "512,4096",
+    cache_bits: str | None = None,
     device: str | None = None,
 ) -> None:
     """Measure bytes of KV cache per token against loss, for every kind of reduction and precision of the cache.
@@ -36,19 +38,24 @@ def frontier(
 
     leanqkv frontier hf/llama --budgets 84%,75% --calibrations 1 --evaluate book.txt --out runs/frontier
 
+    leanqkv frontier hf/llama --cache-bits 8,4,2 --evaluate book.txt --out runs/bits
+
     Options:
         out: Directory of the measurements. Rerun to resume.
         budgets: Shares of the source's cache that latents are fitted to.
         contexts: Context lengths at which decoding is timed. 0: none.
+        cache_bits: Precisions of the cache to measure beside 16 bits: 8, 4, 2 or KEYS/VALUES, between commas. Default:
+            8/4,4, where the model can have them.
         device: cpu, cuda or mps. Default: cpu.
     """
     check_out(out, "frontier", source)
     shares = [read_share(part, "--budgets") for part in budgets.split(",")]
-    decoded = _contexts(contexts)
+    decoded, precisions = _contexts(contexts), None if cache_bits is None else CacheBits.list_of(cache_bits)
     from .reducing import measure_frontier
 
     budgeted = _kinds(kinds, shares)
-    measure_frontier(source, out, texts, budgeted, decoded, "cpu" if device is None else check_device(device))
+    where = "cpu" if device is None else check_device(device)
+    measure_frontier(source, out, texts, budgeted, decoded, precisions, where)
 
 
 def _kinds(text: str, shares: list[float]) -> dict[str, list[float]]:

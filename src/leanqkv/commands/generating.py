@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import typer
 
+from ..cache_bits import CacheBits
 from ..checkpoints.open import load_model, open_causal_lm
 from ..checkpoints.tokenizer import load_tokenizer
 from ..data.tokenizer import encode_prompt
@@ -26,7 +27,14 @@ from ..progress import terminal
 
 
 def generate_answers(
-    directory: Path, prompt: str | None, *, chat: bool, seed: int, device: str | None, **options: Any
+    directory: Path,
+    prompt: str | None,
+    *,
+    chat: bool,
+    seed: int,
+    device: str | None,
+    cache_bits: CacheBits,
+    **options: Any,
 ) -> None:
     """Answer a prompt, or each line of standard input where `prompt` is None; `options` are those of the decoder.
 
@@ -36,7 +44,7 @@ def generate_answers(
     """
     opened = open_causal_lm(directory)
     tokenizer = _tokenizer(directory, chat)
-    decoder = Decoder(load_model(opened).to(check_device(device)))
+    decoder = Decoder(load_model(opened).to(check_device(device)), cache_bits=cache_bits)
     if prompt is not None:
         try:
             _print_answer(decoder, tokenizer, prompt, seed, options, chat=chat, echo=not chat)
@@ -90,7 +98,7 @@ def _print_answer(
     if positions is not None and new > (room := positions - length):
         advice = f"--max-new-tokens can be {room} at most, found {new}" if room > 0 else "shorten it"
         raise LeanError(f"the prompt takes {length} of {position_limit(decoder.config, positions)}: {advice}")
-    check_cache(decoder.model, 1, length + new, "--max-new-tokens")
+    check_cache(decoder.model, 1, length + new, "--max-new-tokens", decoder.cache_bits)
     if echo:
         print(prompt, end="", flush=True)
     torch.manual_seed(seed)
@@ -107,6 +115,8 @@ def _print_answer(
     new, seconds = output.shape[1] - length, time.perf_counter() - start
     held, allocated = token_bytes(decoder.cache), cache_bytes(decoder.cache)
     cache = f"KV cache {held:,} bytes of tokens in {allocated:,} allocated"
+    if decoder.cache_bits.quantized:
+        cache += f", in {decoder.cache_bits.name}"
     terminal.print(f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, {cache}", style="dim")
 
 

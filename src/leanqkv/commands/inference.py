@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..cache_bits import CacheBits
 from ..environment import check_device
 from ..errors import LeanError, needs
 from ..files import check_free
@@ -24,6 +25,7 @@ def generate(
     max_new_tokens: int = 64,
     temperature: float = 0.8,
     top_k: int | None = 50,
+    cache_bits: str = "16",
     seed: int = 0,
     device: Device = None,
 ) -> None:
@@ -35,6 +37,8 @@ def generate(
 
     leanqkv generate runs/assistant --interactive --chat
 
+    leanqkv generate runs/skipv1 --prompt "def " --cache-bits 8/4
+
     Options:
         prompt: Text to continue.
         interactive: Read prompts from standard input, one per line, until it ends (Ctrl-D). Each is answered by itself,
@@ -43,13 +47,16 @@ def generate(
         chat: Put each prompt into the model's chat template, as a user's message.
         temperature: Sampling temperature. 0: greedy.
         top_k: Sample from the k likeliest tokens.
+        cache_bits: Bits of cached keys and values: 8, 4, 2 or KEYS/VALUES. 16: the model's own precision.
     """
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
+    bits = CacheBits.of(cache_bits)
     from .generating import generate_answers
 
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    generate_answers(directory, prompt, chat=chat, seed=seed, device=device, max_new_tokens=max_new_tokens, **sampling)
+    how: dict[str, Any] = {"chat": chat, "seed": seed, "device": device, "cache_bits": bits}
+    generate_answers(directory, prompt, **how, max_new_tokens=max_new_tokens, **sampling)
 
 
 def serve(
@@ -61,6 +68,7 @@ def serve(
     port: int = 8000,
     device: Device = None,
     dtype: str | None = None,
+    cache_bits: str = "16",
     engine: str = "leanqkv",
 ) -> None:
     """Serve a model with OpenAI's API: /v1/completions, chat/completions, responses, models; and /health.
@@ -70,19 +78,23 @@ def serve(
 
     leanqkv serve runs/skipv1 --port 8000
 
+    leanqkv serve runs/skipv1 --cache-bits 8/4
+
     leanqkv serve runs/skipv1 --engine vllm -- --max-model-len 2048
 
     Options:
         host: Address to listen on. 0.0.0.0: every interface.
         port: Port to listen on. 0: any free port.
         dtype: Dtype of the weights: fp64, fp32 or bf16. Default: as stored.
+        cache_bits: Bits of cached keys and values: 8, 4, 2 or KEYS/VALUES. 16: the model's own precision.
         engine: leanqkv for a few clients; vllm for many (needs the plugin leanqkv-vllm).
     """
     if engine not in ENGINES:
         raise LeanError(f"--engine is {' or '.join(ENGINES)}, found {engine!r}")
+    bits = CacheBits.of(cache_bits)
     if engine == "vllm":
-        for name, value in (("device", device), ("dtype", dtype)):
-            if value is not None:
+        for name, given in (("device", device), ("dtype", dtype), ("cache_bits", bits.quantized)):
+            if given:
                 raise LeanError(f"`{name}` is for leanqkv's own server; give vLLM its options behind --")
         from ..inference.vllm_engine import vllm_command
 
@@ -95,11 +107,13 @@ def serve(
     from ..inference.serve import serve as run
 
     def started(name: str, address: str) -> None:
-        console.print(f"{name}: {address} (Ctrl-C ends it)", soft_wrap=True, markup=False)
+        cache = f", cache in {bits.name}" if bits.quantized else ""
+        console.print(f"{name}: {address}{cache} (Ctrl-C ends it)", soft_wrap=True, markup=False)
 
     device = check_device(device)
     try:
-        run(directory, host=host, port=port, device=device, dtype=as_dtype(dtype), started=started)
+        where: dict[str, Any] = {"host": host, "port": port, "device": device}
+        run(directory, **where, dtype=as_dtype(dtype), cache_bits=bits, started=started)
     except KeyboardInterrupt:  # The model was still loading.
         raise typer.Exit(130) from None
 
@@ -112,6 +126,7 @@ def bench(
     new_tokens: int = 32,
     rounds: int = 3,
     dtype: str = "bf16",
+    cache_bits: str = "16",
     device: Device = None,
 ) -> None:
     """Measure KV cache, memory, prefill and decoding of several models, in turns in one process.
@@ -120,6 +135,8 @@ def bench(
 
     leanqkv bench runs/baseline runs/skipv1 --out runs/bench
 
+    leanqkv bench llama-130m --cache-bits 16,8/4,4 --context 512,4096 --out runs/bits
+
     Options:
         out: New directory for bench.json, table.md and report.html.
         context: Prompt lengths in tokens, separated by commas.
@@ -127,6 +144,8 @@ def bench(
         new_tokens: Tokens decoded after each prompt.
         rounds: Rounds of measurement; models take turns in each.
         dtype: bf16 or fp32.
+        cache_bits: Precisions of the cache of every model, separated by commas: 16, 8, 4, 2 or KEYS/VALUES. Decoding is
+            compared with the first model's first one.
     """
     check_free(out, *map(Path, models))
     if len(set(models)) < len(models):
@@ -134,10 +153,11 @@ def bench(
     contexts, batches = _numbers(context, "--context", COUNT), _numbers(batch, "--batch", BATCH)
     if dtype not in ("bf16", "fp32"):
         raise LeanError(f"`dtype` is bf16 or fp32, found {dtype!r}")
+    precisions = CacheBits.list_of(cache_bits)
     from .measuring import measure_and_report
 
     sizes = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
-    measure_and_report(models, contexts, batches, out, **sizes)
+    measure_and_report(models, contexts, batches, out, precisions=precisions, **sizes)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

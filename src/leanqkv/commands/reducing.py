@@ -5,14 +5,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, open_causal_lm
 from ..convert.conversion import calibration_tokens, check_sequence_length
 from ..data import EvaluationText, evaluation_text, prepare_data, unseen_split
 from ..environment import command_line
+from ..errors import LeanError
+from ..evaluate import obstacle
 from ..files import write_json
 from ..frontier import PRECISIONS, candidates
 from ..frontier.measure import RECORD, Frontier, calibration_samples
-from ..model.cache_quantized import BLOCK
 from ..progress import console, continued_when_repeated, progress_bar
 from ..report.frontier import KIND, recommendations
 from ..report.page import NO_PAGE
@@ -20,24 +22,35 @@ from .texts import FrontierTexts
 
 
 def measure_frontier(
-    source: Path, out: Path, texts: FrontierTexts, kinds: dict[str, list[float]], contexts: list[int], device: str
+    source: Path,
+    out: Path,
+    texts: FrontierTexts,
+    kinds: dict[str, list[float]],
+    contexts: list[int],
+    precisions: list[CacheBits] | None,
+    device: str,
 ) -> None:
     """Measure every kind of reduction of the checkpoint `source` at its budgets, write the record, and show it.
 
     Args:
         contexts: tokens after which decoding is timed.
+        precisions: of the cache, beside the model's own; None: those of PRECISIONS, where the source can have them.
 
     Raises:
-        LeanError: the source or the texts cannot be used, or `out` holds something else.
+        LeanError: the source, a precision or the texts cannot be used, or `out` holds something else.
     """
     opened = open_causal_lm(source)
     length = texts.sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
     found, refused = candidates(opened.config, opened.tensors, kinds)
-    precisions = list(PRECISIONS)
-    if length < 2 * BLOCK:
-        precisions = precisions[:1]
-        refused["8 and 4 bits"] = f"a cache is quantized by blocks of {BLOCK} tokens, and a sequence has {length}"
+    measurable = [PLAIN]
+    for bits in PRECISIONS if precisions is None else precisions:
+        if (reason := obstacle(bits, opened.config, length)) is None:
+            measurable += [bits] if bits.quantized else []
+        elif precisions is None:
+            refused[bits.name] = reason
+        else:
+            raise LeanError(f"`cache_bits={bits}`: {reason}")
     scored, taken = _scored(opened, texts), _samples(opened, texts, length)
     limit = opened.config.cached_positions
     timed = [context for context in contexts if limit is None or context + 64 <= limit]
@@ -45,7 +58,7 @@ def measure_frontier(
         measured = Frontier(
             opened,
             found,
-            precisions,
+            measurable,
             taken,
             scored,
             out,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from ..cache_bits import CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vocabulary
@@ -16,9 +17,12 @@ from ..data import EvaluationText, MaskedTokens, evaluation_text
 from ..environment import made_on
 from ..errors import LeanError
 from ..evaluate import (
+    cached_states,
+    last_states,
     loss_figures,
     masked_figures,
     masked_losses,
+    obstacle,
     paired_record,
     spread_windows,
     strided_losses,
@@ -26,6 +30,7 @@ from ..evaluate import (
 )
 from ..evaluate.harness import load_tasks, mean_accuracy, task_figures
 from ..files import RECORD_FORMAT, write_json
+from ..model.cache_quantized import BLOCK
 from ..model.shapes import count_parameters
 from ..progress import console, progress_bar
 from ..report import conversion
@@ -41,6 +46,7 @@ class Scored:
     precision: Precision
     device: str
     batch_size: int
+    cache_bits: CacheBits
 
     def load(self) -> Any:
         """Return the model, on the device."""
@@ -82,7 +88,7 @@ def score(
         raise LeanError(
             f"{source} attends to prefixes, and lm-eval gives none: tasks cannot be scored; leave out `tasks`"
         )
-    scored = Scored(opened, arithmetic, device, batch_size)
+    scored = Scored(opened, arithmetic, device, batch_size, CacheBits.of(text.cache_bits))
     started = time.perf_counter()
     figures = score_text(scored, text) if tasks.tasks is None else score_tasks(scored, tasks)
     if out is not None:
@@ -99,8 +105,9 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
     if config.position_embedding_type == "learned" and context > positions:
         raise LeanError(f"--context-length {context} is longer than the {positions} positions of the model")
     masked = config.task == "masked_lm"
-    if masked and options.stride is not None:
-        raise LeanError("`stride` is for models that predict the next token, and this one predicts masked tokens")
+    for name, given in (("stride", options.stride is not None), ("cache_bits", scored.cache_bits.quantized)):
+        if masked and given:
+            raise LeanError(f"`{name}` is for models that predict the next token, and this one predicts masked tokens")
     stride = options.stride or max(1, context // 2)
     strided_windows(2, context, stride)  # raises before anything is read
     other = None if options.against is None else _open_other(scored.checkpoint, options.against, context)
@@ -121,10 +128,24 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
         size += f"; every window begins with token {text.around.begin}, as the tokenizer begins a text"
     console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}")
     about = {"stride": stride} if objective is None else {"targets": objective.record()}
+    about |= _cache(scored, min(context, len(text.tokens) - 1))
     if other is not None:
         return {**about, **_compare(scored, replace(scored, checkpoint=other), text, context, stride, objective)}
     figures = _score(scored, text, context, stride, objective)
     return {"text": text.record(), "context_length": context, **about, "figures": figures}
+
+
+def _cache(scored: Scored, length: int) -> dict[str, Any]:
+    """Return a record's entry on the quantized cache through which windows of this length are read, and print it."""
+    bits, config = scored.cache_bits, scored.checkpoint.config
+    if reason := obstacle(bits, config, length):
+        raise LeanError(f"`cache_bits={bits}`: {reason}")
+    if not bits.quantized:
+        return {}
+    size = bits.bytes_per_token(config.plan, torch.bfloat16)
+    console.print(f"cache in {bits.name}, {size:,.0f} bytes per token; {BLOCK} tokens are read together")
+    bits_of = {"key_bits": bits.key_bits, "value_bits": bits.value_bits}
+    return {"cache": {**bits_of, "bytes_per_token": size, "tokens_read_together": BLOCK}}
 
 
 def _masks(checkpoint: Checkpoint) -> MaskedTokens:
@@ -156,6 +177,8 @@ def _score(
         return figures
     with progress_bar("tokens scored") as bar:
         how |= {"context_length": context, "stride": stride, "batch_size": scored.batch_size, "progress": bar}
+        if scored.cache_bits.quantized:
+            how["states"] = cached_states(scored.cache_bits)
         losses = strided_losses(model, text.tokens, **how)
     figures = loss_figures(losses, text.bytes)
     bits = "" if text.bytes is None else f", {figures['bits_per_byte']:.4f} bits per byte"
@@ -216,6 +239,7 @@ def _compare(
             windows,
             min(context, len(text.tokens) - 1),
             **drawn,
+            states=(last_states, [cached_states(scored.cache_bits)]),
             autocast=lambda: scored.precision.autocast(scored.device),
             progress=bar,
         )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cache_bits import CacheBits
 from ..errors import LeanError
 from .options import MaxDocuments, TextField
 
@@ -68,6 +69,8 @@ class TextScoring:
         context_length: Tokens per window. Default: all positions.
         stride: Tokens between the starts of two windows; fewer give each token more context. Default: half a window.
         against: A second checkpoint, for example the source of a conversion: report the difference to it.
+        cache_bits: Read every window through a cache of these bits, blocks of 64 tokens at a time: 8, 4, 2 or
+            KEYS/VALUES. --against keeps its own precision. 16: no cache.
     """
 
     data: str | None = None
@@ -77,6 +80,10 @@ class TextScoring:
     text_field: TextField = "text"
     max_documents: MaxDocuments = None
     against: Path | None = None
+    cache_bits: str = "16"
+
+    def __post_init__(self) -> None:
+        CacheBits.of(self.cache_bits)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from .loss import masked_figures, masked_losses, sequence_losses
 from .paired import PairedScores, paired_figures, paired_record, paired_records, paired_scores, spread_windows
+from .states import cached_states, last_states, obstacle
 from .strided import loss_figures, strided_losses, strided_windows
 
 __all__ = [
     "PairedScores",
+    "cached_states",
+    "last_states",
     "loss_figures",
     "masked_figures",
     "masked_losses",
+    "obstacle",
     "paired_figures",
     "paired_record",
     "paired_records",

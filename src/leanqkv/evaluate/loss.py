@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..data import IGNORED, Tokens, collate
 from ..data.objectives import EVALUATION, MaskedTokens, inputs, prefix_mask, targets
 from ..errors import LeanError
+from .states import States
 
 
 def window_prefix(model: Any, length: int, scored: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -79,14 +80,17 @@ def token_losses(
 
 
 def batch_losses(
-    model: nn.Module,
+    model: Any,
     batches: Iterable[dict[str, torch.Tensor]],
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     scored: int = 0,
+    states: States | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return losses and which targets are predicted as `token_losses` does, of batches of an objective.
 
-    scored: so many last targets of every sequence; 0: all.
+    Args:
+        scored: so many last targets of every sequence; 0: all.
+        states: what makes the last hidden states, of which the logits are; None: the model makes its logits itself.
     """
     losses, predicted = [], []
     with scoring(model) as device:
@@ -94,7 +98,10 @@ def batch_losses(
             wanted = targets(batch)[:, -scored:]
             causal = {"use_cache": False, "logits_to_keep": scored} if "shift_labels" in batch else {}
             with autocast():
-                logits = uncompiled(model)(**inputs(batch, device), **causal).logits
+                if states is None:
+                    logits = uncompiled(model)(**inputs(batch, device), **causal).logits
+                else:
+                    logits = model.logits(states(model, **inputs(batch, device))[:, -scored:])
             precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
             loss = nn.functional.cross_entropy(precise, wanted.flatten().to(device), reduction="none")
             losses.append(loss.view_as(wanted).cpu().double())

@@ -16,6 +16,7 @@ from ..data import IGNORED, EvaluationText, MaskedTokens, NextToken, Tokens
 from ..data.objectives import EVALUATION, targets
 from ..errors import LeanError
 from .loss import masked_figures, scoring, window_prefix
+from .states import States, last_states
 from .strided import loss_figures
 
 CONFIDENCE = 0.95
@@ -24,9 +25,6 @@ LOGITS_AT_A_TIME = 2**25
 # Of these, so many are compared at a time on a CPU, whose cache then holds what is made of them on the way.
 COMPARED_AT_A_TIME = 2**19
 NEXT_TOKEN = NextToken()
-# From a model and token ids [batch, length] to its last hidden states [batch, length, hidden_size]; of a model with
-# prefixes that windows have, with a `prefix_mask`.
-States = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,6 @@ def spread_windows(tokens: int, length: int, count: int) -> list[tuple[int, int]
     length = min(length, tokens - 1)
     count = min(count, (tokens - 1) // length)
     return [(int(start), length) for start in np.linspace(0, tokens - 1 - length, count)]
-
-
-def last_states(model: Any, ids: Tensor, **given: Tensor) -> Tensor:
-    """Return a model's last hidden states [batch, length, hidden_size], without a cache."""
-    return model.model.forward(input_ids=ids, use_cache=False, **given).last_hidden_state
 
 
 def paired_scores(

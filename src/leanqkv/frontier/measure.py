@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import source_hashes, write_model
@@ -22,7 +23,7 @@ from ..job import Job, locked
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
 from ..records import NUMBER, read_record
-from .points import Candidate, Precision
+from .points import Candidate
 from .scoring import Scorer, decode_speed
 
 RECORD = "frontier.json"
@@ -37,6 +38,7 @@ class Frontier:
     """Measures candidates, in every precision, from several samples of calibration tokens.
 
     Args:
+        precisions: of the cache, the model's own first.
         samples: [samples, sequences, length], calibration tokens; candidates from the weights alone have one sample.
         contexts: tokens after which decoding is timed; none: it is not.
         out: keeps every point as a file, and the conversions that are under way.
@@ -46,7 +48,7 @@ class Frontier:
         self,
         source: Checkpoint,
         candidates: Sequence[Candidate],
-        precisions: Sequence[Precision],
+        precisions: Sequence[CacheBits],
         samples: np.ndarray,
         texts: Sequence[EvaluationText],
         out: Path,
@@ -167,7 +169,7 @@ class Frontier:
                 "sample": number,
                 "key_bits": precision.key_bits,
                 "value_bits": precision.value_bits,
-                "bytes_per_token": precision.bytes_per_token(config),
+                "bytes_per_token": precision.bytes_per_token(config.plan, torch.bfloat16),
                 "parameters": count_parameters(config).total,
                 "scores": [{name: score[name] for name in SCORES} for score in scored],
                 "same_tokens_without_cache": same,
@@ -181,7 +183,7 @@ class Frontier:
             write_json(self._file(candidate, precision, number), point)
         remove(directory)
 
-    def _precisions_of(self, candidate: Candidate) -> Sequence[Precision]:
+    def _precisions_of(self, candidate: Candidate) -> Sequence[CacheBits]:
         """Those that a candidate is measured in: from the weights alone it loses too much to be worth quantizing."""
         return self.precisions if candidate.fitted or candidate.make is None else self.precisions[:1]
 
@@ -193,7 +195,7 @@ class Frontier:
             self._scorer = Scorer(source, self._texts, self._evaluated, self._length)
         return self._scorer
 
-    def _file(self, candidate: Candidate, precision: Precision, number: int) -> Path:
+    def _file(self, candidate: Candidate, precision: CacheBits, number: int) -> Path:
         bits = f"{precision.key_bits}-{precision.value_bits}"
         return self.out / "points" / f"{candidate.name}-{bits}-{number}.json"
 
@@ -212,7 +214,7 @@ class Frontier:
             "source": {
                 "sha256": source_hashes(self.source),
                 "parameters": count_parameters(self.source.config).total,
-                "bytes_per_token": Precision().bytes_per_token(self.source.config),
+                "bytes_per_token": PLAIN.bytes_per_token(self.source.config.plan, torch.bfloat16),
             },
             "calibration": {
                 "samples": len(self.samples),

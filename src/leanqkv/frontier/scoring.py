@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache_bits import PLAIN, CacheBits
 from ..data import EvaluationText
-from ..evaluate import paired_records, spread_windows
+from ..evaluate import cached_states, paired_records, spread_windows
 from ..evaluate.loss import scoring
 from ..inference import Decoder
 from ..inference.cache import allocate_cache
 from ..model.config import LeanConfig
-from .points import Precision
 
 # Tokens of the prompt, and of the continuation on which the likeliest tokens are compared; fewer with few positions.
 PROMPT, CONTINUATION = 64, 256
@@ -41,7 +41,7 @@ class Scorer:
         self._continuation: Tensor | None = None
 
     def compare(
-        self, model: Any, precisions: Sequence[Precision], progress: Callable[[int, int], None]
+        self, model: Any, precisions: Sequence[CacheBits], progress: Callable[[int, int], None]
     ) -> list[list[dict[str, Any]]]:
         """Return the comparison with the source for every precision, on every text (see `paired_record`)."""
         ways = [self._states_of(model, precision) for precision in precisions]
@@ -60,24 +60,24 @@ class Scorer:
         ]
         return [list(scores) for scores in zip(*by_text, strict=True)]
 
-    def _states_of(self, model: Any, precision: Precision) -> Callable[[Any, Tensor], Tensor]:
+    def _states_of(self, model: Any, precision: CacheBits) -> Callable[[Any, Tensor], Tensor]:
         # Of a source whose cache is its own nothing is lost, and nothing need be computed.
         alike = model is self.source and not precision.quantized
-        return self._source_states if alike else precision.states
+        return self._source_states if alike else cached_states(precision)
 
     def _source_states(self, model: Any, ids: Tensor) -> Tensor:
         key = ids.cpu().numpy().tobytes()
         if key not in self._states:
-            self._states[key] = Precision().states(model, ids)
+            self._states[key] = cached_states(PLAIN)(model, ids)
         return self._states[key]
 
-    def agreement(self, model: Any, precision: Precision) -> float:
+    def agreement(self, model: Any, precision: CacheBits) -> float:
         """Return the share of the source's greedy continuation that is the candidate's likeliest token too."""
         if self._continuation is None:
             self._continuation = self._generate(self.source, self.continuation, min_new_tokens=self.continuation)
         ids = self._continuation
         with scoring(model):
-            logits = model.logits(precision.states(model, ids[:, :-1])[0, self.prompt - 1 :])
+            logits = model.logits(cached_states(precision)(model, ids[:, :-1])[0, self.prompt - 1 :])
         return float((logits.argmax(-1) == ids[0, self.prompt :]).double().mean())
 
     def same_without_cache(self, model: Any) -> bool:
@@ -94,26 +94,21 @@ class Scorer:
 
 
 @torch.no_grad()
-def decode_speed(model: Any, precision: Precision, context: int, *, new_tokens: int = 8, rounds: int = 3) -> float:
+def decode_speed(model: Any, precision: CacheBits, context: int, *, new_tokens: int = 8, rounds: int = 3) -> float:
     """Return the tokens decoded per second after `context` tokens, the median of the rounds.
 
     What these tokens were makes no difference, so random numbers stand in the cache and no prompt is read.
     """
     parameter = next(model.parameters())
-    if precision.quantized:
-        cache: Any = precision.cache(model.config)
-        step = lambda token: model(input_ids=token[:, None], past_key_values=cache).logits[:, -1]  # noqa: E731
-    else:
-        decoder = Decoder(model)
-        cache = decoder.cache = allocate_cache(model.config, context + rounds * new_tokens + 1)
-        step = decoder.step
-    _fill(cache, model.config, context, parameter)
-    token = step(parameter.new_zeros(1, dtype=torch.long)).argmax(-1)  # compiles what is compiled
+    decoder = Decoder(model, cache_bits=precision)
+    decoder.cache = allocate_cache(model.config, context + rounds * new_tokens + 1, precision)
+    _fill(decoder.cache, model.config, context, parameter)
+    token = decoder.step(parameter.new_zeros(1, dtype=torch.long)).argmax(-1)  # compiles what is compiled
     speeds = []
     for _ in range(rounds):
         started = time.perf_counter()
         for _ in range(new_tokens):
-            token = step(token).argmax(-1)
+            token = decoder.step(token).argmax(-1)
         if parameter.device.type != "cpu":
             torch.accelerator.synchronize()
         speeds.append(new_tokens / (time.perf_counter() - started))

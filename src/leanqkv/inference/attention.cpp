@@ -74,10 +74,11 @@ struct alignas(kLine) Line {
 // Positions that are worked on together: their keys and values stay in the processor's first cache.
 constexpr int64_t kBlock = 64;
 static_assert(kBlock % kFloats == 0);
-// Queries, and rows of keys, whose sums are kept in registers: 16 of 32, or 4 of 16; and the same of queries alone, of
-// which each has two sums.
+// Queries, and rows of keys, whose sums are kept in registers: 16 to 18 of 32, or 4 of 16. Many queries that share rows of
+// which few are read at once read them less often. And queries alone, of which each has two sums.
 constexpr int64_t kTile = kFloats == 16 ? 4 : 2;
-constexpr int64_t kQueries = 2 * kTile;
+constexpr int64_t kManyQueries = kFloats == 16 ? 9 : 2, kFewRows = 2;
+constexpr int64_t kQueries = kFloats == 16 ? 12 : 4;
 // The score of what is not to be seen.
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
@@ -124,6 +125,9 @@ constexpr int64_t kStep = 2 * kFloats, kPadding = 32;
 static_assert(kPadding % kStep == 0);
 inline int64_t padded(int64_t size) { return (size + kPadding - 1) / kPadding * kPadding; }
 
+template <int64_t value>
+using constant = std::integral_constant<int64_t, value>;
+
 // Calls `tile` with a constant of at most `most` and the first of them, for all of `count`: tiles of sizes as even as can
 // be.
 template <int64_t most, int64_t size = most, typename Tile>
@@ -133,7 +137,7 @@ inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
     if (count < tiles * size) return in_tiles<most, size - 1>(count, first, tile);
   }
   if (!count) return;
-  tile(std::integral_constant<int64_t, size>{}, first);
+  tile(constant<size>(), first);
   in_tiles<most>(count - size, first + size, tile);
 }
 
@@ -173,7 +177,7 @@ inline Block block_of(const Call& call, const Source& source, int64_t b, int64_t
 
 // Scores of `count` queries [count, query_size] with `rows` keys of a block, [count, kBlock]; beyond these, the last
 // key's. The keys of the next block are `ahead` bytes away.
-template <int64_t count, typename Reader>
+template <int64_t count, int64_t tile, typename Reader>
 void score(
     const Block& keys, int64_t rows, int64_t ahead, int64_t head_dim, const float* queries, int64_t query_size,
     float* weights) {
@@ -181,37 +185,37 @@ void score(
   const int64_t bytes = Reader::bytes(head_dim);
   for (int64_t first = 0; first < rows; first += kFloats) {
     Floats products[count][kFloats];
-    for (int64_t n = 0; n < kFloats; n += kTile) {
-      const char* at[kTile];
-      Floats totals[count][kTile];
-      #pragma GCC unroll 8
-      for (int64_t r = 0; r < kTile; ++r) {
+    for (int64_t n = 0; n < kFloats; n += tile) {
+      const char* at[tile];
+      Floats totals[count][tile];
+      #pragma GCC unroll 16
+      for (int64_t r = 0; r < tile; ++r) {
         at[r] = keys.first + std::min(first + n + r, rows - 1) * keys.row;
         ask_for(at[r] + ahead, bytes);
-        #pragma GCC unroll 8
+        #pragma GCC unroll 16
         for (int64_t g = 0; g < count; ++g) totals[g][r] = Floats(0.0f);
       }
       for (int64_t d = 0; d < head_dim; d += width) {
-        Floats read[kTile][parts];
-        #pragma GCC unroll 8
-        for (int64_t r = 0; r < kTile; ++r) Reader::load(at[r], d, head_dim - d, read[r]);
-        #pragma GCC unroll 8
+        Floats read[tile][parts];
+        #pragma GCC unroll 16
+        for (int64_t r = 0; r < tile; ++r) Reader::load(at[r], d, head_dim - d, read[r]);
+        #pragma GCC unroll 16
         for (int64_t g = 0; g < count; ++g) {
-          #pragma GCC unroll 8
+          #pragma GCC unroll 16
           for (int64_t p = 0; p < parts; ++p) {
             const Floats query = Floats::loadu(queries + g * query_size + d + p * kFloats);
-            #pragma GCC unroll 8
-            for (int64_t r = 0; r < kTile; ++r) totals[g][r] = at::vec::fmadd(read[r][p], query, totals[g][r]);
+            #pragma GCC unroll 16
+            for (int64_t r = 0; r < tile; ++r) totals[g][r] = at::vec::fmadd(read[r][p], query, totals[g][r]);
           }
         }
       }
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t g = 0; g < count; ++g) {
-        #pragma GCC unroll 8
-        for (int64_t r = 0; r < kTile; ++r) products[g][n + r] = totals[g][r];
+        #pragma GCC unroll 16
+        for (int64_t r = 0; r < tile; ++r) products[g][n + r] = totals[g][r];
       }
     }
-    #pragma GCC unroll 8
+    #pragma GCC unroll 16
     for (int64_t g = 0; g < count; ++g) sums_of(products[g]).store(weights + g * kBlock + first);
   }
 }
@@ -225,30 +229,30 @@ void add(
   for (int64_t n = 0; n < rows; ++n) ask_for(values.first + n * values.row + ahead, Reader::bytes(columns));
   for (int64_t d = 0; d < columns; d += step) {
     Floats totals[count][vectors];
-    #pragma GCC unroll 8
+    #pragma GCC unroll 16
     for (int64_t g = 0; g < count; ++g) {
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t p = 0; p < vectors; ++p) totals[g][p] = Floats::loadu(sums + g * size + d + p * kFloats);
     }
     for (int64_t n = 0; n < rows; ++n) {
       Floats read[vectors / parts][parts];
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t v = 0; v < vectors / parts; ++v) {
         const int64_t at = d + v * Reader::kWidth;
         Reader::load(values.first + n * values.row, at, std::max<int64_t>(columns - at, 0), read[v]);
       }
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t g = 0; g < count; ++g) {
         const Floats weight(weights[g * kBlock + n]);
-        #pragma GCC unroll 8
+        #pragma GCC unroll 16
         for (int64_t p = 0; p < vectors; ++p) {
           totals[g][p] = at::vec::fmadd(weight, read[p / parts][p % parts], totals[g][p]);
         }
       }
     }
-    #pragma GCC unroll 8
+    #pragma GCC unroll 16
     for (int64_t g = 0; g < count; ++g) {
-      #pragma GCC unroll 8
+      #pragma GCC unroll 16
       for (int64_t p = 0; p < vectors; ++p) totals[g][p].store(sums + g * size + d + p * kFloats);
     }
   }
@@ -664,9 +668,14 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
     if (keys.scale) {
       score_codes<T>(call.keys, keys, ahead, queries, shared, size, scratch, weights);
     } else {
-      in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) {
-        score<count, Numbers<T>>(keys, rows, ahead, head_dim, queries + g * size, size, weights + g * kBlock);
-      });
+      const auto score_tile = [&](auto tile, auto count, int64_t g) {
+        score<count, tile, Numbers<T>>(keys, rows, ahead, head_dim, queries + g * size, size, weights + g * kBlock);
+      };
+      if (shared > kTile) {
+        in_tiles<kManyQueries>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kFewRows>(), count, g); });
+      } else {
+        in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kTile>(), count, g); });
+      }
     }
   }
 }

@@ -202,7 +202,7 @@ def _source(heads: Heads) -> _Source:
     if isinstance(heads, Tensor):
         return _Source(heads.data_ptr(), None, columns, *heads.stride()[:3])
     table, newest, layout, first = heads.table, heads.newest, heads.layout, heads.first_head
-    rows = (None, None, columns, 0, 0, 0)
+    rows: tuple[int | None, ...] = (None, None, columns, 0, 0, 0)
     if newest is not None:
         rows = (newest[:, first:].data_ptr(), None, columns, *newest.stride()[:3])
     source = _Source(*rows)

@@ -105,7 +105,8 @@ class Batch:
     def __init__(self, decoder: Decoder, rows: list[Row]):
         self.rows = rows
         self._decoder = copy(decoder)  # with a cache of its own
-        if decoder.config.mask_type != "prefix":
+        # Rows of a quantized cache are read one after the other, each in chunks that do not depend on the others.
+        if decoder.config.mask_type != "prefix" and not decoder.cache_bits.quantized:
             self._decoder.chunk = min(decoder.chunk, max(1, CHUNK_TOKENS // len(rows)))
         self._device = decoder.model.device
         self._chunks: Iterator[Tensor | None] | None = self._read_prompts()
@@ -280,9 +281,11 @@ class Scheduler:
         self._batches = kept
 
     def _alike(self, rows: Sequence[Row]) -> bool:
-        """Whether at most half of a cache of these rows is padding or it is small, and all have the same positions."""
+        """Whether rows may be one batch: at most half of its cache is padding, or it is small; the same positions."""
         lengths = [row.length for row in rows]
         limit = self._decoder.config.cached_positions or 0
         if min(lengths) <= limit < max(lengths):  # "longrope" turns the keys of long prompts by other frequencies
             return False
+        if self._decoder.cache_bits.quantized:  # whose rows are not padded
+            return True
         return len(rows) * max(lengths) <= max(2 * sum(lengths), CHUNK_TOKENS)

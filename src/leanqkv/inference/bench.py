@@ -1,7 +1,8 @@
 """Prefill, decoding and memory of several models, measured in turns in one process (P3 section 6.3, Fig. 6 and 7)."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.gguf_format import is_gguf
 from ..checkpoints.open import load_model, open_checkpoint
 from ..environment import made_on
@@ -32,6 +34,7 @@ def bench_record(
     contexts: Sequence[int],
     batches: Sequence[int],
     *,
+    precisions: Sequence[CacheBits] = (PLAIN,),
     new_tokens: int,
     rounds: int,
     dtype: str,
@@ -42,6 +45,7 @@ def bench_record(
 
     Args:
         names: directories, or configurations by name, whose weights are random.
+        precisions: of the cache; every model is measured in each.
         dtype: of DTYPES.
 
     Raises:
@@ -50,14 +54,21 @@ def bench_record(
     models: dict[str, Any] = {name: build_model(name, contexts, new_tokens) for name in names}
     for model in models.values():
         model.to(device, DTYPES[dtype]).eval()
-        check_cache(model, max(batches), max(contexts) + new_tokens, "`context`, `batch` or `new_tokens`")
-    rows = measure(models, contexts, batches, new_tokens=new_tokens, rounds=rounds, progress=progress)
+        for bits in precisions:
+            check_cache(model, max(batches), max(contexts) + new_tokens, "`context`, `batch` or `new_tokens`", bits)
+    sizes: dict[str, Any] = {"precisions": precisions, "new_tokens": new_tokens, "rounds": rounds}
+    rows = measure(models, contexts, batches, **sizes, progress=progress)
     return {
         "record": RECORD_FORMAT,
         "models": {
             name: {
                 "parameters": count_parameters(model.config).total,
                 "kv_bytes_per_token": model.config.plan.kv_bytes_per_token(DTYPES[dtype]),
+                "quantized_bytes_per_token": {
+                    str(bits): bits.bytes_per_token(model.config.plan, DTYPES[dtype])
+                    for bits in precisions
+                    if bits.quantized
+                },
                 "weights": model.get_memory_footprint(),
                 "config": model.config.as_overrides(),
             }
@@ -95,58 +106,73 @@ def measure(
     contexts: Sequence[int],
     batches: Sequence[int],
     *,
+    precisions: Sequence[CacheBits] = (PLAIN,),
     new_tokens: int = 32,
     rounds: int = 3,
     progress: Progress = lambda name, done, total: None,
 ) -> list[dict[str, Any]]:
-    """Measure every model at every context and batch.
+    """Measure every model with every precision of its cache, at every context and batch.
 
-    The models take turns in every round, so that whatever slows the machine down slows all of them.
+    They take turns in every round, so that whatever slows the machine down slows all of them.
 
     Args:
+        precisions: of the cache.
         new_tokens: decoded after the context in every round.
 
     Returns:
-        For each batch, context and model, in bytes: `cache` after the prompt, measured on its storages, and
-        `cache_formula` by the plan; `weights`, parameters and buffers; `activations`, the peak of a prefill beside
+        For each batch, context, model and `cache_bits`, in bytes: `cache` after the prompt, measured on its storages,
+        and `cache_formula` by the plan; `weights`, parameters and buffers; `activations`, the peak of a prefill beside
         these two. `prefill` is milliseconds per 100 tokens of a sequence, `decode` new tokens per second over the
         batch; of both the median, the range and every round.
 
     Raises:
         ValueError: a context with its new tokens is longer than a model's positions.
     """
-    decoders = {name: Decoder(model) for name, model in models.items()}
+    decoders = {
+        (name, bits): decoder for name, model in models.items() for bits, decoder in _decoders(model, precisions)
+    }
     vocabulary = min(model.config.vocab_size for model in models.values())
     cells = list(product(batches, contexts))
     rows = []
     for number, (batch, context) in enumerate(cells):
         prompt = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(context))
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-        memory: dict[str, tuple[int, int]] = {}
-        for name, decoder in decoders.items():
-            progress(name, number * len(models) + len(memory), len(cells) * len(models))
-            memory[name] = _memory(decoder, prompt)
+        times: dict[Any, list[tuple[float, float]]] = {entry: [] for entry in decoders}
+        memory: dict[Any, tuple[int, int]] = {}
+        for entry, decoder in decoders.items():
+            progress(entry[0], number * len(decoders) + len(memory), len(cells) * len(decoders))
+            memory[entry] = _memory(decoder, prompt)
             _time(decoder, prompt, 2)  # compiles what depends on the sizes before anything is timed
-        for _, (name, decoder) in product(range(rounds), decoders.items()):
-            times[name].append(_time(decoder, prompt, new_tokens))
-        for name, model in models.items():
-            cache, activations = memory[name]
-            prefill, decode = zip(*times[name], strict=True)
+        for _, (entry, decoder) in product(range(rounds), decoders.items()):
+            times[entry].append(_time(decoder, prompt, new_tokens))
+        for (name, bits), decoder in decoders.items():
+            (cache, activations), model = memory[name, bits], models[name]
+            prefill, decode = zip(*times[name, bits], strict=True)
+            dtype = next(model.parameters()).dtype
             rows.append(
                 {
                     "model": name,
+                    "cache_bits": str(bits),
                     "context": context,
                     "batch": batch,
                     "cache": cache,
-                    "cache_formula": batch * model.config.plan.kv_bytes(context, next(model.parameters()).dtype),
+                    "cache_formula": batch * bits.kv_bytes(model.config.plan, context, dtype),
                     "weights": model.get_memory_footprint(),
                     "activations": activations,
                     "prefill": _spread([1e5 * seconds / context for seconds in prefill]),
                     "decode": _spread([batch * new_tokens / seconds for seconds in decode]),
                 }
             )
-            decoders[name].cache = None
+            decoder.cache = None
     return rows
+
+
+def _decoders(model: LeanForCausalLM, precisions: Sequence[CacheBits]) -> Iterator[tuple[CacheBits, Decoder]]:
+    """Yield a decoder for every precision; they share the packed weights, of which there may be room for one copy."""
+    shared = Decoder(model)
+    for bits in precisions:
+        decoder = copy(shared)
+        decoder.cache_bits = bits
+        yield bits, decoder
 
 
 def _spread(values: list[float]) -> dict[str, Any]:

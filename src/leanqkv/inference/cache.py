@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ..model.cache_quantized import BLOCK, KiviLayer, Paged
+from ..cache_bits import PLAIN, CacheBits
+from ..model.cache import cached_tensors
+from ..model.cache_quantized import BLOCK, KiviLayer, Paged, kivi_layers
 from ..model.config import LeanConfig
 from .history import History, Places
 
@@ -80,6 +82,7 @@ class QuantizedLayer(KiviLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
         """As KiviLayer.update; of one new token a `History` of each tensor."""
         if not self.is_initialized or key_states.shape[2] != 1:
+            self._end()
             return super().update(key_states, value_states, *args, **kwargs)
         before = self._begin()
         newest = before - self._paged
@@ -115,6 +118,14 @@ class QuantizedLayer(KiviLayer):
             self._lengths = self._count_pages() + count
             self._note(torch.full((rows,), count))
         return self._lengths
+
+    def _end(self) -> None:
+        """Go back to what several new tokens are written behind."""
+        if self._lengths is not None and self._same is None:
+            raise ValueError("rows of different lengths take one new token at a time")
+        for paged in self.paged if self._lengths is not None else ():
+            paged.newest = paged.newest[:, :, : self._same]
+        self._lengths = None
 
     def _count_pages(self) -> Tensor:
         """Lay out the tables anew; return how many positions of every row are in pages."""
@@ -181,11 +192,15 @@ def page_table(pages: Sequence[Sequence[Tensor]]) -> Tensor:
     return torch.tensor([[page.data_ptr() for page in row] + [0] * (most - len(row)) for row in pages])
 
 
-def allocate_cache(config: LeanConfig, capacity: int) -> Cache:
+def allocate_cache(config: LeanConfig, capacity: int, bits: CacheBits = PLAIN) -> Cache:
     """An empty cache for `capacity` tokens, to be given as `past_key_values`.
 
     A layer makes its tensors, as many heads as its plan says, when the first tokens come. Layers with a sliding window
-    keep transformers' own way."""
+    keep transformers' own way. A quantized cache, of these `bits`, grows."""
+    if bits.quantized:
+        cache = bits.cache(config)
+        cache.layers = kivi_layers(config.plan, bits.key_bits, bits.value_bits, QuantizedLayer)
+        return cache
     cache = DynamicCache(config=config)
     cache.layers = [
         AllocatedLayer(capacity) if planned.window is None else layer
@@ -196,7 +211,7 @@ def allocate_cache(config: LeanConfig, capacity: int) -> Cache:
 
 def token_bytes(cache: Cache) -> int:
     """Bytes of keys and values of the tokens in `cache`, without the room for more."""
-    return sum(states.nbytes for layer in _in_use(cache) for states in (layer.keys, layer.values))
+    return sum(tensor.nbytes for layer in cache.layers for tensor in cached_tensors(layer))
 
 
 def make_room(cache: Cache, room: int) -> None:
@@ -210,6 +225,10 @@ def keep_rows(cache: Cache, rows: Tensor, padding: int) -> None:
     """Keep the sequences `rows` alone, without their first `padding` tokens; then call `make_room`."""
     for layer in _in_use(cache):
         length = _tokens(layer) - padding
+        if isinstance(layer, QuantizedLayer):
+            layer.batch_select_indices(rows)
+            layer.cumulative_length = length
+            continue
         for name in ("keys", "values"):
             states = getattr(layer, name)
             setattr(layer, name, states[rows, :, max(states.shape[-2] - length, 0) :])
@@ -217,8 +236,13 @@ def keep_rows(cache: Cache, rows: Tensor, padding: int) -> None:
 
 
 def join_rows(cache: Cache, other: Cache) -> None:
-    """Put the sequences of `other` behind those of `cache`, padded on the left to one length; then call `make_room`."""
+    """Put the sequences of `other` behind those of `cache`; then call `make_room`.
+
+    They are padded on the left to one length; those of a quantized cache keep their own."""
     for layer, added in zip(_in_use(cache), _in_use(other), strict=True):
+        if isinstance(layer, QuantizedLayer):
+            layer.join(added)
+            continue
         for name in ("keys", "values"):
             parts = [getattr(layer, name), getattr(added, name)]
             length = max(part.shape[-2] for part in parts)

@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from ..cache_bits import CacheBits
 from ..compat import attention_implementation
 from ..errors import LeanError
 from ..model.attention import LeanAttention
@@ -22,7 +23,7 @@ from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from .attention import attend_one_query
-from .cache import allocate_cache
+from .cache import allocate_cache, join_rows
 from .linear import packed
 
 # Tokens of a prompt that are computed together: bounds the memory of their activations.
@@ -71,17 +72,27 @@ class Decoder:
     model's weights after that are not seen.
     """
 
-    def __init__(self, model: LeanForCausalLM, chunk: int = PREFILL_CHUNK_TOKENS):
+    def __init__(
+        self,
+        model: LeanForCausalLM,
+        chunk: int = PREFILL_CHUNK_TOKENS,
+        cache_bits: CacheBits | int | str | tuple[int, int] | None = None,
+    ):
         """Prepare `model`, which stays as it is; dropout does not act, even where the model is in training mode.
 
         Args:
             model: a LeanForCausalLM, or one that PEFT or `torch.compile` wraps.
             chunk: tokens of a prompt at a time; a prefix model's prompt is always taken whole.
+            cache_bits: 8, 4 or 2 bits of cached keys and values, or "8/4" or (8, 4) for keys and values of their own;
+                16 or None: the model's own precision. Tokens are quantized in blocks, at the end of the chunk or the
+                step that completes one.
 
         Raises:
             ValueError: another model, or one with trained prompt tokens before the prompt.
+            LeanError: other bits.
         """
         _check_model(model)
+        self.cache_bits = CacheBits.of(cache_bits)
         self.config = model.config
         self.generation_config = model.generation_config
         self.model = prepared(model)
@@ -187,8 +198,11 @@ class Decoder:
             raise ValueError(found)
         # Beyond this limit the frequencies of rotary positions depend on how long the prompt is.
         chunk = length if length > (self.config.cached_positions or length) else self.chunk
-        self.cache = allocate_cache(self.config, length + room)
+        self.cache = allocate_cache(self.config, length + room, self.cache_bits)
         self.mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+        if self.mask is not None and self.cache_bits.quantized:
+            yield from self._prefill_rows(input_ids, self.mask, room)
+            return
         self.given = {}
         if self.config.mask_type == "prefix":
             self.given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -199,6 +213,31 @@ class Decoder:
             if observe:
                 observe(start, logits)
             yield logits[:, -1] if end == length else None
+
+    def _prefill_rows(self, input_ids: Tensor, attention_mask: Tensor, room: int) -> Iterator[Tensor | None]:
+        """As `prefill_chunks`, row by row: what pads a row would be quantized with it."""
+        rows = [ids[real.bool()][None] for ids, real in zip(input_ids, attention_mask, strict=True)]
+        lengths, limit = [row.shape[1] for row in rows], self.config.cached_positions or 0
+        if min(lengths) <= limit < max(lengths):
+            raise ValueError(
+                f"prompts of {min(lengths)} and {max(lengths)} tokens have different rotary frequencies, which change "
+                f"behind {limit}; read them on their own"
+            )
+        cache, last = None, []
+        for row in rows:
+            for logits in self.prefill_chunks(row, room=room):
+                yield None
+            last.append(logits)
+            if cache is None:
+                cache = self.cache
+            else:
+                join_rows(cache, self.cache)  # type: ignore[arg-type]
+        longest = max(lengths)
+        starts = longest - torch.tensor(lengths, device=input_ids.device)
+        self.cache, self.mask = cache, (torch.arange(longest, device=starts.device) >= starts[:, None]).long()
+        if self.config.mask_type == "prefix":
+            self.given["prefix_mask"] = self.mask
+        yield torch.cat(last)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:

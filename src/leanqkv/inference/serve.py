@@ -36,6 +36,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import load_model, open_causal_lm
 from ..checkpoints.tokenizer import load_tokenizer
 from ..compat import quiet_transformers
@@ -68,10 +69,10 @@ logger = logging.getLogger(__name__)
 class Generator:
     """Generates all answers together, on one thread."""
 
-    def __init__(self, model: Any, tokenizer: Any):
-        self.decoder, self.stopping = Decoder(model), False
+    def __init__(self, model: Any, tokenizer: Any, bits: CacheBits = PLAIN):
+        self.decoder, self.stopping = Decoder(model, cache_bits=bits), False
         self.prompts = PromptReader(tokenizer, model.config)
-        self.scheduler = Scheduler(self.decoder, _cache_tokens(model))
+        self.scheduler = Scheduler(self.decoder, _cache_tokens(model, bits))
         self.reader = ThreadPoolExecutor(1, "tokenize")
         self._thread = ThreadPoolExecutor(1, "generate")
         self._driver: asyncio.Task | None = None
@@ -142,9 +143,9 @@ class Generator:
             thread.shutdown(cancel_futures=True)
 
 
-def _cache_tokens(model: Any) -> int:
+def _cache_tokens(model: Any, bits: CacheBits) -> int:
     """Return how many tokens the cache may hold: with padding, and twice while it grows, in half of the free memory."""
-    return free_memory(model.device.type) // 8 // max(1, model.config.plan.kv_bytes_per_token(model.dtype))
+    return int(free_memory(model.device.type) // 8 // max(1, bits.bytes_per_token(model.config.plan, model.dtype)))
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
@@ -304,16 +305,17 @@ async def _error_answer(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), getattr(error, "status_code", 500), headers)
 
 
-def build_app(model: Any, tokenizer: Any, name: str) -> tuple[FastAPI, Generator]:
+def build_app(model: Any, tokenizer: Any, name: str, bits: CacheBits = PLAIN) -> tuple[FastAPI, Generator]:
     """Return the application and what generates for it.
 
     Args:
         model: a causal language model in evaluation mode.
         name: what requests call the model.
+        bits: of the cache.
     """
     if unused := UNUSED_SETTINGS & model.generation_config.to_diff_dict().keys():
         logger.warning("generation_config.json sets %s, which this server does not apply", ", ".join(sorted(unused)))
-    generator = Generator(model, tokenizer)
+    generator = Generator(model, tokenizer, bits)
     limit = min(BODY_BYTES_BESIDE + BODY_BYTES_PER_POSITION * model.config.max_position_embeddings, MAX_BODY_BYTES)
     slots = Middleware(RequestLimit, slots=asyncio.Semaphore(MAX_REQUESTS))
 
@@ -383,6 +385,7 @@ def serve(
     port: int,
     device: str,
     dtype: torch.dtype | None = None,
+    cache_bits: CacheBits = PLAIN,
     started: Callable[[str, str], None] = lambda name, address: None,
 ) -> None:
     """Serve the model in `directory` under the directory's name, until SIGINT.
@@ -401,7 +404,7 @@ def serve(
     Connection.most = most_connections()
     with _listen(host, port) as listener:  # before the weights, which may take long
         name = directory.resolve().name
-        app, generator = build_app(load_model(opened, dtype).to(device), tokenizer, name)
+        app, generator = build_app(load_model(opened, dtype).to(device), tokenizer, name, cache_bits)
         shown = f"[{host}]" if ":" in host else host
         started(name, f"http://{shown}:{listener.getsockname()[1]}/v1")
         gc.freeze()  # so that a collection looks at requests alone, and is short

@@ -133,11 +133,16 @@ def cache_bytes(past_key_values: Cache) -> int:
     a larger tensor counts as the larger tensor. Of a quantized cache, its scales and offsets too."""
     storages = {}
     for layer in past_key_values.layers:
-        for name in ("keys", "values", "_quantized_keys", "_quantized_values", "paged"):
-            for tensor in _plain_tensors(getattr(layer, name, None)):
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+        for tensor in cached_tensors(layer):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def cached_tensors(layer: Any) -> Iterator[Tensor]:
+    """Yield the tensors with memory of their own that a layer of a cache holds its tokens in."""
+    for name in ("keys", "values", "_quantized_keys", "_quantized_values", "paged"):
+        yield from _plain_tensors(getattr(layer, name, None))
 
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:

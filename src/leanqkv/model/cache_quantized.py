@@ -363,11 +363,10 @@ class KiviLayer(DynamicLayer):
         self.batch_select_indices(beam_idx)
 
 
-def kivi_layers(plan, key_bits: int = 8, value_bits: int = 4) -> list[KiviLayer]:
-    """Return a cache layer for every layer of the plan."""
-    return [
-        KiviLayer(key_bits, value_bits, [tensor.name for tensor in layer.cached], layer.window) for layer in plan.layers
-    ]
+def kivi_layers(plan, key_bits: int = 8, value_bits: int = 4, kind: type[KiviLayer] = KiviLayer) -> list[KiviLayer]:
+    """Return a cache layer, of a kind, for every layer of the plan."""
+    names = [[tensor.name for tensor in layer.cached] for layer in plan.layers]
+    return [kind(key_bits, value_bits, own, layer.window) for own, layer in zip(names, plan.layers, strict=True)]
 
 
 def quantized_bytes_per_token(plan, key_bits: int = 8, value_bits: int = 4) -> float:
@@ -379,9 +378,25 @@ def quantized_bytes_per_token(plan, key_bits: int = 8, value_bits: int = 4) -> f
         ValueError: other bits.
     """
     check_bits(key_bits, value_bits)
-    tensors = [tensor for layer in plan.layers for tensor in layer.cached]
-    layouts = [page_layout(one.name, key_bits, value_bits, one.num_heads, one.head_dim) for one in tensors]
-    return sum(layout.page_bytes / BLOCK for layout in layouts)
+    return sum(page_bytes(layer, key_bits, value_bits) for layer in plan.layers) / BLOCK
+
+
+def quantized_bytes(plan, tokens: int, dtype: torch.dtype, key_bits: int = 8, value_bits: int = 4) -> int:
+    """Return the bytes of a KIVI cache for `tokens` of one sequence; the newest ones, fewer than a block, are of
+    `dtype`. A layer with a window keeps the pages that the next token sees."""
+    pages, newest = divmod(tokens, BLOCK)
+    size = 0
+    for layer in plan.layers:
+        seen = pages if layer.window is None else min(pages, max(ceil((layer.window - 1 - newest) / BLOCK), 0))
+        size += seen * page_bytes(layer, key_bits, value_bits)
+        size += newest * dtype.itemsize * sum(tensor.elements for tensor in layer.cached)
+    return size
+
+
+def page_bytes(layer, key_bits: int, value_bits: int) -> int:
+    """Return the bytes of a block of tokens in a layer of the plan, scales and offsets included."""
+    layouts = [page_layout(one.name, key_bits, value_bits, one.num_heads, one.head_dim) for one in layer.cached]
+    return sum(layout.page_bytes for layout in layouts)
 
 
 def check_bits(key_bits: Any, value_bits: Any) -> None:

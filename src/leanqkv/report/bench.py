@@ -1,10 +1,13 @@
 """An inference benchmark as tables and a page (P3, Fig. 6 and 7)."""
 
+from collections.abc import Iterator, Sequence
 from itertools import product
+from statistics import median
 from typing import Any
 
 from rich.table import Table as TerminalTable
 
+from ..cache_bits import PLAIN, CacheBits
 from ..compare.statistics import Band
 from .figures import Drawing, Series, measured_lines, stacked_bars
 from .page import Figure, Kind, Page, Section, footer
@@ -13,41 +16,68 @@ from .text import Table, compact
 SIZES, TIMES = ("cache", "cache_formula", "activations"), ("prefill", "decode")
 HEADERS = (
     *("model", "batch", "context", "KV cache, MB", "by formula, MB", "activations, MB", "prefill, ms / 100 tokens"),
-    "decoding, tokens/s",
+    *("decoding, tokens/s", "prefill, of the first's speed", "decoding, of the first's speed"),
 )
-SHORT_HEADERS = ("model", "batch", "context", "KV MB", "by plan", "peak MB", "prefill", "decode")
+SHORT_HEADERS = ("model", "batch", "context", "KV MB", "by plan", "peak MB", "prefill", "decode", "of first")
 CAPTION = (
     "KV MB: of the cache, and what the plan says; peak MB: activations beside it; prefill: ms per 100 tokens; "
-    "decode: tokens/s"
+    "decode: tokens/s, and its share of the first model's"
 )
 MEASURED = (
     "The cache is measured on the storages that it really holds; beside it stands what the plan says. Activations are "
-    "the most bytes that a prefill holds at one time beside weights and cache, counted by storages."
+    "the most bytes that a prefill holds at one time beside weights and cache, counted by storages. The last columns "
+    "compare speeds with the first row's in the same round."
 )
 MB = 1e6
 
 
-def _rows(record: dict[str, Any], size: str, write_time: Any) -> list[list[str]]:
+def _entry(row: dict[str, Any]) -> str:
+    """Return the model of a row, and the precision of its cache if that is not the model's own."""
+    bits = row.get("cache_bits", str(PLAIN))
+    return row["model"] if bits == str(PLAIN) else f"{row['model']}, {CacheBits.of(bits).name}"
+
+
+def _of_first(record: dict[str, Any], quantity: str) -> Iterator[dict[str, float]]:
+    """Yield for every row its speed over that of its batch and context's first row: median and range of rounds."""
+    first: dict[tuple[int, int], list[float]] = {}
+    for row in record["rows"]:
+        rounds = row[quantity]["rounds"]
+        before = first.setdefault((row["batch"], row["context"]), rounds)
+        pairs = zip(rounds, before, strict=True)
+        shares = [one / other if quantity == "decode" else other / one for one, other in pairs]  # the other is a time
+        yield {"median": median(shares), "min": min(shares), "max": max(shares)}
+
+
+def _rows(
+    record: dict[str, Any], size: str, number: str, write_time: Any, compared: Sequence[str] = TIMES
+) -> list[list[str]]:
+    """Return the cells of every row, the speeds that are `compared` with the first row's in the last ones."""
+    shares = zip(*(_of_first(record, name) for name in compared), strict=True)
     return [
         [
-            *(row["model"], str(row["batch"]), f"{row['context']:,}"),
+            *(_entry(row), str(row["batch"]), f"{row['context']:,}"),
             *(format(row[name] / MB, size) for name in SIZES),
-            *(write_time(row[name]) for name in TIMES),
+            *(write_time(row[name], number) for name in TIMES),
+            *(write_time(share, ".2f") for share in of_row),
         ]
-        for row in record["rows"]
+        for row, of_row in zip(record["rows"], shares, strict=True)
     ]
 
 
 def terminal(record: dict[str, Any]) -> TerminalTable:
     """Return every row of the record for a terminal, which has room for the median times alone."""
-    rows = _rows(record, ".4g", lambda time: f"{time['median']:.4g}")
+    rows = _rows(record, ".4g", ".4g", lambda time, form: format(time["median"], form), ("decode",))
     return Table(SHORT_HEADERS, rows, note=CAPTION).terminal(whole=SHORT_HEADERS[1:])
 
 
 def measurements(record: dict[str, Any]) -> Table:
     """Return every row of the record, times with their range over the rounds."""
-    rows = _rows(record, ",.2f", lambda time: f"{time['median']:,.1f} ({time['min']:,.1f}–{time['max']:,.1f})")
-    return Table(HEADERS, rows, note=MEASURED)
+
+    def spread(time: dict[str, float], form: str) -> str:
+        middle, *ends = (format(time[name], form) for name in ("median", "min", "max"))
+        return f"{middle} ({'–'.join(ends)})"
+
+    return Table(HEADERS, _rows(record, ",.2f", ",.1f", spread), note=MEASURED)
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -55,12 +85,19 @@ def markdown(record: dict[str, Any]) -> str:
     return measurements(record).markdown()
 
 
+def _entries(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what is compared, models with the precisions of their caches, in order; and a row of each."""
+    return {_entry(row): row for row in record["rows"]}
+
+
 def page(record: dict[str, Any]) -> Page:
     """Return the page of a record."""
-    models = [
-        [name, compact(model["parameters"]), f"{model['kv_bytes_per_token']:,}", f"{model['weights'] / MB:,.1f} MB"]
-        for name, model in record["models"].items()
-    ]
+    models = []
+    for entry, row in _entries(record).items():
+        model = record["models"][row["model"]]
+        of_bits = model.get("quantized_bytes_per_token", {})
+        size = of_bits.get(row.get("cache_bits"), model["kv_bytes_per_token"])
+        models.append([entry, compact(model["parameters"]), f"{size:,.0f}", f"{model['weights'] / MB:,.1f} MB"])
     threads = f"{record['threads']} thread{'' if record['threads'] == 1 else 's'}"
     return Page(
         "leanqkv bench",
@@ -73,7 +110,7 @@ def page(record: dict[str, Any]) -> Page:
             Section("All measurements", [measurements(record)]),
         ],
         made=footer(record),
-        title=f"Inference: {', '.join(record['models'])}",
+        title=f"Inference: {', '.join(_entries(record))}",
     )
 
 
@@ -82,9 +119,10 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, Drawing]]:
     batches = sorted({row["batch"] for row in record["rows"]})
     least, most = batches[0], batches[-1]
     longest = max(row["context"] for row in record["rows"])
-    at_longest = {(row["model"], row["batch"]): row for row in record["rows"] if row["context"] == longest}
+    at_longest = {(_entry(row), row["batch"]): row for row in record["rows"] if row["context"] == longest}
     per_token, memory = [], {}
-    for style, (name, model) in enumerate(record["models"].items()):
+    for style, (name, row) in enumerate(_entries(record).items()):
+        model = record["models"][row["model"]]
         size = at_longest[name, least]["cache"] / longest / least
         per_token.append(Series(name, style, [Band(model["parameters"], size, size, size)]))
         memory[name] = {part: at_longest[name, most][part] / MB for part in ("weights", "cache", "activations")}
@@ -119,8 +157,8 @@ def _series(record: dict[str, Any], batch: int, quantity: str) -> list[Series]:
         return Band(row["context"], *[row[quantity] / MB] * 3)
 
     return [
-        Series(name, style, [band(row) for row in record["rows"] if (row["batch"], row["model"]) == (batch, name)])
-        for style, name in enumerate(record["models"])
+        Series(name, style, [band(row) for row in record["rows"] if (row["batch"], _entry(row)) == (batch, name)])
+        for style, name in enumerate(_entries(record))
     ]
 
 

@@ -257,16 +257,16 @@ def measured_lines(
 
 
 @chart
-def frontier_lines(canvas: Canvas, series: Sequence[Series]) -> str:
-    """Draw loss above the source's against the share of its cache in percent, a point's `step`; small losses wide."""
+def frontier_lines(canvas: Canvas, series: Sequence[Series], across: str, unit: str = "") -> str:
+    """Draw loss above the source's against what it is lost for, a point's `step`; small losses wide."""
     canvas.bands(series)
     canvas.axes.axhline(0, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
     # Linear up to a hundredth of a nat, where most of what is worth choosing lies, and by powers of ten above.
     canvas.axes.set_yscale("symlog", linthresh=0.01, linscale=1.0)
     canvas.ticks_at(canvas.axes.yaxis, [-0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3], "{x:g}")
-    canvas.ticks(canvas.axes.xaxis, (5, 10), "{x:g}%", integer=True)
-    canvas.names("KV cache, share of the source's in bfloat16", "loss above the source's, nats")
-    return "Loss above the source's against the share of its KV cache, one line per kind of reduction and precision."
+    canvas.ticks(canvas.axes.xaxis, (5, 10), f"{{x:g}}{unit}", integer=True)
+    canvas.names(across, "loss above the source's, nats")
+    return f"Loss above the source's against {across}, one line per kind of reduction and precision."
 
 
 @chart

@@ -1,6 +1,6 @@
 """A frontier as a table, a figure, a recommendation for every budget, and a page, from frontier.json alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import fmean
@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.table import Table as TerminalTable
 
+from ..cache_bits import CacheBits
 from ..compare.statistics import Band, half_width
-from .figures import Drawing, Series, frontier_lines
+from .figures import Series, frontier_lines
 from .page import Figure, Kind, Page, Section, described, footer
 from .text import ABSENT, Table, plus_minus, signed
 
@@ -17,10 +18,8 @@ from .text import ABSENT, Table, plus_minus, signed
 BUDGETS = (0.84, 0.75, 0.5, 0.375, 0.25)
 # Nats above the source's loss from which a point is of no use, and is not recommended.
 USELESS = 1.0
-CAPTION = (
-    "Loss above the source's, mean of the texts, against the share of its KV cache in bfloat16. Down and to the left "
-    "is better. What loses a nat or more is in the table alone."
-)
+ABOVE = "Loss above the source's, mean of the texts, against"
+LEFT_OUT = "What loses a nat or more is in the table alone."
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,11 @@ def _point(samples: list[dict[str, Any]], record: dict[str, Any]) -> Point:
         means = [one["mean"] for one in found]
         losses.append((fmean(means), found[0]["half_width"] if len(samples) == 1 else half_width(means)))
     scores = [score for sample in samples for score in sample["scores"]]
-    bits = dict.fromkeys((first["key_bits"], first["value_bits"]))
+    bits = CacheBits(first["key_bits"], first["value_bits"])
     return Point(
-        label=f"{first['label']}, {'/'.join(map(str, bits))} bits",
+        label=f"{first['label']}, {bits.name}",
         reduction=first["label"],
-        quantized=first["key_bits"] < 16,
+        quantized=bits.quantized,
         bytes_per_token=first["bytes_per_token"],
         share=first["bytes_per_token"] / record["source"]["bytes_per_token"],
         losses=losses,
@@ -115,10 +114,15 @@ def _by_size(record: dict[str, Any]) -> list[Point]:
     return sorted(read_points(record), key=lambda one: (-one.bytes_per_token, one.loss))
 
 
+def _contexts(record: dict[str, Any]) -> list[str]:
+    """The tokens after which decoding was timed."""
+    return list(dict.fromkeys(c for point in record["points"] for c in point.get("tokens_per_second", {})))
+
+
 def points_table(record: dict[str, Any]) -> Table:
     """Return all that is known of the points, the largest cache first."""
     texts = [text["description"].split(",")[0] for text in record["texts"]]
-    contexts = list(dict.fromkeys(c for point in record["points"] for c in point.get("tokens_per_second", {})))
+    contexts = _contexts(record)
     headers = (
         *("cache", "bytes per token", "share"),
         *(f"loss on {text}" for text in texts),
@@ -168,7 +172,7 @@ def page(record: dict[str, Any]) -> Page:
         f"{record['name']}: KV cache against loss",
         "How small the KV cache of this checkpoint can get, and what that costs.",
         [
-            Section("For every budget", [[*recommendations(record)], Figure(_figure(record), CAPTION)]),
+            Section("For every budget", [[*recommendations(record)], *_figures(record)]),
             Section("All points", [points_table(record)]),
             Section("What every layer caches", [Section(label, [plan], folded=True) for label, plan in plans.items()]),
             Section("Not measured", [record.get("refused", {})]),
@@ -188,19 +192,33 @@ def _plan(layers: list[dict[str, Any]]) -> Table:
     return Table(("layer", "columns of keys", "columns of values", "missed"), rows, note=note)
 
 
-def _figure(record: dict[str, Any]) -> Drawing:
-    """Draw loss against the share of the cache: one line for every kind and precision, without what is of no use."""
+def _figures(record: dict[str, Any]) -> Iterator[Figure]:
+    """Draw loss against the share of the cache, and against the speed after every context that was timed."""
+    share = _series(record, lambda point: 100 * point.share)
+    drawing = frontier_lines("frontier", share, "KV cache, share of the source's in bfloat16", "%")
+    caption = f"{ABOVE} the share of its KV cache in bfloat16. Down and to the left is better. {LEFT_OUT}"
+    yield Figure(drawing, caption)
+    for context in _contexts(record):
+        after = f"tokens per second of one sequence after {int(context):,} tokens"
+        speed = _series(record, lambda point: point.speeds.get(context))  # noqa: B023
+        caption = f"{ABOVE} {after}, in float32. Down and to the right is better. {LEFT_OUT}"
+        yield Figure(frontier_lines(f"speed{context}", speed, after), caption)
+
+
+def _series(record: dict[str, Any], across: Callable[[Point], float | None]) -> list[Series]:
+    """Return the losses of what is of use: one line for every kind and precision."""
     kinds: dict[str, list[Band]] = {}
     of_label = {point["label"]: point["kind"] for point in record["points"]}
     for point in (one for one in read_points(record) if one.loss < USELESS):
         width = max((width or 0.0) for _, width in point.losses)
         bands = kinds.setdefault(f"{of_label[point.reduction]}, {point.label.rsplit(', ', 1)[1]}", [])
-        bands.append(Band(100 * point.share, point.loss, point.loss - width, point.loss + width))
-    series = [
+        if (place := across(point)) is not None:
+            bands.append(Band(place, point.loss, point.loss - width, point.loss + width))
+    return [
         Series(label, style, sorted(bands, key=attrgetter("step")))
         for style, (label, bands) in enumerate(kinds.items(), 1)
+        if bands
     ]
-    return frontier_lines("frontier", series)
 
 
 def _facts(record: dict[str, Any]) -> dict[str, str | list[str]]:
