@@ -47,8 +47,7 @@ class Histories:
         self.model, self.plan, self.caches, self.limit = model, model.config.plan, caches, limit
         self.config = copy(model.config)
         self.config._attn_implementation = "sdpa"
-        self.batches: list[Batch] = []
-        self.passes = 1
+        self.lenders, self.batches, self.passes = self.plan.lenders, [], 1
         self._cores: dict[int, Any] = {}
         self._tables: Rotations = {}
 
@@ -96,7 +95,7 @@ class Histories:
                 past_key_values=batch.cache,
                 mlp_hidden=(*parts, None),
             )
-            if number in self.plan.lenders:
+            if number in self.lenders:
                 batch.borrowed[number] = own
             batch.put(output, found)
 
