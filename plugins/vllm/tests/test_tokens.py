@@ -45,6 +45,18 @@ def test_tokens_are_those_of_generate(case: Case, tmp_path: Path) -> None:
     assert sum(sizes.values()) == model.config.plan.kv_bytes_per_token(torch.float32)
 
 
+WIDTHS = ("gqa+skipv1", "yoco:local=true", "resformer:mode=per_token", "shared blocks", "mlp-query", "output-gate")
+
+
+@pytest.mark.parametrize("case", of([case for case in CASES if case.name in WIDTHS]))
+def test_heads_of_widths_that_vllms_kernel_does_not_take(case: Case, tmp_path: Path) -> None:
+    model = saved(case, tmp_path, num_attention_heads=8)
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 6, 100)
+    with engine(tmp_path) as llm:
+        assert core_of(llm).model_executor.driver_worker.worker.model_runner.model.kernel is None
+        assert generate(llm, prompts, 24) == expected(model, prompts, 24)
+
+
 @pytest.mark.parametrize("case", of([case for case in CASES if case.name in REFUSED]))
 def test_what_cannot_run_is_refused_by_name(case: Case, tmp_path: Path) -> None:
     saved(case, tmp_path)
