@@ -101,33 +101,56 @@ def test_every_precision_of_the_cache_is_an_option():
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def both_ways(model: LeanForCausalLM, bits: CacheBits, ids: Tensor, mask: Tensor | None = None) -> tuple[Any, Any]:
-    """The tokens of a Decoder, and of `generate` with the same cache and chunks."""
-    decoder = Decoder(model, chunk=CHUNK, cache_bits=str(bits))
-    found = decoder.generate(ids, mask, max_new_tokens=NEW, eos_token_id=[], pad_token_id=0)
+def by_generate(model: LeanForCausalLM, bits: CacheBits, ids: Tensor) -> Tensor:
+    """The tokens of `generate` with the same cache and chunks as those of a Decoder."""
     held = LeanQuantizedCache("kivi", model.config, key_bits=bits.key_bits, value_bits=bits.value_bits)
-    options: dict[str, Any] = {"prefill_chunk_size": decoder.chunk, "eos_token_id": None, "pad_token_id": 0}
-    mask = torch.ones_like(ids) if mask is None else mask
-    options |= {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "past_key_values": held}
-    return found, model.generate(ids, **options)
+    chunk = CHUNK if model.config.mask_type != "prefix" else None
+    options: dict[str, Any] = {"prefill_chunk_size": chunk, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    return model.generate(ids, **options, past_key_values=held)
+
+
+def by_decoder(model: LeanForCausalLM, bits: CacheBits, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    decoder = Decoder(model, chunk=CHUNK, cache_bits=str(bits))
+    return decoder.generate(ids, mask, max_new_tokens=NEW, eos_token_id=[], pad_token_id=0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tokens_of_every_mechanism_are_those_of_generate(case: Model):
-    """One prompt, and three of which one is padded; in float64, in which codes leave no choice."""
-    model, mask = case.model(**LONG), torch.ones(3, 150, dtype=torch.long)
-    mask[0, :45] = 0
-    for bits, ids, given in ((CacheBits(4, 2), tokens(1, 150), None), (CacheBits(8, 4), tokens(3, 150), mask)):
-        found, expected = both_ways(model, bits, ids if given is None else ids * given, given)
-        assert torch.equal(found, expected), bits
+    """Of two prompts of one length; and of three of which two are padded, each as of the prompt alone. In float64, in
+    which codes leave no choice."""
+    model, bits, ids = case.model(**LONG), CacheBits(4, 2), tokens(3, 150)
+    assert torch.equal(by_decoder(model, bits, ids[:2]), by_generate(model, bits, ids[:2]))
+    mask, starts = torch.ones(3, 150, dtype=torch.long), [45, 0, 84]
+    for row, start in enumerate(starts):
+        mask[row, :start] = 0
+    found = by_decoder(model, bits, ids * mask, mask)
+    for row, start in enumerate(starts):
+        assert torch.equal(found[row : row + 1, start:], by_generate(model, bits, ids[row : row + 1, start:])), row
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_logits_of_every_mechanism_by_the_kernel(case: Model, needs_compiler):
+    """Of single tokens over the end of a block, in float32, against the history made whole. A rounding may decide which
+    code an entry gets, which some mechanisms enlarge."""
+    model, ids, bits = case.model(**LONG).float(), tokens(2, 132), CacheBits(8, 4)
+    decoder, cache = Decoder(model, cache_bits=bits), bits.cache(model.config)
+    prefix = {"prefix_mask": torch.ones(2, 126)} if model.config.mask_type == "prefix" else {}
+    decoder.prefill(ids[:, :126], room=6)
+    with torch.no_grad():
+        model(ids[:, :126], past_key_values=cache, **prefix)
+        for place in range(126, 132):
+            expected = model(ids[:, place : place + 1], past_key_values=cache, **prefix).logits[:, -1]
+            found = decoder.step(ids[:, place])
+            assert (found - expected).abs().max() <= 1e-3 * expected.abs().max(), place
 
 
 @pytest.mark.parametrize("mechanisms", [(), ("gqa", "skipv1"), ("mla",), ("latent-keys", "latent-values")])
 def test_tokens_in_float32(mechanisms):
     model = randomize(LeanForCausalLM(tiny("llama", *mechanisms, **LONG)), std=0.3).eval()
     ids = tokens(3, 150)
-    found, expected = both_ways(model, CacheBits(4, 4), ids)
-    assert torch.equal(found, expected)
+    found = by_decoder(model, CacheBits(4, 4), ids)
+    assert torch.equal(found, by_generate(model, CacheBits(4, 4), ids))
     plain = Decoder(model).generate(ids, max_new_tokens=NEW, eos_token_id=[], pad_token_id=0)
     assert not torch.equal(found, plain), "nothing was rounded"
 

@@ -461,14 +461,18 @@ void weigh(float* scores, float& highest, float& total, float* sums, int64_t siz
   total += sum(totals);
 }
 
-// Where a row of a latent with the keys behind it is made: of every complex column its frequency, and a row of tables and
-// keys as floats.
+// What turns the keys behind a latent back: of every complex column its frequency, and what its cosines and sines are at
+// the positions of a segment, [kSegment, 4, padded columns]. Rows of the batch with the same tables share them.
 struct Turn {
+  static constexpr int64_t kSegment = 512;
   std::vector<int32_t> frequency;
-  std::vector<float> table, cos, sin, key;
+  std::vector<float> table, key, segment;
+  const void* of = nullptr;  // the first table of the segment
+  int64_t count = 0;  // of its positions
+
   explicit Turn(const Call& call)
-      : frequency(padded(call.turned / 2)), table(padded(2 * call.frequencies) + kStep), cos(2 * frequency.size()),
-        sin(2 * frequency.size()), key(padded(call.plain.columns) + kStep) {
+      : frequency(padded(call.turned / 2)), table(padded(2 * call.frequencies) + kStep),
+        key(padded(call.plain.columns) + kStep), segment(call.turned ? kSegment * 4 * frequency.size() : 0) {
     for (int64_t d = 0; d < call.turned / 2; ++d) frequency[d] = int32_t(call.frequency ? call.frequency[d] : d);
   }
 };
@@ -532,29 +536,42 @@ struct Part {
   int64_t b, head, first, start, end;  // none before `first` is seen
 };
 
+// Cosines and sines of the complex columns at a position, each of the first half of a head and then of the second.
+template <typename T>
+const float* turn_at(const Call& call, const Part<T>& part, int64_t n, Turn& turn) {
+  const int64_t size = turn.frequency.size(), place = (n - part.start) % Turn::kSegment, first = n - place;
+  const T* const of = part.cos + first * call.table_row;
+  const int64_t count = std::min(Turn::kSegment, part.end - first);
+  if (turn.of != of || turn.count < count) {
+    turn.of = of, turn.count = count;
+    for (int64_t i = 0; i < count; ++i) {
+      float* to = turn.segment.data() + i * 4 * size;
+      for (const T* const tables : {part.cos, part.sin}) {
+        const auto* const from = reinterpret_cast<const char*>(tables + (first + i) * call.table_row);
+        to_floats<Numbers<T>>(from, 2 * call.frequencies, turn.table.data());
+        spread(turn.table.data(), call.frequencies, turn.frequency, to);
+        spread(turn.table.data() + call.frequencies, call.frequencies, turn.frequency, to + size);
+        to += 2 * size;
+      }
+    }
+  }
+  return turn.segment.data() + place * 4 * size;
+}
+
 // A latent and the keys behind it, as they were before rotary positions; one row, as floats, written from left to right.
 template <typename T>
 inline void turn_back(
     const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t in_block, Turn& turn, float* row) {
   to_floats<T>(call.values, latent, in_block, row);
-  const int64_t half = call.turned / 2, other = turn.frequency.size(), columns = call.plain.columns;
-  const auto spread_row = [&](const T* tables, float* to) {
-    const auto* const from = reinterpret_cast<const char*>(tables + n * call.table_row);
-    to_floats<Numbers<T>>(from, 2 * call.frequencies, turn.table.data());
-    spread(turn.table.data(), call.frequencies, turn.frequency, to);
-    spread(turn.table.data() + call.frequencies, call.frequencies, turn.frequency, to + other);
-  };
-  float *const cos = turn.cos.data(), *const sin = turn.sin.data(), *const key = turn.key.data();
-  if (half) {
-    spread_row(part.cos, cos);
-    spread_row(part.sin, sin);
-  }
+  const int64_t half = call.turned / 2, size = turn.frequency.size(), columns = call.plain.columns;
+  const float* const cos = half ? turn_at(call, part, n, turn) : nullptr;
+  float* const key = turn.key.data();
   for (int64_t h = 0; h < call.plain_heads; ++h) {
     float* const to = row + call.values.columns + h * columns;
     const Block block = block_of<T>(call, call.plain, part.b, h, n);
     to_floats<T>(call.plain, block, block.scale ? n % call.page : 0, key);
-    turned_by(key, cos, key + half, sin, half, to);
-    turned_by(key + half, cos + other, key, sin + other, half, to + half);
+    turned_by(key, cos, key + half, cos + 2 * size, half, to);
+    turned_by(key + half, cos + size, key, cos + 3 * size, half, to + half);
     std::copy(key + call.turned, key + columns, to + call.turned);
   }
 }
@@ -795,7 +812,8 @@ void run(const Call& call) {
     Scratch scratch(call);
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < heads * chunks; ++i) {
-      const int64_t head = i / chunks, b = head / call.heads, h = head % call.heads;
+      // Part by part: what rows of the batch share stays in the processor's caches.
+      const int64_t head = i % heads, chunk = i / heads, b = head / call.heads, h = head % call.heads;
       const Span span(call, b);
       const int64_t before = call.length - span.length, table = b * call.table_batch + before * call.table_row;
       const Part<T> part{
@@ -803,10 +821,10 @@ void run(const Call& call) {
           cos ? cos + table : nullptr,
           sin ? sin + table : nullptr,
           call.mask ? call.mask + b * call.mask_batch + before : nullptr,
-          b, h, span.first, span.start(i % chunks, chunks), span.start(i % chunks + 1, chunks)};
+          b, h, span.first, span.start(chunk, chunks), span.start(chunk + 1, chunks)};
       attend<T>(call, part, scratch);
       if (chunks > 1) {
-        std::copy(scratch.left, scratch.left + size, all.begin() + i * size);
+        std::copy(scratch.left, scratch.left + size, all.begin() + (head * chunks + chunk) * size);
       } else {
         for (int64_t g = 0; g < call.group; ++g) finish(head, g, scratch.left);
       }

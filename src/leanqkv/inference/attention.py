@@ -26,6 +26,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Heads = Tensor | History
 # Parts of a head shorter than this take less time than handing them to another thread.
 CHUNK_TOKENS = 128
+# Positions that rows of a batch read in turns; the same as Turn::kSegment in attention.cpp.
+SHARED_TOKENS = 512
 
 
 class _Source(ctypes.Structure):
@@ -185,6 +187,8 @@ def _call(
     )
     call.threads = torch.get_num_threads()
     call.chunks = length_chunks(batch * heads, length, call.threads)
+    if both is not None and batch > 1:  # rows take turns, part by part, and share what turns keys back
+        call.chunks = max(call.chunks, length // SHARED_TOKENS)
     call.query_batch, call.query_head = query.stride()[:2]
     call.output_batch, call.output_head = output.stride()[:2]
     call.scaling = scaling
@@ -202,27 +206,22 @@ def _source(heads: Heads) -> _Source:
     if isinstance(heads, Tensor):
         return _Source(heads.data_ptr(), None, columns, *heads.stride()[:3])
     table, newest, layout, first = heads.table, heads.newest, heads.layout, heads.first_head
-    rows: tuple[int | None, ...] = (None, None, columns, 0, 0, 0)
+    source = _Source(columns=columns, pages=table.data_ptr(), page_batch=table.stride(0))
     if newest is not None:
-        rows = (newest[:, first:].data_ptr(), None, columns, *newest.stride()[:3])
-    source = _Source(*rows)
-    source.pages, source.page_batch = table.data_ptr(), table.stride(0)
+        source.rows = newest[:, first:].data_ptr()
+        source.batch, source.head, source.row = newest.stride()[:3]
     if layout is None:
         start, source.page_head, source.page_row = heads.strides
         source.page_start = start + first * source.page_head
-        return _for_all(source) if heads.expanded else source
-    source.bits, source.width, source.lanes = layout.bits, layout.width, layout.lanes
-    source.page_head = layout.code_bytes // layout.heads
-    source.page_start = first * source.page_head
-    source.scale_head, source.groups = layout.head_scales, layout.groups if layout.per_token else 0
-    source.scales = layout.code_bytes + first * layout.head_scales * SCALE_DTYPE.itemsize
-    source.offsets = source.scales + layout.heads * layout.head_scales * SCALE_DTYPE.itemsize
-    return _for_all(source) if heads.expanded else source
-
-
-def _for_all(source: _Source) -> _Source:
-    """The same for one head in the place of several."""
-    source.head = source.page_head = source.scale_head = 0
+    else:
+        source.bits, source.width, source.lanes = layout.bits, layout.width, layout.lanes
+        source.page_head = layout.code_bytes // layout.heads
+        source.page_start = first * source.page_head
+        source.scale_head, source.groups = layout.head_scales, layout.groups if layout.per_token else 0
+        source.scales = layout.code_bytes + first * layout.head_scales * SCALE_DTYPE.itemsize
+        source.offsets = source.scales + layout.heads * layout.head_scales * SCALE_DTYPE.itemsize
+    if heads.expanded:
+        source.head = source.page_head = source.scale_head = 0
     return source
 
 

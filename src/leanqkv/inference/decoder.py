@@ -225,7 +225,7 @@ class Decoder:
             )
         cache, last = None, []
         for row in rows:
-            for logits in self.prefill_chunks(row, room=room):
+            for logits in self.prefill_chunks(row, room=room):  # noqa: B007
                 yield None
             last.append(logits)
             if cache is None:
