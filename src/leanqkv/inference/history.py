@@ -21,9 +21,10 @@ class Places:
     """Which positions the rows of a batch hold, and where; for all tensors of a layer.
 
     Attributes:
-        longest: positions that are seen of the longest row; shorter ones are padded on the left.
+        longest: positions that are seen of the longest row; shorter ones are padded.
         lengths, firsts, paged: of every row, int64: positions held, the first that is seen, and how many are in pages.
         page: positions of a page.
+        padded_right: whether the tensor, a mask and what turns keys back are padded on the right, or on the left.
     """
 
     longest: int
@@ -31,6 +32,7 @@ class Places:
     firsts: Tensor | None
     paged: Tensor
     page: int
+    padded_right: bool = False
 
 
 class History:
@@ -55,7 +57,7 @@ class History:
         layout: PageLayout | None = None,
         strides: tuple[int, int, int] = (0, 0, 0),
     ):
-        """shape: rows, heads, columns. make: returns the tensor, padded on the left."""
+        """shape: rows, heads, columns. make: returns the tensor, padded."""
         rows, heads, columns = shape
         self.shape = torch.Size((rows, heads, places.longest, columns))
         self.places, self.table, self.newest, self.layout, self.strides = places, table, newest, layout, strides

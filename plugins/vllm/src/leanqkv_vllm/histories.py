@@ -134,6 +134,8 @@ class Batch:
 
     Attributes:
         cache, masks, rotations: as the core's attention takes them.
+        padded_right: whether shorter rows are padded on the right, so that positions are counted alike, or on the left.
+        history, real: positions of the padded rows' tokens, [1 or rows, tokens of the longest], and which tokens are.
         borrowed: keys and values of the layers so far that later ones borrow.
         pages: of every group of layers.
     """
@@ -156,26 +158,27 @@ class Batch:
         self.pages = [Pages(self, cache, step, requests) for cache, step in zip(histories.caches, steps, strict=True)]
         of = {number: pages for pages in self.pages for number in pages.cache.group.layers}
         self.cache = Cache(layers=[PagedLayer(of.get(one.layer, self.pages[0]), one) for one in histories.plan.layers])
-        # Of every row, padded on the left to the longest.
-        self.history = torch.arange(self.longest, device=tokens.device) - (self.longest - self.lengths)[:, None]
+        self.padded_right = self.new == 1
+        history = torch.arange(self.longest, device=tokens.device)[None]
+        if not self.padded_right:
+            history = history - (self.longest - self.lengths)[:, None]
+        self.real, self.history = (history >= 0) & (history < self.lengths[:, None]), history.clamp_min(0)
         self.masks = self._masks(histories, like)
         tables = histories.tables(self.longest, like)
         self.rotations = {name: self._rotation(name, table, positions) for name, table in tables.items()} or None
 
     def _rotation(self, name: str, table: Rotation, positions: Tensor) -> Rotation:
-        chosen = self.history.clamp_min(0) if name.startswith(BACK) else positions
+        chosen = self.history if name.startswith(BACK) else positions
         return table[0][chosen], table[1][chosen]
 
     def _masks(self, histories: Histories, like: Tensor) -> dict[int | None, Any]:
         """By window; of rows with one token each, additive masks where the rows are of several lengths."""
-        windows = {layer.window for layer in histories.plan.layers}
-        real = self.history >= 0
         if self.new > 1:
-            embeds = like.new_empty(len(real), self.new, 1)
-            return make_masks(histories.config, histories.plan, embeds, real.long(), None, self.cache, None)
+            embeds = like.new_empty(len(self.real), self.new, 1)
+            return make_masks(histories.config, histories.plan, embeds, self.real.long(), None, self.cache, None)
         masks = {}
-        for window in windows:
-            seen = real if window is None else real & (torch.arange(self.longest) >= self.longest - window)
+        for window in {layer.window for layer in histories.plan.layers}:
+            seen = self.real if window is None else self.real & (self.history >= self.lengths[:, None] - window)
             hidden = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
             masks[window] = None if seen.all() else hidden[:, None, None]
         return masks
@@ -213,10 +216,9 @@ class Pages:
     @cached_property
     def read(self) -> tuple[Tensor, Tensor]:
         """Page of every token and its place, [rows, tokens of the longest], to gather them."""
-        found, size = self.batch.history.clamp_min(0), self.cache.block_size
+        found, size = self.batch.history.expand(self.batch.real.shape), self.cache.block_size
         # What pads a row is read from the page that belongs to no request.
-        pages = torch.where(self.batch.history < 0, 0, self.blocks.gather(1, found // size))
-        return pages, found % size
+        return torch.where(self.batch.real, self.blocks.gather(1, found // size), 0), found % size
 
     @cached_property
     def table(self) -> Tensor:
@@ -228,10 +230,10 @@ class Pages:
     def places(self) -> Places:
         lengths, window = self.batch.lengths, self.cache.group.window
         firsts = None if window is None else (lengths - window).clamp_min(0)
-        return Places(self.batch.longest, lengths, firsts, lengths, self.cache.block_size)
+        return Places(self.batch.longest, lengths, firsts, lengths, self.cache.block_size, self.batch.padded_right)
 
     def gather(self, slot: Slot) -> Tensor:
-        """Return a tensor of all rows, [rows, heads, tokens of the longest, columns], padded on the left."""
+        """Return a tensor of all rows, [rows, heads, tokens of the longest, columns], padded."""
         page, place = self.read
         return self.cache.heads(slot.layer, slot.name)[page, :, place].transpose(1, 2)
 
