@@ -35,7 +35,19 @@ def kernel_of_platform() -> ModuleType | None:
     return None if name is None else import_module(f".{name}", __package__)
 
 
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
+def choose_kernel(plan: Plan) -> tuple[ModuleType | None, str | None]:
+    """Return vLLM's kernel that attends as a plan asks; or None and why leanqkv's own code does."""
+    kernel = kernel_of_platform()
+    why = "this platform has no kernel" if kernel is None else paged.kernel_refusal(plan, kernel)
+    return (kernel, None) if why is None else (None, why)
+
+
+def _compiles(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM may compile the model: our own code must not end up in a graph of a GPU's launches."""
+    return current_platform.is_cpu() or choose_kernel(vllm_config.model_config.hf_config.plan)[0] is not None
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0}, enable_if=_compiles)
 class CompiledModel(LeanModel):
     """The model on the tokens of a step, which vLLM compiles where it is asked to."""
 
@@ -60,9 +72,7 @@ class LeanForCausalLM(nn.Module):
         self.ranks = vllm_config.parallel_config.tensor_parallel_size
         config = rank_config(config, self.ranks) if self.ranks > 1 else config
         self.plan: Plan = config.plan
-        kernel = kernel_of_platform()
-        why = "this platform has no kernel" if kernel is None else paged.kernel_refusal(self.plan, kernel)
-        self.kernel = None if why is not None else kernel
+        self.kernel, why = choose_kernel(self.plan)
         if reason := paged.precision_refusal(vllm_config, self.kernel, why):
             raise ValueError(f"leanqkv-vllm: {reason}")
         config._attn_implementation = paged.IMPLEMENTATION
