@@ -161,14 +161,15 @@ class PageLayout:
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         # Repeating a column leaves the range of its group as it is.
         missing = self.groups * self.width - self.columns if self.per_token else 0
-        padded = torch.cat((states, states[..., -1:].expand(*states.shape[:-1], missing)), -1)
-        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(-1, (self.groups, -1))
+        if missing:
+            states = torch.cat((states, states[..., -1:].expand(*states.shape[:-1], missing)), -1)
+        blocks = states.unflatten(2, (-1, BLOCK)).unflatten(-1, (self.groups, -1))
         shared = -1 if self.per_token else 3  # [batch, heads, blocks, BLOCK, groups, width]
         low = _rounded(blocks.amin(shared, keepdim=True), -torch.inf)
         scale = _rounded((blocks.amax(shared, keepdim=True) - low) / (2**self.bits - 1), torch.inf)
-        codes = (blocks - low) / torch.where(scale > 0, scale, 1)
+        codes = (blocks - low).div_(torch.where(scale > 0, scale, 1))
         # What a conversion to integers makes of NaN is undefined.
-        codes = codes.round().nan_to_num(0).to(torch.uint8).flatten(-2)[..., : self.columns]
+        codes = codes.round_().nan_to_num_(0).to(torch.uint8).flatten(-2)[..., : self.columns]
         parts = [self._packed(codes), *(part.flatten(3) for part in (scale, low))]
         return torch.cat([part.transpose(1, 2).flatten(2).view(torch.uint8) for part in parts], -1)
 
@@ -320,7 +321,8 @@ class KiviLayer(DynamicLayer):
         """The last `seen` tokens of all rows; shorter rows are padded on the left."""
         rows = [paged.history(row, count)[:, -seen:] for row, count in enumerate(newest)]
         longest = max(row.shape[1] for row in rows)
-        return torch.stack([F.pad(row, (0, 0, longest - row.shape[1], 0)) for row in rows])
+        rows = [F.pad(row, (0, 0, longest - row.shape[1], 0)) if row.shape[1] < longest else row for row in rows]
+        return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
     def _drop(self, paged: Paged, newest: int) -> None:
         """Drop the pages that no later query sees."""
