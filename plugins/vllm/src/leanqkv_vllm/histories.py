@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -22,7 +22,8 @@ from leanqkv.inference.attention import attend_one_query, one_query_attention
 from leanqkv.inference.history import History, Places
 from leanqkv.model.attention import KeyValues
 from leanqkv.model.attention_latent import LatentAttention
-from leanqkv.model.latent import absorb, restore
+from leanqkv.model.latent import absorb, absorbing_pays, restore
+from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.layout import LayerPlan
 from leanqkv.model.position import BACK, Rotation, Rotations, make_masks
 from leanqkv.model.transformer import LeanModel
@@ -33,6 +34,8 @@ from .step import Step
 
 # A request with more new tokens than these has its history gathered once for all of them.
 FEW = 8
+# Positions of a history for which absorbing a latent takes fewer multiplications, if it does for any number.
+MANY = 2**30
 
 
 class Histories:
@@ -105,7 +108,7 @@ class Histories:
             attention = self.model.layers[block].self_attn
             core = copy(attention)  # which shares its modules
             original = type(attention).__bases__[1]
-            core.__class__ = LatentCore if original is LatentAttention else original
+            core.__class__ = CORES.get(original, original)
             core.project = lambda hidden_states, projected: projected
             core.project_output = lambda heads, gate: heads
             core.config, core.attend = self.config, attend_one_query
@@ -279,8 +282,21 @@ class PagedLayer(DynamicLayer):
         return self.pages.batch.longest, 0
 
 
+class LatentHeadsCore(LatentHeadsAttention):
+    """Latents that are read where they lie, however few tokens there are: heads made of them would be gathered."""
+
+    def absorbs(self, up: nn.Module, query: Tensor, positions: int, columns: int) -> bool:
+        return super().absorbs(up, query, MANY if query.shape[2] == 1 else positions, columns)
+
+
 class LatentCore(LatentAttention):
     """MLA whose absorbed form is one call of the kernel, if the latent and the rotary key lie side by side in pages."""
+
+    def _absorbing_pays(self, query: Tensor, pieces: list[Any], mask: Any) -> bool:
+        if not isinstance(pieces[0], History):
+            return super()._absorbing_pays(query, pieces, mask)
+        size = query, MANY, self.latent.rank
+        return absorbing_pays(self.k_up_proj, *size) and absorbing_pays(self.v_up_proj, *size)
 
     def _absorbed(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
         [latent, *others] = pieces
@@ -294,6 +310,9 @@ class LatentCore(LatentAttention):
         if output is None:
             return super()._absorbed(query, query_rope, pieces, key_rope, mask, scaling, **kwargs)
         return restore(self.v_up_proj, output, self.head_dim), None
+
+
+CORES: dict[type, type] = {LatentHeadsAttention: LatentHeadsCore, LatentAttention: LatentCore}
 
 
 class OpaqueAttention:
