@@ -97,16 +97,16 @@ class Ours:
                 multiply(inputs)
 
     @cached_property
-    def _products(self) -> list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]]:
+    def _products(self) -> list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]]:
         from leanqkv.inference.joined import JoinedProjections
-        from leanqkv.inference.linear import PackedLinear
+        from leanqkv.inference.linear import FewRowsLinear
 
         found: list[tuple[Any, Any]] = []
         for module in self.decoder.model.modules():
             joined = vars(module).get("project")
             if isinstance(joined, JoinedProjections) and joined._once:
                 found.append((joined._once[1], joined.layers[0]))
-            elif isinstance(module, PackedLinear):
+            elif isinstance(module, FewRowsLinear):
                 found.append((module.product, module))
         dtype = self.decoder.model.dtype
         return [(multiply, torch.zeros(len(self.next), 1, layer.in_features, dtype=dtype)) for multiply, layer in found]

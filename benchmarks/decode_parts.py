@@ -7,7 +7,6 @@
 """
 
 import argparse
-import copy
 import itertools
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from unittest.mock import patch
 
 import harness
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 from leanqkv import LeanForCausalLM
@@ -30,17 +28,14 @@ BASE, PROMPT, STEPS = "llama-130m", 128, 256
 WHOLE = "all of it"
 
 
-def unpacked(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-
-
 # What is replaced while the decoder is made, and while it takes in the prompt.
 PARTS: dict[str, tuple[Callable[[], AbstractContextManager], Callable[[], AbstractContextManager]]] = {
     WHOLE: (nullcontext, nullcontext),
     "PyTorch's attention": (lambda: patch("leanqkv.inference.decoder.attend_one_query", attend), nullcontext),
-    "weights as they are": (lambda: patch("leanqkv.inference.decoder.packed", unpacked), nullcontext),
-    "products of one input apart": (
-        lambda: patch("leanqkv.inference.linear.join_projections", lambda *_: []),
+    "PyTorch's products": (lambda: patch("leanqkv.inference.decoder.use_products", lambda _: None), nullcontext),
+    "PyTorch's small operations": (lambda: patch("leanqkv.inference.decoder.fuse", lambda _: None), nullcontext),
+    "a call for every operation": (
+        lambda: patch("leanqkv.inference.decoder.use_programs", lambda _: None),
         nullcontext,
     ),
     "a cache that grows": (

@@ -9,8 +9,7 @@ from shapes import randomize, tiny, tokens
 
 from leanqkv import LeanForCausalLM, compat
 from leanqkv.errors import LeanError
-from leanqkv.inference import Decoder, attention
-from leanqkv.inference.linear import PackedLinear
+from leanqkv.inference import Decoder, attention, step
 
 PROMPT, NEW = 9, 12
 
@@ -18,7 +17,7 @@ PROMPT, NEW = 9, 12
 @pytest.fixture
 def fresh():
     """Forget, before and after, what this process has found out about PyTorch."""
-    caches = (compat.packing_works, attention.compiled_kernels)
+    caches = (compat.warn_without_kernels, attention.compiled_kernels, step.compiled_kernels)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -41,51 +40,6 @@ def decoded(decoder: Decoder) -> torch.Tensor:
     return decoder.generate(tokens(2, PROMPT), max_new_tokens=NEW, pad_token_id=0)
 
 
-def packed_layers(decoder: Decoder) -> int:
-    return sum(isinstance(module, PackedLinear) for module in decoder.model.modules())
-
-
-OPERATORS = torch.ops.mkldnn
-NO_PACKING = {
-    "no operators": SimpleNamespace(),
-    "no reordering": SimpleNamespace(
-        _linear_pointwise=OPERATORS._linear_pointwise,
-        _is_mkldnn_bf16_supported=lambda: True,
-    ),
-    "no product": SimpleNamespace(
-        _reorder_linear_weight=OPERATORS._reorder_linear_weight,
-        _is_mkldnn_bf16_supported=lambda: True,
-    ),
-}
-
-
-@pytest.mark.parametrize("operators", NO_PACKING.values(), ids=NO_PACKING)
-@pytest.mark.slow
-def test_decoding_without_packing(model, expected, fresh, monkeypatch, operators):
-    monkeypatch.setattr(torch.ops, "mkldnn", operators)
-    decoder = Decoder(model)
-    assert torch.equal(decoded(decoder), expected)
-    assert packed_layers(decoder) == 0
-
-
-CHANGED_PACKING = {
-    "its arguments": (lambda weight: weight, OPERATORS._linear_pointwise, "takes 1 positional argument"),
-    "its result": (lambda weight, rows: weight, lambda inputs, *_: inputs @ torch.zeros(8, 4), "its result differs"),
-}
-
-
-@pytest.mark.parametrize("reorder, product, reason", CHANGED_PACKING.values(), ids=CHANGED_PACKING)
-def test_decoding_where_packing_is_another_function(model, expected, fresh, monkeypatch, reorder, product, reason):
-    operators = SimpleNamespace(_reorder_linear_weight=reorder, _linear_pointwise=product)
-    monkeypatch.setattr(torch.ops, "mkldnn", operators)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    with pytest.warns(RuntimeWarning, match=reason) as told:
-        decoder = Decoder(model)
-    assert len(told) == 1, "once for the process, not for every layer"
-    assert torch.equal(decoded(decoder), expected)
-    assert packed_layers(decoder) == 0
-
-
 def failing(*args, **kwargs):
     raise RuntimeError("no compiler\nand much that it says")
 
@@ -105,7 +59,7 @@ def test_decoding_without_the_kernel(model, expected, fresh, monkeypatch, missin
         assert torch.equal(decoded(Decoder(model)), expected)
 
 
-def test_an_error_in_the_kernel_is_told():
+def test_an_error_in_the_kernel_is_told(fresh):
     with pytest.warns(RuntimeWarning, match=r"cannot be compiled: (.*error:|No working C\+\+ compiler)"):
         assert compat.compile_cpp("this is not C++") is None
 

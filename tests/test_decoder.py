@@ -21,7 +21,7 @@ from leanqkv.inference.attention import (
     one_query_attention_to_both,
 )
 from leanqkv.inference.cache import AllocatedLayer
-from leanqkv.inference.linear import PackedLinear, can_pack, packed
+from leanqkv.inference.linear import FewRowsLinear, shared_copy, use_products
 from leanqkv.model.latent_heads import LatentAndKeys
 
 NEW = 12
@@ -190,51 +190,41 @@ def test_the_cache_is_one_for_transformers_own_generation_as_well(mechanisms):
         assert torch.equal(model(ids, past_key_values=one).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_packed_layers_compute_the_same(dtype, bias):
-    linear = nn.Linear(48, 80, bias=bias).to(dtype)
-    if not can_pack(linear.weight):
-        pytest.skip("this build of PyTorch has no oneDNN product for packed weights of this dtype")
-    layer = PackedLinear(linear)
-    for rows in (1, 3, 8, 40):
-        inputs = torch.randn(2, rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        expected = nn.functional.linear(inputs.double(), linear.weight.double(), linear.bias.double() if bias else None)
-        error = (layer(inputs).double() - expected).abs().max() / expected.abs().max()
-        assert error <= 48**0.5 * torch.finfo(dtype).eps
+def with_products(model: nn.Module) -> nn.Module:
+    copied = shared_copy(model)
+    use_products(copied)
+    return copied
 
 
-def test_a_packed_model_shares_the_parameters_and_leaves_the_model():
+def test_a_model_with_products_shares_the_parameters_and_leaves_the_model():
     model = build("llama", "nonlinear-query")
     before = {name: type(module) for name, module in model.named_modules()}
-    packed_model = packed(model)
+    copied = with_products(model)
     assert {name: type(module) for name, module in model.named_modules()} == before
     mine = {id(parameter) for parameter in model.parameters()}
-    assert {id(parameter) for parameter in packed_model.parameters()} == mine
-    if not can_pack(next(model.parameters())):
-        pytest.skip("this build of PyTorch has no oneDNN product for packed weights of this dtype")
-    for layer in packed_model.model.layers:
+    assert {id(parameter) for parameter in copied.parameters()} == mine
+    for layer in copied.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         assert attention.project.layers == [attention.q_proj.down_proj, attention.k_proj, attention.v_proj]
         assert mlp.project.layers == [mlp.gate_proj, mlp.up_proj]
         alone = [attention.q_proj.up_proj, attention.o_proj, mlp.down_proj]
-        assert all(isinstance(linear, PackedLinear) for linear in alone)
-        # What is part of a joined product is not packed a second time.
-        assert not any(isinstance(linear, PackedLinear) for linear in (attention.k_proj, attention.q_proj.down_proj))
+        assert all(isinstance(linear, FewRowsLinear) for linear in alone)
+        # What is part of a joined product has no product of its own.
+        assert not any(isinstance(linear, FewRowsLinear) for linear in (attention.k_proj, attention.q_proj.down_proj))
     assert not any("project" in vars(module) for layer in model.model.layers for module in (layer.self_attn, layer.mlp))
 
 
-def test_what_is_not_a_plain_layer_is_not_packed():
+def test_what_is_not_a_plain_layer_is_not_replaced():
     class Doubled(nn.Linear):
         def forward(self, inputs):
             return 2 * super().forward(inputs)
 
     model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8), nn.Linear(8, 8))
     model[2].register_forward_hook(lambda module, inputs, output: output + 1)
-    packed_model = packed(model)
-    assert isinstance(packed_model[1], Doubled) and type(packed_model[2]) is nn.Linear
+    copied = with_products(model)
+    assert isinstance(copied[1], Doubled) and type(copied[2]) is nn.Linear
     inputs = torch.randn(3, 8)
-    assert torch.allclose(packed_model(inputs), model(inputs), atol=1e-6)
+    assert torch.allclose(copied(inputs), model(inputs), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

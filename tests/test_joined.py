@@ -145,7 +145,7 @@ def test_a_product_made_once_joins_no_weights_in_a_step(monkeypatch: pytest.Monk
     model = LeanForCausalLM(tiny("gpt")).eval()
     ids = tokens(1, 1)
     expected = model(input_ids=ids, use_cache=False).logits
-    join_projections(model, lambda weight, bias: lambda x: nn.functional.linear(x, weight, bias))
+    join_projections(model, lambda maps: lambda x: [nn.functional.linear(x, *one) for one in maps])
     monkeypatch.setattr(joined.torch, "cat", never)
     assert_near(model(input_ids=ids, use_cache=False).logits, expected, 1e-5)
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, kv_bytes_per_token
 from leanqkv.inference import Decoder
-from leanqkv.inference.linear import PackedLinear
+from leanqkv.inference.linear import FewRowsLinear
 from leanqkv.model import latent, latent_heads
 from leanqkv.model.latent import ComplexUp, absorbing_pays
 
@@ -142,8 +142,8 @@ def test_the_decoder_gives_the_same(case, dtype: torch.dtype) -> None:
     ids = tokens(2, 11)
     decoder = Decoder(model)
     for layer in decoder.model.model.layers:
-        assert not isinstance(layer.self_attn.k_up_proj, PackedLinear)
-        assert isinstance(layer.self_attn.o_proj, PackedLinear) or dtype != torch.float32
+        assert not isinstance(layer.self_attn.k_up_proj, FewRowsLinear)
+        assert isinstance(layer.self_attn.o_proj, FewRowsLinear)
     with torch.no_grad():
         expected = model(ids).logits
         found = [decoder.prefill(ids[:, :7], room=4)] + [decoder.step(ids[:, place]) for place in range(7, 11)]

@@ -40,7 +40,7 @@ def server(tmp_path_factory):
     save(directory, TEMPLATE)
     command = [sys.executable, "-m", "leanqkv.cli", "serve", str(directory), "--port", "0", "--device", "cpu"]
     # Without a compiler, one warning says that PyTorch's attention is used.
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:the kernel for decoding:RuntimeWarning"}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:the kernels for decoding:RuntimeWarning"}
     with (directory / "errors").open("w+") as errors:
         process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:

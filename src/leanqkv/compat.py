@@ -6,12 +6,11 @@ refuses; its results are the same. `model/` cannot import this module: it travel
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import logging
 
 from .errors import LeanError, first_line, needs
@@ -68,38 +67,16 @@ def compile_cpp(source: str, *flags: str) -> Any | None:
     except Exception as error:  # No compiler, no space, a changed interface: each raises another type.
         lines = (str(error).strip() or type(error).__name__).splitlines()
         reason = next((line for line in lines if "error:" in line), lines[0])
-        warnings.warn(
-            f"the kernel for decoding cannot be compiled: {reason}; PyTorch's attention is used", RuntimeWarning, 2
-        )
+        warn_without_kernels(reason)
         return None
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
-    """Return `x -> x W^T + b` over a copy of the weight in oneDNN's layout, chosen for inputs of `rows` rows."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
-    return lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
-
-
 @functools.cache
-def packing_works(dtype: torch.dtype) -> bool:
-    """Whether `pack_linear` exists for `dtype` on this machine and computes what `nn.functional.linear` does."""
-    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
-        return False
-    try:
-        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return False
-        weight = torch.arange(32, device="cpu").remainder(5).to(dtype).reshape(4, 8)  # All results are exact.
-        bias, inputs = weight[:, 0].clone(), weight[:2].clone()
-        with torch.no_grad():
-            works = torch.equal(pack_linear(weight, bias, 2)(inputs), nn.functional.linear(inputs, weight, bias))
-        reason = "its result differs"
-    except AttributeError:
-        return False
-    except (RuntimeError, TypeError) as error:
-        works, reason = False, str(error).splitlines()[0]
-    if not works:
-        warnings.warn(f"linear layers in {dtype} cannot be packed: {reason}; they run unpacked", RuntimeWarning, 2)
-    return works
+def warn_without_kernels(reason: str) -> None:
+    """Warn once for a reason, whatever the number of sources that it keeps from being compiled."""
+    warnings.warn(
+        f"the kernels for decoding cannot be compiled: {reason}; PyTorch's operators are used", RuntimeWarning, 3
+    )
 
 
 def attention_implementation(model: nn.Module) -> str | None:

@@ -63,6 +63,6 @@ class PeakMemory(TorchDispatchMode):
 def _storages(values: Any) -> dict[int, Any]:
     """Return the storages behind the tensors in nested sequences and dictionaries, by their identity."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    # A packed weight has no storage that could be seen.
+    # Tensors of another layout have no storage that could be seen.
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
     return {id(storage): storage for storage in storages}

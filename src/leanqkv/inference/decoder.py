@@ -24,7 +24,9 @@ from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from .attention import attend_one_query
 from .cache import allocate_cache, join_rows
-from .linear import packed
+from .layer import use_programs
+from .linear import shared_copy, use_products
+from .step import fuse
 
 # Tokens of a prompt that are computed together: bounds the memory of their activations.
 PREFILL_CHUNK_TOKENS = 512
@@ -33,10 +35,14 @@ PREFILL_CHUNK_TOKENS = 512
 def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
     """A copy for inference that shares the parameters; `generate` is still transformers'.
 
-    Its linear layers are packed (linear.py), the projections of one input are one product (joined.py), and in place of
-    "sdpa" there is the kernel for attention of one query (attention.py).
+    The projections of one input are one product (joined.py), which a kernel computes where there are few rows, as other
+    linear layers (linear.py) and small operations (step.py); what a usual layer computes before and after attention is
+    one call each (layer.py). In place of "sdpa" there is the kernel for attention of one query (attention.py).
     """
-    copied = packed(model).eval()
+    copied = shared_copy(model).eval()
+    use_products(copied)
+    fuse(copied)
+    use_programs(copied)
     if attention_implementation(copied) == "sdpa":
         for module in copied.modules():
             if isinstance(module, LeanAttention | LatentAttention):
@@ -67,9 +73,8 @@ def position_limit(config: LeanConfig, positions: int) -> str:
 class Decoder:
     """Generate the tokens that `model.generate` gives, with less work around each step.
 
-    The cache has exactly as many places as there will be tokens. On a CPU the linear layers are packed copies
-    (linear.py), so a Decoder holds the model's matrices a second time; make it once and use it often. Changes of the
-    model's weights after that are not seen.
+    The cache has exactly as many places as there will be tokens. Weights are the model's own; those that the weight of
+    a norm is folded into are copied. Hooks and adapters that the model gets later are not seen.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ from ..model.layers import GatedMLP
 from ..model.projection_nonlinear import NonlinearProjection
 from ..model.query_residual import ResidualQuery
 
-# Makes a linear map of a weight [out, in] and a bias.
-MakeProduct = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+# Makes, of weights [out, in] and biases, what gives the results of all these linear maps of one input.
+MakeProduct = Callable[[Sequence[tuple[Tensor, Tensor | None]]], Callable[[Tensor], Sequence[Tensor]]]
 
 
 class LinearPart(NamedTuple):
@@ -51,14 +51,19 @@ class JoinedProjections:
         own_input = [i for i in range(len(self.projections)) if not (self.query_reads_mlp and i == 0)]
         self.members = [i for i in own_input if linear_part(self.projections[i]) is not None]
         self.layers = [part.layer for part in self._parts()]
-        self._once: tuple[list[LinearPart], Callable[[Tensor], Tensor]] | None = None
+        self._once: tuple[list[LinearPart], Callable[[Tensor], Sequence[Tensor]]] | None = None
         if make_product is not None and self.members:
-            self._once = self._parts(), make_product(*_joint_map(self._parts()))
+            parts = self._parts()
+            self._once = parts, make_product([(part.weight, part.bias) for part in parts])
 
     def __call__(self, hidden_states: Tensor, mlp_hidden: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        parts, product = self._once or (self._parts(), None)
-        mapped = product(hidden_states) if product else F.linear(hidden_states, *_joint_map(parts))
-        pieces = mapped.split([len(part.weight) for part in parts], dim=-1)
+        if self._once is not None:
+            parts, product = self._once
+            pieces = product(hidden_states)
+        else:
+            parts = self._parts()
+            weights, bias = joint_map([(part.weight, part.bias) for part in parts])
+            pieces = F.linear(hidden_states, weights, bias).split([len(part.weight) for part in parts], dim=-1)
         joined = {i: part.finish(hidden_states, own) for i, part, own in zip(self.members, parts, pieces, strict=True)}
         results: list[Tensor | None] = []
         for i, projection in enumerate(self.projections):
@@ -131,10 +136,9 @@ def _projections(module: Any) -> Sequence[nn.Module | None]:
     return [module.q_proj, module.k_proj, module.v_proj, module.g_proj]
 
 
-def _joint_map(parts: Sequence[LinearPart]) -> tuple[Tensor, Tensor | None]:
+def joint_map(maps: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
     """Weights and biases one below the other."""
     bias = None
-    if any(part.bias is not None for part in parts):
-        biases = [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
-        bias = torch.cat(biases)
-    return torch.cat([part.weight for part in parts]), bias
+    if any(part is not None for _, part in maps):
+        bias = torch.cat([weight.new_zeros(len(weight)) if part is None else part for weight, part in maps])
+    return torch.cat([weight for weight, _ in maps]), bias

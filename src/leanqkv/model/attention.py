@@ -71,11 +71,12 @@ class Attention(nn.Module):
     """Base class of all self-attention. It is built for the first layer that uses its block; how its heads are
     wired, and with which other layers, is in the plan of the layer that is computed with it.
 
-    Inference replaces two steps by faster ones that give the same: `project` (inference/joined.py) and `attend`
-    (inference/attention.py).
+    Inference replaces steps by faster ones that give the same: `project` (inference/joined.py), `attend`
+    (inference/attention.py), `rotate` (inference/step.py) and LeanAttention's `project_heads` (inference/layer.py).
     """
 
     attend = staticmethod(attend)
+    rotate = staticmethod(rotate)
 
     def __init__(self, config, layer: LayerPlan):
         super().__init__()
@@ -150,11 +151,26 @@ class LeanAttention(Attention):
             output [batch, positions, hidden_size]; attention weights [batch, heads, positions, key positions] (eager
             attention alone, else None); this layer's own keys and values.
         """
-        query, key, value, gate = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
-        query = self._split_heads(query, self.q_norm, rotation)
-        key = self._split_heads(key, self.k_norm, rotation)
-        value = self._split_heads(value, None, None)
+        query, key, value, gate = self.project_heads(hidden_states, mlp_hidden, rotation)
+        heads = query, key, value, layer, hidden_states, rotation
+        output, attention_weights, own = self.attend_heads(*heads, attention_mask, borrowed, past_key_values, **kwargs)
+        return self.project_output(output, gate), attention_weights, own
+
+    def attend_heads(
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        layer: LayerPlan,
+        hidden_states: Any,
+        rotation: Rotation | None,
+        attention_mask: Tensor | None = None,
+        borrowed: dict[int, KeyValues] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None, KeyValues]:
+        """What `forward` does with what `project_heads` gives: cache and attend; the output is still in heads."""
         if layer.reuses_keys and layer.computed_value_heads:
             value = key[:, : layer.computed_value_heads]
 
@@ -175,8 +191,8 @@ class LeanAttention(Attention):
 
         if layer.reuses_keys and rotation is not None:
             cos, sin = rotation
-            output = rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
-        return self.project_output(output, gate), attention_weights, own
+            output = self.rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
+        return output, attention_weights, own
 
     def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any, Any]:
         """Query, key, value and the output's gate, each [batch, positions, width]; None for what is not computed."""
@@ -185,6 +201,15 @@ class LeanAttention(Attention):
         value = self.v_proj(hidden_states) if self.v_proj is not None else None
         gate = self.g_proj(hidden_states) if self.g_proj is not None else None
         return query, key, value, gate
+
+    def project_heads(
+        self, hidden_states: Tensor, mlp_hidden: Tensor | None, rotation: Rotation | None
+    ) -> tuple[Any, Any, Any, Any]:
+        """As `project`, but query, key and value are [batch, heads, positions, head_dim], normed and rotated."""
+        query, key, value, gate = self.project(hidden_states, mlp_hidden)
+        query = self._split_heads(query, self.q_norm, rotation)
+        key = self._split_heads(key, self.k_norm, rotation)
+        return query, key, self._split_heads(value, None, None), gate
 
     def _make_norm(self, heads: int) -> nn.Module | None:
         """`qk_norm` of that many heads, each alone or all of them together."""
@@ -203,7 +228,7 @@ class LeanAttention(Attention):
         if norm is not None:
             heads = norm(heads)
         if rotation is not None:
-            heads = rotate(heads, rotation)
+            heads = self.rotate(heads, rotation)
         return autocast(heads)
 
 
@@ -232,11 +257,8 @@ class OneCallAttention(LeanAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
         """As LeanAttention.forward. The interface keeps a cache, so none is given."""
-        query, key, value, gate = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
-        query = self._split_heads(query, self.q_norm, rotation)
-        key = self._split_heads(key, self.k_norm, rotation)
-        value = self._split_heads(value, None, None)
+        query, key, value, gate = self.project_heads(hidden_states, mlp_hidden, rotation)
         attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         output, weights = attention_function(
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from .attention import Attention, KeyValues, autocast, mix
 from .latent import absorb, absorbing_pays, expand, restore
 from .layout import LatentShape, LayerPlan
-from .position import Rotation, Rotations, rotate, rotation_of
+from .position import Rotation, Rotations, rotation_of
 
 
 class LatentAttention(Attention):
@@ -90,7 +90,7 @@ class LatentAttention(Attention):
             return None
         assert rotation is not None
         heads = projected.unflatten(-1, (-1, self.latent.rope_dim)).transpose(1, 2)
-        return autocast(rotate(heads, rotation))
+        return autocast(self.rotate(heads, rotation))
 
     def _update_cache(
         self, past_key_values: Cache | None, layer: LayerPlan, key_rope: Any, latent: Any

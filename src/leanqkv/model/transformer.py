@@ -63,7 +63,7 @@ class LeanBlock(GradientCheckpointingLayer):
 
     def forward(
         self, hidden_states: Tensor, layer: LayerPlan, streams: Tensor | None = None, **kwargs
-    ) -> tuple[Tensor, KeyValues, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, KeyValues, Any, Tensor | None]:
         """One layer; arguments as LeanAttention.forward.
 
         Returns:
@@ -76,6 +76,18 @@ class LeanBlock(GradientCheckpointingLayer):
         read, write = self._connected(stream, self.attention_connection, self.config.attention_skip)
         normed = self.input_layernorm(read)
         attended, _, key_values = self.self_attn(normed, layer, **kwargs)
+        stream, mlp_aux = self.after_attention(attended, normed, read, write)
+        if layer.connections is None:
+            return stream, key_values, mlp_aux, None
+        return stream.mean(-2), key_values, mlp_aux, stream
+
+    def after_attention(self, attended: Tensor, normed: Tensor, read: Tensor, write: Callable) -> tuple[Tensor, Any]:
+        """The stream behind the block, and what the MLP hands out; inference may replace this (inference/layer.py).
+
+        Args:
+            attended, normed: attention's output and input.
+            read, write: what attention read of the stream, and a function from its output to the stream after it.
+        """
         attended = self._scaled(self.attention_output_layernorm(attended))
         if self.config.block_type == "serial":
             read, write = self._connected(write(attended), self.mlp_connection, self.config.mlp_skip)
@@ -86,9 +98,7 @@ class LeanBlock(GradientCheckpointingLayer):
                 normed = self.post_attention_layernorm(read)
             output, mlp_aux = self.mlp(normed)
             stream = write(attended + self._scaled(output))
-        if layer.connections is None:
-            return stream, key_values, mlp_aux, None
-        return stream.mean(-2), key_values, mlp_aux, stream
+        return stream, mlp_aux
 
     def _connected(self, stream: Tensor, connection: nn.Module | None, skip: bool) -> tuple[Tensor, Callable]:
         """What a sublayer reads of the stream, and a function from its output to the stream after it."""

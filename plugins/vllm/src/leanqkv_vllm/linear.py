@@ -1,12 +1,12 @@
 """The model's matrix products by the routine that vLLM takes on a CPU; projections of one input are one product."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from leanqkv.inference.joined import JoinedProjections, join_projections
+from leanqkv.inference.joined import JoinedProjections, join_projections, joint_map
 from leanqkv.model.attention import LeanAttention
 from leanqkv.model.attention_latent import LatentAttention
 from leanqkv.model.latent import is_plain_linear
@@ -39,8 +39,9 @@ def use_products(model: nn.Module) -> None:
                 setattr(module, name, Product(child.weight, child.bias))
 
 
-def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return Product(weight, bias)
+def _product(maps: Sequence[tuple[Tensor, Tensor | None]]) -> Callable[[Tensor], Sequence[Tensor]]:
+    joint, widths = Product(*joint_map(maps)), [len(weight) for weight, _ in maps]
+    return lambda inputs: joint(inputs).split(widths, dim=-1)
 
 
 def _drop_weights(project: JoinedProjections) -> None:

@@ -1,0 +1,293 @@
+"""Both halves of a usual layer as one call each: what comes before attention reads the cache, and what follows it.
+
+A call runs a list of step.cpp's operations, with every result in memory of its own that only it sees. A layer is usual
+if its projections are linear, its MLP is gated and its skips are plain; all others go through their modules.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.attention import LeanAttention
+from ..model.latent import is_rewritten
+from ..model.layers import GatedMLP
+from ..model.layout import LayerPlan
+from ..model.position import Rotation, rotation_of
+from ..model.transformer import LeanBlock
+from .joined import JoinedProjections
+from .linear import FewRowsLinear
+from .step import GATES, ROWS, FusedRMSNorm, Product, kernels_for
+
+MULTIPLY, NORM, TURN, GATE, ADD = range(5)
+
+
+class _Operation(ctypes.Structure):
+    """The same, in the same order, as `Operation` in step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("kind", "first", "second", "output", "width", "count")),
+        *(("data", ctypes.c_void_p), ("offset", ctypes.c_float), ("eps", ctypes.c_float)),
+    ]
+
+
+class _Tables(ctypes.Structure):
+    """The same, in the same order, as `Tables` in step.cpp."""
+
+    _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
+    _fields_ += [("turned", ctypes.c_int64), ("batch", ctypes.c_int64)]
+
+
+class Program:
+    """Operations on buffers [rows, width], of which the caller gives the first ones."""
+
+    def __init__(self, given: Sequence[int]):
+        """given: the widths of what the caller gives."""
+        self.widths, self.num_given = list(given), len(given)
+        self._listed: list[_Operation] = []
+        self._held: list[Any] = []  # whose memory the operations read
+        self._pointers = ctypes.c_void_p * self.num_given
+
+    def buffer(self, width: int) -> int:
+        """Return the number of a new buffer."""
+        self.widths.append(width)
+        return len(self.widths) - 1
+
+    def multiply(self, product: Product, first: int, output: int | None = None) -> int:
+        """Add a product; its outputs are buffers that follow each other, of which this returns the first."""
+        if output is None:
+            output = len(self.widths)
+            self.widths += product.outputs
+        given = MULTIPLY, first, 0, output, product.inputs, len(product.maps), product.address
+        return self._add(*given, held=product)
+
+    def norm(self, norm: nn.Module | None, first: int, output: int | None = None, heads: int = 1) -> int:
+        """Add a norm, of so many heads each on its own; None and an identity add nothing."""
+        if not isinstance(norm, FusedRMSNorm):
+            return first
+        weight = norm.weight.detach()
+        output = self.buffer(self.widths[first]) if output is None else output
+        given = NORM, first, 0, output, len(weight), heads, weight.data_ptr(), norm.offset, norm.eps
+        return self._add(*given, held=weight)
+
+    def turn(self, at: int, heads: int) -> int:
+        """Add the rotation of so many heads, in place."""
+        return self._add(TURN, at, 0, at, self.widths[at] // heads, heads)
+
+    def gate(self, gate: int, up: int, is_gelu: bool) -> int:
+        """Add `act(gate) * up`, in the place of the gate."""
+        return self._add(GATE, gate, up, gate, self.widths[gate], is_gelu)
+
+    def add(self, first: int, second: int, output: int) -> int:
+        """Add a sum."""
+        return self._add(ADD, first, second, output, self.widths[first])
+
+    def _add(self, *operation: Any, held: Any = None) -> int:
+        self._listed.append(_Operation(*operation))
+        self._held.append(held)
+        return self._listed[-1].output
+
+    def run(self, kernels: Any, given: Sequence[Tensor], rows: int, rotation: Rotation | None = None) -> None:
+        """Run the operations; `given` are contiguous, [rows, width] of those widths."""
+        if not hasattr(self, "_operations"):
+            self._operations = (_Operation * len(self._listed))(*self._listed)
+            self._widths = (ctypes.c_int64 * len(self.widths))(*self.widths)
+        tables = None
+        if rotation is not None:
+            cos, sin = rotation
+            turned = cos.shape[-1]
+            tables = ctypes.byref(_Tables(cos.data_ptr(), sin.data_ptr(), turned, 0 if len(cos) == 1 else turned))
+        pointers = self._pointers(*[tensor.data_ptr() for tensor in given])
+        operations = self._operations, len(self._operations), pointers, self.num_given
+        kernels.run(*operations, self._widths, len(self.widths), rows, tables, torch.get_num_threads())
+
+
+def use_programs(model: nn.Module) -> None:
+    """Let what usual layers compute before and after attention be a call each, in place; after `use_products` and
+    `fuse`."""
+    for module in model.modules():
+        if type(module) is LeanAttention and (heads := ProjectedHeads.of(module)) is not None:
+            module.project_heads = heads  # type: ignore[method-assign]
+    for module in model.modules():
+        if type(module) is LeanBlock and (rest := RestOfBlock.of(module)) is not None:
+            module.after_attention = rest  # type: ignore[method-assign]
+            if (forward := usual_forward(module)) is not None:
+                module.forward = forward  # type: ignore[method-assign]
+
+
+class ProjectedHeads:
+    """Takes the place of an attention's `project_heads`: linear projections, norms of heads, rotary positions."""
+
+    def __init__(self, attention: LeanAttention, product: Product):
+        self.attention, self.product, self.head_dim = attention, product, attention.head_dim
+        names = [name for name in "qkv" if getattr(attention, f"{name}_proj") is not None]
+        self.heads = {name: width // self.head_dim for name, width in zip(names, product.outputs, strict=True)}
+        self.programs = self.make_programs(None)
+        self.plain = attention.project_heads
+
+    @classmethod
+    def of(cls, attention: LeanAttention) -> "ProjectedHeads | None":
+        """Return None for an attention whose heads are more than that."""
+        linear = [getattr(attention, f"{name}_proj") for name in "qkv"]
+        product = joint_product(attention, [layer for layer in linear if layer is not None])
+        norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+        if product is None or attention.q_proj is None or attention.g_proj is not None:
+            return None
+        readable = all(_is_readable(norm, attention.head_dim, product) for norm in norms)
+        return cls(attention, product) if readable else None
+
+    def make_programs(self, first_norm: nn.Module | None) -> dict[bool, Program]:
+        """Programs without and with rotary positions, of the input, normed or to be normed, and the outputs."""
+        programs = {}
+        for turns in (False, True):
+            program = programs[turns] = Program([self.product.inputs, *self.product.outputs])
+            program.multiply(self.product, program.norm(first_norm, 0), 1)
+            for output, (name, number) in enumerate(self.heads.items(), 1):
+                program.norm(getattr(self.attention, f"{name}_norm", None), output, output, number)
+                if turns and name != "v":
+                    program.turn(output, number)
+        return programs
+
+    def kernels(self, hidden_states: Tensor, rotation: Rotation | None) -> Any | None:
+        """Return the kernels, or None for inputs that they are not made for."""
+        rows, positions, _ = hidden_states.shape
+        if positions != 1 or rows > ROWS or (rotation and not _turns(rotation, hidden_states, self.head_dim)):
+            return None
+        return kernels_for(hidden_states, self.product.weight)
+
+    def run(self, programs: dict[bool, Program], kernels: Any, hidden_states: Tensor, rotation: Rotation | None) -> Any:
+        """Return query, key and value, [batch, heads, 1, head_dim]; None for what is not computed."""
+        rows = len(hidden_states)
+        found = {name: hidden_states.new_empty((rows, n, 1, self.head_dim)) for name, n in self.heads.items()}
+        programs[rotation is not None].run(kernels, [hidden_states.contiguous(), *found.values()], rows, rotation)
+        return found["q"], found.get("k"), found.get("v")
+
+    def __call__(self, hidden_states: Tensor, mlp_hidden: Tensor | None, rotation: Rotation | None) -> Any:
+        kernels = self.kernels(hidden_states, rotation)
+        if kernels is None:
+            return self.plain(hidden_states, mlp_hidden, rotation)
+        return *self.run(self.programs, kernels, hidden_states, rotation), None
+
+
+class RestOfBlock:
+    """Takes the place of a block's `after_attention`: norms, a gated MLP, plain skips."""
+
+    def __init__(self, block: LeanBlock, product: Product):
+        self.block, self.product = block, product
+        self.program = self.make_program(None)
+        self.plain = block.after_attention
+
+    @classmethod
+    def of(cls, block: LeanBlock) -> "RestOfBlock | None":
+        """Return None for a block that does more than that behind its attention."""
+        config, mlp = block.config, block.mlp
+        skips = config.attention_skip and config.mlp_skip and config.residual_multiplier == 1
+        if config.block_type != "serial" or not skips or block.mlp_connection is not None or type(mlp) is not GatedMLP:
+            return None
+        norms = block.attention_output_layernorm, block.post_attention_layernorm, block.mlp_output_layernorm
+        product, down = joint_product(mlp, [mlp.gate_proj, mlp.up_proj]), mlp.down_proj
+        if product is None or not _is_readable_product(down, product) or not _is_identity(block.dropout):
+            return None
+        if "hidden" not in vars(mlp) or any(is_rewritten(module) for module in (mlp, mlp.activation)):
+            return None
+        if any(layer.lends_mlp_hidden for layer in config.plan.layers):
+            return None
+        readable = all(_is_identity(norm) or _is_readable(norm, product.inputs, product) for norm in norms)
+        return cls(block, product) if readable else None
+
+    def make_program(self, output: Product | None) -> Program:
+        """A program of the stream, of what attention gives, which is `output`'s input, and of the stream behind."""
+        block, width = self.block, self.product.inputs
+        program = Program([width, width if output is None else output.inputs, width])
+        attended = 1 if output is None else program.multiply(output, 1)
+        attended = program.norm(block.attention_output_layernorm, attended)
+        read = program.add(0, attended, program.buffer(width))
+        gate = program.multiply(self.product, program.norm(block.post_attention_layernorm, read))
+        hidden = program.gate(gate, gate + 1, GATES[type(block.mlp.activation)])
+        down = program.norm(block.mlp_output_layernorm, program.multiply(block.mlp.down_proj.product, hidden))
+        program.add(read, down, 2)
+        return program
+
+    def run(self, program: Program, kernels: Any, stream: Tensor, attended: Tensor) -> Tensor:
+        """Return the stream behind the block."""
+        after = torch.empty_like(stream, memory_format=torch.contiguous_format)
+        program.run(kernels, [stream.contiguous(), attended.contiguous(), after], len(stream))
+        return after
+
+    def __call__(self, attended: Tensor, normed: Tensor, read: Tensor, write: Any) -> tuple[Tensor, Any]:
+        rows, positions, _ = read.shape
+        fits = positions == 1 and rows <= ROWS and attended.shape == read.shape and attended.dtype == read.dtype
+        kernels = kernels_for(read, self.product.weight) if fits else None
+        if kernels is None:
+            return self.plain(attended, normed, read, write)
+        return self.run(self.program, kernels, read, attended), None
+
+
+def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
+    """Return what takes the place of `block.forward`, without its modules' calls; None where one of them does more."""
+    attention, norm = block.self_attn, block.input_layernorm
+    heads, rest, output = vars(attention).get("project_heads"), vars(block)["after_attention"], attention.o_proj
+    if not isinstance(heads, ProjectedHeads) or attention.mixer is not None or is_rewritten(attention):
+        return None
+    if not _is_readable_product(output, heads.product) or not heads.product.matches(rest.product):
+        return None
+    if block.attention_connection is not None or not (
+        _is_identity(norm) or _is_readable(norm, heads.product.inputs, heads.product)
+    ):
+        return None
+    before, after, plain = heads.make_programs(norm), rest.make_program(output.product), block.forward
+
+    def forward(hidden_states: Tensor, layer: LayerPlan, streams: Tensor | None = None, **kwargs: Any) -> Any:
+        rotation = rotation_of(layer, kwargs.get("position_embeddings"))
+        kernels = heads.kernels(hidden_states, rotation)
+        if kernels is None or attention._forward_hooks:  # those that transformers collects weights with come later
+            return plain(hidden_states, layer, streams, **kwargs)
+        query, key, value = heads.run(before, kernels, hidden_states, rotation)
+        for name in ("position_embeddings", "mlp_hidden"):
+            kwargs.pop(name, None)
+        attended, _, own = attention.attend_heads(query, key, value, layer, None, rotation, **kwargs)
+        return rest.run(after, kernels, hidden_states, attended), own, None, None
+
+    return forward
+
+
+def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:
+    """Return the product of all of these plain linear layers, with which `module.project` was replaced; else None."""
+    joined = vars(module).get("project")
+    if not isinstance(joined, JoinedProjections) or joined._once is None or joined.layers != list(linear):
+        return None
+    product = joined._once[1]
+    plain = all(type(layer) is nn.Linear for layer in linear) and isinstance(product, Product) and product.readable
+    return product if plain else None  # type: ignore[return-value]
+
+
+def _is_readable_product(linear: nn.Module, product: Product) -> bool:
+    """Whether this is a linear layer whose product the kernel computes, in the dtype of another product."""
+    return isinstance(linear, FewRowsLinear) and not is_rewritten(linear) and linear.product.matches(product)
+
+
+def _is_identity(module: nn.Module) -> bool:
+    return type(module) is nn.Identity and not is_rewritten(module)
+
+
+def _is_readable(norm: nn.Module, width: int, product: Product) -> bool:
+    """Whether the kernel can read this norm of so many columns, in the dtype of the product's weights."""
+    if not isinstance(norm, FusedRMSNorm) or is_rewritten(norm):
+        return False
+    return len(norm.weight) == width and norm.weight.dtype == product.weight.dtype and norm.weight.device.type == "cpu"
+
+
+def _turns(rotation: Rotation, hidden_states: Tensor, head_dim: int) -> bool:
+    """Whether these tables are of one position of every row, or of all, and lie as the kernel reads them."""
+    cos, sin = rotation
+    return (
+        cos.shape[0] in (1, len(hidden_states))
+        and cos.shape[1] == 1
+        and cos.shape[2] <= head_dim
+        and cos.shape == sin.shape
+        and cos.dtype == sin.dtype == hidden_states.dtype
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    )

@@ -1,0 +1,360 @@
+// What a decoding step computes beside attention: matrix products of a few rows, RMSNorm, rotary positions and gates.
+//
+// Sums are in float32, results are rounded once. Strides are in elements; the last dimension of every tensor is contiguous.
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using Floats = at::vec::Vectorized<float>;
+constexpr int64_t kFloats = Floats::size();
+
+// Elements in a vector of T, and vectors of float that hold as many.
+template <typename T>
+constexpr int64_t kWidth = at::vec::Vectorized<T>::size();
+template <typename T>
+constexpr int64_t kParts = kWidth<T> / kFloats;
+
+constexpr int64_t kLine = 64;
+// Memory that begins at a line of the cache: vectors that lie across two lines are slower.
+struct alignas(kLine) Line {
+  float floats[kLine / sizeof(float)];
+};
+// How far ahead of a product its weights are asked for: rows are too short, and too many are read at once, for what the
+// processor foresees by itself.
+constexpr int64_t kAhead = 20 << 10;
+// Rows of input that a weight is read for at once.
+constexpr int64_t kRows = 8;
+// Less work than this, in multiplications, is done before another thread has begun.
+constexpr int64_t kAlone = 1 << 15;
+
+// The next `left` elements, or as many as a vector of T has, as floats; zeros in place of those there are not.
+template <typename T>
+inline void load(const T* from, int64_t left, Floats (&to)[kParts<T>]) {
+  using Raw = at::vec::Vectorized<T>;
+  const Raw raw = left >= kWidth<T> ? Raw::loadu(from) : Raw::loadu(from, left);
+  if constexpr (std::is_same_v<T, float>) {
+    to[0] = raw;
+  } else {
+    std::tie(to[0], to[1]) = at::vec::convert_to_float<T>(raw);
+  }
+}
+
+// The same of one vector of floats.
+template <typename T>
+inline Floats floats(const T* from, int64_t left) {
+  Floats read[kParts<T>];
+  load(from, std::min(left, kFloats), read);
+  return read[0];
+}
+
+// The first `left` of these numbers, or all.
+template <typename T>
+inline void store(const Floats& from, T* to, int64_t left) {
+  left = std::min(left, kFloats);
+  if constexpr (std::is_same_v<T, float>) {
+    from.store(to, left);
+  } else {
+    at::vec::convert_from_float<T>(from, Floats(0.0f)).store(to, left);
+  }
+}
+
+inline float sum(const Floats& of) {
+  return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return a + b; }, of);
+}
+
+// The sums of as many vectors as a vector has elements, in their order; neighbors are added in pairs until one is left.
+inline Floats sums_of(Floats (&of)[kFloats]) {
+  for (int64_t count = kFloats / 2; count; count /= 2) {
+    for (int64_t i = 0; i < count; ++i) {
+      const auto [even, odd] = at::vec::deinterleave2(of[2 * i], of[2 * i + 1]);
+      of[i] = even + odd;
+    }
+  }
+  return of[0];
+}
+
+// Calls `tile` with a constant of at most `most` and the first of them, for all of `count`: tiles of sizes as even as
+// can be.
+template <int64_t most, int64_t size = most, typename Tile>
+inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
+  const int64_t tiles = (count + most - 1) / most;
+  if constexpr (size > 1) {
+    if (count < tiles * size) return in_tiles<most, size - 1>(count, first, tile);
+  }
+  if (!count) return;
+  tile(std::integral_constant<int64_t, size>{}, first);
+  in_tiles<most>(count - size, first + size, tile);
+}
+
+// --- matrix products ----------------------------------------------------------------------------------------------------
+
+// One of the maps of the same input; the same, in the same order, as `_Map` in step.py.
+struct Map {
+  const void* weight;  // [outputs, inputs]
+  const void* bias;    // [outputs], or null
+  int64_t outputs;
+};
+
+// Rows of weights whose sums with `count` rows of input are kept in registers; a power of two.
+constexpr int64_t weights_at_once(int64_t count) {
+  const int64_t most = (kFloats == 16 ? 32 : 12) / count;
+  return most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
+}
+
+// `count` rows of input [count, size] times kFloats rows of weights, of which there are `outputs`: [count, kFloats].
+template <int64_t count, typename T>
+void multiply_tile(
+    const T* weight, int64_t outputs, int64_t inputs, const float* input, int64_t size, Floats* sums) {
+  constexpr int64_t rows = weights_at_once(count), parts = kParts<T>;
+  Floats products[count][kFloats];
+  for (int64_t n = 0; n < kFloats; n += rows) {
+    const T* at[rows];
+    Floats totals[count][rows];
+    #pragma GCC unroll 8
+    for (int64_t r = 0; r < rows; ++r) {
+      at[r] = weight + std::min(n + r, outputs - 1) * inputs;
+      #pragma GCC unroll 8
+      for (int64_t g = 0; g < count; ++g) totals[g][r] = Floats(0.0f);
+    }
+    for (int64_t d = 0; d < inputs; d += kWidth<T>) {
+      Floats read[rows][parts];
+      #pragma GCC unroll 8
+      for (int64_t r = 0; r < rows; ++r) {
+        load(at[r] + d, inputs - d, read[r]);
+        __builtin_prefetch(reinterpret_cast<const char*>(at[r] + d) + kAhead, 0, 1);  // into the second cache
+      }
+      #pragma GCC unroll 8
+      for (int64_t g = 0; g < count; ++g) {
+        #pragma GCC unroll 8
+        for (int64_t p = 0; p < parts; ++p) {
+          const Floats one = Floats::loadu(input + g * size + d + p * kFloats);
+          #pragma GCC unroll 8
+          for (int64_t r = 0; r < rows; ++r) totals[g][r] = at::vec::fmadd(read[r][p], one, totals[g][r]);
+        }
+      }
+    }
+    #pragma GCC unroll 8
+    for (int64_t r = 0; r < rows; ++r) {
+      #pragma GCC unroll 8
+      for (int64_t g = 0; g < count; ++g) products[g][n + r] = totals[g][r];
+    }
+  }
+  #pragma GCC unroll 8
+  for (int64_t g = 0; g < count; ++g) sums[g] = sums_of(products[g]);
+}
+
+// Rows of input as floats, with zeros behind them up to `size`; valid until the next call in this thread.
+template <typename T>
+const float* as_floats(const T* input, int64_t rows, int64_t inputs, int64_t size) {
+  static thread_local std::vector<Line> kept;
+  kept.resize(std::max<size_t>(kept.size(), rows * size * sizeof(float) / kLine + 1));
+  float* const to = kept[0].floats;
+  for (int64_t m = 0; m < rows; ++m) {
+    Floats read[kParts<T>];
+    for (int64_t d = 0; d < inputs; d += kWidth<T>) {
+      load(input + m * inputs + d, inputs - d, read);
+      for (int64_t p = 0; p < kParts<T>; ++p) read[p].store(to + m * size + d + p * kFloats);
+    }
+  }
+  return to;
+}
+
+// x W^T + b of every map: outputs[i] is [rows, outputs of map i]. Threads have the same number of weights, and read these
+// in the order in which they lie.
+template <typename T>
+void multiply(
+    const Map* maps, int64_t count, int64_t inputs, const T* input, int64_t rows, void* const* outputs,
+    int64_t threads) {
+  const int64_t size = (inputs + kWidth<T> - 1) / kWidth<T> * kWidth<T>;
+  const float* const floats_of = as_floats(input, rows, inputs, size);
+  const auto blocks_of = [](const Map& map) { return (map.outputs + kFloats - 1) / kFloats; };
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < count; ++i) blocks += blocks_of(maps[i]);
+#pragma omp parallel for schedule(static) num_threads(threads) if (blocks * kFloats * inputs * rows > kAlone)
+  for (int64_t b = 0; b < blocks; ++b) {
+    int64_t i = 0, block = b;
+    for (; block >= blocks_of(maps[i]); ++i) block -= blocks_of(maps[i]);
+    const Map& map = maps[i];
+    const int64_t start = block * kFloats, left = map.outputs - start;
+    const T* const weight = static_cast<const T*>(map.weight) + start * inputs;
+    const Floats bias = map.bias ? floats(static_cast<const T*>(map.bias) + start, left) : Floats(0.0f);
+    T* const output = static_cast<T*>(outputs[i]) + start;
+    in_tiles<kRows>(rows, 0, [&](auto tile, int64_t m) {
+      Floats sums[tile];
+      multiply_tile<tile>(weight, std::min(left, kFloats), inputs, floats_of + m * size, size, sums);
+      for (int64_t g = 0; g < tile; ++g) store(sums[g] + bias, output + (m + g) * map.outputs, left);
+    });
+  }
+}
+
+// --- norms, rotary positions, gates -------------------------------------------------------------------------------------
+
+// `input * (offset + weight) / rms(input)`, [rows, width]; see OffsetRMSNorm in model/layers.py.
+template <typename T>
+void norm(
+    const T* input, int64_t rows, int64_t width, const T* weight, float offset, float eps, T* output, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > kAlone)
+  for (int64_t m = 0; m < rows; ++m) {
+    const T* const from = input + m * width;
+    Floats squares(0.0f);
+    for (int64_t d = 0; d < width; d += kFloats) {
+      const Floats read = floats(from + d, width - d);
+      squares = at::vec::fmadd(read, read, squares);
+    }
+    const Floats scale(1.0f / std::sqrt(sum(squares) / float(width) + eps));
+    for (int64_t d = 0; d < width; d += kFloats) {
+      const Floats factor = floats(weight + d, width - d) + Floats(offset);
+      store(floats(from + d, width - d) * scale * factor, output + m * width + d, width - d);
+    }
+  }
+}
+
+// Heads and the tables that turn them; the same, in the same order, as `_Turn` in step.py.
+struct Turn {
+  const void* heads;  // [batch, heads, positions, head_dim]
+  const void *cos, *sin;  // [batch or 1, positions, turned]
+  void* output;  // [batch, heads, positions, head_dim], contiguous
+  int64_t batch, num_heads, positions, head_dim, turned;
+  int64_t batch_stride, head_stride, position_stride;
+  int64_t table_batch, table_position;
+  int64_t threads;
+};
+
+// `rotate` of model/position.py.
+template <typename T>
+void turn(const Turn& call) {
+  const int64_t rows = call.batch * call.num_heads * call.positions, half = call.turned / 2;
+#pragma omp parallel for schedule(static) num_threads(call.threads) if (rows * call.head_dim > kAlone)
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t t = i % call.positions, h = i / call.positions % call.num_heads;
+    const int64_t b = i / call.positions / call.num_heads, at = b * call.table_batch + t * call.table_position;
+    const T* const from = static_cast<const T*>(call.heads) + b * call.batch_stride + h * call.head_stride +
+        t * call.position_stride;
+    const T *const cos = static_cast<const T*>(call.cos) + at, *const sin = static_cast<const T*>(call.sin) + at;
+    T* const to = static_cast<T*>(call.output) + i * call.head_dim;
+    for (int64_t d = 0; d < half; d += kFloats) {
+      const int64_t left = half - d, e = half + d;
+      const Floats first = floats(from + d, left), second = floats(from + e, left);
+      store(at::vec::fmadd(second, floats(sin + d, left), first * floats(cos + d, left)), to + d, left);
+      store(at::vec::fmadd(first, floats(sin + e, left), second * floats(cos + e, left)), to + e, left);
+    }
+    std::copy(from + call.turned, from + call.head_dim, to + call.turned);
+  }
+}
+
+// `act(gate) * up` of so many numbers: SiLU is x sigmoid(x), and GELU with a tanh is x sigmoid(2 z),
+// z = sqrt(2 / pi) (x + 0.044715 x^3).
+template <typename T>
+void gate(const T* gate, const T* up, int64_t size, bool is_gelu, T* output, int64_t threads) {
+  const Floats one(1.0f), linear(is_gelu ? -1.5957691216057308f : -1.0f), cubic(-0.07135481282812f);
+#pragma omp parallel for schedule(static) num_threads(threads) if (size > kAlone)
+  for (int64_t d = 0; d < size; d += kFloats) {
+    const int64_t left = size - d;
+    const Floats x = floats(gate + d, left), y = floats(up + d, left);
+    const Floats slope = is_gelu ? at::vec::fmadd(cubic, x * x, linear) : linear;
+    store(x / (one + (x * slope).exp()) * y, output + d, left);
+  }
+}
+
+// --- several operations in one call -------------------------------------------------------------------------------------
+
+enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd };
+
+// An operation on buffers, which are named by number; the same, in the same order, as `_Operation` in step.py.
+struct Operation {
+  int64_t kind, first, second, output;
+  int64_t width;        // of a row of the first buffer; of a head of those normed or turned
+  int64_t count;        // maps, whose outputs are buffers that follow each other; heads; or whether a gate is a GELU
+  const void* data;     // maps, or the norm's weight
+  float offset, eps;    // of a norm
+};
+
+struct Tables {
+  const void *cos, *sin;  // [batch or 1, 1, turned]
+  int64_t turned, batch;
+};
+
+// Runs `count` operations on `rows` rows. The first `given` buffers are there; the others, so many columns wide, last as
+// long as the call.
+template <typename T>
+void run(
+    const Operation* operations, int64_t count, void* const* given, int64_t num_given, const int64_t* widths,
+    int64_t num_buffers, int64_t rows, const Tables* tables, int64_t threads) {
+  const auto size_of = [&](int64_t i) { return (rows * widths[i] * int64_t(sizeof(T)) + kLine - 1) / kLine; };
+  static thread_local std::vector<Line> kept;
+  static thread_local std::vector<void*> buffers;
+  size_t lines = 0;
+  for (int64_t i = num_given; i < num_buffers; ++i) lines += size_of(i);
+  kept.resize(std::max(kept.size(), lines + 1));
+  buffers.assign(given, given + num_given);
+  Line* next = kept.data();
+  for (int64_t i = num_given; i < num_buffers; next += size_of(i++)) buffers.push_back(next);
+  for (const Operation* one = operations; one < operations + count; ++one) {
+    const T* const first = static_cast<const T*>(buffers[one->first]);
+    const T* const second = static_cast<const T*>(buffers[one->second]);
+    T* const output = static_cast<T*>(buffers[one->output]);
+    const int64_t width = one->width;
+    switch (one->kind) {
+      case kMultiply:
+        multiply<T>(
+            static_cast<const Map*>(one->data), one->count, width, first, rows, &buffers[one->output], threads);
+        break;
+      case kNorm: {
+        const T* const weight = static_cast<const T*>(one->data);
+        norm<T>(first, rows * one->count, width, weight, one->offset, one->eps, output, threads);
+        break;
+      }
+      case kTurn:
+        turn<T>(
+            {first, tables->cos, tables->sin, output, rows, one->count, 1, width, tables->turned, one->count * width,
+             width, width, tables->batch, tables->turned, threads});
+        break;
+      case kGate:
+        gate<T>(first, second, rows * width, one->count, output, threads);
+        break;
+      case kAdd:
+        for (int64_t d = 0; d < rows * width; d += kFloats) {
+          const int64_t left = rows * width - d;
+          store(floats(first + d, left) + floats(second + d, left), output + d, left);
+        }
+    }
+  }
+}
+
+}  // namespace
+
+#define FUNCTIONS(name, T)                                                                                             \
+  extern "C" void multiply_##name(                                                                                     \
+      const Map* maps, int64_t count, int64_t inputs, const T* input, int64_t rows, void* const* outputs,              \
+      int64_t threads) {                                                                                               \
+    multiply<T>(maps, count, inputs, input, rows, outputs, threads);                                                   \
+  }                                                                                                                    \
+  extern "C" void norm_##name(                                                                                         \
+      const T* input, int64_t rows, int64_t width, const T* weight, float offset, float eps, T* output,                \
+      int64_t threads) {                                                                                               \
+    norm<T>(input, rows, width, weight, offset, eps, output, threads);                                                 \
+  }                                                                                                                    \
+  extern "C" void turn_##name(const Turn* call) { turn<T>(*call); }                                                    \
+  extern "C" void gate_##name(                                                                                         \
+      const T* input, const T* up, int64_t size, int64_t is_gelu, T* output, int64_t threads) {                        \
+    gate<T>(input, up, size, is_gelu, output, threads);                                                                \
+  }                                                                                                                    \
+  extern "C" void run_##name(                                                                                          \
+      const Operation* operations, int64_t count, void* const* given, int64_t num_given, const int64_t* widths,        \
+      int64_t num_buffers, int64_t rows, const Tables* tables, int64_t threads) {                                      \
+    run<T>(operations, count, given, num_given, widths, num_buffers, rows, tables, threads);                           \
+  }
+FUNCTIONS(float32, float)
+FUNCTIONS(bfloat16, c10::BFloat16)
+FUNCTIONS(float16, c10::Half)

@@ -1,0 +1,195 @@
+"""A decoding step's small operations on a CPU, each as one call: products of few rows, norms, rotary positions, gates.
+
+PyTorch starts up to ten operators for an RMSNorm in 16 bits, each of which takes longer to start than to run. The
+kernels are step.cpp, compiled as attention.cpp is. Each takes the place of a module, or of a method, that computes
+exactly this, and leaves to it what it is not made for: gradients, other dtypes, a graph that is being traced.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import GELUTanh, SiLUActivation
+
+from ..compat import compile_cpp
+from ..model.attention import Attention
+from ..model.latent import is_rewritten
+from ..model.layers import GatedMLP, OffsetRMSNorm
+from ..model.position import Rotation, rotate
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Rows of input up to which the kernel multiplies faster than PyTorch.
+ROWS = 32
+# Activations of gates, and whether it is the GELU.
+GATES: dict[type[nn.Module], bool] = {nn.SiLU: False, SiLUActivation: False, GELUTanh: True}
+
+
+class _Map(ctypes.Structure):
+    """The same, in the same order, as `Map` in step.cpp."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
+
+
+class _Turn(ctypes.Structure):
+    """The same, in the same order, as `Turn` in step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("heads", "cos", "sin", "output")),
+        *((name, ctypes.c_int64) for name in ("batch", "num_heads", "positions", "head_dim", "turned")),
+        *((name, ctypes.c_int64) for name in ("batch_stride", "head_stride", "position_stride")),
+        *((name, ctypes.c_int64) for name in ("table_batch", "table_position", "threads")),
+    ]
+
+
+class Product:
+    """`x -> [x W^T + b, ...]` of linear maps of one input, by the kernel where there are few rows.
+
+    Weights are read where they lie: there is no second copy of them, and changes in place are seen.
+    """
+
+    def __init__(self, maps: Sequence[tuple[Tensor, Tensor | None]]):
+        """maps: weights [outputs, inputs] and biases [outputs]."""
+        self.maps, self.weight = maps, maps[0][0]
+        self.inputs, self.outputs = self.weight.shape[1], [len(weight) for weight, _ in maps]
+        # Aliases, which keep the memory that is read where a parameter gets another one.
+        self._read = [[None if of is None else of.detach().contiguous() for of in pair] for pair in maps]
+        kinds = {(of.dtype, of.device.type) for pair in self._read for of in pair if of is not None}
+        self.readable = kinds in [{(dtype, "cpu")} for dtype in DTYPES]
+        pointers = [[None if of is None else of.data_ptr() for of in pair] for pair in self._read]
+        rows = zip(pointers, self.outputs, strict=True)
+        self._maps = (_Map * len(maps))(*[_Map(*pair, outputs) for pair, outputs in rows])
+        self._pointers, self.address = ctypes.c_void_p * len(maps), ctypes.addressof(self._maps)
+
+    def matches(self, other: "Product") -> bool:
+        """Whether the kernel reads both in one dtype."""
+        return self.readable and other.readable and self.weight.dtype == other.weight.dtype
+
+    def __call__(self, inputs: Tensor) -> list[Tensor]:
+        rows, size = inputs.shape[:-1], inputs.shape[-1]
+        fits = self.readable and size == self.inputs and rows.numel() <= ROWS
+        kernels = kernels_for(inputs, self.weight) if fits else None
+        if kernels is None:
+            return [F.linear(inputs, weight, bias) for weight, bias in self.maps]
+        inputs = inputs.contiguous()
+        outputs = [inputs.new_empty((*rows, n)) for n in self.outputs]
+        pointers = self._pointers(*[output.data_ptr() for output in outputs])
+        given = len(outputs), size, inputs.data_ptr(), rows.numel(), pointers, torch.get_num_threads()
+        kernels.multiply(self._maps, *given)
+        return outputs
+
+
+class FusedRMSNorm(nn.Module):
+    """An nn.RMSNorm, or one whose weight has an offset."""
+
+    def __init__(self, norm: nn.RMSNorm):
+        super().__init__()
+        self.weight, self.offset, self.eps = norm.weight, getattr(norm, "offset", 0.0), norm.eps
+        self._plain = norm.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = len(self.weight)
+        kernels = kernels_for(x, self.weight) if x.shape[-1] == width else None
+        if kernels is None:
+            return self._plain(x)
+        x = x.contiguous()
+        output = torch.empty_like(x)
+        weight = self.weight.data_ptr(), self.offset, self.eps
+        kernels.norm(x.data_ptr(), x.numel() // width, width, *weight, output.data_ptr(), torch.get_num_threads())
+        return output
+
+
+def fused_rotate(heads: Tensor, position_embeddings: Rotation) -> Tensor:
+    """As `model.position.rotate`, in whose place it is put."""
+    cos, sin = position_embeddings
+    kernels = kernels_for(heads, cos)
+    batch, num_heads, positions, head_dim = heads.shape
+    turned = cos.shape[-1]
+    fits = turned <= head_dim and cos.shape[1] == positions and cos.shape[0] in (1, batch)
+    if kernels is None or not fits or heads.stride(-1) != 1:
+        return rotate(heads, position_embeddings)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    output = heads.new_empty(heads.shape)
+    kernels.turn(
+        ctypes.byref(
+            _Turn(
+                *(heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), output.data_ptr()),
+                *(batch, num_heads, positions, head_dim, turned, *heads.stride()[:3]),
+                *(0 if len(cos) == 1 else positions * turned, turned, torch.get_num_threads()),
+            )
+        )
+    )
+    return output
+
+
+def fused_hidden(mlp: GatedMLP) -> Callable[[Tensor], Tensor]:
+    """Return what takes the place of `mlp.hidden`."""
+    is_gelu = GATES[type(mlp.activation)]
+
+    def hidden(hidden_states: Tensor) -> Tensor:
+        gate, up = mlp.project(hidden_states)
+        kernels = kernels_for(gate, up)
+        if kernels is None:
+            return mlp.activation(gate) * up
+        gate, up = gate.contiguous(), up.contiguous()
+        output = torch.empty_like(gate)
+        pointers = gate.data_ptr(), up.data_ptr()
+        kernels.gate(*pointers, gate.numel(), is_gelu, output.data_ptr(), torch.get_num_threads())
+        return output
+
+    return hidden
+
+
+def fuse(model: nn.Module) -> None:
+    """Put the kernels, in place, where modules compute what they do; dropout, which does nothing here, is left out."""
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            module.rotate = fused_rotate
+        if isinstance(module, GatedMLP) and type(module.activation) in GATES and not is_rewritten(module.activation):
+            module.hidden = fused_hidden(module)  # type: ignore[method-assign, assignment]
+        for name, child in module.named_children():
+            if type(child) is nn.Dropout and not is_rewritten(child):
+                setattr(module, name, nn.Identity())
+            elif type(child) in (nn.RMSNorm, OffsetRMSNorm) and _is_plain_norm(child):
+                setattr(module, name, FusedRMSNorm(child))  # type: ignore[arg-type]
+
+
+def _is_plain_norm(norm: Any) -> bool:
+    return not is_rewritten(norm) and norm.weight is not None and norm.weight.dim() == 1 and norm.eps is not None
+
+
+def kernels_for(given: Tensor, other: Tensor) -> Any | None:
+    """Return the functions of step.cpp for operands of one dtype; None where PyTorch computes."""
+    if given.dtype != other.dtype or given.device.type != "cpu" or other.device.type != "cpu":
+        return None
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return None
+    return compiled_kernels().get(given.dtype)
+
+
+@functools.cache
+def compiled_kernels() -> dict[torch.dtype, Any]:
+    """Return the functions of step.cpp by dtype; none where nothing can be compiled."""
+    library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
+    if library is None:
+        return {}
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    arguments = {
+        "multiply": [pointer, number, number, pointer, number, pointer, number],
+        "norm": [pointer, number, number, pointer, real, real, pointer, number],
+        "turn": [pointer],
+        "gate": [pointer, pointer, number, number, pointer, number],
+        "run": [pointer, number, pointer, number, pointer, number, number, pointer, number],
+    }
+    kernels = {}
+    for dtype in DTYPES:
+        functions = {name: getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}") for name in arguments}
+        for name, function in functions.items():
+            function.argtypes, function.restype = arguments[name], None
+        kernels[dtype] = SimpleNamespace(**functions)
+    return kernels
