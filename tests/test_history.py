@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,6 +188,24 @@ def test_rows_in_pages(dtype, page, needs_compiler):
     latent = value[:, 1:2].expand(-1, 2, -1, -1)
     found = one_query_attention(query, key, [latent], None, scaling)
     assert_close(found, expected_of(query, exact[0], latent.whole(), seen, scaling))
+    # Padded on the right, tables that turn keys back are those of all rows; on the left, every row has its own.
+    right = [copy(states) for states in (key, value)]
+    for states in right:
+        states.places = replace(key.places, padded_right=True)
+    tables = [drawn(1, longest, 16, dtype=dtype, seed=seed) for seed in (5, 6)]
+    rows = [[table[0].roll(longest - length, 0) for length in lengths.tolist()] for table in tables]
+    hidden = torch.rand(3, 1, 1, longest, generator=torch.Generator().manual_seed(0)) < 0.3
+    hidden_right = torch.stack([row.roll(int(n) - longest, -1) for row, n in zip(hidden, lengths, strict=True)])
+    new, found = drawn(3, 1, 2 * columns, dtype=dtype), []
+    for (k, v), back, mask in (((key, value), map(torch.stack, rows), hidden), (right, tables, hidden_right)):
+        both = LatentAndKeys(v[:, :1], k, new, tuple(back))
+        found.append(one_query_attention_to_both(query, k, both, ~mask, scaling))
+    assert found[0] is not None and torch.equal(*found)
+    # Keys and values that are columns of the same head.
+    both = key[..., 1:9].beside(key[..., 9:19])
+    assert both is not None and torch.equal(both.whole(), exact[0][..., 1:19]) and key.beside(key) is None
+    found = one_query_attention(query[..., 1:19], both, [both[..., 3:]], None, scaling)
+    assert_close(found, expected_of(query[..., 1:19], both.whole(), exact[0][..., 4:19], seen, scaling))
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])

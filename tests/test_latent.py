@@ -42,7 +42,7 @@ def test_the_cheaper_form_is_taken() -> None:
 
     def absorbs(queries: int, keys: int) -> bool:
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool)
-        return attention._absorbing_pays(torch.zeros(1, 16, queries, 64), [torch.zeros(1, keys, 256)], mask)
+        return attention._absorbing_pays(torch.zeros(1, 16, queries, 64), [torch.zeros(1, 1, keys, 256)], mask)
 
     assert absorbs(1, 100) and absorbs(1, 100_000) and absorbs(4, 100)
     assert not absorbs(100, 100) and not absorbs(1, 1) and not absorbs(1000, 2000)

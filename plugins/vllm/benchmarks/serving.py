@@ -50,7 +50,7 @@ ROUNDS, WARM_UP = 2, 8
 LLAMA = "llama-130m"
 # Tokens of the baseline that there is memory for in a measurement of throughput; None: as much as 64 requests need.
 MEMORIES: tuple[int | None, ...] = (None, 1600)
-OF_SCARCITY = ("leanqkv", "skipv1")
+NOT_OF_SCARCITY = "vLLM's own class"
 OF_MEMORY = ("", "gqa", "skipv1", "skipv1+gqa", "skipkv1", "skipv1-yoco", "latent-values", "latent-keys+latent-values")
 
 
@@ -159,7 +159,9 @@ def measure_throughput(checkpoint: str | None, dtype: str) -> list[dict[str, Any
         together = [(shape, setting) for shape in shapes for setting in MEMORIES]
         with progress_bar("throughput") as bar:
             for done, (shape, tokens) in enumerate(together):
-                models = shapes[shape] if tokens is None else {name: shapes[shape][name] for name in OF_SCARCITY}
+                models = dict(shapes[shape])
+                if tokens is not None:
+                    del models[NOT_OF_SCARCITY]
                 first, second = (_in_a_process(order, tokens, dtype) for order in (models, _reversed(models)))
                 for name in models:
                     row = {"shape": shape, "model": name, "memory": tokens, "dtype": dtype}
@@ -169,13 +171,14 @@ def measure_throughput(checkpoint: str | None, dtype: str) -> list[dict[str, Any
 
 
 def _random_models(place: Path) -> dict[str, Path]:
-    """LLAMA's shape as ours, as vLLM's own class, and with SkipV1."""
-    for name, mechanisms in (("leanqkv", ()), ("skipv1", ("skipv1",))):
+    """LLAMA's shape as ours, as vLLM's own class, with SkipV1 and with MLA."""
+    for name, mechanisms in (("leanqkv", ()), ("skipv1", ("skipv1",)), ("mla", ("mla",))):
         LeanForCausalLM(preset(LLAMA, *mechanisms, max_position_embeddings=512)).bfloat16().save_pretrained(
             place / name
         )
     _leanqkv("export", place / "leanqkv", "--out", place / "stock")
-    return {"leanqkv": place / "leanqkv", "vLLM's own class": place / "stock", "skipv1": place / "skipv1"}
+    names = {"leanqkv": "leanqkv", "vLLM's own class": "stock", "skipv1": "skipv1", "mla": "mla"}
+    return {name: place / directory for name, directory in names.items()}
 
 
 def _models_of(checkpoint: str, place: Path) -> dict[str, Path]:
@@ -185,12 +188,15 @@ def _models_of(checkpoint: str, place: Path) -> dict[str, Path]:
     _leanqkv("export", place / "leanqkv", "--out", place / "stock")
     _leanqkv("convert", place / "leanqkv", "--to", "skipv1", "--method", "mean-v", "--out", place / "skipv1")
     text = ROOT / "docs/reference-conversion.md"  # the ranks that little text gives do for the time
-    _leanqkv("convert", place / "leanqkv", "--calibration", text, "--tokens", 2048, "--out", place / "latents")
+    for kind in ("latents", "separate-latents"):
+        given = ("--to", kind, "--calibration", text, "--tokens", 2048)
+        _leanqkv("convert", place / "leanqkv", *given, "--out", place / kind)
     return {
         "leanqkv": place / "leanqkv",
         "vLLM's own class": place / "stock",
         "skipv1": place / "skipv1",
         "latents of 84%": place / "latents",
+        "separate latents of 84%": place / "separate-latents",
     }
 
 
@@ -390,7 +396,7 @@ def tokens_table(rows: Sequence[dict[str, Any]]) -> str:
         gaps = [gap for one in row["rounds"] for gap in one["gaps"]]
         equal = "/".join(str(one["equal"]) for one in row["rounds"])
         preempted = "/".join(str(one["preempted"]) for one in row["rounds"])
-        way = "kernel" if row["kernel"] else "gathered"
+        way = "vLLM's" if row["kernel"] else "leanqkv's"
         sizes = (f"{row['bytes_per_token']:,}", f"{row['allocated_per_token']:,.0f}")
         cells.append((row["mechanism"], way, *sizes, f"{equal} of {REQUESTS}", f"{max(gaps):.1f}" if gaps else ""))
         cells[-1] = (*cells[-1], preempted)

@@ -21,7 +21,7 @@ with engine(sys.argv[2], enforce_eager=False) as llm:
 """
 
 
-@pytest.mark.parametrize("name", ["gqa+skipv1"])
+@pytest.mark.parametrize("name", ["gqa+skipv1", "values-from-keys", "mla+skipv1"])
 def test_tokens_of_the_compiled_model(name: str, tmp_path: Path) -> None:
     model = next(case for case in CASES if case.name == name).model(**FIELDS).float()
     model.save_pretrained(tmp_path / "model")

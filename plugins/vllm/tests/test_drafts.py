@@ -21,9 +21,10 @@ with engine(sys.argv[2], speculative_config=json.loads(sys.argv[4])) as llm:
 """
 
 
-def test_drafts_from_the_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gqa+skipv1", "values-from-keys"])
+def test_drafts_from_the_prompt(name: str, tmp_path: Path) -> None:
     """Tokens that are proposed and rejected are written into the pages, and written over."""
-    model = next(case for case in CASES if case.name == "gqa+skipv1").model(**FIELDS).float()
+    model = next(case for case in CASES if case.name == name).model(**FIELDS).float()
     model.save_pretrained(tmp_path)
     [start] = prompts_of_uneven_length(model.config.vocab_size, 1, 20)
     given = [json.dumps([str(Path(__file__).parent)]), str(tmp_path), json.dumps([start * 4]), json.dumps(DRAFT)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from corpus import write_corpus
 from engines import OPTIONS, core_of, engine, expected, generate, prompts_of_uneven_length, run
+from leanqkv_vllm.histories import FEW, Pages
 from leanqkv_vllm.kernel_cpu import precision_refusal
 from leanqkv_vllm.refusals import settings_refusal
 from product.mechanisms import CASES
@@ -20,7 +21,7 @@ from leanqkv import LeanForCausalLM
 from leanqkv.data.tokenizer import train_tokenizer
 
 FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
-# By vLLM's kernel, and gathered.
+# By vLLM's kernel, and by leanqkv's.
 BOTH = ("gqa+skipv1", "values-from-keys")
 BLOCK = OPTIONS["block_size"]
 
@@ -59,6 +60,53 @@ def test_preempted_requests_and_cached_prefixes(name: str, tmp_path: Path) -> No
         found = run(llm, prompts, 0, 40)
     assert found["tokens"] == expected(model, prompts, 40)
     assert found["preempted"] and found["cached"]
+
+
+# Latents so wide that it takes a long history for absorbing them to be fewer multiplications.
+WIDE = {"key": [{"type": "latent", "rank": 126, "layers": [0, 1, 2, 3]}]}
+
+
+@pytest.mark.parametrize("name", ["keys-as-values", "latent-keys", "latent-values", "values-from-keys", "mla", "moe"])
+def test_nothing_is_gathered_while_decoding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(name, tmp_path, **(WIDE if name == "moe" else {}))
+    prompts = torch.randint(1, model.config.vocab_size, (3, 100), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts[1] = prompts[1][:70]
+    gathered, gather = [], Pages.gather
+    monkeypatch.setattr(Pages, "gather", lambda pages, slot: gathered.append(pages.batch.new) or gather(pages, slot))
+    with engine(tmp_path) as llm:
+        assert generate(llm, prompts, 24) == expected(model, prompts, 24)
+    assert gathered and min(gathered) > FEW, "longer pieces of a prompt alone"
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_page_that_is_written_and_read_in_one_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt takes the page of another one, of which more is new, from the step that computes it."""
+    model = saved(name, tmp_path)
+    draw = torch.randint(1, model.config.vocab_size, (BLOCK + 22,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [draw[: BLOCK + 12], draw[:BLOCK] + draw[BLOCK + 12 :]]
+    with engine(tmp_path) as llm:
+        found = run(llm, prompts, 0, 24)
+    assert found["tokens"] == expected(model, prompts, 24)
+    assert found["cached"] == BLOCK and found["steps"] == 24
+
+
+@pytest.mark.parametrize("name", ["mla", "values-from-keys"])
+def test_without_a_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leanqkv.inference.attention.compiled_kernels", lambda: None)
+    model = saved(name, tmp_path)
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 4, 80)
+    with engine(tmp_path) as llm:
+        assert generate(llm, prompts, 24) == expected(model, prompts, 24)
+
+
+def test_latents_within_a_window(tmp_path: Path) -> None:
+    """Pages behind the window are given back, and are not read."""
+    model = saved("latent-keys", tmp_path, sliding_window=2 * BLOCK, window_layers=[0, 1, 2])
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 4, 150)
+    with engine(tmp_path) as llm:
+        assert generate(llm, prompts, 60) == expected(model, prompts, 60)
 
 
 def test_pages_behind_a_window_are_given_back(tmp_path: Path) -> None:
@@ -148,7 +196,7 @@ def test_positions_whose_frequencies_change_are_refused() -> None:
 REFUSED = {
     "weights": ("gqa+skipv1", {"quantization": "fp8", "dtype": "bfloat16"}, "quantized weights"),
     "cache": ("gqa+skipv1", {"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype 'int8_per_token_head' is not"),
-    "gathered cache": ("values-from-keys", {"kv_cache_dtype": "fp8"}, "attention is gathered"),
+    "cache of latents": ("values-from-keys", {"kv_cache_dtype": "fp8"}, "leanqkv's own code attends"),
     "pipeline": ("gqa+skipv1", {"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
 }
 

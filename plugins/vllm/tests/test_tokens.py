@@ -10,12 +10,12 @@ from product.mechanisms import CASES, Case
 
 from leanqkv import LeanForCausalLM
 
-# Heads of 32 columns are the smallest of vLLM's kernel for CPUs; others are gathered.
+# Heads of 32 columns are the smallest of vLLM's kernel for CPUs; leanqkv's kernel reads others.
 FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
 REFUSED = {"prefix": "attends in both directions"}
-# What `pytest -m "not slow"` leaves: the kernel with pairs, with borrowed heads alone and with a window; gathered.
+# What `pytest -m "not slow"` leaves: the kernel with pairs, with borrowed heads alone and with a window; leanqkv's.
 SAMPLE = ("gqa+skipv1", "skipkv1", "yoco:local=true", "moe", "mla", "values-from-keys", "prefix")
-GATHERED = ("mla", "latent", "keys-as-values", "values-from-keys")
+OWN = ("mla", "latent", "keys-as-values", "values-from-keys")
 
 
 def of(cases: list[Case]) -> list[Any]:
@@ -37,12 +37,24 @@ def test_tokens_are_those_of_generate(case: Case, tmp_path: Path) -> None:
     with engine(tmp_path) as llm:
         found = [generate(llm, prompts, 24) for _ in range(2)]  # the second time from cached prefixes
         runner = core_of(llm).model_executor.driver_worker.worker.model_runner
-        assert (runner.model.kernel is not None) == (not case.name.startswith(GATHERED))
+        assert (runner.model.kernel is not None) == (not case.name.startswith(OWN))
         config, sizes = runner.kv_cache_config, {}
         for group in config.kv_cache_groups:
             sizes[group.layer_names[0]] = group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
     assert found[0] == found[1] == expected(model, prompts, 24)
     assert sum(sizes.values()) == model.config.plan.kv_bytes_per_token(torch.float32)
+
+
+WIDTHS = ("gqa+skipv1", "yoco:local=true", "resformer:mode=per_token", "shared blocks", "mlp-query", "output-gate")
+
+
+@pytest.mark.parametrize("case", of([case for case in CASES if case.name in WIDTHS]))
+def test_heads_of_widths_that_vllms_kernel_does_not_take(case: Case, tmp_path: Path) -> None:
+    model = saved(case, tmp_path, num_attention_heads=8)
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 6, 100)
+    with engine(tmp_path) as llm:
+        assert core_of(llm).model_executor.driver_worker.worker.model_runner.model.kernel is None
+        assert generate(llm, prompts, 24) == expected(model, prompts, 24)
 
 
 @pytest.mark.parametrize("case", of([case for case in CASES if case.name in REFUSED]))

@@ -57,6 +57,7 @@ struct Call {
   int64_t key_heads;  // of each head of values; they share its `group` queries evenly
   int64_t plain_heads, turned, frequencies;
   int64_t query_batch, query_head, table_batch, table_row, mask_batch, output_batch, output_head;
+  int64_t padded_right;  // whether the first of mask, cos and sin are a shorter row's, and not the last
   float scaling;
 };
 
@@ -786,9 +787,11 @@ struct Span {
   int64_t first, length;
   Span(const Call& call, int64_t b)
       : first(call.firsts ? call.firsts[b] : 0), length(call.lengths ? call.lengths[b] : call.length) {
-    const float* const mask = call.mask ? call.mask + b * call.mask_batch + call.length - length : nullptr;
+    const float* const mask = call.mask ? call.mask + b * call.mask_batch + before(call) : nullptr;
     while (mask && first < length && mask[first] == kNothing) ++first;
   }
+  // Positions of the mask and the tables that pad this row on the left.
+  int64_t before(const Call& call) const { return call.padded_right ? 0 : call.length - length; }
   // Where one of so many parts begins: blocks are not cut.
   int64_t start(int64_t part, int64_t parts) const {
     const int64_t block = first / kBlock, blocks = (length + kBlock - 1) / kBlock - block;
@@ -815,7 +818,7 @@ void run(const Call& call) {
       // Part by part: what rows of the batch share stays in the processor's caches.
       const int64_t head = i % heads, chunk = i / heads, b = head / call.heads, h = head % call.heads;
       const Span span(call, b);
-      const int64_t before = call.length - span.length, table = b * call.table_batch + before * call.table_row;
+      const int64_t before = span.before(call), table = b * call.table_batch + before * call.table_row;
       const Part<T> part{
           query + b * call.query_batch + h * call.group * call.query_head,
           cos ? cos + table : nullptr,

@@ -51,7 +51,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("page", "batch", "heads", "group", "length", "threads", "chunks")),
         *((name, ctypes.c_int64) for name in ("key_heads", "plain_heads", "turned", "frequencies")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
-        *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head")),
+        *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
         ("scaling", ctypes.c_float),
     ]
 
@@ -166,6 +166,7 @@ def _call(
         places = key.places
         call.lengths, call.paged, call.page = places.lengths.data_ptr(), places.paged.data_ptr(), places.page
         call.firsts = None if places.firsts is None else places.firsts.data_ptr()
+        call.padded_right = places.padded_right
     if mask is not None:
         call.mask, call.mask_batch = mask.data_ptr(), 0 if len(mask) == 1 else mask.stride(0)
     if both is not None:

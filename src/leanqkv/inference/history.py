@@ -21,9 +21,10 @@ class Places:
     """Which positions the rows of a batch hold, and where; for all tensors of a layer.
 
     Attributes:
-        longest: positions that are seen of the longest row; shorter ones are padded on the left.
+        longest: positions that are seen of the longest row; shorter ones are padded.
         lengths, firsts, paged: of every row, int64: positions held, the first that is seen, and how many are in pages.
         page: positions of a page.
+        padded_right: whether the tensor, a mask and what turns keys back are padded on the right, or on the left.
     """
 
     longest: int
@@ -31,6 +32,7 @@ class Places:
     firsts: Tensor | None
     paged: Tensor
     page: int
+    padded_right: bool = False
 
 
 class History:
@@ -55,11 +57,12 @@ class History:
         layout: PageLayout | None = None,
         strides: tuple[int, int, int] = (0, 0, 0),
     ):
-        """shape: rows, heads, columns. make: returns the tensor, padded on the left."""
+        """shape: rows, heads, columns. make: returns the tensor, padded."""
         rows, heads, columns = shape
         self.shape = torch.Size((rows, heads, places.longest, columns))
         self.places, self.table, self.newest, self.layout, self.strides = places, table, newest, layout, strides
         self.dtype, self.device, self.first_head, self.expanded = dtype, table.device, 0, False
+        self.first_column = 0
         self.requires_grad, self.ndim = False, 4
         self._made: list[Any] = [make]  # shared by all heads of a tensor
 
@@ -67,13 +70,13 @@ class History:
         """Return the tensor."""
         if not isinstance(self._made[0], Tensor):
             self._made[0] = self._made[0]()
-        heads = self.shape[1]
+        heads, columns = self.shape[1], slice(self.first_column, self.first_column + self.shape[3])
         if self.expanded:
-            return self._made[0][:, self.first_head : self.first_head + 1].expand(-1, heads, -1, -1)
-        return self._made[0][:, self.first_head : self.first_head + heads]
+            return self._made[0][:, self.first_head : self.first_head + 1, :, columns].expand(-1, heads, -1, -1)
+        return self._made[0][:, self.first_head : self.first_head + heads, :, columns]
 
     def __getitem__(self, index: Any) -> "History | Tensor":
-        """Heads `[:, start:stop]` stay where they lie."""
+        """Heads `[:, start:stop]` stay where they lie, and columns `[..., start:stop]` of pages as they are."""
         if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], slice):
             start, stop, step = index[1].indices(self.shape[1])
             if step == 1:
@@ -81,7 +84,25 @@ class History:
                 heads.first_head += 0 if self.expanded else start
                 heads.shape = torch.Size((self.shape[0], max(stop - start, 0), *self.shape[2:]))
                 return heads
+        plain = self.layout is None and self.newest is None
+        if plain and isinstance(index, tuple) and index[:-1] == (...,) and isinstance(index[-1], slice):
+            start, stop, step = index[-1].indices(self.shape[3])
+            if step == 1:
+                columns = copy(self)
+                columns.first_column += start
+                columns.strides = (self.strides[0] + start * self.dtype.itemsize, *self.strides[1:])
+                columns.shape = torch.Size((*self.shape[:3], max(stop - start, 0)))
+                return columns
         return self.whole()[index]
+
+    def beside(self, other: "History") -> "History | None":
+        """Return these columns and, behind them, those of `other`, if they lie side by side; None: they do not."""
+        end = self.first_column + self.shape[3]
+        if self._made is not other._made or self.first_head != other.first_head or other.first_column != end:
+            return None
+        both = copy(self)
+        both.shape = torch.Size((*self.shape[:3], self.shape[3] + other.shape[3]))
+        return both
 
     def expand(self, *sizes: int) -> "History | Tensor":
         """One head for several stays where it lies."""

@@ -26,7 +26,7 @@ class KeyValues(NamedTuple):
     keys, values: [batch, heads, positions, head_dim] with their whole history; they may be the cache's own tensors, so
     they are never changed in place. new_values: those of this call's positions alone, before any mixing or caching.
     Latent keys and values (latent_heads.py) are one head of their latent's width.
-    Under MLA (attention_latent.py) `keys` is the rotary key and `values` the latent, [batch, positions, columns].
+    Under MLA (attention_latent.py) `keys` is the rotary key and `values` the latent, one head each.
     """
 
     keys: Tensor | None

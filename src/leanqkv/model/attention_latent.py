@@ -53,7 +53,7 @@ class LatentAttention(Attention):
         **kwargs,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
         """Attention of one layer, as LeanAttention.forward; this layer's own rotary key [batch, 1, positions, rope_dim]
-        and latent columns [batch, positions, columns] take the places of keys and values."""
+        and latent [batch, 1, positions, columns] take the places of keys and values."""
         query, query_rope, key_rope, latent, gate = self.project(hidden_states, mlp_hidden)
         query = autocast(query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
         rotation = rotation_of(layer, position_embeddings)
@@ -61,9 +61,9 @@ class LatentAttention(Attention):
         # A mixer, and a layer that mixes this one's values in, see heads: each latent column is one, of width 1.
         new_values = None if latent is None else latent.transpose(1, 2)[..., None]
         if self.mixer is not None:
-            latent = mix(self.mixer, new_values, layer, borrowed, hidden_states).squeeze(-1).transpose(1, 2)
+            latent = mix(self.mixer, new_values, layer, borrowed, hidden_states).squeeze(-1).transpose(1, 2)[:, None]
         elif latent is not None:
-            latent = autocast(latent)
+            latent = autocast(latent)[:, None]
         key_rope, latent = self._update_cache(past_key_values, layer, key_rope, latent)
         own = KeyValues(key_rope, latent, new_values)
 
@@ -99,29 +99,29 @@ class LatentAttention(Attention):
         if past_key_values is None or not layer.cached:
             return key_rope, latent
         columns = 0 if latent is None else latent.shape[-1]
-        parts = [part for part in (None if latent is None else latent[:, None], key_rope) if part is not None]
+        parts = [part for part in (latent, key_rope) if part is not None]
         new = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         history, _ = past_key_values.update(new, new[:, :0], layer.layer)
-        return history[..., columns:] if key_rope is not None else None, history[:, 0, :, :columns] if columns else None
+        return history[..., columns:] if key_rope is not None else None, history[..., :columns] if columns else None
 
     def _absorbing_pays(self, query: Tensor, pieces: list[Tensor], mask: Any) -> bool:
         """Whether the absorbed form takes fewer multiplications, and its mask is known."""
         readable = isinstance(mask, Tensor) or (mask is None and query.shape[2] == 1)  # none may mean a causal one
-        size = query, pieces[0].shape[1], self.latent.rank
+        size = query, pieces[0].shape[2], self.latent.rank
         return readable and absorbing_pays(self.k_up_proj, *size) and absorbing_pays(self.v_up_proj, *size)
 
     def _expanded(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
         latent = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
-        key, value = (expand(up, latent, self.head_dim) for up in (self.k_up_proj, self.v_up_proj))
+        key, value = (expand(up, latent[:, 0], self.head_dim) for up in (self.k_up_proj, self.v_up_proj))
         if query_rope is not None:
             query = torch.cat((query, query_rope), dim=-1)
             key = torch.cat((key, key_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
         return self.attend(self, query, key, [value], mask, scaling, **kwargs)
 
     def _absorbed(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
-        t = query.shape[2]
+        t, pieces = query.shape[2], [piece[:, 0] for piece in pieces]
         query = absorb(self.k_up_proj, query).flatten(1, 2)  # every head is one more query
-        parts, keys = [*query.split([piece.shape[-1] for piece in pieces], dim=-1)], list(pieces)
+        parts, keys = [*query.split([piece.shape[-1] for piece in pieces], dim=-1)], pieces
         if query_rope is not None:
             parts, keys = [*parts, query_rope.flatten(1, 2)], [*keys, key_rope[:, 0]]
         # Not query @ keys^T: on a CPU that takes several times as long in bfloat16.

@@ -236,7 +236,7 @@ class LatentHeadsAttention(LeanAttention):
             attended = [expand(self.v_up_proj, latent[:, 0], self.head_dim)]
         else:
             attended = [values]
-        if self.k_up_proj is not None and absorbing_pays(self.k_up_proj, query, *key.shape[2:]):
+        if self.k_up_proj is not None and self.absorbs(self.k_up_proj, query, *key.shape[2:]):
             query, key = absorb(self.k_up_proj, query), key.expand(-1, layer.computed_key_heads, -1, -1)
         elif self.k_up_proj is not None:
             key = expand(self.k_up_proj, key[:, 0], self.head_dim)
@@ -251,7 +251,11 @@ class LatentHeadsAttention(LeanAttention):
         dropped = self.training and self.config.attention_dropout > 0
         if self.v_up_proj is None or dropped:
             return False
-        return absorbing_pays(self.v_up_proj, query, key.shape[2], columns)
+        return self.absorbs(self.v_up_proj, query, key.shape[2], columns)
+
+    def absorbs(self, up: nn.Module, query: Tensor, positions: int, columns: int) -> bool:
+        """Whether heads attend to a latent itself; see `absorbing_pays`."""
+        return absorbing_pays(up, query, positions, columns)
 
 
 def _latent_head(projected: Tensor, columns: Columns | None, rotation: Rotation | None) -> Tensor:

@@ -23,11 +23,13 @@ class PagedCache(nn.Module, AttentionLayerBase):
 
     Attributes:
         dtype: of the model. precision: of the cache, as vLLM's `kv_cache_dtype` names it.
-        kernel, calls: the module of a kernel that reads the pages, and its calls by layer; none where all is gathered.
+        kernel, calls: the module of vLLM's kernel, and its calls by layer; none where leanqkv's own code attends.
+        histories: what that code shares, of the first group of layers.
     """
 
     kernel: ModuleType
     calls: dict[int, list[Any]]
+    histories: Any
 
     def __init__(self, name: str, group: Group, head_dim: int, backend: Any, shapes: tuple = ()):
         super().__init__()

@@ -16,12 +16,12 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
 from leanqkv import LeanConfig
-from leanqkv.inference.attention import attend_one_query
 from leanqkv.model.plan import Plan
 from leanqkv.model.transformer import LeanModel
 
-from . import gathered, paged
+from . import paged
 from .cache import PagedCache
+from .histories import use_histories
 from .linear import use_products
 from .pages import Group, make_groups
 from .parallel import Shards, rank_config, reduce_outputs
@@ -30,12 +30,24 @@ from .step import PlainBackend
 
 
 def kernel_of_platform() -> ModuleType | None:
-    """Return the module with the kernel of this platform; None: there is none, and all attention is gathered."""
+    """Return the module with the kernel of this platform; None: there is none, and leanqkv's own code attends."""
     name = "kernel_cpu" if current_platform.is_cpu() else "kernel_triton" if current_platform.is_cuda_alike() else None
     return None if name is None else import_module(f".{name}", __package__)
 
 
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
+def choose_kernel(plan: Plan) -> tuple[ModuleType | None, str | None]:
+    """Return vLLM's kernel that attends as a plan asks; or None and why leanqkv's own code does."""
+    kernel = kernel_of_platform()
+    why = "this platform has no kernel" if kernel is None else paged.kernel_refusal(plan, kernel)
+    return (kernel, None) if why is None else (None, why)
+
+
+def _compiles(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM may compile the model: our own code must not end up in a graph of a GPU's launches."""
+    return current_platform.is_cpu() or choose_kernel(vllm_config.model_config.hf_config.plan)[0] is not None
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0}, enable_if=_compiles)
 class CompiledModel(LeanModel):
     """The model on the tokens of a step, which vLLM compiles where it is asked to."""
 
@@ -60,19 +72,16 @@ class LeanForCausalLM(nn.Module):
         self.ranks = vllm_config.parallel_config.tensor_parallel_size
         config = rank_config(config, self.ranks) if self.ranks > 1 else config
         self.plan: Plan = config.plan
-        kernel = kernel_of_platform()
-        why = "this platform has no kernel" if kernel is None else paged.why_gathered(self.plan, kernel)
-        self.kernel = None if why is not None else kernel
+        self.kernel, why = choose_kernel(self.plan)
         if reason := paged.precision_refusal(vllm_config, self.kernel, why):
             raise ValueError(f"leanqkv-vllm: {reason}")
-        config._attn_implementation = "sdpa" if self.kernel is None else paged.IMPLEMENTATION
-        if self.kernel is None:
-            self.model = LeanModel(config)
-        else:
-            self.model = CompiledModel(vllm_config=vllm_config, prefix=prefix, lean_config=config)
+        config._attn_implementation = paged.IMPLEMENTATION
+        self.model = CompiledModel(vllm_config=vllm_config, prefix=prefix, lean_config=config)
         self.model.requires_grad_(False).eval()
         self.shard = Shards(self.config, self.ranks, get_tensor_model_parallel_rank()) if self.ranks > 1 else None
         self.caches = self._make_caches(maybe_prefix(prefix, "model"))
+        limit = vllm_config.model_config.max_model_len
+        self.histories = use_histories(self.model, self.caches, limit) if self.kernel is None else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size, scale=1 / config.logits_scaling)
 
@@ -110,15 +119,10 @@ class LeanForCausalLM(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Return the last hidden states [tokens, hidden_size] of the tokens of a step."""
-        if self.kernel is not None:
-            return self.model(input_ids, positions, inputs_embeds)
-        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-        given["position_ids"] = positions
-        if (metadata := get_forward_context().attn_metadata) is not None:
-            steps = [metadata[cache.layer_name] for cache in self.caches]
-            return gathered.run(self.model, self.plan, self.caches, steps, **given)
-        whole = {name: tensor[None] for name, tensor in given.items()}
-        return self.model(**whole, use_cache=False).last_hidden_state[0]
+        metadata = get_forward_context().attn_metadata
+        if self.histories is not None and metadata is not None:
+            self.histories.begin([metadata[cache.layer_name] for cache in self.caches])
+        return self.model(input_ids, positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return the logits [tokens, vocab_size]."""
@@ -140,6 +144,4 @@ class LeanForCausalLM(nn.Module):
             reduce_outputs(self.model)
         if current_platform.is_cpu():
             use_products(self.model)
-            for block in self.model.layers:  # where attention is gathered: the kernel for one query
-                block.self_attn.attend = attend_one_query
         return {name for name, _ in self.named_parameters()}  # vLLM looks for those that there are now

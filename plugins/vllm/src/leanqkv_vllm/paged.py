@@ -61,8 +61,8 @@ def calls_of(layer: LayerPlan) -> list[Call]:
     return found
 
 
-def why_gathered(plan: Plan, kernel: ModuleType) -> str | None:
-    """Return why a kernel cannot attend as the plan asks, so that all is gathered; None: it can."""
+def kernel_refusal(plan: Plan, kernel: ModuleType) -> str | None:
+    """Return why a kernel of vLLM cannot attend as the plan asks; None: it can."""
     for layer in plan.layers:
         if layer.latent is not None or layer.reuses_keys or layer.key_rank is not None or layer.value_rank is not None:
             return "the kernel reads keys and values alone"
@@ -73,12 +73,12 @@ def why_gathered(plan: Plan, kernel: ModuleType) -> str | None:
     return None
 
 
-def precision_refusal(vllm_config: Any, kernel: ModuleType | None, why_gathered: str | None) -> str | None:
+def precision_refusal(vllm_config: Any, kernel: ModuleType | None, why: str | None) -> str | None:
     """Return why the cache cannot have the precision that the engine asks for; None: it can."""
     precision, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
     if precision in ("auto", str(dtype).removeprefix("torch.")):
         return None
-    reason = f"attention is gathered ({why_gathered})" if kernel is None else kernel.precision_refusal(precision)
+    reason = f"leanqkv's own code attends ({why})" if kernel is None else kernel.precision_refusal(precision)
     return None if reason is None else f"kv_cache_dtype {precision!r} is not possible, give 'auto': {reason}"
 
 
