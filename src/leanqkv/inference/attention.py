@@ -207,6 +207,8 @@ def _source(heads: Heads) -> _Source:
     if isinstance(heads, Tensor):
         return _Source(heads.data_ptr(), None, columns, *heads.stride()[:3])
     table, newest, layout, first = heads.table, heads.newest, heads.layout, heads.first_head
+    if known := heads.sources.get((first, heads.expanded)):
+        return known
     source = _Source(columns=columns, pages=table.data_ptr(), page_batch=table.stride(0))
     if newest is not None:
         source.rows = newest[:, first:].data_ptr()
@@ -223,6 +225,8 @@ def _source(heads: Heads) -> _Source:
         source.offsets = source.scales + layout.heads * layout.head_scales * SCALE_DTYPE.itemsize
     if heads.expanded:
         source.head = source.page_head = source.scale_head = 0
+    if layout is not None:
+        heads.sources[first, heads.expanded] = source
     return source
 
 

@@ -77,7 +77,7 @@ class QuantizedLayer(KiviLayer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._lengths: Tensor | None = None  # positions held by every row; None: as the last prompt left them
-        self._tables: list[Tensor] = []
+        self._histories: list[History] = []  # of the pages that there are, to be handed out again and again
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
         """As KiviLayer.update; of one new token a `History` of each tensor."""
@@ -85,17 +85,17 @@ class QuantizedLayer(KiviLayer):
             self._end()
             return super().update(key_states, value_states, *args, **kwargs)
         before = self._begin()
-        newest = before - self._paged
+        newest = before - self._paged if self._same is None else self._same
         for paged, new in zip(self.paged, (key_states, value_states), strict=True):
             if self._same is None:
                 paged.newest[self._rows, :, newest] = new[:, :, 0]
             else:
-                paged.newest[:, :, self._same] = new[:, :, 0]
+                paged.newest[:, :, newest] = new[:, :, 0]
         self._lengths = lengths = before + 1
         seen, _ = self.get_mask_sizes(1)
         firsts = None if self.window is None else (lengths - seen).clamp_min_(0)
         places = Places(seen, lengths, firsts, self._paged, BLOCK)
-        histories = [self._history(paged, table, places) for paged, table in zip(self.paged, self._tables, strict=True)]
+        histories = [history.at(places) for history in self._histories]
         self.cumulative_length += 1
         self._until_full -= 1
         if self._same is not None:
@@ -137,7 +137,7 @@ class QuantizedLayer(KiviLayer):
 
     def _count_pages(self) -> Tensor:
         """Lay out the tables anew; return how many positions of every row are in pages."""
-        self._tables = [page_table(paged.pages) for paged in self.paged]
+        self._histories = [self._history(paged) for paged in self.paged]
         counts = [[len(pages) for pages in paged.pages] for paged in self.paged]
         # A tensor without heads has no pages.
         self._paged = torch.tensor([BLOCK * max(both) for both in zip(*counts, strict=True)])
@@ -159,15 +159,17 @@ class QuantizedLayer(KiviLayer):
         self._lengths = self._count_pages() + newest
         self._note(newest)
 
-    def _history(self, paged: Paged, table: Tensor, places: Places) -> History:
-        pages, newest = [list(own) for own in paged.pages], paged.newest
-        # A copy: pages and places may be others when the tensor is wanted.
-        counts = (places.lengths - places.paged).tolist()
-        held = Paged(paged.layout, newest)
-        held.pages, held.newest = pages, newest
-        make = lambda: self._whole(held, counts, places.longest)  # noqa: E731
-        shape = len(newest), newest.shape[1], newest.shape[-1]
-        return History(shape, places, table, make, newest.dtype, newest=newest, layout=paged.layout)
+    def _history(self, paged: Paged) -> History:
+        # A copy: the layer may have other pages when the tensor is wanted.
+        held = Paged(paged.layout, paged.newest)
+        held.pages, held.newest = [list(own) for own in paged.pages], paged.newest
+
+        def make(places: Places) -> Tensor:
+            return self._whole(held, (places.lengths - places.paged).tolist(), places.longest)
+
+        shape = len(paged.newest), paged.newest.shape[1], paged.newest.shape[-1]
+        table = page_table(paged.pages)
+        return History(shape, None, table, make, paged.newest.dtype, newest=paged.newest, layout=paged.layout)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch."""

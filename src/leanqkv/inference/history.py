@@ -48,28 +48,38 @@ class History:
     def __init__(
         self,
         shape: tuple[int, int, int],
-        places: Places,
+        places: Places | None,
         table: Tensor,
-        make: Callable[[], Tensor],
+        make: Callable[[Places], Tensor],
         dtype: torch.dtype,
         *,
         newest: Tensor | None = None,
         layout: PageLayout | None = None,
         strides: tuple[int, int, int] = (0, 0, 0),
     ):
-        """shape: rows, heads, columns. make: returns the tensor, padded."""
+        """shape: rows, heads, columns. places: None until `at`. make: returns the tensor, padded."""
         rows, heads, columns = shape
-        self.shape = torch.Size((rows, heads, places.longest, columns))
-        self.places, self.table, self.newest, self.layout, self.strides = places, table, newest, layout, strides
+        self.shape = torch.Size((rows, heads, places.longest if places else 0, columns))
+        self.places: Any = places
+        self.table, self.newest, self.layout, self.strides = table, newest, layout, strides
         self.dtype, self.device, self.first_head, self.expanded = dtype, table.device, 0, False
         self.first_column = 0
         self.requires_grad, self.ndim = False, 4
         self._made: list[Any] = [make]  # shared by all heads of a tensor
+        self.sources: dict[Any, Any] = {}  # what the kernel is told of codes, which places do not change
+
+    def at(self, places: Places) -> "History":
+        """Return the same pages, of which rows hold these places."""
+        there = History.__new__(History)
+        rows, heads, _, columns = self.shape
+        shape = torch.Size((rows, heads, places.longest, columns))
+        there.__dict__.update(self.__dict__, places=places, shape=shape, _made=list(self._made))
+        return there
 
     def whole(self) -> Tensor:
         """Return the tensor."""
         if not isinstance(self._made[0], Tensor):
-            self._made[0] = self._made[0]()
+            self._made[0] = self._made[0](self.places)
         heads, columns = self.shape[1], slice(self.first_column, self.first_column + self.shape[3])
         if self.expanded:
             return self._made[0][:, self.first_head : self.first_head + 1, :, columns].expand(-1, heads, -1, -1)
@@ -139,4 +149,5 @@ def in_pages(store: Tensor, addresses: Tensor, lengths: Tensor, longest: int, ma
     _, heads, page, columns = store.shape
     places = Places(longest, lengths, None, lengths, page)
     _, head, position, _ = (stride * store.itemsize for stride in store.stride())
-    return History((len(lengths), heads, columns), places, addresses, make, store.dtype, strides=(0, head, position))
+    shape, strides = (len(lengths), heads, columns), (0, head, position)
+    return History(shape, places, addresses, lambda _: make(), store.dtype, strides=strides)

@@ -246,7 +246,7 @@ class Pages:
         row, size = slot.columns * page.itemsize, self.cache.block_size
         strides = slot.offset * size * page.itemsize, size * row, row
         shape = len(self.blocks), slot.heads, slot.columns
-        return History(shape, self.places, self.table, lambda: self.gather(slot), page.dtype, strides=strides)
+        return History(shape, self.places, self.table, lambda _: self.gather(slot), page.dtype, strides=strides)
 
 
 class PagedLayer(DynamicLayer):
