@@ -455,7 +455,7 @@ void weigh(float* scores, float& highest, float& total, float* sums, int64_t siz
   if (highest == kNothing) return std::fill(scores, scores + kBlock, 0.0f), void();
   Floats totals(0.0f);
   for (int64_t n = 0; n < kBlock; n += kFloats) {
-    const Floats weights = (Floats::loadu(scores + n) - Floats(highest)).exp();
+    const Floats weights = (Floats::loadu(scores + n) - Floats(highest)).exp_u20();
     totals = totals + weights;
     weights.store(scores + n);
   }
@@ -649,8 +649,13 @@ void add_codes(
   ask_for(reinterpret_cast<const char*>(values.low) + ahead, 2 * kBlock * source.groups);
   for (int64_t group = 0; group < source.groups; ++group) {
     const int64_t start = group * source.width, lanes = std::min(source.width, source.columns - start);
-    for (int64_t n = 0; n < kBlock; ++n) {
-      scales[n] = float(values.scale[n * source.groups + group]), lows[n] = float(values.low[n * source.groups + group]);
+    if (source.groups == 1) {
+      to_floats<Numbers<c10::BFloat16>>(reinterpret_cast<const char*>(values.scale), kBlock, scales);
+      to_floats<Numbers<c10::BFloat16>>(reinterpret_cast<const char*>(values.low), kBlock, lows);
+    } else {
+      for (int64_t n = 0; n < kBlock; ++n) {
+        scales[n] = float(values.scale[n * source.groups + group]), lows[n] = float(values.low[n * source.groups + group]);
+      }
     }
     for (int64_t g = 0; g < count; ++g) {
       Floats bias(0.0f);
