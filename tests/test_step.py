@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 from leanqkv.inference import Decoder
 from leanqkv.inference.decoder import prepared
-from leanqkv.inference.step import ROWS, FusedRMSNorm, Product, fused_hidden, fused_rotate
+from leanqkv.inference.step import ROWS, FusedRMSNorm, HeadProduct, Product, fused_hidden, fused_rotate
 from leanqkv.model.layers import GatedMLP, OffsetRMSNorm
 from leanqkv.model.position import rotate
 
@@ -239,3 +239,22 @@ def test_the_model_stays_as_it_is() -> None:
     assert {name: (type(module), set(vars(module))) for name, module in model.named_modules()} == before
     assert {id(weight) for weight in copied.parameters()} == {id(weight) for weight in model.parameters()}
     assert isinstance(copied.model.layers[0].mlp, GatedMLP) and isinstance(copied.model.norm, FusedRMSNorm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_by_head(dtype, needs_compiler):
+    """Of queries that share a head's map, with and without a bias, and odd widths."""
+    for batch, heads, group, inputs, outputs in ((1, 3, 3, 160, 64), (2, 1, 5, 7, 33), (3, 4, 1, 64, 161)):
+        generator = torch.Generator().manual_seed(inputs)
+        weight, bias, given = (
+            torch.randn(shape, generator=generator).to(dtype)
+            for shape in ((heads, outputs, inputs), (heads, outputs), (batch, heads * group, inputs))
+        )
+        for added in (None, bias):
+            with torch.no_grad():
+                found = HeadProduct(weight, added)(given)
+            expected = torch.einsum("bhgi,hoi->bhgo", given.double().unflatten(1, (heads, group)), weight.double())
+            expected = (expected + (0 if added is None else added.double()[:, None])).flatten(1, 2)
+            eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
+            assert found is not None and (found.double() - expected).abs().max() <= eps * expected.abs().max()
+    assert HeadProduct(weight)(given[:, :-1].double()) is None

@@ -198,6 +198,31 @@ void multiply(
   }
 }
 
+// x_h W_h^T + b_h of every head h: input [batch, heads * group, inputs], of which `group` follow each other share a head;
+// weight [heads, outputs, inputs]; bias [heads, outputs] or null; output [batch, heads * group, outputs].
+template <typename T>
+void by_head(
+    const T* weight, const T* bias, int64_t heads, int64_t outputs, int64_t inputs, const T* input, int64_t batch,
+    int64_t group, T* output, int64_t threads) {
+  const int64_t size = (inputs + kWidth<T> - 1) / kWidth<T> * kWidth<T>;
+#pragma omp parallel for schedule(static) num_threads(threads) if (batch * heads * group * outputs * inputs > kAlone)
+  for (int64_t i = 0; i < batch * heads; ++i) {
+    const int64_t head = i % heads;
+    const float* const floats_of = as_floats(input + i * group * inputs, group, inputs, size);
+    for (int64_t start = 0; start < outputs; start += kFloats) {
+      const int64_t place = head * outputs + start, left = outputs - start;
+      const Floats added = bias ? floats(bias + place, left) : Floats(0.0f);
+      in_tiles<kRows>(group, 0, [&](auto tile, int64_t m) {
+        Floats sums[tile];
+        multiply_tile<tile>(weight + place * inputs, std::min(left, kFloats), inputs, floats_of + m * size, size, sums);
+        for (int64_t g = 0; g < tile; ++g) {
+          store(sums[g] + added, output + (i * group + m + g) * outputs + start, left);
+        }
+      });
+    }
+  }
+}
+
 // --- norms, rotary positions, gates -------------------------------------------------------------------------------------
 
 // `input * (offset + weight) / rms(input)`, [rows, width]; see OffsetRMSNorm in model/layers.py.
@@ -339,6 +364,11 @@ void run(
       const Map* maps, int64_t count, int64_t inputs, const T* input, int64_t rows, void* const* outputs,              \
       int64_t threads) {                                                                                               \
     multiply<T>(maps, count, inputs, input, rows, outputs, threads);                                                   \
+  }                                                                                                                    \
+  extern "C" void by_head_##name(                                                                                      \
+      const T* weight, const T* bias, int64_t heads, int64_t outputs, int64_t inputs, const T* input, int64_t batch,   \
+      int64_t group, T* output, int64_t threads) {                                                                     \
+    by_head<T>(weight, bias, heads, outputs, inputs, input, batch, group, output, threads);                            \
   }                                                                                                                    \
   extern "C" void norm_##name(                                                                                         \
       const T* input, int64_t rows, int64_t width, const T* weight, float offset, float eps, T* output,                \

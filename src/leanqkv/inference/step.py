@@ -19,7 +19,8 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from ..compat import compile_cpp
 from ..model.attention import Attention
-from ..model.latent import is_rewritten
+from ..model.latent import absorb, is_absorbable, is_rewritten, restore
+from ..model.latent_heads import LatentHeadsAttention
 from ..model.layers import GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
 
@@ -82,6 +83,55 @@ class Product:
         given = len(outputs), size, inputs.data_ptr(), rows.numel(), pointers, torch.get_num_threads()
         kernels.multiply(self._maps, *given)
         return outputs
+
+
+class HeadProduct:
+    """`x_h -> x_h W_h^T + b_h` of every head h, by the kernel; `group` heads of x that follow each other share one.
+
+    The weight is a copy: later changes are not seen.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        """weight: [heads, outputs, inputs]; bias: [heads, outputs]."""
+        self.weight, self.bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+
+    def __call__(self, inputs: Tensor) -> Tensor | None:
+        """[batch, heads of x, inputs] to [batch, heads of x, outputs]; None where PyTorch computes."""
+        heads, outputs, size = self.weight.shape
+        batch, given, _ = inputs.shape
+        kernels = kernels_for(inputs, self.weight) if given % heads == 0 else None
+        if kernels is None:
+            return None
+        inputs, output = inputs.contiguous(), inputs.new_empty((batch, given, outputs))
+        bias = None if self.bias is None else self.bias.data_ptr()
+        sizes = heads, outputs, size, inputs.data_ptr(), batch, given // heads
+        kernels.by_head(self.weight.data_ptr(), bias, *sizes, output.data_ptr(), torch.get_num_threads())
+        return output
+
+
+def use_head_products(attention: LatentHeadsAttention) -> None:
+    """Let an attention with latents absorb its up projections by products of the kernel, of single queries."""
+    key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
+    if is_absorbable(key):
+        weight = next(key.parameters())
+        heads = key.out_features // head_dim
+        each = torch.eye(head_dim, dtype=weight.dtype, device=weight.device).expand(1, heads, -1, -1)
+        into = HeadProduct(absorb(key, each)[0].mT)
+
+        def absorb_key(query: Tensor) -> Tensor:
+            found = into(query[:, :, 0]) if query.shape[2] == 1 else None
+            return absorb(key, query) if found is None else found[:, :, None]
+
+        attention.absorb = absorb_key  # type: ignore[method-assign]
+    if is_absorbable(value):
+        bias = None if value.bias is None else value.bias.unflatten(0, (-1, head_dim))
+        out_of = HeadProduct(value.weight.unflatten(0, (-1, head_dim)), bias)
+
+        def restore_heads(attended: Tensor) -> Tensor:
+            found = out_of(attended[:, 0]) if attended.shape[1] == 1 else None
+            return restore(value, attended, head_dim) if found is None else found[:, None]
+
+        attention.restore = restore_heads  # type: ignore[method-assign]
 
 
 class FusedRMSNorm(nn.Module):
@@ -150,6 +200,8 @@ def fuse(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.rotate = fused_rotate
+        if isinstance(module, LatentHeadsAttention):
+            use_head_products(module)
         if isinstance(module, GatedMLP) and type(module.activation) in GATES and not is_rewritten(module.activation):
             module.hidden = fused_hidden(module)  # type: ignore[method-assign, assignment]
         for name, child in module.named_children():
@@ -181,6 +233,7 @@ def compiled_kernels() -> dict[torch.dtype, Any]:
     pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     arguments = {
         "multiply": [pointer, number, number, pointer, number, pointer, number],
+        "by_head": [pointer, pointer, number, number, number, pointer, number, number, pointer, number],
         "norm": [pointer, number, number, pointer, real, real, pointer, number],
         "turn": [pointer],
         "gate": [pointer, pointer, number, number, pointer, number],

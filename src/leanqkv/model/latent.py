@@ -54,7 +54,7 @@ def absorbing_pays(up: Any, query: Tensor, positions: int, columns: int) -> bool
         query: [batch, query heads, queries, head_dim].
         positions, columns: of the latent.
     """
-    if not (type(up) is nn.Linear or _is_complex(up)) or is_rewritten(up):
+    if not is_absorbable(up):
         return False
     heads, queries, head_dim = query.shape[1:]
     once = up.weight.numel() * getattr(up, "products", 1)  # all heads at one position
@@ -62,6 +62,11 @@ def absorbing_pays(up: Any, query: Tensor, positions: int, columns: int) -> bool
     expanded = positions * once + queries * positions * heads * head_dim
     absorbed = queries * group * once + queries * positions * heads * columns
     return absorbed < expanded
+
+
+def is_absorbable(up: Any) -> bool:
+    """Whether the weight of `up` says all that it computes."""
+    return (type(up) is nn.Linear or _is_complex(up)) and not is_rewritten(up)
 
 
 def _is_complex(up: nn.Module) -> bool:

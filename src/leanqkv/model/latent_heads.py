@@ -217,8 +217,8 @@ class LatentHeadsAttention(LeanAttention):
         if self.k_up_proj is None:
             key = self._split_heads(new_keys, self.k_norm, rotation)
         else:
-            key = _latent_head(new_keys, layer.key_columns, rotation)
-        value = self._split_heads(value, None, None) if self.v_up_proj is None else _latent_head(value, None, None)
+            key = self._latent_head(new_keys, layer.key_columns, rotation)
+        value = self._split_heads(value, None, None) if self.v_up_proj is None else self._latent_head(value, None, None)
         own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
         key, values = own.keys, own.values
         assert key is not None and values is not None
@@ -237,13 +237,13 @@ class LatentHeadsAttention(LeanAttention):
         else:
             attended = [values]
         if self.k_up_proj is not None and self.absorbs(self.k_up_proj, query, *key.shape[2:]):
-            query, key = absorb(self.k_up_proj, query), key.expand(-1, layer.computed_key_heads, -1, -1)
+            query, key = self.absorb(query), key.expand(-1, layer.computed_key_heads, -1, -1)
         elif self.k_up_proj is not None:
             key = expand(self.k_up_proj, key[:, 0], self.head_dim)
         scaling = layer.attention_scale(layer.layer)
         output, weights = self.attend(self, query, key, attended, attention_mask, scaling, **kwargs)
         if absorbed:
-            output = restore(self.v_up_proj, output, self.head_dim)
+            output = self.restore(output)
         return self.project_output(output, gate), weights, own
 
     def _absorbs_values(self, query: Tensor, key: Tensor, columns: int) -> bool:
@@ -253,14 +253,21 @@ class LatentHeadsAttention(LeanAttention):
             return False
         return self.absorbs(self.v_up_proj, query, key.shape[2], columns)
 
+    def absorb(self, query: Tensor) -> Tensor:
+        """Return queries on the latent of keys; inference replaces it (inference/step.py)."""
+        return absorb(self.k_up_proj, query)
+
+    def restore(self, attended: Tensor) -> Tensor:
+        """Return outputs of attended latents of values; inference replaces it (inference/step.py)."""
+        return restore(self.v_up_proj, attended, self.head_dim)
+
     def absorbs(self, up: nn.Module, query: Tensor, positions: int, columns: int) -> bool:
         """Whether heads attend to a latent itself; see `absorbing_pays`."""
         return absorbing_pays(up, query, positions, columns)
 
-
-def _latent_head(projected: Tensor, columns: Columns | None, rotation: Rotation | None) -> Tensor:
-    """[batch, positions, columns] to the one head that is cached of it, its complex columns rotated."""
-    head = projected[:, None]
-    if columns is not None and rotation is not None:
-        head = rotate(head, rotation_of_columns(rotation, columns))
-    return autocast(head)
+    def _latent_head(self, projected: Tensor, columns: Columns | None, rotation: Rotation | None) -> Tensor:
+        """[batch, positions, columns] to the one head that is cached of it, its complex columns rotated."""
+        head = projected[:, None]
+        if columns is not None and rotation is not None:
+            head = self.rotate(head, rotation_of_columns(rotation, columns))
+        return autocast(head)
