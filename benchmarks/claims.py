@@ -3,10 +3,9 @@
     python benchmarks/claims.py results --out results/claims.json
     python benchmarks/claims.py --tables results/claims.json
 
-Reads finished comparisons and trains nothing. Each claim is that a model's loss is below its baseline's. It is tested
-by Student's t over the paired differences of all seeds of one comparison, the longest training that there is. A claim is
-confirmed, or contradicted, if its p-value is below 5% after Holm's correction (Holm 1979,
-https://www.jstor.org/stable/4615733).
+Reads finished comparisons and trains nothing. Each claim is that a model's loss is below its baseline's, and is tested
+by Student's t over the paired differences of all seeds of one comparison, the longest that there is. It is confirmed,
+or contradicted, if its p-value is below 5% after Holm's correction (1979, https://www.jstor.org/stable/4615733).
 """
 
 import argparse
