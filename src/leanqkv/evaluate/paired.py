@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from ..data import IGNORED, EvaluationText, MaskedTokens, NextToken, Tokens
 from ..data.objectives import EVALUATION, targets
 from ..errors import LeanError
-from .loss import masked_figures, scoring, window_prefix
+from .loss import LOGITS_AT_A_TIME, masked_figures, scoring, window_prefix
 from .states import States, last_states
 from .strided import loss_figures
 
 CONFIDENCE = 0.95
-# Logits of both models that are in memory at a time, in numbers: 256 MB in float32.
-LOGITS_AT_A_TIME = 2**25
-# Of these, so many are compared at a time on a CPU, whose cache then holds what is made of them on the way.
+# Of the logits in memory, so many are compared at a time on a CPU, whose cache then holds what is made of them on the
+# way.
 COMPARED_AT_A_TIME = 2**19
 NEXT_TOKEN = NextToken()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..data import Tokens, collate
 from ..errors import LeanError
 from .loss import batch_losses, window_prefix
-from .states import States
+from .states import States, own_states
 
 
 def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple[int, int]]:
@@ -58,7 +58,7 @@ def strided_losses(
         tokens: [tokens], integers; at least two.
         context_length, stride: see `strided_windows`.
         batch_size: windows at a time.
-        states: what makes the last hidden states; None: the model.
+        states: what makes the last hidden states; None: the model, without a cache.
         progress: called with the number of tokens scored so far and of all.
 
     Raises:
@@ -72,7 +72,7 @@ def strided_losses(
     for batch in windows[:1], *(windows[i : i + batch_size] for i in range(1, len(windows), batch_size)):
         scored, starts = max(count for _, count in batch), [start for start, _ in batch]
         made = {**collate(tokens, starts, length), **window_prefix(model, length, [count for _, count in batch])}
-        rows = batch_losses(model, [made], autocast, scored, states)
+        rows = batch_losses(model, [made], autocast, scored, states or own_states(model))
         for row, predicted, (_, count) in zip(*rows, batch, strict=True):
             losses.append(row[-count:][predicted[-count:]])
             if not (finite := row[-count:].isfinite()).all():
