@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from converting import source
+from pairing import model, text
 from reducing import EPS, KINDS, SMALL, sample_of, sweep
 from shapes import assert_near, randomize, tiny, tokens
 from torch import Tensor
@@ -18,7 +20,20 @@ from leanqkv.convert import activations
 from leanqkv.convert.calibrated import calibrated
 from leanqkv.convert.targets import SkipV1Options
 from leanqkv.data import MaskedTokens
-from leanqkv.evaluate import cached_states, loss, masked_losses, spread_windows, strided_losses
+from leanqkv.evaluate import (
+    by_position,
+    cached_states,
+    loss,
+    masked_losses,
+    paired_figures,
+    paired_scores,
+    spread_windows,
+    strided,
+    strided_losses,
+    strided_scores,
+    strided_windows,
+)
+from leanqkv.evaluate.paired import mean_over_windows
 from leanqkv.model.masked_lm import LeanForMaskedLM
 
 LENGTH, HEADS, VOCABULARY = 128, 4, 512
@@ -44,11 +59,11 @@ def largest(body: Callable[[], Any]) -> tuple[Any, int]:
 def conversions(tmp_path: Path) -> dict[str, Callable[[], Any]]:
     """One sequence at a time, of models in which some layers or all have a window."""
     fields = SMALL | {"sliding_window": 9, "max_position_embeddings": LENGTH}
-    model, windows = source("llama", **fields, window_layers=[1]), source("llama", **fields)
-    sample = sample_of(model[0], 4, LENGTH)
+    mixed, windows = source("llama", **fields, window_layers=[1]), source("llama", **fields)
+    sample = sample_of(mixed[0], 4, LENGTH)
 
     def swept(kind: str) -> list[Any]:
-        return [one.tensors for one in sweep(model, sample, tmp_path / kind, KINDS[kind](model), batch_size=1)]
+        return [one.tensors for one in sweep(mixed, sample, tmp_path / kind, KINDS[kind](mixed), batch_size=1)]
 
     made: dict[str, Callable[[], Any]] = {kind: lambda kind=kind: swept(kind) for kind in KINDS}
     return made | {"first-layer values": lambda: [calibrated(*windows, sample, SkipV1Options(batch_size=1))[1]]}
@@ -73,7 +88,7 @@ def test_logits_are_made_a_piece_at_a_time(task: str, monkeypatch) -> None:
     """Windows of all positions need no more than a narrow piece of their logits; the losses are the same."""
     own = "masked_lm" if task == "masked_lm" else "causal_lm"
     config = tiny("llama", task=own, vocab_size=VOCABULARY, max_position_embeddings=2 * LENGTH)
-    model = randomize((LeanForMaskedLM if own == "masked_lm" else LeanForCausalLM)(config))
+    scored = randomize((LeanForMaskedLM if own == "masked_lm" else LeanForCausalLM)(config))
     ids, length = tokens(1, 8 * LENGTH + 1, VOCABULARY)[0].numpy(), 2 * LENGTH
     states = cached_states(CacheBits(8, 4)) if task == "quantized" else None
     drawn = MaskedTokens(mask=0, vocabulary=VOCABULARY, special=())
@@ -81,8 +96,8 @@ def test_logits_are_made_a_piece_at_a_time(task: str, monkeypatch) -> None:
     def score() -> Tensor:
         if own == "masked_lm":
             windows = spread_windows(len(ids), length, 4)
-            return masked_losses(model, ids, windows, length, drawn, batch_size=4)
-        return strided_losses(model, ids, context_length=length, stride=length, states=states)
+            return masked_losses(scored, ids, windows, length, drawn, batch_size=4)
+        return strided_losses(scored, ids, context_length=length, stride=length, states=states)
 
     whole, most = largest(score)
     assert most >= 0.14 * 4 * length * VOCABULARY
@@ -90,3 +105,27 @@ def test_logits_are_made_a_piece_at_a_time(task: str, monkeypatch) -> None:
     pieces, most = largest(score)
     assert most <= 4 * length * config.intermediate_size  # the MLP's, of four windows
     assert_near(pieces, whole, 10 * EPS)
+
+
+def test_scores_by_position(monkeypatch) -> None:
+    """By hand, of one model and of two: each token's position in its window, and windows as units of the interval."""
+    monkeypatch.setattr(strided, "FIRST_POSITIONS", 8)
+    before, after, ids = model(0), model(1), text(120)
+    windows = strided_windows(len(ids), 32, 12)
+    [scores] = paired_scores(before, after, ids, windows, 32)
+    figures = paired_figures(scores, None)
+    losses, positions = strided_scores(after, ids, context_length=32, stride=12)
+    by_hand = [(number, place) for number, (_, count) in enumerate(windows) for place in range(32 - count, 32)]
+    assert positions.tolist() == scores.position.tolist() == [place for _, place in by_hand]
+    alone = by_position(positions, lambda here: {"loss": losses[here].mean().item()})
+    bounds = [(0, 8), (8, 16), (16, 32)]
+    assert [(part["from"], part["to"]) for part in figures["by_position"]] == bounds
+    for part, one, (start, stop) in zip(figures["by_position"], alone, bounds, strict=True):
+        rows = [row for row, (_, place) in enumerate(by_hand) if start <= place < stop]
+        assert part["tokens"] == one["tokens"] == len(rows)
+        assert part["after"] == one["loss"] == pytest.approx(losses[rows].mean().item(), abs=1e-12)
+        units = torch.tensor([by_hand[row][0] for row in rows])
+        assert part["loss_difference"] == mean_over_windows((scores.after - scores.before)[rows], units)
+    assert figures["by_position"][0]["loss_difference"]["half_width"] is None  # of the first window alone
+    monkeypatch.setattr(strided, "FIRST_POSITIONS", 32)
+    assert "by_position" not in paired_figures(scores, None)

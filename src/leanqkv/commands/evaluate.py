@@ -9,14 +9,15 @@ from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_new_file
 from .options import SOURCE, Device, check_left_out
-from .texts import TaskScoring, TextScoring
+from .texts import ComparedScoring, TaskScoring, TextScoring
 
 
 def evaluate(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     text: TextScoring,
     tasks: TaskScoring,
-    batch_size: int = 8,
+    compared: ComparedScoring,
+    batch_size: int | None = None,
     precision: str = "fp32",
     device: Device = None,
     out: Path | None = None,
@@ -37,8 +38,10 @@ def evaluate(
 
     leanqkv eval hf/llama --tasks p3
 
+    leanqkv eval hf/smaller --against hf/llama --tasks piqa:data/piqa,cloze:book.txt,needle:book.txt,recall
+
     Options:
-        batch_size: Windows, or task requests, per batch.
+        batch_size: Windows, or task requests, per batch. Default: 8, or those that have 8,192 tokens.
         precision: fp32 or bf16, with +sdpa or +eager.
         out: New JSON file for the record: figures, hashes, hardware, versions.
     """
@@ -52,4 +55,4 @@ def evaluate(
         check_new_file(out)
     from .scoring import score
 
-    score(source, text, tasks, batch_size, precision, check_device(device), out)
+    score(source, text, tasks, compared, batch_size, precision, check_device(device), out)
