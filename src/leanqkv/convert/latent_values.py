@@ -34,25 +34,29 @@ def step_of(width: int) -> int:
     return 1 if width % 2 else 2
 
 
-def choose_ranks(gains: Tensor, columns: int, cut: list[bool]) -> list[int]:
-    """Return every layer's rank: STEP columns at a time go where they take away most of the error.
+def choose_ranks(gains: Tensor, budget: int, cut: list[bool], costs: list[int]) -> list[int]:
+    """Return every layer's rank: STEP columns at a time go where they take away most of the error for their cost.
 
     Args:
         gains: [layers, width], the error that each column takes away, descending in a layer.
-        columns: of all layers together, at most.
+        budget: what the columns of all layers may cost together.
         cut: whether a layer's values may become a latent; the others keep their width.
+        costs: of a column of every layer.
     """
     width = gains.shape[1]
     step = step_of(width)
     ranks = [step if may else width for may in cut]
+    left = budget - sum(rank * cost for rank, cost in zip(ranks, costs, strict=True))
     blocks = [
-        (-float(gains[layer, start : start + step].sum()), layer)
+        (-float(gains[layer, start : start + step].sum()) / costs[layer], layer)
         for layer in range(len(gains))
         if cut[layer]
         for start in range(step, width, step)
     ]
-    for _, layer in sorted(blocks)[: (columns - sum(ranks)) // step]:
-        ranks[layer] += step
+    for _, layer in sorted(blocks):
+        if step * costs[layer] <= left:
+            ranks[layer] += step
+            left -= step * costs[layer]
     return ranks
 
 

@@ -41,7 +41,10 @@ def terminal(record: dict[str, Any]) -> TerminalTable:
 def result_table(record: dict[str, Any]) -> Table:
     """Return sizes and scores before and after."""
     rows = []
-    for name, words in SIZES.items():
+    sizes = dict(SIZES)
+    if "at_context" in record:
+        sizes["kv_bytes_at_context_bf16"] = f"KV cache at {record['at_context']:,} tokens, bytes (bf16)"
+    for name, words in sizes.items():
         before, after = record[name]
         if before:  # an encoder has no cache
             rows.append([words, _count(before), _count(after), f"{after / before - 1:+.1%}".replace("-", "−")])
@@ -97,13 +100,15 @@ def layer_lines(record: dict[str, Any]) -> Iterator[str]:
 
 def summary(record: dict[str, Any]) -> str:
     """Return in one or two sentences what became smaller, and what that costs."""
-    before, after = record["kv_bytes_per_token_bf16"]
+    context = record.get("at_context")
+    per = "per token" if context is None else f"at {context:,} tokens"
+    before, after = record[f"kv_bytes_{'per_token' if context is None else 'at_context'}_bf16"]
     cost = NOT_EVALUATED
     if evaluation := record.get("evaluation"):
         difference, same = _with_width(evaluation["loss_difference"]), f"{evaluation['agreement']['mean']:.1%}"
         cost = f"The loss changes by {difference} nats per token; {same} of the likeliest tokens stay the same."
     share = f"{after / before:.1%} of the source's {before:,}"
-    return f"The KV cache takes {after:,} bytes per token in bfloat16, {share}. {cost}"
+    return f"The KV cache takes {after:,} bytes {per} in bfloat16, {share}. {cost}"
 
 
 def model_card(record: dict[str, Any]) -> str:
