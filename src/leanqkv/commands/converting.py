@@ -51,7 +51,7 @@ def convert_checkpoint(
     comparison = read_evaluation(opened, texts.evaluate, texts.evaluate_tokens, length, texts.calibration)
     about, sample = about_conversion(source, out, given.get("device", "cpu")), None
     if texts.calibration is not None:
-        tokens = texts.tokens or min(max(40 * opened.config.hidden_size, 24_576), 131_072)
+        tokens = texts.tokens or max(min(max(40 * opened.config.hidden_size, 24_576), 131_072), 4 * length)
         sample, data = read_tokens(opened, texts.calibration, tokens, length)
         about["calibration"] = {**data.record(), "sequence_length": length}
         if comparison is not None:

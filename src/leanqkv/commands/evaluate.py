@@ -1,5 +1,6 @@
 """`leanqkv eval`: the loss of a checkpoint on a text, or its accuracy on tasks."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +52,8 @@ def evaluate(
         check_left_out(tasks, "`tasks`")
     else:
         check_left_out(text, "`data`")
+        if compared.context_length is not None and not {"needle", "recall"} & set(re.split("[,: ]+", tasks.tasks)):
+            raise LeanError("`context_length` goes with `data`, or with the tasks needle and recall; leave it out")
     if out is not None:
         check_new_file(out)
     from .scoring import score

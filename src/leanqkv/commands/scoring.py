@@ -40,7 +40,7 @@ from ..evaluate.harness import (
 from ..files import RECORD_FORMAT, write_json
 from ..model.cache_quantized import BLOCK
 from ..model.shapes import count_parameters
-from ..progress import console, progress_bar
+from ..progress import console, progress_bar, terminal
 from ..report import conversion
 from ..report.text import ABSENT, Table, plus_minus, signed
 from ..train import Precision, parse_precision
@@ -108,7 +108,10 @@ def score(
     positions = opened.config.max_position_embeddings
     context = compared.context_length or positions
     if context > positions:
-        raise LeanError(f"--context-length {context} is longer than the {positions} positions of the model")
+        beyond = f"--context-length {context} is longer than the {positions} positions of the model"
+        if tasks.tasks is not None or opened.config.position_embedding_type == "learned":
+            raise LeanError(beyond)
+        terminal.print(f"warning: {beyond}; losses behind them are of positions that it was not trained on")
     other = None if compared.against is None else _open_other(opened, compared.against, context)
     at_a_time = batch_size or max(1, min(8, TOKENS_AT_A_TIME // context))
     scored = Scored(opened, arithmetic, device, at_a_time, CacheBits.of(compared.cache_bits), context, other)
@@ -228,7 +231,7 @@ def _open_other(checkpoint: Checkpoint, directory: Path, context_length: int) ->
         raise LeanError(f"--against {directory} has {sizes[1]:,} tokens, the first model {sizes[0]:,}: not comparable")
     _check_same_text(checkpoint.directory, directory)
     positions = other.config.max_position_embeddings
-    if context_length > positions:
+    if other.config.position_embedding_type == "learned" and context_length > positions:
         raise LeanError(f"--against {directory} has {positions:,} positions; give --context-length {positions} or less")
     return other
 

@@ -16,7 +16,7 @@ class ConversionTexts:
 
     Options:
         calibration: Text to calibrate on, as --data of train takes it.
-        tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.
+        tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072, and four sequences.
         sequence_length: Length of calibration and evaluation sequences. Default: 512, or all positions.
         evaluate: Text to compare source and result on, as --data of train takes it; no mixture.
         evaluate_tokens: Tokens to compare on. Default: 16384, or the whole text.
