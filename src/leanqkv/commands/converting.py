@@ -16,7 +16,7 @@ from ..convert.conversion import Conversion, calibration_tokens, check_sequence_
 from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
 from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
-from ..evaluate import paired_record, sequence_losses, spread_windows
+from ..evaluate import last_states, paired_record, sequence_losses, spread_windows
 from ..model.shapes import count_parameters
 from ..progress import Bar, console, continued_when_repeated, progress_bar, terminal
 from ..report.conversion import KIND, layer_lines
@@ -51,7 +51,7 @@ def convert_checkpoint(
     comparison = read_evaluation(opened, texts.evaluate, texts.evaluate_tokens, length, texts.calibration)
     about, sample = about_conversion(source, out, given.get("device", "cpu")), None
     if texts.calibration is not None:
-        tokens = texts.tokens or min(max(40 * opened.config.hidden_size, 24_576), 131_072)
+        tokens = texts.tokens or max(min(max(40 * opened.config.hidden_size, 24_576), 131_072), 4 * length)
         sample, data = read_tokens(opened, texts.calibration, tokens, length)
         about["calibration"] = {**data.record(), "sequence_length": length}
         if comparison is not None:
@@ -120,8 +120,10 @@ class Comparison:
         rows = sample[np.linspace(0, len(sample) - 1, count).astype(int)]
         with progress_bar("comparing calibration and evaluation text"):
             model = load_model(self.source, torch.float32)
-            calibration = sequence_losses(model, rows.reshape(-1), [i * width for i in range(len(rows))], width - 1, 1)
-            evaluation = sequence_losses(model, self.text.tokens, [at for at, _ in windows], windows[0][1], 1)
+            starts, how = [i * width for i in range(len(rows))], {"states": last_states, "batch_size": 1}
+            calibration = sequence_losses(model, rows.reshape(-1), starts, width - 1, **how)  # type: ignore[arg-type]
+            places, length = [start for start, _ in windows], windows[0][1]
+            evaluation = sequence_losses(model, self.text.tokens, places, length, **how)  # type: ignore[arg-type]
         bytes_per_token = data.bytes_per_token, self.text.bytes / len(self.text.tokens)
         first, second = (
             losses.mean().item() / math.log(2) / size

@@ -55,6 +55,11 @@ def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length:
             f"the data has {data.vocab_size:,} tokens, the model a vocabulary of {config.vocab_size:,}: they do not "
             "belong together"
         )
+    if data.train_tokens < length:
+        raise LeanError(
+            f"the calibration text has {data.train_tokens:,} tokens, fewer than one sequence of {length:,}. Give more "
+            "text, or a shorter `sequence_length`"
+        )
     count = max(1, tokens // length)
     if data.train_tokens < count * length:
         raise LeanError(

@@ -72,7 +72,7 @@ class ValueGram(Grams):
         self._bias, self._with_keys = bias, key_width > 0
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
-        """Add a batch; `weight` [batch, length] multiplies each token's values."""
+        """Add a run of queries; `weight` [batch, queries] multiplies each token's values."""
         columns = recorder.values.transpose(1, 2).flatten(2)  # [batch, length, width]
         if self._bias is not None:  # it stays beside the latent: every head's patterns add up to 1
             columns = columns - self._bias.to(columns)

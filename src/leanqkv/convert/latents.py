@@ -45,7 +45,7 @@ class LatentGrams(Grams):
         self.values, self.keys = values, keys
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
-        """Add a batch; `weight` [batch, length] multiplies each token's output."""
+        """Add a run of queries; `weight` [batch, queries] multiplies each token's output."""
         self.values.add(recorder, weight)
         if self.keys is not None:
             self.keys.add(recorder, weight)

@@ -63,6 +63,20 @@ def result_table(record: dict[str, Any]) -> Table:
     return Table(("", "source", "result", "change"), rows, note=_scored_on(evaluation))
 
 
+def position_table(parts: list[dict[str, Any]]) -> Table:
+    """Return losses by position in the window, of one model or of two, from what `by_position` returns."""
+    paired = "before" in parts[0]
+    scores = ("source", "result", "change", "same likeliest token") if paired else ("loss, nats per token",)
+    rows = []
+    for part in parts:
+        cells = [f"{part[name]:.4f}" for name in (("before", "after") if paired else ("loss",))]
+        if paired:
+            cells += [_with_width(part["loss_difference"])]
+            cells += [_with_width(part["agreement"], ".1%", "{:.1%}".format)]
+        rows.append([f"{part['from']:,}–{part['to']:,}", f"{part['tokens']:,}", *cells])
+    return Table(("position in the window", "tokens", *scores), rows, note="Losses are in nats per token.")
+
+
 def layer_lines(record: dict[str, Any]) -> Iterator[str]:
     """Yield one line for each layer that was fitted, and one for heads that were pooled."""
     if "pools" in record:
