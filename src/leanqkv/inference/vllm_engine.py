@@ -52,9 +52,11 @@ def vllm_command(
         raise LeanError(f"{directory}: {reason}")
     if (found := _version()) not in plugin.TESTED:
         warn(f"vLLM {found} has not been tested with leanqkv-vllm; tested: {', '.join(plugin.TESTED)}")
-    model = ("--model", str(directory), "--served-model-name", directory.resolve().name)
+    model: tuple[str, ...] = ("--model", str(directory), "--served-model-name", directory.resolve().name)
     names = [option.partition("=")[0].replace("_", "-") for option in options]
-    pages = () if "--block-size" in names or default_device() != "cpu" else ("--block-size", str(CPU_PAGE))
+    pages: tuple[str, ...] = (
+        () if "--block-size" in names or default_device() != "cpu" else ("--block-size", str(CPU_PAGE))
+    )
     if bits.quantized:
         if any(name.partition(".")[0] == SETTINGS for name in names):
             raise LeanError(f'`cache_bits` is one of vLLM\'s {SETTINGS}; add it there: {{"cache_bits": "{bits}"}}')
