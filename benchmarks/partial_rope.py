@@ -2,7 +2,7 @@
 
 Conversions to multi-head latent attention begin with that: columns without positions can be mixed with others, and with
 the values, in one latent. Nothing is saved yet here, and nothing else is changed. Kept are the highest frequencies, or
-in every layer those with the largest products of query and key (MHA2MLA, Ji et al. 2025,
+in every key head those with the largest products of query and key (MHA2MLA, Ji et al. 2025,
 https://arxiv.org/abs/2502.14837, measures both).
 
     python benchmarks/partial_rope.py MODEL --evaluate prose book.txt --out results/real/partial-rope.json
@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import harness
@@ -28,29 +28,44 @@ from leanqkv.errors import LeanError
 from leanqkv.evaluate import paired_record, spread_windows
 from leanqkv.evaluate.paired import last_states
 from leanqkv.model import attention
+from leanqkv.model.position import rotate
 from leanqkv.report.text import signed
 
 BATCH = 4
-BY = {"frequency": "the highest", "product": "with the largest products of query and key"}
+BY = {"frequency": "the highest", "product": "in each key head those with the largest products of query and key"}
+
+
+class Kept(NamedTuple):
+    """A rotation, and which frequencies of every key head it turns, [key heads, frequencies]."""
+
+    cos: Tensor
+    sin: Tensor
+    kept: Tensor
+
+
+def rotate_kept(heads: Tensor, rotation: Kept) -> Tensor:
+    """As `rotate`, of query or key heads: those of a group turn alike."""
+    turned = rotation.kept.repeat_interleave(heads.shape[1] // len(rotation.kept), 0).repeat(1, 2)
+    rotated = rotate(heads, (rotation.cos, rotation.sin))
+    return torch.where(turned[:, None], rotated, heads)
 
 
 @contextmanager
 def positions_kept(kept: Tensor) -> Iterator[None]:
-    """Turn only some frequencies of every layer while the body runs; kept: [layers, frequencies], bool."""
+    """Turn only some frequencies while the body runs; kept: [layers, key heads, frequencies], bool."""
     original = attention.rotation_of
 
-    def rotation_of(layer: Any, rotations: Any) -> Any:
-        cos, sin = original(layer, rotations)
-        turned = torch.cat((kept[layer.layer], kept[layer.layer]))
-        return torch.where(turned, cos, 1.0), torch.where(turned, sin, 0.0)
+    def rotation_of(layer: Any, rotations: Any) -> Kept:
+        return Kept(*original(layer, rotations), kept[layer.layer])
 
-    with patch.object(attention, "rotation_of", rotation_of):
+    turns = patch.object(attention.Attention, "rotate", staticmethod(rotate_kept))
+    with patch.object(attention, "rotation_of", rotation_of), turns:
         yield
 
 
 @torch.no_grad()
 def products(source: Any, tokens: Any) -> Tensor:
-    """Return the mean product of the lengths of query and key in each frequency, [layers, frequencies]."""
+    """Return the mean product of the lengths of query and key, [layers, key heads, frequencies]."""
     layers, rows = Layers(source.config, source.tensors, tokens.shape[1], torch.device("cpu")), []
     stream = torch.stack(list(layers.embed(tokens)))
     for number in range(source.config.num_hidden_layers):
@@ -60,7 +75,7 @@ def products(source: Any, tokens: Any) -> Tensor:
             (recorder,) = layers.attend(block, number, batch)[1]  # all queries are one run at these lengths
             query, key = (_lengths(states) for states in (recorder.query, recorder.key))
             groups = query.unflatten(1, (key.shape[1], -1))
-            total = total + (groups.mean((0, 3)) * key.mean((0, 2))[:, None]).mean((0, 1)) * len(batch)
+            total = total + (groups.mean((0, 3)) * key.mean((0, 2))[:, None]).mean(1) * len(batch)
         rows.append(total / len(stream))
         stream = torch.cat(after)
     return torch.stack(rows)
@@ -96,7 +111,7 @@ def measure(options: argparse.Namespace) -> harness.Record:
         raise LeanError("it takes a model with rotary positions on whole heads")
     data = prepare_data(options.calibration, vocab_size=config.vocab_size, tokenizer=directory)
     sizes = products(source, calibration_tokens(data, config, options.tokens, options.length))
-    layers, frequencies = sizes.shape
+    frequencies = sizes.shape[-1]
     model, rows = load_model(source, torch.float32), []
     texts = [
         evaluation_text(
@@ -107,12 +122,12 @@ def measure(options: argparse.Namespace) -> harness.Record:
         )
         for name in options.evaluate
     ]
-    by = {"frequency": torch.arange(frequencies, 0, -1.0).expand(layers, -1), "product": sizes}
+    by = {"frequency": torch.arange(frequencies, 0, -1.0).expand(sizes.shape), "product": sizes}
     for share in options.kept:
         for name, order in by.items():
             kept = keep(order, round(share * frequencies))
             scores = [lost(model, text, kept, options) for text in texts]
-            rows.append({"kept": int(kept[0].sum()), "by": name, "scores": scores})
+            rows.append({"kept": int(kept[0, 0].sum()), "by": name, "scores": scores})
             print(f"{rows[-1]['kept']} of {frequencies} frequencies by {name}", flush=True)
     calibration = {"text": options.calibration, "tokens": options.tokens, "length": options.length}
     return {"source": options.source.name, "calibration": calibration, "frequencies": frequencies, "rows": rows}

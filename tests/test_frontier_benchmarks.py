@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import key_value_sources
+import numpy as np
 import partial_rope
 import torch
 from shapes import randomize, tiny, tokens
@@ -87,8 +88,9 @@ def test_keys_made_of_what_holds_them_miss_nothing() -> None:
 def test_frequencies_without_positions_are_those_of_angle_zero() -> None:
     model = randomize(LeanForCausalLM(tiny("llama")), std=0.3).eval()
     ids, rotary = tokens(2, 9), model.model.rotary_emb["rope_parameters"]
-    kept = partial_rope.keep(rotary.inv_freq.expand(model.config.num_hidden_layers, -1), 1)
-    assert (kept.sum(1) == 1).all() and kept[:, 0].all()
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    kept = partial_rope.keep(rotary.inv_freq.expand(layers, heads, -1), 1)
+    assert (kept.sum(-1) == 1).all() and kept[..., 0].all()
     whole = model(input_ids=ids).logits
     with partial_rope.positions_kept(torch.ones_like(kept)):
         assert torch.equal(model(input_ids=ids).logits, whole)
@@ -96,3 +98,42 @@ def test_frequencies_without_positions_are_those_of_angle_zero() -> None:
         found = model(input_ids=ids).logits
     rotary.inv_freq[1:] = 0
     assert torch.equal(found, model(input_ids=ids).logits) and not torch.equal(found, whole)
+
+
+def test_every_key_head_keeps_its_own_frequencies() -> None:
+    """By loops over the heads; query heads turn as the key head that they read."""
+    draw = torch.Generator().manual_seed(0)
+    angles = torch.rand(1, 5, 3, generator=draw).double()
+    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    kept = torch.tensor([[True, False, False], [False, True, True]])
+    for number in (2, 6):
+        heads = torch.randn(2, number, 5, 6, generator=draw).double()
+        found = partial_rope.rotate_kept(heads, partial_rope.Kept(cos, sin, kept))
+        for head in range(number):
+            own = torch.where(kept[head * 2 // number], angles[0], 0.0)
+            first, second = heads[:, head].chunk(2, -1)
+            turned = first * own.cos() - second * own.sin(), first * own.sin() + second * own.cos()
+            torch.testing.assert_close(found[:, head], torch.cat(turned, -1), rtol=0, atol=1e-15)
+
+
+@torch.no_grad()
+def test_products_are_of_each_key_head() -> None:
+    model = randomize(LeanForCausalLM(tiny("llama", "gqa", max_position_embeddings=64)), std=0.3)
+    source = SimpleNamespace(config=model.config, tensors=model.state_dict())
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (6, 12))
+    found, config = partial_rope.products(source, ids), model.config
+    assert found.shape == (config.num_hidden_layers, config.num_key_value_heads, config.head_dim // 2)
+    embedded = model.model.layers[0].input_layernorm(model.model.embed_tokens(torch.as_tensor(ids)))
+    attention = model.model.layers[0].self_attn
+    query, key = (
+        projection(embedded).unflatten(-1, (-1, 2, config.head_dim // 2)).norm(dim=-2)
+        for projection in (attention.q_proj, attention.k_proj)
+    )
+    group = config.num_attention_heads // config.num_key_value_heads
+    for head in range(config.num_key_value_heads):
+        # Of batches of four sequences, each the product of its means, weighed by its size.
+        each = [
+            query[rows][:, :, head * group : (head + 1) * group].mean((0, 1, 2)) * key[rows][:, :, head].mean((0, 1))
+            for rows in (slice(0, 4), slice(4, 6))
+        ]
+        torch.testing.assert_close(found[0, head], (4 * each[0] + 2 * each[1]) / 6, rtol=1e-4, atol=1e-6)
