@@ -141,7 +141,7 @@ def tables(record: harness.Record) -> str:
             f"{row['kept']} of {record['frequencies']}, {BY[row['by']]}",
             *("{} ± {:.4f}".format(signed(lost["mean"]), lost["half_width"]) for lost in _differences(row)),
         ]
-        for row in record["rows"]
+        for row in sorted(record["rows"], key=lambda row: -row["kept"])
     ]
     return harness.table(["frequencies that keep their positions", *names], rows)
 
