@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..errors import LeanError
 from ..model.attention import KeyValues, eager_attention
@@ -31,16 +32,20 @@ class Recorder:
         query: [batch, query heads, length, head_dim]; key: [batch, key heads, length, head_dim]; both rotated.
         patterns: attention weights [batch, query heads, length, length].
         values: [batch, value heads, length, head_dim].
+        inputs: [batch, length, hidden_size], the normed stream, of which keys and values are made.
         projected_key: [batch, length, width], what `k_proj` makes, before rotary positions.
         heads: the output before W_O, [batch, length, query heads, head_dim].
+        output: behind it, [batch, length, hidden_size].
     """
 
     query: Tensor
     key: Tensor
     patterns: Tensor
     values: Tensor
+    inputs: Tensor
     projected_key: Tensor
     heads: Tensor
+    output: Tensor
 
     def __call__(
         self,
@@ -78,13 +83,14 @@ class Layers:
         """Yield the stream [length, hidden_size] of every sequence before the first layer."""
         with torch.device("meta"):
             embedding = TASKS[self.config.task].make_embedding(self.config)
-        weights = {"weight": self.tensors["model.embed_tokens.weight"].float()}
-        embedding.load_state_dict(weights, assign=True)
+        rows = self.tensors["model.embed_tokens.weight"]
         positions: Any = 0
         if self.config.position_embedding_type == "learned":
             positions = self.tensors["model.embed_positions.weight"][: tokens.shape[1]].float()
         for sequence in torch.from_numpy(tokens.astype(np.int64)):
-            yield embedding(sequence) + positions
+            # The rows of a sequence alone: all of them in float32 are larger than a layer where vocabularies are large.
+            weights = {"weight": rows[sequence].float()}
+            yield functional_call(embedding, weights, (torch.arange(len(sequence)),)) + positions
 
     def block(self, layer: int) -> LeanBlock:
         """Return the block of a layer with its weights in float32."""
@@ -127,13 +133,20 @@ def recording(block: LeanBlock) -> Iterator[Recorder]:
     block.self_attn.attend = recorder
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        recorder.projected_key = output
+        (recorder.inputs,), recorder.projected_key = inputs, output
 
-    hook = block.self_attn.k_proj.register_forward_hook(keep)  # type: ignore[union-attr]
+    def keep_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        recorder.output = output
+
+    hooks = (
+        block.self_attn.k_proj.register_forward_hook(keep),  # type: ignore[union-attr]
+        block.self_attn.o_proj.register_forward_hook(keep_output),
+    )
     try:
         yield recorder
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         del block.self_attn.attend
 
 
