@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from leanqkv.checkpoints.open import open_causal_lm
-from leanqkv.convert.activations import Layers, Recorder, recording
+from leanqkv.convert.activations import Layers, Recorder
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.heads import check_convertible, split_heads
 from leanqkv.convert.latent_values import ValueGram, value_latents, value_width
@@ -273,8 +273,8 @@ def layers_seen(options: argparse.Namespace) -> Iterator[tuple[int, Layer, Any, 
         block, seen, after = layers.block(number), [], []
         for start in range(0, len(stream), BATCH):
             batch = stream[start : start + BATCH]
-            with recording(block) as recorder:
-                after.append(layers.run(block, number, batch))
+            after.append(layers.run(block, number, batch))
+            (recorder,) = layers.attend(block, number, batch)[1]  # all queries are one run at these lengths
             weight, _ = token_weights(batch, source.config.norm_eps)
             seen.append(Seen(recorder, weight, held[start : start + BATCH]))
         heads = split_heads(source.config, source.tensors, number)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from leanqkv.checkpoints.open import load_model, open_causal_lm
-from leanqkv.convert.activations import Layers, recording
+from leanqkv.convert.activations import Layers
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.data import EvaluationText, evaluation_text, prepare_data, unseen_split
 from leanqkv.errors import LeanError
@@ -56,8 +56,8 @@ def products(source: Any, tokens: Any) -> Tensor:
     for number in range(source.config.num_hidden_layers):
         block, after, total = layers.block(number), [], 0.0
         for batch in stream.split(BATCH):
-            with recording(block) as recorder:
-                after.append(layers.run(block, number, batch))
+            after.append(layers.run(block, number, batch))
+            (recorder,) = layers.attend(block, number, batch)[1]  # all queries are one run at these lengths
             query, key = (_lengths(states) for states in (recorder.query, recorder.key))
             groups = query.unflatten(1, (key.shape[1], -1))
             total = total + (groups.mean((0, 3)) * key.mean((0, 2))[:, None]).mean((0, 1)) * len(batch)

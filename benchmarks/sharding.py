@@ -33,8 +33,8 @@ from leanqkv.memory import PeakMemory
 from leanqkv.presets import Recipe, recipe
 from leanqkv.progress import progress_bar
 from leanqkv.train import Precision, Step
+from leanqkv.train.optimizer import make_optimizer, make_schedule
 from leanqkv.train.tasks import task_of
-from leanqkv.train.trainer import make_optimizer, make_schedule
 
 ROOT = Path(__file__).parents[1]
 TIMED, CONTEXT, BATCH, STEPS = "small+skipv1", 256, 16, 30

@@ -21,7 +21,7 @@ from leanqkv import LeanForCausalLM, preset, recipe
 from leanqkv.data import TokenData, collate, make_batch_plan, prepare_data
 from leanqkv.environment import default_device
 from leanqkv.train import RunSpec, parse_precision, train
-from leanqkv.train.trainer import make_optimizer, make_schedule
+from leanqkv.train.optimizer import make_optimizer, make_schedule
 
 
 def training_run(spec: RunSpec, data: TokenData, device: str) -> list[float]:

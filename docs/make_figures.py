@@ -42,6 +42,8 @@ COMPARISONS = {
     "one-decay": ("Trained to the end, 4 seeds", "difference in validation loss, nats"),
     "tiny-deep-decay": ("The papers' weight decay, 4 seeds", "difference in validation loss, nats"),
     "kv-sharing": ("Sharing values, 3 seeds", "difference in validation loss, nats"),
+    "small-h100": ("5.84M parameters, 57M tokens", "difference in validation loss, nats"),
+    "extensions": ("Extensions, 3 seeds", "difference in validation loss, nats"),
     "query": ("Queries, 3 seeds", "difference in validation loss, nats"),
     "quickstart": ("Quickstart, 3 seeds", "difference in validation loss, nats"),
     "vision": ("Images, 3 seeds", "difference in test accuracy"),

@@ -10,10 +10,12 @@ from collections import Counter
 from pathlib import Path
 
 import by_scale
+import claims
 import copying
 import harness
 import pytest
 import scratch_or_converted
+import time_to_loss
 import torch
 import two_recipes
 from corpus import SHAPE, prepare
@@ -304,3 +306,67 @@ def test_what_a_mechanism_and_what_a_recipe_gives(comparison, tmp_path, monkeypa
         file.write_text(json.dumps(read_json(file) | {"seed": read_json(file)["seed"] + 2}))
     (deeper / "compare.json").write_text(json.dumps(read_json(deeper / "compare.json") | {"seeds": [2, 3]}))
     assert "no finished seed in common" in refused(one, deeper)
+
+
+def test_claims_are_tested_once_and_corrected_for_their_number(comparison, tmp_path, monkeypatch, capsys):
+    """Holm's correction is that of its definition; what is missing is refused in one line."""
+    run, refused = reader(claims, tmp_path, monkeypatch, capsys)
+    draw = random.Random(0)
+    for _ in range(50):
+        values = [draw.random() ** 3 for _ in range(draw.randrange(1, 8))]
+        # p of rank k, times those that are left, and at least that of every smaller p.
+        ordered = sorted(values)
+        steps = [min(1.0, (len(values) - k) * p) for k, p in enumerate(ordered)]
+        expected = [max(steps[: ordered.index(p) + 1]) for p in values]
+        assert claims.holm(values) == pytest.approx(expected, abs=1e-15)
+    assert [claims.verdict(mean, p) for mean, p in ((-1, 0.04), (1, 0.04), (-1, 0.05))] == [
+        "**confirmed**",
+        "**contradicted**",
+        "open",
+    ]
+    one = comparison[0]
+    monkeypatch.setattr(claims, "CLAIMS", [claims.Claim("It is lower", one.name, NAMES[1], "queries")])
+    record, printed = run(one.parent)
+    expected = load_comparison(one).results[1].difference
+    assert record["rows"][0]["differences"] == {str(seed): value for seed, value in expected.by_seed.items()}
+    p = claims.p_value(record["rows"][0]["differences"])
+    assert p == pytest.approx(2 / math.pi * math.atan(1 / abs(t_of(expected))), rel=1e-9)  # with two seeds
+    assert f"| {p:.2g} | {p:.2g} | [queries](results-queries.md) |" in printed
+    monkeypatch.setattr(claims, "CLAIMS", [claims.Claim("It is lower", one.name, "tiny+mqa", "queries")])
+    assert "has no finished pair of tiny+mqa" in refused(one.parent)
+    assert "name the directory" in refused()
+
+
+def t_of(difference):
+    """Student's t of two differences."""
+    first, second = difference.by_seed.values()
+    return (first + second) / (first - second)
+
+
+def test_tokens_to_a_loss(comparison, tmp_path, monkeypatch, capsys):
+    """Interpolated between the evaluations around the last crossing, and paired by seed."""
+    run, refused = reader(time_to_loss, tmp_path, monkeypatch, capsys)
+    target = tmp_path / "curves"
+    shutil.copytree(comparison[0], target)
+    for file in target.glob("runs/*/record.json"):
+        record = read_json(file)
+        later = record["name"] == NAMES[0]
+        losses = (4.0, 3.5, 3.7, 3.1 if later else 2.9)
+        record["evaluations"] = [
+            {**record["evaluations"][-1], "step": 10 * (at + 1), "loss": loss} for at, loss in enumerate(losses)
+        ]
+        record["tokens"] = 40 * 16
+        file.write_text(json.dumps(record))
+    record, printed = run(target)
+    taken = {(row["model"], row["seed"]): row["tokens"] for row in record["rows"]}
+    for seed in (0, 1):
+        # From 3.7 at step 30 to 3.1 or 2.9 at step 40, of 16 tokens each; below 3.6 at step 20 for a while only.
+        assert taken[NAMES[0], seed] == pytest.approx(
+            {"3.6": 16 * (30 + 1 / 6 * 10), "3.4": 560, "3.2": 16 * (30 + 5 / 6 * 10)}
+        )
+        assert (
+            taken[NAMES[1], seed]["3.0"] == pytest.approx(16 * (30 + 7 / 8 * 10)) and "2.8" not in taken[NAMES[1], seed]
+        )
+    share = (30 + 3 / 8 * 10) / 35 - 1
+    assert f"{share:+.1%} ({share:+.1%} to {share:+.1%}), fewer on 2 of 2 seeds".replace("-", "−") in printed
+    assert "name the directory" in refused()

@@ -18,7 +18,7 @@ from leanqkv.compare.suites import SUITES
 from leanqkv.convert.conversion import Conversion
 from leanqkv.data import batch_plan, collate
 from leanqkv.evaluate import sequence_losses
-from leanqkv.evaluate.harness import load_tasks, task_figures
+from leanqkv.evaluate.harness import load_tasks, task_scores
 from leanqkv.report.comparison import markdown
 from leanqkv.report.comparison_page import KIND
 
@@ -169,17 +169,24 @@ def test_every_run_is_scored_as_eval_scores_it(scored):
             load_model(open_checkpoint(directory), torch.float32),
             AutoTokenizer.from_pretrained(directory),
         )
-        figures = task_figures(model, tokenizer, load_tasks(TASKS, folder))
+        figures = task_scores(model, tokenizer, load_tasks(TASKS, folder)).figures
         assert record["tasks"] == figures and figures["animals"]["examples"] == len(QUESTIONS)
 
 
-def test_scored_runs_are_not_scored_again_but_for_other_examples(scored, data):
+def test_scored_runs_are_not_scored_again_but_for_other_examples(scored, data, tmp_path):
     comparison, folder, out = scored
     before = {file: file.stat().st_mtime_ns for file in out.glob("runs/*/tasks.json")}
     run(comparison, data, out, include_path=folder)
     assert before == {file: file.stat().st_mtime_ns for file in before}
     run(replace(comparison, limit=2), data, out, include_path=folder)
     assert all(record["tasks"]["animals"]["examples"] == 2 for record in scores(out).values())
+    run(comparison, data, out, include_path=folder)
+    assert all(record["tasks"]["animals"]["examples"] == 4 for record in scores(out).values())
+    other = write_tasks(tmp_path / "tasks", *TASKS)  # of the same names
+    questions = (other / "questions.jsonl").read_text().splitlines()
+    (other / "questions.jsonl").write_text("\n".join(questions[:3]))
+    run(comparison, data, out, include_path=other)
+    assert all(record["tasks"]["animals"]["examples"] == 3 for record in scores(out).values())
     run(comparison, data, out, include_path=folder)
     assert all(record["tasks"]["animals"]["examples"] == 4 for record in scores(out).values())
 

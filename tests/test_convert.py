@@ -218,6 +218,37 @@ def test_convert_to_latents(place, unwrapped):
     assert [at["rank"] + at["key_rank"] for at in layers] == [64, 48, 64]
 
 
+@pytest.mark.slow
+def test_convert_and_frontier_count_bytes_at_a_context(place, unwrapped):
+    """Layers with windows keep their windows alone: so do the result's cache, its report and the frontier's points."""
+    save("source", sliding_window=9, window_layers=[0, 2])
+    write_corpus(Path("corpus.txt"))
+    texts = ("--calibration", "corpus.txt", "--tokens", "2000", "--sequence-length", "32")
+    options = ("--cache", "75%", "--at-context", "24")
+    code, _, err = unwrapped("convert", "source", *texts, *options, "--out", "less")
+    assert (code, err) == (0, "")
+    report = json.loads(Path("less/conversion.json").read_text())
+    before, after = report["kv_bytes_at_context_bf16"]
+    old, new = (LeanForCausalLM.from_pretrained(d).eval() for d in ("source", "less"))
+    for model, size in ((old, before), (new, after)):
+        cache = model(tokens(1, 24), use_cache=True).past_key_values
+        assert size * 2 == cache_bytes(cache) and size == model.config.plan.kv_bytes(24, torch.bfloat16)
+    assert 0.7 < after / before <= 0.75
+    said = f"takes {after:,} bytes at 24 tokens in bfloat16, {after / before:.1%} of"
+    assert said in Path("less/README.md").read_text()
+    score = ("--evaluate", "corpus.txt", "--evaluate-tokens", "64", "--contexts", "0", "--calibrations", "1")
+    kinds = ("--kinds", "latents:75%", "--cache-bits", "16", "--at-context", "24")
+    code, _, err = unwrapped("frontier", "source", *texts, *score, *kinds, "--out", "frontier")
+    assert (code, err) == (0, "")
+    record = json.loads(Path("frontier/frontier.json").read_text())
+    assert record["source"]["bytes_per_token"] == before / 24
+    assert [point["bytes_per_token"] * 24 for point in record["points"]][1] == pytest.approx(after, rel=0.05)
+    for command in ("convert", "frontier"):
+        asked = (command, "source", *texts, *(score if command == "frontier" else ()), "--at-context", "99999")
+        code, _, err = unwrapped(*asked, "--out", "never")
+        assert code == 2 and "--at-context must be from 1 to" in err
+
+
 def test_the_ratio_is_one_half_where_it_is_not_given(place, unwrapped):
     save("source")
     for name, options in (("default", ()), ("half", ("--ratio", "0.5")), ("quarter", ("--ratio", "0.25"))):

@@ -240,9 +240,9 @@ def test_a_short_evaluation_text_makes_the_texts_no_slower_to_compare(place, unw
     """As many calibration tokens are scored as of any other text, from all over them."""
     rows, losses = [], converting.sequence_losses
 
-    def seen(model, tokens, starts, *rest):
+    def seen(model, tokens, starts, *rest, **how):
         rows.append(tokens.reshape(len(starts), -1) if len(tokens) % 32 == 0 else None)
-        return losses(model, tokens, starts, *rest)
+        return losses(model, tokens, starts, *rest, **how)
 
     sample: list[np.ndarray] = []
     compare = converting.Comparison.compare_domains

@@ -292,11 +292,11 @@ def test_scoring_tasks_is_visible_in_a_log(checkpoints, cli, local_tasks, monkey
 
 def test_log_likelihoods_by_hand(checkpoints, local_tasks):
     """The numbers themselves, in batches too; accuracies of four questions could agree by chance."""
-    from leanqkv.evaluate.harness import load_tasks, task_figures
+    from leanqkv.evaluate.harness import load_tasks, task_scores
 
     model, tokenizer = model_of(checkpoints, "gpt"), load_tokenizer(checkpoints / "gpt")
     tasks = load_tasks(["animals"], local_tasks)
-    task_figures(model, tokenizer, tasks, batch_size=5)
+    task_scores(model, tokenizer, tasks, batch_size=5)
     expected = [
         log_likelihood(model, tokenizer, question["question"], choice)
         for question in QUESTIONS
@@ -305,7 +305,7 @@ def test_log_likelihoods_by_hand(checkpoints, local_tasks):
     scores = [instance.resps[0][0] for instance in tasks["tasks"]["animals"].instances]
     assert scores == pytest.approx(expected, abs=1e-9) and len(set(scores)) == 12
     tasks = load_tasks(["animals"], local_tasks)
-    task_figures(model.float(), tokenizer, tasks, autocast_dtype=torch.bfloat16)
+    task_scores(model.float(), tokenizer, tasks, autocast_dtype=torch.bfloat16)
     half = [instance.resps[0][0] for instance in tasks["tasks"]["animals"].instances]
     assert half != pytest.approx(expected, rel=1e-5) and half == pytest.approx(expected, rel=3e-2)
 

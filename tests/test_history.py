@@ -130,12 +130,18 @@ def test_heads_of_several_histories_and_one_head_for_all(dtype, needs_compiler):
 
 @every_dtype
 def test_keys_in_the_place_of_values(dtype, needs_compiler):
-    """They are scaled by channel."""
+    """They are scaled by channel, and may be the first columns of keys."""
     filled = Filled(lambda: QuantizedLayer(4, 4, ["keys"]), (130, 200), [(3, 32), (0, 32)], dtype)
     query, (key, _), (exact, _) = drawn(2, 6, 1, 32, dtype=dtype, seed=3), filled.histories, filled.exact
     scaling = scaling_of(query, exact)
     found = one_query_attention(query, key, [key[:, :3]], None, scaling)
     assert_close(found, expected_of(query, exact, exact, seen_of((131, 201), 201), scaling))
+    for states, _ in ((key, None), in_tails(key, 18, seed=0)):  # and the memory of these pages
+        both = states[..., :20].beside(states[..., 20:])
+        assert both is not None
+        found = one_query_attention(query, both, [states[..., :20]], None, scaling)
+        assert_close(found, expected_of(query, exact, exact[..., :20], seen_of((131, 201), 201), scaling))
+        assert one_query_attention(query, both, [states[..., 20:]], None, scaling) is None
 
 
 @every_dtype
@@ -206,6 +212,50 @@ def test_rows_in_pages(dtype, page, needs_compiler):
     assert both is not None and torch.equal(both.whole(), exact[0][..., 1:19]) and key.beside(key) is None
     found = one_query_attention(query[..., 1:19], both, [both[..., 3:]], None, scaling)
     assert_close(found, expected_of(query[..., 1:19], both.whole(), exact[0][..., 4:19], seen, scaling))
+
+
+@every_dtype
+@pytest.mark.parametrize("tail", [7, 18, 40])
+def test_numbers_behind_codes_in_pages_too(dtype, tail, needs_compiler):
+    """What lies behind the codes of a row is cut into pieces that lie anywhere, between those of other tensors."""
+    before, lengths = (5, 62, 63 + 64, 300), (6, 63, 64 + 64, 301)
+    for (heads, group), widths, bits in (
+        ((2, 3), (24, 40), (4, 4)),
+        ((1, 1), (73, 20), (8, 4)),
+        ((3, 9), (16, 16), (2, 8)),
+    ):
+        filled = Filled(lambda b=bits: QuantizedLayer(*b), before, [(heads, width) for width in widths], dtype)
+        apart = [in_tails(states, tail, seed=seed) for seed, states in enumerate(filled.histories)]
+        query = drawn(4, heads * group, 1, widths[0], dtype=dtype, seed=3)
+        seen, scaling = seen_of(lengths, max(lengths)), scaling_of(query, filled.exact[0])
+        key, value = (states for states, _ in apart)
+        found = one_query_attention(query, key, [value[:, :1], value[:, 1:]] if heads > 1 else [value], None, scaling)
+        assert_close(found, expected_of(query, *filled.exact, seen, scaling), widths[0])
+        if heads == 1:  # one head for all
+            query, key, value = drawn(4, 6, 1, widths[0], dtype=dtype, seed=3), key.expand(-1, 2, -1, -1), value
+            exact = [states.expand(-1, 2, -1, -1) for states in filled.exact]
+            scaling = scaling_of(query, exact[0])
+            found = one_query_attention(query, key, [value.expand(-1, 2, -1, -1)], None, scaling)
+            assert_close(found, expected_of(query, *exact, seen, scaling), widths[0])
+
+
+def in_tails(states: History, tail: int, seed: int) -> tuple[History, Tensor]:
+    """The same history whose numbers lie in pages of `tail` positions in a store of many, and the store. Its pages of
+    codes begin with something else."""
+    newest, columns = states.newest, states.shape[3]
+    assert newest is not None
+    rows, heads, places, _ = newest.shape
+    count = -(-places // tail)
+    store = newest.new_full((3 * rows * count, 3 * heads, tail, columns), torch.nan)
+    order = torch.randperm(len(store), generator=torch.Generator().manual_seed(seed))[: rows * count].view(rows, count)
+    for place in range(places):
+        store[order[:, place // tail], heads : 2 * heads, place % tail] = newest[:, :, place]
+    page, head, position, _ = (stride * store.itemsize for stride in store.stride())
+    apart = copy(states)
+    apart.newest, apart.tails = None, (store.data_ptr() + order * page, (heads * head, head, position))
+    apart.table, apart.strides = states.table - 64, (64, 0, 0)
+    apart.places, apart.sources = replace(states.places, tail=tail), {}
+    return apart, store
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])

@@ -1,6 +1,7 @@
 """Conversion to latents: heads against loops and other optimizers, and as a whole."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,7 @@ def test_latent_heads(fields: dict, reads: str) -> None:
     found = made.reduce(layer)
     written = found.attention_tensors(found.output)
     normed, patterns = normal(2, 5, config.hidden_size), normal(2, config.num_attention_heads, 5, 5).softmax(-1)
+    attended = SimpleNamespace(patterns=patterns, keys=slice(0, 5))
 
     output = split_heads(config, tensors, layer).output.mT
     gram, cached = stored["gram"], None if reads == "nothing" else chosen
@@ -100,7 +102,7 @@ def test_latent_heads(fields: dict, reads: str) -> None:
     by_head, group = values.split(width, dim=-1), config.num_attention_heads // heads
     features = [patterns[:, query] @ by_head[query // group] for query in range(config.num_attention_heads)]
     features += [torch.ones(2, 5, 1).double()] * config.attention_output_bias
-    assert_near(found.features(normed, patterns), torch.cat(features, dim=-1), 1e-12)
+    assert_near(found.features(normed, attended), torch.cat(features, dim=-1), 1e-12)
     # What is written makes the same values.
     assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in written.values())
     parts = [normed @ written["v_proj.weight"].double().T]
@@ -119,7 +121,7 @@ def test_latent_heads(fields: dict, reads: str) -> None:
     values = normed @ tensors["model.layers.0.self_attn.v_proj.weight"].T
     if bias is not None:
         values = values + tensors["model.layers.0.self_attn.v_proj.bias"]
-    assert_near(kept.features(normed, patterns)[..., :width], patterns[:, 0] @ values[..., :width], 1e-13)
+    assert_near(kept.features(normed, attended)[..., :width], patterns[:, 0] @ values[..., :width], 1e-13)
 
 
 # --- nothing is lost where nothing need be ----------------------------------------------------------------------------

@@ -303,7 +303,7 @@ def test_no_other_ranks_take_away_more(width: int, cut: list[bool]) -> None:
         taken = sum(below[layer].numpy()[allocations[:, layer]] for layer in range(len(cut)))
         sizes = allocations.sum(1)
         for columns in range(sizes.min(), sizes.max() + 1):
-            ranks = choose_ranks(gains, columns, cut)
+            ranks = choose_ranks(gains, columns, cut, [1] * len(cut))
             assert [rank in allowed for rank, allowed in zip(ranks, choices, strict=True)] == [True] * len(cut)
             assert sum(ranks) <= columns
             found = sum(float(below[layer, rank]) for layer, rank in enumerate(ranks))
@@ -313,9 +313,9 @@ def test_no_other_ranks_take_away_more(width: int, cut: list[bool]) -> None:
 def test_ranks_where_columns_are_worth_nothing() -> None:
     """Ties, zeros among them, and a layer that is worth far less still has some columns."""
     zeros = torch.zeros(3, 16).double()
-    assert sorted(choose_ranks(zeros, 40, [True] * 3)) == [8, 16, 16]
+    assert sorted(choose_ranks(zeros, 40, [True] * 3, [1] * 3)) == [8, 16, 16]
     zeros[0] = 1e12
-    assert choose_ranks(zeros, 32, [True] * 3) == [16, 8, 8]
+    assert choose_ranks(zeros, 32, [True] * 3, [1] * 3) == [16, 8, 8]
 
 
 BUDGETS: dict[str, tuple[LeanConfig, tuple[int, ...] | None]] = {
@@ -332,10 +332,15 @@ BUDGETS: dict[str, tuple[LeanConfig, tuple[int, ...] | None]] = {
 
 
 def with_ranks(
-    config: LeanConfig, share: float, layers: tuple[int, ...] | None, tensors: Any = None, keys: bool = False
+    config: LeanConfig,
+    share: float,
+    layers: tuple[int, ...] | None,
+    tensors: Any = None,
+    keys: bool = False,
+    at_context: int | None = None,
 ) -> Latents:
     """After a choice from random gains."""
-    made, normal = Latents(config, tensors or {}, share, layers, keys), normals()
+    made, normal = Latents(config, tensors or {}, share, layers, keys, at_context=at_context), normals()
     gains = [normal(made.width).square().sort(descending=True).values for _ in range(config.num_hidden_layers)]
     heads, frequencies = config.num_key_value_heads, config.head_dim // 2
     of_keys = [normal(frequencies, heads).square().sort(descending=True).values for _ in gains]
@@ -383,7 +388,47 @@ def test_a_share_of_whole_columns_is_not_rounded_away() -> None:
     """57% of 100 columns are 57, and 0.57 * 100 is less."""
     config = tiny("gpt", num_hidden_layers=5, num_attention_heads=2, head_dim=5)
     for percent in range(60, 100):
-        assert Latents(config, {}, percent / 100, keys=False).columns == percent
+        assert Latents(config, {}, percent / 100, keys=False).budget == percent
+
+
+@pytest.mark.parametrize("context", [1, 3, 4, 12, 32])
+def test_a_share_at_a_context(context: int) -> None:
+    """Measured on the cache that the result keeps of so many tokens; no layer could have a step more."""
+    config, layers = BUDGETS["windows"]
+    whole, step = config.plan.kv_bytes(context, torch.bfloat16), step_of(value_width(config))
+    for share in np.linspace(0.55, 0.99, 30):
+        made = with_ranks(config, float(share), layers, keys=True, at_context=context)
+        taken = made.target.plan.kv_bytes(context, torch.bfloat16)
+        assert taken <= share * whole * (1 + 1e-9) and taken < whole
+        ranks = [*zip(made.ranks, made.key_ranks, strict=True)]
+        kept = [min(context, 3) if layer.window else context for layer in made.target.plan.layers]
+        more = min(cost for cost, pair in zip(kept, ranks, strict=True) if min(pair) < made.width)
+        assert taken + 2 * step * more > share * whole * (1 - 1e-9)
+        if context <= 3:  # every window holds it
+            plain = with_ranks(config, float(share), layers, keys=True)
+            assert ranks == [*zip(plain.ranks, plain.key_ranks, strict=True)]
+
+
+def test_columns_that_a_window_lets_go_cost_less() -> None:
+    """Of layers with the same gains the one with a window has more columns."""
+    gains = torch.ones(2, 32).cumsum(1).flip(1).double()
+    assert choose_ranks(gains, 48, [True] * 2, [1, 1]) == [24, 24]
+    assert choose_ranks(gains, 4 * 16 + 24, [True] * 2, [4, 1]) == [16, 24]
+
+
+@pytest.mark.parametrize("context", [0, -1, 33])
+def test_a_context_that_the_model_does_not_have(context: int) -> None:
+    config = tiny("llama", sliding_window=4, max_position_embeddings=32)
+    with pytest.raises(LeanError, match=f"`at_context` must be from 1 to 32, the positions .*, found {context}$"):
+        Latents(config, {}, 0.84, at_context=context)
+
+
+def test_the_layers_without_a_window_alone_may_exceed_a_share() -> None:
+    """Where only layers with windows may be cut, a long context leaves next to nothing to save."""
+    config = tiny("llama", sliding_window=4, window_layers=[0])
+    assert Latents(config, {}, 0.84, (0,), at_context=4).costs[0] == 3
+    with pytest.raises(LeanError, match="of its cache up to all of it at 32 tokens; `cache=84%` is out of reach"):
+        Latents(config, {}, 0.84, (0,), at_context=32)
 
 
 @pytest.mark.parametrize("keys", [False, True])

@@ -16,7 +16,6 @@ from shapes import assert_near, tiny, tokens
 from torch import Tensor
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM
-from leanqkv.convert.activations import recording
 from leanqkv.convert.merged_values import (
     MergedValues,
     Pair,
@@ -92,9 +91,9 @@ def test_gram_matrices_of_a_model(shape: str, fields: dict, tmp_path: Path) -> N
     for layer in range(config.num_hidden_layers):
         grams, block = PairGrams(config.num_key_value_heads, config.head_dim), sweeps.source.block(layer)
         for batch in sweeps._batches():
-            with recording(block) as recorder:
-                stream = sweeps._read("source", layer, batch)
-                sweeps._stream("source", layer + 1)[batch] = sweeps.source.run(block, layer, stream)
+            stream = sweeps._read("source", layer, batch)
+            sweeps._stream("source", layer + 1)[batch] = sweeps.source.run(block, layer, stream)
+            (recorder,) = sweeps.source.attend(block, layer, stream)[1]
             grams.add(recorder, token_weights(stream, config.norm_eps)[0])
         by_head = values[layer].unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         weight = (streams[layer].square().mean(-1) + config.norm_eps).rsqrt()

@@ -20,5 +20,6 @@ def test_mutants_apply(room):
         if mutant.name.startswith(f"{room}."):
             changed = mutant.apply()
             assert changed != (ROOT / mutant.file).read_text(encoding="utf-8"), f"{mutant.name} changes nothing"
-            ast.parse(changed, mutant.name)
+            if mutant.file.endswith(".py"):
+                ast.parse(changed, mutant.name)
             assert mutant.tests and all((ROOT / test).is_file() for test in mutant.tests), mutant.name

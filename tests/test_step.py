@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 from leanqkv.inference import Decoder
 from leanqkv.inference.decoder import prepared
 from leanqkv.inference.step import ROWS, FusedRMSNorm, HeadProduct, Product, fused_hidden, fused_rotate
+from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.layers import GatedMLP, OffsetRMSNorm
 from leanqkv.model.position import rotate
 
@@ -175,6 +176,16 @@ MODELS = {
     "nonlinear query": ("llama", ("nonlinear-query",), {}, (False, True)),
     "mlp query": ("llama", ("mlp-query",), {}, (False, False)),
     "latents": ("llama", ("latent-keys",), {}, (False, True)),
+    "latent values": ("llama", ("latent-values",), {}, (False, True)),
+    "latent values, norms of heads": ("llama", ("latent-values",), {"qk_norm": True}, (False, True)),
+    "both latents": ("llama", ("latent-keys", "latent-values"), {}, (False, True)),
+    "values from keys": ("llama", ("values-from-keys",), {}, (False, True)),
+    "latents without positions": (
+        "llama",
+        ("latent-keys", "latent-values"),
+        {"position_embedding_type": "learned"},
+        (False, True),
+    ),
     "mla": ("llama", ("mla",), {}, (False, True)),
 }
 
@@ -187,8 +198,9 @@ def test_halves_of_layers(name: str, dtype: torch.dtype) -> None:
     model = build(shape, *mechanisms, **fields).to(dtype)
     decoder, wide = Decoder(model), copy.deepcopy(model).double()
     for block in decoder.model.model.layers[1:]:
+        usual = expected == (True, True) or type(block.self_attn) is LatentHeadsAttention
         mixes = getattr(block.self_attn, "mixer", None) is not None
-        assert ("forward" in vars(block)) == (expected == (True, True) and not mixes)
+        assert ("forward" in vars(block)) == (usual and not mixes)
         found = tuple(
             name in vars(part) for name, part in (("project_heads", block.self_attn), ("after_attention", block))
         )

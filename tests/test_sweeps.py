@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leanqkv import LeanError
 from leanqkv.convert import latents
-from leanqkv.convert.activations import Layers, Recorder, correction, recording
+from leanqkv.convert.activations import Layers, correction
 from leanqkv.convert.latent_values import ValueGram
 from leanqkv.convert.latents import Latents
 from leanqkv.convert.merged_values import MergedValues, PairGrams
@@ -536,12 +536,3 @@ def test_one_layer_is_in_memory(kind: str, tmp_path: Path, monkeypatch) -> None:
     for one in reductions:
         expected |= {f"converted-{one.name}0", f"converted-{one.name}1", f"features-{one.name}"}
     assert files == expected
-
-
-def test_a_recorder_goes_also_after_an_error(tmp_path: Path) -> None:
-    model = source("gpt", **SMALL)
-    block = sweeping(model, sample_of(model[0], 4), tmp_path, "merged").source.block(0)
-    with pytest.raises(Stop), recording(block) as recorder:
-        assert isinstance(block.self_attn.attend, Recorder) and block.self_attn.attend is recorder
-        raise Stop
-    assert "attend" not in vars(block.self_attn)

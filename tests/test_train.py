@@ -1,5 +1,6 @@
 """Training runs: what they write, how they go on after an interruption, what they refuse."""
 
+import copy
 import json
 import math
 import platform
@@ -27,10 +28,12 @@ from leanqkv.evaluate import sequence_losses
 from leanqkv.evaluate.observe import logit_spreads
 from leanqkv.files import write_json
 from leanqkv.job import locked
+from leanqkv.presets import recipe_differences
 from leanqkv.train import choose_precision, parse_precision, train
 from leanqkv.train import trainer as trainer_module
 from leanqkv.train.directory import begun_run, claim, clean
-from leanqkv.train.trainer import Watch, make_optimizer, make_schedule, summarize
+from leanqkv.train.optimizer import make_optimizer, make_schedule
+from leanqkv.train.trainer import Watch, summarize
 
 pytestmark = pytest.mark.slow
 
@@ -466,6 +469,62 @@ def test_weight_decay_acts_on_matrices_only():
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in free["params"]} == {1}
     assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
+
+
+def test_muon_has_the_matrices_of_the_blocks():
+    """And AdamW the rest, embeddings among them; a step is that of each by itself, and states come back."""
+    chosen = recipe("tiny", optimizer="muon")
+    torch.manual_seed(0)
+    model = LeanForCausalLM(preset(f"tiny{SHAPE}+skipv1", attention_bias=True))
+    optimizer = make_optimizer(model, chosen)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    muon, decayed, free = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    assert muon == {name for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2}
+    assert decayed | free == set(names.values()) - muon and "model.embed_tokens.weight" in decayed
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [chosen.weight_decay, chosen.weight_decay, 0]
+    twin = copy.deepcopy(model)
+    inner = {name: p for name, p in twin.named_parameters() if name in muon}
+    alone = torch.optim.Muon(inner.values(), lr=chosen.learning_rate, weight_decay=chosen.weight_decay,
+                             adjust_lr_fn="match_rms_adamw")  # fmt: skip
+    for _ in range(2):
+        for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            draw = torch.Generator().manual_seed(len(name))
+            parameter.grad = other.grad = torch.randn(parameter.shape, generator=draw)
+        optimizer.step()
+        alone.step()
+    assert all(torch.equal(model.get_parameter(name), parameter) for name, parameter in inner.items())
+    again = make_optimizer(model, chosen)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = copy.deepcopy(model.state_dict())
+    again.step()
+    after = copy.deepcopy(model.state_dict())
+    model.load_state_dict(before)
+    optimizer.step()
+    assert all(torch.equal(after[name], weight) for name, weight in model.state_dict().items())
+    make_schedule(again, chosen)
+    assert (
+        len({group["lr"] for group in again.param_groups}) == 1 and again.param_groups[0]["lr"] < chosen.learning_rate
+    )
+
+
+def test_a_run_with_muon_goes_on_with_the_same_losses(data, tmp_path):
+    chosen = spec(data)
+    chosen = replace(chosen, recipe=replace(chosen.recipe, optimizer="muon"))
+    whole = train(chosen, data, tmp_path / "whole", device="cpu")
+    kill(chosen, data, tmp_path / "parts", 17)
+    assert losses(train(chosen, data, tmp_path / "parts", device="cpu")) == losses(whole)
+    assert whole["recipe"]["optimizer"] == "muon"
+    plain = train(spec(data), data, tmp_path / "plain", device="cpu")
+    assert "optimizer" not in plain["recipe"] and plain["training"] != whole["training"]
+
+
+def test_optimizers_that_are_refused(data):
+    with pytest.raises(LeanError, match="`optimizer` must be adamw or muon, found 'lion'"):
+        recipe("tiny", optimizer="lion")
+    muon = recipe("tiny", optimizer="muon")
+    with pytest.raises(LeanError, match="`optimizer=muon` reads whole matrices, which `shard` splits"):
+        spec(data, recipe=muon, shard="fsdp")
+    assert recipe_differences([[vars(recipe("tiny")), vars(muon)]]) == ["the optimizer (adamw, muon)"]
 
 
 def test_schedule_warms_up_and_ends_at_the_minimum_or_partway():

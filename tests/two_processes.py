@@ -1,12 +1,16 @@
 """A training step of two processes against one process that accumulates, for any model."""
 
 import atexit
+import faulthandler
 import functools
 import multiprocessing
 import os
 import tempfile
+import warnings
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,15 +34,15 @@ def two_process_step(config: LeanConfig, gradient_checkpointing: bool = False, s
     process that takes the halves one after the other, relative to the largest gradient. In float64, without dropout.
     With `shard` each process has a half of every tensor, as `leanqkv train --shard fsdp` splits them.
 
-    The processes are started by the first call and serve all that follow. An error in them is raised here.
+    The processes are started by the first call and serve all that follow. An error in them is raised here. Where a
+    signal ends one, as the system does that is out of memory, both are started once more.
     """
     expected = gradients(config, gradient_checkpointing, range(2))
-    for worker in _workers():
-        worker.send((config, gradient_checkpointing, shard))
-    found = []
-    for worker in _workers():
-        assert worker.poll(SECONDS), "a process of two does not answer"
-        found.append(worker.recv())
+    try:
+        found = _answers((config, gradient_checkpointing, shard))
+    except _Died as died:
+        warnings.warn(f"the processes ended with {died}; they are started again", stacklevel=2)
+        found = _answers((config, gradient_checkpointing, shard))
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for answer in found:
         if isinstance(answer, Exception):
@@ -82,21 +86,47 @@ def sharded(model: torch.nn.Module) -> torch.nn.Module:
     return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
 
 
+class _Died(Exception):
+    """A process of the two has ended; the exit codes of both say how."""
+
+
+def _answers(asked: tuple[LeanConfig, bool, bool]) -> list[Any]:
+    """Return what each process answers."""
+    processes, connections = _workers()
+    try:
+        for connection in connections:
+            connection.send(asked)
+        for connection in connections:
+            assert connection.poll(SECONDS), "a process of two does not answer"
+        return [connection.recv() for connection in connections]
+    except (EOFError, OSError) as error:
+        for process in processes:
+            process.join(1)
+        codes = [process.exitcode for process in processes]
+        for process in processes:  # the other one waits for it in vain
+            process.kill()
+        _workers.cache_clear()
+        raise _Died(f"exit codes {codes}") from error
+
+
 @functools.cache
-def _workers() -> list[Connection]:
+def _workers() -> tuple[list[BaseProcess], list[Connection]]:
     context = multiprocessing.get_context("spawn")
     folder = tempfile.mkdtemp(prefix="leanqkv-two-processes-")
-    connections = []
+    processes, connections = [], []
     for rank in range(2):
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(rank, folder, theirs), daemon=True)
         process.start()
+        theirs.close()  # so that the end of the process is the end of what it sends
         atexit.register(process.terminate)
+        processes.append(process)
         connections.append(ours)
-    return connections
+    return processes, connections
 
 
 def _serve(rank: int, folder: str, connection: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=rank, world_size=2)

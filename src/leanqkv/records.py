@@ -25,6 +25,7 @@ RECIPE: Shape = {
     **dict.fromkeys(("min_learning_rate", "weight_decay"), NUMBER),
     "learning_rate": POSITIVE,
     "warmup_steps": WHOLE,
+    "optimizer?": str,
     str: (NUMBER,),
 }
 DATA = {"description": str, "sha256": str}
@@ -79,7 +80,7 @@ COMPARISON = {
     "entries": {str: {"row": str, "uptrain?": POSITIVE}},
     "seeds": [WHOLE, ...],
     "grid": ({"seed": WHOLE, "learning_rates": [POSITIVE, ...], "steps?": COUNT},),
-    "recipe": {str: (NUMBER,)},
+    "recipe": {"optimizer?": str, str: (NUMBER,)},
     "chosen_learning_rate?": {str: POSITIVE},
     "threads?": Range(1, 10_000, whole=True),
     "chosen_micro_batch_size?": (COUNT,),

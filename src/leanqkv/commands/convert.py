@@ -22,6 +22,8 @@ class TargetOptions:
 
     Options:
         cache: Latents: share of the source's cache to take at most, as 75%. Default: 84%.
+        at_context: Latents: count that share at a context of so many tokens, of which layers with a sliding window keep
+            the window's alone. Default: a context that every window holds.
         ratio: Merged values, skipv1, gqa: share of the value heads that go: merged with another, the first layer's
             instead, pooled with their neighbours (and so the keys). Default: 0.5.
         layers: Latents and merged values: layers whose values may be reduced, as 2,5,8-11. Default: all.
@@ -40,6 +42,7 @@ class TargetOptions:
         ),
     ] = "latents"
     cache: str | None = None
+    at_context: int | None = None
     method: Annotated[
         str, typer.Option(help=f"For skipv1: {CALIBRATED}, or {', '.join(METHODS)} from weights alone.")
     ] = CALIBRATED
@@ -60,6 +63,7 @@ class TargetOptions:
         values = {
             "method": None if self.method == CALIBRATED else self.method,
             "cache": None if self.cache is None else read_share(self.cache),
+            "at_context": self.at_context,
             "ratio": self.ratio,
             "layers": None if self.layers is None else _read_layers(self.layers),
             **{name: None if getattr(self, name) else False for name in FREEDOMS},
@@ -83,6 +87,8 @@ def convert(
     leanqkv convert model.gguf --cache 84% --calibration prose --out hf/smaller --evaluate book.txt
 
     leanqkv convert hf/llama --cache 75% --calibration prose,code.txt:0.3 --out hf/smaller
+
+    leanqkv convert gemma.gguf --cache 75% --at-context 4096 --calibration prose --out hf/smaller
 
     leanqkv convert hf/llama --to merged-values --calibration prose --out hf/merged
 

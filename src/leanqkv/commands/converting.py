@@ -21,7 +21,7 @@ from ..convert.estimate import Estimate
 from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
 from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
-from ..evaluate import paired_record, sequence_losses, spread_windows
+from ..evaluate import last_states, paired_record, sequence_losses, spread_windows
 from ..model.shapes import count_parameters
 from ..progress import Bar, console, continued_when_repeated, progress_bar, terminal
 from ..report.conversion import KIND, layer_lines
@@ -56,7 +56,7 @@ def convert_checkpoint(
     conversion.check_text(texts.calibration is not None)
     length = texts.sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
-    tokens = texts.tokens or min(max(40 * opened.config.hidden_size, 24_576), 131_072)
+    tokens = texts.tokens or max(min(max(40 * opened.config.hidden_size, 24_576), 131_072), 4 * length)
     if dry_run:
         with progress_bar("timing one layer"):
             found = conversion.estimate((max(1, tokens // length), length), dtype)
@@ -157,8 +157,10 @@ class Comparison:
         rows = sample[np.linspace(0, len(sample) - 1, count).astype(int)]
         with progress_bar("comparing calibration and evaluation text"):
             model = load_model(self.source, torch.float32)
-            calibration = sequence_losses(model, rows.reshape(-1), [i * width for i in range(len(rows))], width - 1, 1)
-            evaluation = sequence_losses(model, self.text.tokens, [at for at, _ in windows], windows[0][1], 1)
+            starts, how = [i * width for i in range(len(rows))], {"states": last_states, "batch_size": 1}
+            calibration = sequence_losses(model, rows.reshape(-1), starts, width - 1, **how)  # type: ignore[arg-type]
+            places, length = [start for start, _ in windows], windows[0][1]
+            evaluation = sequence_losses(model, self.text.tokens, places, length, **how)  # type: ignore[arg-type]
         bytes_per_token = data.bytes_per_token, self.text.bytes / len(self.text.tokens)
         first, second = (
             losses.mean().item() / math.log(2) / size

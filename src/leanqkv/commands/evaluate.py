@@ -1,5 +1,6 @@
 """`leanqkv eval`: the loss of a checkpoint on a text, or its accuracy on tasks."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,14 +10,15 @@ from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_new_file
 from .options import SOURCE, Device, check_left_out
-from .texts import TaskScoring, TextScoring
+from .texts import ComparedScoring, TaskScoring, TextScoring
 
 
 def evaluate(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     text: TextScoring,
     tasks: TaskScoring,
-    batch_size: int = 8,
+    compared: ComparedScoring,
+    batch_size: int | None = None,
     precision: str = "fp32",
     device: Device = None,
     out: Path | None = None,
@@ -37,8 +39,10 @@ def evaluate(
 
     leanqkv eval hf/llama --tasks p3
 
+    leanqkv eval hf/smaller --against hf/llama --tasks piqa:data/piqa,cloze:book.txt,needle:book.txt,recall
+
     Options:
-        batch_size: Windows, or task requests, per batch.
+        batch_size: Windows, or task requests, per batch. Default: 8, or those that have 8,192 tokens.
         precision: fp32 or bf16, with +sdpa or +eager.
         out: New JSON file for the record: figures, hashes, hardware, versions.
     """
@@ -48,8 +52,10 @@ def evaluate(
         check_left_out(tasks, "`tasks`")
     else:
         check_left_out(text, "`data`")
+        if compared.context_length is not None and not {"needle", "recall"} & set(re.split("[,: ]+", tasks.tasks)):
+            raise LeanError("`context_length` goes with `data`, or with the tasks needle and recall; leave it out")
     if out is not None:
         check_new_file(out)
     from .scoring import score
 
-    score(source, text, tasks, batch_size, precision, check_device(device), out)
+    score(source, text, tasks, compared, batch_size, precision, check_device(device), out)

@@ -28,6 +28,7 @@ def frontier(
             "KIND:SHARE:... for budgets of its own."
         ),
     ] = "latents,separate-latents:84%,skipv1,gqa",
+    at_context: int | None = None,
     contexts: str = "512,4096",
     cache_bits: str | None = None,
     device: str | None = None,
@@ -43,6 +44,8 @@ def frontier(
     Options:
         out: Directory of the measurements. Rerun to resume.
         budgets: Shares of the source's cache that latents are fitted to.
+        at_context: Count bytes at a context of so many tokens, where layers with a sliding window keep the window's
+            tokens alone. Default: a context that every window holds.
         contexts: Context lengths at which decoding is timed. 0: none.
         cache_bits: Precisions of the cache to measure beside 16 bits: 8, 4, 2 or KEYS/VALUES, between commas. Default:
             8/4,4, where the model can have them.
@@ -55,7 +58,7 @@ def frontier(
 
     budgeted = _kinds(kinds, shares)
     where = "cpu" if device is None else check_device(device)
-    measure_frontier(source, out, texts, budgeted, decoded, precisions, where)
+    measure_frontier(source, out, texts, budgeted, decoded, precisions, where, at_context)
 
 
 def _kinds(text: str, shares: list[float]) -> dict[str, list[float]]:

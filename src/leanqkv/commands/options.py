@@ -89,6 +89,7 @@ class RecipeOptions:
         min_learning_rate: Learning rate at the end of the cosine.
         weight_decay: Weight decay of matrices. Vectors have none.
         schedule_steps: Length of the cosine. A longer run stays at the minimum. Default: the steps.
+        optimizer: adamw (default), or muon for the matrices of the blocks, at the same rate and decay.
     """
 
     steps: int | None = None
@@ -98,6 +99,7 @@ class RecipeOptions:
     weight_decay: float | None = None
     warmup_steps: int | None = None
     schedule_steps: int | None = None
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, open_causal_lm
 from ..convert.conversion import calibration_tokens, check_sequence_length
+from ..convert.latents import check_context
 from ..data import EvaluationText, evaluation_text, prepare_data, unseen_split
 from ..environment import command_line
 from ..errors import LeanError
@@ -29,12 +30,14 @@ def measure_frontier(
     contexts: list[int],
     precisions: list[CacheBits] | None,
     device: str,
+    at_context: int | None,
 ) -> None:
     """Measure every kind of reduction of the checkpoint `source` at its budgets, write the record, and show it.
 
     Args:
         contexts: tokens after which decoding is timed.
         precisions: of the cache, beside the model's own; None: those of PRECISIONS, where the source can have them.
+        at_context: tokens of the context at which bytes are counted, and budgets are shares.
 
     Raises:
         LeanError: the source, a precision or the texts cannot be used, or `out` holds something else.
@@ -42,7 +45,8 @@ def measure_frontier(
     opened = open_causal_lm(source)
     length = texts.sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
-    found, refused = candidates(opened.config, opened.tensors, kinds)
+    check_context(opened.config, at_context)
+    found, refused = candidates(opened.config, opened.tensors, kinds, at_context)
     measurable = [PLAIN]
     for bits in PRECISIONS if precisions is None else precisions:
         if (reason := obstacle(bits, opened.config, length)) is None:
@@ -65,6 +69,7 @@ def measure_frontier(
             evaluated_tokens=texts.evaluate_tokens,
             length=length,
             contexts=timed,
+            at_context=at_context,
             device=torch.device(device),
             progress=bar,
             message=bar.describe,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from ..cache_bits import CacheBits
+from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vocabulary
@@ -17,6 +17,7 @@ from ..data import EvaluationText, MaskedTokens, evaluation_text
 from ..environment import made_on
 from ..errors import LeanError
 from ..evaluate import (
+    by_position,
     cached_states,
     last_states,
     loss_figures,
@@ -25,28 +26,43 @@ from ..evaluate import (
     obstacle,
     paired_record,
     spread_windows,
-    strided_losses,
+    strided_scores,
     strided_windows,
 )
-from ..evaluate.harness import load_tasks, mean_accuracy, task_figures
+from ..evaluate.harness import (
+    TOKENS_AT_A_TIME,
+    TaskScores,
+    load_tasks,
+    mean_accuracy,
+    paired_answers,
+    task_scores,
+)
 from ..files import RECORD_FORMAT, write_json
 from ..model.cache_quantized import BLOCK
 from ..model.shapes import count_parameters
-from ..progress import console, progress_bar
+from ..progress import console, progress_bar, terminal
 from ..report import conversion
+from ..report.text import ABSENT, Table, plus_minus, signed
 from ..train import Precision, parse_precision
-from .texts import TaskScoring, TextScoring
+from .texts import ComparedScoring, TaskScoring, TextScoring
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The checkpoint to score, and how the arithmetic is done."""
+    """The checkpoint to score, and how the arithmetic is done.
+
+    Attributes:
+        context: tokens of a window, or of a question whose length can be chosen.
+        other: a checkpoint that it is compared with.
+    """
 
     checkpoint: Checkpoint
     precision: Precision
     device: str
     batch_size: int
     cache_bits: CacheBits
+    context: int
+    other: Checkpoint | None
 
     def load(self) -> Any:
         """Return the model, on the device."""
@@ -74,7 +90,8 @@ def score(
     source: Path,
     text: TextScoring,
     tasks: TaskScoring,
-    batch_size: int,
+    compared: ComparedScoring,
+    batch_size: int | None,
     precision: str,
     device: str,
     out: Path | None,
@@ -88,7 +105,16 @@ def score(
         raise LeanError(
             f"{source} attends to prefixes, and lm-eval gives none: tasks cannot be scored; leave out `tasks`"
         )
-    scored = Scored(opened, arithmetic, device, batch_size, CacheBits.of(text.cache_bits))
+    positions = opened.config.max_position_embeddings
+    context = compared.context_length or positions
+    if context > positions:
+        beyond = f"--context-length {context} is longer than the {positions} positions of the model"
+        if tasks.tasks is not None or opened.config.position_embedding_type == "learned":
+            raise LeanError(beyond)
+        terminal.print(f"warning: {beyond}; losses behind them are of positions that it was not trained on")
+    other = None if compared.against is None else _open_other(opened, compared.against, context)
+    at_a_time = batch_size or max(1, min(8, TOKENS_AT_A_TIME // context))
+    scored = Scored(opened, arithmetic, device, at_a_time, CacheBits.of(compared.cache_bits), context, other)
     started = time.perf_counter()
     figures = score_text(scored, text) if tasks.tasks is None else score_tasks(scored, tasks)
     if out is not None:
@@ -99,18 +125,13 @@ def score(
 
 def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
     """Score a text, print the figures, and return a record's entries on them."""
-    config = scored.checkpoint.config
-    positions = config.max_position_embeddings
-    context = options.context_length or positions
-    if config.position_embedding_type == "learned" and context > positions:
-        raise LeanError(f"--context-length {context} is longer than the {positions} positions of the model")
+    config, context = scored.checkpoint.config, scored.context
     masked = config.task == "masked_lm"
     for name, given in (("stride", options.stride is not None), ("cache_bits", scored.cache_bits.quantized)):
         if masked and given:
             raise LeanError(f"`{name}` is for models that predict the next token, and this one predicts masked tokens")
     stride = options.stride or max(1, context // 2)
     strided_windows(2, context, stride)  # raises before anything is read
-    other = None if options.against is None else _open_other(scored.checkpoint, options.against, context)
     objective = _masks(scored.checkpoint) if masked else None
     assert options.data is not None
     with progress_bar("reading the text") as bar:
@@ -129,8 +150,8 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
     console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}")
     about = {"stride": stride} if objective is None else {"targets": objective.record()}
     about |= _cache(scored, min(context, len(text.tokens) - 1))
-    if other is not None:
-        return {**about, **_compare(scored, replace(scored, checkpoint=other), text, context, stride, objective)}
+    if scored.other is not None:
+        return {**about, **_compare(scored, replace(scored, checkpoint=scored.other), text, context, stride, objective)}
     figures = _score(scored, text, context, stride, objective)
     return {"text": text.record(), "context_length": context, **about, "figures": figures}
 
@@ -144,8 +165,13 @@ def _cache(scored: Scored, length: int) -> dict[str, Any]:
         return {}
     size = bits.bytes_per_token(config.plan, torch.bfloat16)
     console.print(f"cache in {bits.name}, {size:,.0f} bytes per token; {BLOCK} tokens are read together")
+    return {"cache": _cache_record(scored, size)}
+
+
+def _cache_record(scored: Scored, size: float) -> dict[str, Any]:
+    bits = scored.cache_bits
     bits_of = {"key_bits": bits.key_bits, "value_bits": bits.value_bits}
-    return {"cache": {**bits_of, "bytes_per_token": size, "tokens_read_together": BLOCK}}
+    return {**bits_of, "bytes_per_token": size, "tokens_read_together": BLOCK}
 
 
 def _masks(checkpoint: Checkpoint) -> MaskedTokens:
@@ -165,6 +191,7 @@ def _score(
 ) -> dict[str, Any]:
     """Score a text with one model, print the figures, and return them."""
     model = scored.load()
+    figures: dict[str, Any]
     how: dict[str, Any] = {"autocast": lambda: scored.precision.autocast(scored.device)}
     if objective is not None:
         windows = spread_windows(len(text.tokens), context, len(text.tokens))
@@ -179,10 +206,13 @@ def _score(
         how |= {"context_length": context, "stride": stride, "batch_size": scored.batch_size, "progress": bar}
         if scored.cache_bits.quantized:
             how["states"] = cached_states(scored.cache_bits)
-        losses = strided_losses(model, text.tokens, **how)
-    figures = loss_figures(losses, text.bytes)
+        losses, positions = strided_scores(model, text.tokens, **how)
+    figures = {**loss_figures(losses, text.bytes)}
     bits = "" if text.bytes is None else f", {figures['bits_per_byte']:.4f} bits per byte"
     console.print(f"loss {figures['loss']:.4f} nats per token, perplexity {figures['perplexity']:.4g}{bits}")
+    if parts := by_position(positions, lambda here: {"loss": losses[here].mean().item()}):
+        console.print(conversion.position_table(parts).terminal())
+        figures |= {"by_position": parts}
     return figures
 
 
@@ -249,42 +279,83 @@ def _compare(
         "kv_bytes_per_token_bf16": [config.plan.kv_bytes_per_token(torch.bfloat16) for config in configs],
     }
     console.print(conversion.terminal({**sizes, "evaluation": figures}))
-    about = {"name": other.checkpoint.directory.resolve().name, "config": other.checkpoint.config.as_overrides()}
-    about["weights_sha256"] = weights_hash(other.checkpoint.directory)
-    return {**figures, **sizes, "figures": figures["after"], "against": about}
+    if parts := figures.get("by_position"):
+        console.print(conversion.position_table(parts).terminal())
+    return {**figures, **sizes, "figures": figures["after"], "against": _about_other(other.checkpoint)}
+
+
+def _about_other(other: Checkpoint) -> dict[str, Any]:
+    about = {"name": other.directory.resolve().name, "config": other.config.as_overrides()}
+    return {**about, "weights_sha256": weights_hash(other.directory)}
 
 
 def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
     """Run the tasks, print their figures, and return a record's entries on them."""
     assert options.tasks is not None
     names = [name.strip() for name in options.tasks.split(",")]
-    with progress_bar("loading the tasks"):
-        tasks = load_tasks(names, options.include_path)
     tokenizer = load_tokenizer(scored.checkpoint.directory)
+    with progress_bar("loading the tasks"):
+        tasks = load_tasks(names, options.include_path, tokenizer, scored.context)
+    record: dict[str, Any] = {"limit": options.limit, "lm_eval": version("lm_eval")}
+    scores = _score_tasks(scored, tokenizer, tasks, options.limit)
+    console.print(_task_table(scores.figures))
+    for name, figures in scores.figures.items():
+        if depths := figures.get("by_depth"):
+            shown = ", ".join(f"{depth}% {one['acc']:.2f} ({one['loss']:.2f})" for depth, one in depths.items())
+            console.print(f"{name}: acc (loss) by depth in the text: {shown}", highlight=False)
+    mean = mean_accuracy(scores.figures)
+    if mean is not None and len(scores.figures) > 1:
+        console.print(f"mean acc: {mean:.4f} over {len(scores.figures)} tasks")
+    if scores.cached is not None:
+        size = scored.cache_bits.bytes_per_token(scored.checkpoint.config.plan, torch.bfloat16)
+        console.print(
+            f"cache in {scored.cache_bits.name}, {size:,.0f} bytes per token, read by {scores.cached:.1%} of the "
+            f"requests; the others have at most {BLOCK} tokens, which are not quantized"
+        )
+        record["cache"] = _cache_record(scored, size) | {"requests_that_read_it": scores.cached}
+    if scored.other is not None:
+        plain = replace(scored, checkpoint=scored.other, cache_bits=PLAIN)
+        before = _score_tasks(plain, tokenizer, tasks, options.limit)
+        pairs = {name: paired_answers(before.answers[name], answers) for name, answers in scores.answers.items()}
+        console.print(_pair_table(before.figures, scores.figures, pairs))
+        record |= {"before": before.figures, "paired": pairs, "against": _about_other(scored.other)}
+    return {"tasks": scores.figures, "mean_acc": mean, **record}
+
+
+def _score_tasks(scored: Scored, tokenizer: Any, tasks: dict[str, dict[str, Any]], limit: int | None) -> TaskScores:
     model = scored.load()
     with progress_bar("scoring the tasks", log_only=True) as bar:  # on a terminal, lm-eval has bars of its own
-        figures = task_figures(
+        return task_scores(
             model,
             tokenizer,
             tasks,
-            limit=options.limit,
+            limit=limit,
             batch_size=scored.batch_size,
             autocast_dtype=torch.bfloat16 if scored.precision.dtype == "bf16" else None,
+            cache_bits=scored.cache_bits,
             progress=lambda sequences: bar.describe(f"scoring the tasks, {sequences:,} sequences done"),
         )
-    console.print(_task_table(figures))
-    mean = mean_accuracy(figures)
-    if mean is not None and len(figures) > 1:
-        console.print(f"mean acc: {mean:.4f} over {len(figures)} tasks")
-    return {"tasks": figures, "mean_acc": mean, "limit": options.limit, "lm_eval": version("lm_eval")}
 
 
-def _task_table(figures: dict[str, dict[str, Any]]) -> Table:
+def _pair_table(before: Any, after: Any, pairs: dict[str, dict[str, dict[str, Any]]]) -> RichTable:
+    """Return what changes from the source's answers, with standard errors and McNemar's test."""
+    rows = []
+    for task, metrics in pairs.items():
+        for metric, pair in metrics.items():
+            change = plus_minus(signed(pair["difference"] + 0.0), pair["stderr"])
+            counts = [str(pair["lost"]), str(pair["won"]), f"{pair['p']:.3f}"] if "p" in pair else [ABSENT] * 3
+            rows.append([task, metric, *(f"{one[task][metric]:.4f}" for one in (before, after)), change, *counts])
+    headers = ("task", "metric", "source", "result", "change", "lost", "won", "p")
+    note = "± is the standard error of the change, question by question. p: McNemar's exact test of lost against won."
+    return Table(headers, rows, note=note).terminal()
+
+
+def _task_table(figures: dict[str, dict[str, Any]]) -> RichTable:
     """Return a table with metrics as columns, each with its standard error."""
-    about = ("examples", "of", "shots", "version")
+    about = ("examples", "of", "shots", "version", "made_of", "by_depth")
     columns = dict.fromkeys(name for values in figures.values() for name in values)
     metrics = [name for name in columns if name not in about and not name.endswith("_stderr")]
-    table = Table("task", "examples", "shots", *metrics)
+    table = RichTable("task", "examples", "shots", *metrics)
     for task, values in figures.items():
         cells = ["" if values[name] is None else str(values[name]) for name in ("examples", "shots")]
         for name in metrics:

@@ -16,7 +16,7 @@ class ConversionTexts:
 
     Options:
         calibration: Text to calibrate on, as --data of train takes it.
-        tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072.
+        tokens: Calibration tokens. Default: 40 per unit of width, from 24576 to 131072, and four sequences.
         sequence_length: Length of calibration and evaluation sequences. Default: 512, or all positions.
         evaluate: Text to compare source and result on, as --data of train takes it; no mixture.
         evaluate_tokens: Tokens to compare on. Default: 16384, or the whole text.
@@ -66,32 +66,23 @@ class TextScoring:
     Options:
         data: Text to score, as --data of train takes it.
         split: whole: all of --data. validation: the part of it that train holds out.
-        context_length: Tokens per window. Default: all positions.
         stride: Tokens between the starts of two windows; fewer give each token more context. Default: half a window.
-        against: A second checkpoint, for example the source of a conversion: report the difference to it.
-        cache_bits: Read every window through a cache of these bits, blocks of 64 tokens at a time: 8, 4, 2 or
-            KEYS/VALUES. --against keeps its own precision. 16: no cache.
     """
 
     data: str | None = None
     split: str = "whole"
-    context_length: int | None = None
     stride: int | None = None
     text_field: TextField = "text"
     max_documents: MaxDocuments = None
-    against: Path | None = None
-    cache_bits: str = "16"
-
-    def __post_init__(self) -> None:
-        CacheBits.of(self.cache_bits)
 
 
 @dataclass(frozen=True)
 class TaskScoring:
-    """The tasks of lm-eval to score, and how.
+    """The tasks to score, and how.
 
     Options:
-        tasks: Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025.
+        tasks: Tasks of lm-eval between commas, or p3 for the nine of Wu et al. 2025. From local files: piqa:FOLDER,
+            cloze:TEXT, needle:TEXT and recall.
         limit: With --tasks: score at most this many examples per task.
         include_path: With --tasks: folder of YAML files with tasks of your own.
     """
@@ -99,3 +90,22 @@ class TaskScoring:
     tasks: str | None = None
     limit: int | None = None
     include_path: Path | None = None
+
+
+@dataclass(frozen=True)
+class ComparedScoring:
+    """What a text and tasks are scored with.
+
+    Options:
+        context_length: Tokens per window, or of a question of needle and recall. Default: all positions.
+        against: A second checkpoint, for example the source of a conversion: report the difference to it.
+        cache_bits: Read every window or question through a cache of these bits, blocks of 64 tokens at a time: 8, 4, 2
+            or KEYS/VALUES. --against keeps its own precision. 16: no cache.
+    """
+
+    context_length: int | None = None
+    against: Path | None = None
+    cache_bits: str = "16"
+
+    def __post_init__(self) -> None:
+        CacheBits.of(self.cache_bits)

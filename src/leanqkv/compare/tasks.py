@@ -13,7 +13,7 @@ from ..checkpoints.tensors import weights_hash
 from ..checkpoints.tokenizer import load_tokenizer
 from ..environment import check_device, made_on
 from ..errors import LeanError
-from ..evaluate.harness import load_tasks, mean_accuracy, task_figures
+from ..evaluate.harness import load_tasks, mean_accuracy, task_scores, tasks_hash
 from ..files import RECORD_FORMAT, read_json, write_json
 from ..train import parse_precision
 from ..train.processes import connect, first_decides
@@ -23,11 +23,12 @@ FILE = "tasks.json"
 
 @dataclass(frozen=True)
 class Tasks:
-    """What models are scored on; fields as `load_tasks` and `task_figures` take them."""
+    """What models are scored on; fields as `load_tasks` and `task_scores` take them, and the tasks' hash."""
 
     names: tuple[str, ...]
     limit: int | None
     include_path: Path | None
+    sha256: str
 
     @classmethod
     def checked(cls, names: tuple[str, ...], limit: int | None, include_path: Path | None) -> "Tasks | None":
@@ -41,8 +42,8 @@ class Tasks:
                 if value is not None:
                     raise LeanError(f"`{name}` goes with `tasks`; leave it out")
             return None
-        load_tasks(names, include_path)
-        return cls(names, limit, None if include_path is None else include_path.absolute())
+        digest = tasks_hash(load_tasks(names, include_path))
+        return cls(names, limit, None if include_path is None else include_path.absolute(), digest)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def _score_all(scored: TaskRuns, device: str) -> None:
     for out in scored.runs:
         if not (out / "config.json").exists():  # not trained here, or diverged
             continue
-        asked = {"names": list(scored.tasks.names), "limit": scored.tasks.limit, "weights_sha256": weights_hash(out)}
+        asked = {"names": list(scored.tasks.names), "limit": scored.tasks.limit, "tasks_sha256": scored.tasks.sha256}
+        asked["weights_sha256"] = weights_hash(out)
         if (out / FILE).exists() and asked.items() <= read_json(out / FILE).items():
             continue
         loaded = loaded or load_tasks(scored.tasks.names, scored.tasks.include_path)
@@ -81,6 +83,6 @@ def _figures(out: Path, tasks: dict[str, dict[str, Any]], limit: int | None, dev
     model = load_model(open_checkpoint(out), torch.float32)
     precision.apply(model)
     dtype = torch.bfloat16 if precision.dtype == "bf16" else None
-    figures = task_figures(model.to(device), load_tokenizer(out), tasks, limit=limit, autocast_dtype=dtype)
+    figures = task_scores(model.to(device), load_tokenizer(out), tasks, limit=limit, autocast_dtype=dtype).figures
     made = {"precision": str(precision), "lm_eval": version("lm_eval"), **made_on(device)}
     return {"tasks": figures, "mean_acc": mean_accuracy(figures), **made}

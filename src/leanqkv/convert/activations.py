@@ -4,7 +4,8 @@ The residual streams of all tokens lie on disk. Of the weights one layer's are i
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,36 @@ from torch.func import functional_call
 from ..errors import LeanError
 from ..model.attention import KeyValues, eager_attention
 from ..model.config import LeanConfig
+from ..model.layout import LayerPlan
 from ..model.mechanisms import TASKS
-from ..model.position import RotaryEmbeddings, make_masks
+from ..model.position import RotaryEmbeddings, make_masks, rotation_of
 from ..model.transformer import LeanBlock
 from ..presets.edit import with_fields
 from .scratch import Stream
 
 CPU = torch.device("cpu")
+# Attention weights that are in memory at a time, in numbers: 64 MB.
+PATTERNS_AT_A_TIME = 2**24
+# Tokens that go through a layer at a time, unless one sequence has more.
+TOKENS_AT_A_TIME = 4096
 
 
+@dataclass(frozen=True)
 class Recorder:
-    """Stands in for `LeanAttention.attend`: computes eager attention and keeps its patterns and heads.
+    """Eager attention of a run of queries over the keys that any of them sees; keys are rotated.
 
     Attributes:
-        query: [batch, query heads, length, head_dim]; key: [batch, key heads, length, head_dim]; both rotated.
-        patterns: attention weights [batch, query heads, length, length].
-        values: [batch, value heads, length, head_dim].
-        inputs: [batch, length, hidden_size], the normed stream, of which keys and values are made.
-        projected_key: [batch, length, width], what `k_proj` makes, before rotary positions.
-        heads: the output before W_O, [batch, length, query heads, head_dim].
-        output: behind it, [batch, length, hidden_size].
+        queries, keys: their positions.
+        query: [batch, query heads, queries, head_dim]; key: [batch, key heads, keys, head_dim].
+        patterns: attention weights [batch, query heads, queries, keys].
+        values: [batch, value heads, keys, head_dim].
+        inputs: [batch, keys, hidden_size], the normed stream, of which keys and values are made.
+        projected_key: [batch, keys, width], what `k_proj` makes, before rotary positions.
+        heads: the output before W_O, [batch, queries, query heads, head_dim].
     """
 
+    queries: slice
+    keys: slice
     query: Tensor
     key: Tensor
     patterns: Tensor
@@ -45,22 +54,6 @@ class Recorder:
     inputs: Tensor
     projected_key: Tensor
     heads: Tensor
-    output: Tensor
-
-    def __call__(
-        self,
-        attention: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        values: list[Tensor],
-        mask: Any,
-        scaling: float,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Attention as `attend` computes it, of a layer that borrows nothing."""
-        self.query, self.key, (self.values,) = query, key, values
-        self.heads, self.patterns = eager_attention(attention, query, key, self.values, mask, scaling)
-        return self.heads, self.patterns
 
 
 class Layers:
@@ -71,13 +64,20 @@ class Layers:
 
     def __init__(self, config: LeanConfig, tensors: Mapping[str, Tensor], length: int, device: torch.device):
         self.config = with_fields(config)
-        self.config._attn_implementation = "eager"
+        self.config._attn_implementation = "sdpa"
         self.plan, self.tensors, self.device = self.config.plan, tensors, device
-        positions = torch.arange(length, device=device)[None]
-        hidden = torch.zeros(1, length, config.hidden_size, device=device)
+        self._positions = torch.arange(length, device=device)
         rotary = RotaryEmbeddings(self.config, self.plan).to(device)
-        self.rotations = rotary(hidden, positions) if len(rotary) else None
-        self.masks = make_masks(self.config, self.plan, hidden, None, None, None, positions)
+        self.rotations = rotary(self._hidden, self._positions[None]) if len(rotary) else None
+
+    @property
+    def _hidden(self) -> Tensor:
+        return torch.zeros(1, len(self._positions), self.config.hidden_size, device=self.device)
+
+    @cached_property
+    def masks(self) -> dict[int | None, Any]:
+        """The mask of every window (see `make_masks`)."""
+        return make_masks(self.config, self.plan, self._hidden, None, None, None, self._positions[None])
 
     def embed(self, tokens: np.ndarray) -> Iterator[Tensor]:
         """Yield the stream [length, hidden_size] of every sequence before the first layer."""
@@ -103,51 +103,68 @@ class Layers:
         block.load_state_dict(state, assign=True)
         return block.eval()
 
-    def run(self, block: LeanBlock, layer: int, stream: Tensor, borrowed: dict[int, KeyValues] | None = None) -> Tensor:
+    def run(
+        self,
+        block: LeanBlock,
+        layer: int,
+        stream: Tensor,
+        attended: Tensor | None = None,
+        borrowed: dict[int, KeyValues] | None = None,
+    ) -> Tensor:
         """Return the stream [batch, length, hidden_size] after a layer.
+
+        Args:
+            attended: the output of its attention, of the same shape, if it has been computed.
 
         Raises:
             LeanError: it is not finite.
         """
-        output, *_ = block(stream, **self._arguments(layer), borrowed=borrowed)
+        plan = self.plan.layers[layer]
+        if attended is None:
+            given = {"attention_mask": self.masks[plan.window], "position_embeddings": self.rotations}
+            output, *_ = block(stream, layer=plan, borrowed=borrowed, **given)
+        else:
+            block.self_attn.forward = lambda *_, **__: (attended, None, None)  # type: ignore[method-assign]
+            output, *_ = block(stream, layer=plan)
+            del block.self_attn.forward
         if not output.isfinite().all():
             raise LeanError(f"the activations after layer {layer} are not finite; is the source a trained model?")
         return output
 
-    def attend(self, block: LeanBlock, layer: int, stream: Tensor) -> tuple[Tensor, Recorder]:
-        """Return the normed input [batch, length, hidden_size] of a layer's attention, and its recorder."""
-        normed = block.input_layernorm(stream)
-        with recording(block) as recorder:
-            block.self_attn(normed, **self._arguments(layer))
-        return normed, recorder
+    def attend(self, block: LeanBlock, layer: int, stream: Tensor) -> tuple[Tensor, Iterator[Recorder]]:
+        """Return the normed input [batch, length, hidden_size] of a layer's attention, and its attention.
 
-    def _arguments(self, layer: int) -> dict[str, Any]:
-        plan = self.plan.layers[layer]
-        return {"layer": plan, "attention_mask": self.masks[plan.window], "position_embeddings": self.rotations}
+        Attention comes run by run of queries, of which PATTERNS_AT_A_TIME bounds the patterns. The layer borrows
+        nothing.
+        """
+        normed, attention, projected = block.input_layernorm(stream), block.self_attn, []
+        hook = attention.k_proj.register_forward_hook(lambda *found: projected.append(found[2]))  # type: ignore[union-attr]
+        rotation = rotation_of(self.plan.layers[layer], self.rotations)
+        query, key, values, _ = attention.project_heads(normed, None, rotation)
+        hook.remove()
+        return normed, self._runs(attention, self.plan.layers[layer], query, key, values, (normed, projected[0]))
 
-
-@contextmanager
-def recording(block: LeanBlock) -> Iterator[Recorder]:
-    """Record the attention of a block."""
-    recorder = Recorder()
-    block.self_attn.attend = recorder
-
-    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        (recorder.inputs,), recorder.projected_key = inputs, output
-
-    def keep_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        recorder.output = output
-
-    hooks = (
-        block.self_attn.k_proj.register_forward_hook(keep),  # type: ignore[union-attr]
-        block.self_attn.o_proj.register_forward_hook(keep_output),
-    )
-    try:
-        yield recorder
-    finally:
-        for hook in hooks:
-            hook.remove()
-        del block.self_attn.attend
+    def _runs(
+        self,
+        attention: Any,
+        plan: LayerPlan,
+        query: Tensor,
+        key: Tensor,
+        values: Tensor,
+        inputs_and_keys: tuple[Tensor, Tensor],
+    ) -> Iterator[Recorder]:
+        length = query.shape[2]
+        step = max(1, PATTERNS_AT_A_TIME // query[:, :, 0, 0].numel() // length)
+        for start in range(0, length, step):
+            queries = slice(start, min(start + step, length))
+            keys = slice(0 if plan.window is None else max(0, start - plan.window + 1), queries.stop)
+            distance = self._positions[queries, None] - self._positions[keys]
+            seen = (distance >= 0) & (distance < (plan.window or length))
+            mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+            here = query[:, :, queries], key[:, :, keys], values[:, :, keys]
+            heads, patterns = eager_attention(attention, *here, mask, plan.attention_scale(plan.layer))
+            made_of = (part[:, keys] for part in inputs_and_keys)
+            yield Recorder(queries, keys, here[0], here[1], patterns, here[2], *made_of, heads)
 
 
 def correction(config: LeanConfig, source: Tensor, stream: Tensor) -> Tensor | float:
@@ -191,8 +208,10 @@ class Activations:
 
     def batches(self) -> Iterator[slice]:
         """Yield the batches of sequences."""
-        for start in range(0, self.source.shape[0], self.batch_size):
-            yield slice(start, start + self.batch_size)
+        count, length, _ = self.source.shape
+        step = max(1, min(self.batch_size, TOKENS_AT_A_TIME // length))
+        for start in range(0, count, step):
+            yield slice(start, start + step)
 
     def rewind_source(self) -> None:
         """Set the source's stream back to the embedding, where the converted one still is."""
@@ -219,27 +238,34 @@ class Activations:
             values = nn.functional.linear(self.first[batch], weight, bias)
             values = values.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             borrowed = {0: KeyValues(None, values, values)}
-            self.converted[batch] = converted.run(block, layer, self.converted[batch], borrowed)
+            self.converted[batch] = converted.run(block, layer, self.converted[batch], borrowed=borrowed)
 
-    def attend(self, layer: int, batch: slice, converted: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the patterns and the target of the source's attention in `layer`, and the inputs of values.
+    def attend(self, layer: int, converted: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield the patterns and the target of the source's attention in `layer`, and the inputs of values.
 
         On the source's stream the target is the attention's output; on the converted one, what brings that stream back
         to the source's.
 
-        Returns:
-            attention weights [batch, query heads, length, length], the target [batch, length, hidden_size], and the
-            inputs of this layer's and of the first layer's values, [batch, length, hidden_size], with a column of ones
-            more where values have a bias.
+        Yields:
+            of each run of queries: attention weights [batch, query heads, queries, keys], the target [batch, queries,
+            hidden_size], and the inputs of this layer's and of the first layer's values, [batch, keys, hidden_size],
+            with a column of ones more where values have a bias.
         """
-        block, source = self._block(layer), self.source[batch]
-        normed, recorder = self._layers.attend(block, layer, source)
-        target = block.self_attn.o_proj(recorder.heads.flatten(2))
-        if converted:
-            stream = self.converted[batch]
-            normed, recorder = self._layers.attend(block, layer, stream)
-            target = target + correction(self.config, source, stream)
-        return recorder.patterns, target, self._with_ones(normed), self._with_ones(self.first[batch])
+        block = self._block(layer)
+        for batch in self.batches():
+            source, first, missing = self.source[batch], self._with_ones(self.first[batch]), None
+            normed, runs = self._layers.attend(block, layer, source)
+            pairs: Iterator[tuple[Recorder, Recorder]] = ((run, run) for run in runs)
+            if converted:
+                stream = self.converted[batch]
+                normed, others = self._layers.attend(block, layer, stream)
+                pairs, missing = zip(runs, others, strict=True), correction(self.config, source, stream)
+            inputs = self._with_ones(normed)
+            for wanted, given in pairs:
+                target = block.self_attn.o_proj(wanted.heads.flatten(2))
+                if isinstance(missing, Tensor):
+                    target = target + missing[:, wanted.queries]
+                yield given.patterns, target, inputs[:, given.keys], first[:, given.keys]
 
     def _with_ones(self, inputs: Tensor) -> Tensor:
         return torch.cat((inputs, torch.ones_like(inputs[..., :1])), -1) if self.config.attention_bias else inputs

@@ -174,8 +174,7 @@ class Calibration:
         values, columns = value_matrices(heads), self.group * heads.output.shape[-1]
         gram = torch.zeros(self.num_heads, self.num_shared, columns, columns, dtype=torch.float64)
         cross, own = torch.zeros_like(gram), torch.zeros(self.num_heads, columns, columns, dtype=torch.float64)
-        for batch in self.activations.batches():
-            patterns, _, inputs, first = self.activations.attend(layer, batch)
+        for patterns, _, inputs, first in self.activations.attend(layer):
             own_values, shared_values = make_values(inputs, values), make_values(first, self.first_layer_values)
             by_head = patterns.unflatten(1, (self.num_heads, self.group))
             for head in range(self.num_heads):
@@ -270,8 +269,7 @@ class Calibration:
         gram: Tensor | None = None
         cross: Any = 0
         target_square = 0.0
-        for batch in self.activations.batches():
-            patterns, target, inputs, first = self.activations.attend(layer, batch, shared_values is not None)
+        for patterns, target, inputs, first in self.activations.attend(layer, shared_values is not None):
             by_place = [
                 *([inputs] * self.num_own if own_values is None else make_values(inputs, own_values)),
                 *([first] * self.num_shared if shared_values is None else make_values(first, shared_values)),

@@ -56,6 +56,11 @@ def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length:
             f"the data has {data.vocab_size:,} tokens, the model a vocabulary of {config.vocab_size:,}: they do not "
             "belong together"
         )
+    if data.train_tokens < length:
+        raise LeanError(
+            f"the calibration text has {data.train_tokens:,} tokens, fewer than one sequence of {length:,}. Give more "
+            "text, or a shorter `sequence_length`"
+        )
     count = max(1, tokens // length)
     if data.train_tokens < count * length:
         raise LeanError(
@@ -148,7 +153,7 @@ class Conversion:
             target, tensors, made, earlier = self._calibrate(tokens, work, calibrating, message)
             source = self.source.config
             report = {"to": self.to, "source": source.as_overrides(), "calibration_tokens": 0, **made}
-            report |= _sizes(source, target)
+            report |= _sizes(source, target, getattr(self.options, "at_context", None))
             decided = {"report": dict(report), "tokens_sha256": None if tokens is None else _hash(tokens)}
             report |= {"seconds": round(time.perf_counter() - started + earlier, 2), **(about or {})}
 
@@ -194,7 +199,7 @@ class Conversion:
             message=message,
         )
         (converted,) = sweeps.run()
-        chosen = {name: value for name, value in options.items() if name in ("cache", "ratio")}
+        chosen = {name: options[name] for name in ("cache", "ratio") if name in options}
         fits = {**taken, **chosen, "layers": converted.layers}
         return converted.config, converted.tensors, fits, sweeps.earlier_seconds
 
@@ -214,10 +219,14 @@ def _hash(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
 
 
-def _sizes(config: LeanConfig, target: LeanConfig) -> dict[str, list[int]]:
-    """Parameters and KV bytes, before and after."""
+def _sizes(config: LeanConfig, target: LeanConfig, context: int | None) -> dict[str, Any]:
+    """Parameters and KV bytes, before and after: of a token while no window is full, and of a context."""
     configs = config, target
-    return {
+    sizes: dict[str, Any] = {
         "parameters": [count_parameters(config).total for config in configs],
         "kv_bytes_per_token_bf16": [config.plan.kv_bytes_per_token(torch.bfloat16) for config in configs],
     }
+    if context is not None:
+        sizes["at_context"] = context
+        sizes["kv_bytes_at_context_bf16"] = [config.plan.kv_bytes(context, torch.bfloat16) for config in configs]
+    return sizes

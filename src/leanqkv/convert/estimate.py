@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters, parameter_shapes
-from .activations import Layers
+from .activations import PATTERNS_AT_A_TIME, TOKENS_AT_A_TIME, Layers
 from .output_fit import MANY, RIDGES, SKETCHED
 from .sweeps import BATCH_SIZE, Reduction, check_enough, disk_bytes, every
 
@@ -105,8 +105,8 @@ def _operations(config: LeanConfig, reduction: Reduction, length: int, tokens: i
     forward = 2 * _parameters(config) + scores
     attention = 2 * _parameters(config, "self_attn.") + scores
     per_token, per_layer = reduction.operations(length)
-    # Attention again on the converted stream, its heads and their sums; all but attention again.
-    fitting = attention + 2 * hidden * width + scores / 2 + 2 * rows * (rows + hidden)
+    # Attention but W_O again on the converted stream, its heads and their sums; all but attention again.
+    fitting = attention - 2 * rows * hidden + 2 * hidden * width + scores / 2 + 2 * rows * (rows + hidden)
     fitting += 2 * rows * hidden + forward - attention
     few = SKETCHED if hidden >= MANY else hidden
     solved = len(RIDGES) * (rows**3 / 3 + 4 * rows**2 * few) + 2 * rows**3 / 3 + 12 * rows**2 * hidden
@@ -116,9 +116,9 @@ def _operations(config: LeanConfig, reduction: Reduction, length: int, tokens: i
 def _layer_bytes(config: LeanConfig, reduction: Reduction, length: int) -> int:
     """Return the most bytes of a layer's weights, activations and sums."""
     rows, hidden, width = _query_width(config), config.hidden_size, _key_width(config)
-    batch = BATCH_SIZE * length
+    batch = max(1, min(BATCH_SIZE, TOKENS_AT_A_TIME // length)) * length
     activations = 4 * batch * (2 * (config.intermediate_size or 0) + 6 * hidden)
-    activations += 4 * 4 * batch * config.num_attention_heads * length
+    activations += 4 * 4 * min(batch * config.num_attention_heads * length, PATTERNS_AT_A_TIME)
     sums = 8 * 2 * rows * (rows + hidden)
     solving = 8 * (3 * rows * hidden + 2 * rows * rows) + 8 * hidden * (rows + 2 * width)
     return 4 * _parameters(config) + activations + max(reduction.held_bytes(), sums + solving)

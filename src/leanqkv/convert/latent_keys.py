@@ -60,7 +60,7 @@ class KeyGrams(Grams):
         self._metric = torch.einsum("hgkd,hgld->hgkl", output, output).flatten(0, 1).float()
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
-        """Add a batch; `weight` [batch, length] multiplies each query's output."""
+        """Add a run of queries; `weight` [batch, queries] multiplies each query's output."""
         heads = recorder.key.shape[1]
         importance = self._importance(recorder, weight).cpu().double()  # [batch, query heads, length]
         key, query = recorder.key.cpu(), recorder.query.cpu().unflatten(1, (heads, -1))

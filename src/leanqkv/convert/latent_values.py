@@ -37,25 +37,29 @@ def step_of(width: int) -> int:
     return 1 if width % 2 else 2
 
 
-def choose_ranks(gains: Tensor, columns: int, cut: list[bool]) -> list[int]:
-    """Return every layer's rank: STEP columns at a time go where they take away most of the error.
+def choose_ranks(gains: Tensor, budget: int, cut: list[bool], costs: list[int]) -> list[int]:
+    """Return every layer's rank: STEP columns at a time go where they take away most of the error for their cost.
 
     Args:
         gains: [layers, width], the error that each column takes away, descending in a layer.
-        columns: of all layers together, at most.
+        budget: what the columns of all layers may cost together.
         cut: whether a layer's values may become a latent; the others keep their width.
+        costs: of a column of every layer.
     """
     width = gains.shape[1]
     step = step_of(width)
     ranks = [step if may else width for may in cut]
+    left = budget - sum(rank * cost for rank, cost in zip(ranks, costs, strict=True))
     blocks = [
-        (-float(gains[layer, start : start + step].sum()), layer)
+        (-float(gains[layer, start : start + step].sum()) / costs[layer], layer)
         for layer in range(len(gains))
         if cut[layer]
         for start in range(step, width, step)
     ]
-    for _, layer in sorted(blocks)[: (columns - sum(ranks)) // step]:
-        ranks[layer] += step
+    for _, layer in sorted(blocks):
+        if step * costs[layer] <= left:
+            ranks[layer] += step
+            left -= step * costs[layer]
     return ranks
 
 
@@ -91,7 +95,7 @@ class ValueGram(Grams):
         self._bias, self._with_keys, self._inputs, self._generator = bias, key_width > 0, inputs, generator
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
-        """Add a batch; `weight` [batch, length] multiplies each token's values."""
+        """Add a run of queries; `weight` [batch, queries] multiplies each token's values."""
         columns = self._columns(recorder)
         for pattern in self._mixed(recorder.patterns):
             attended = (pattern @ columns * weight[..., None]).flatten(0, 1)
@@ -107,7 +111,7 @@ class ValueGram(Grams):
         return torch.cat((columns, recorder.projected_key), dim=-1) if self._with_keys else columns
 
     def _mixed(self, patterns: Tensor) -> Sequence[Tensor]:
-        """The patterns of every head, or their sum with random signs; [batch, length, length] each."""
+        """The patterns of every head, or their sum with random signs; [batch, queries, keys] each."""
         if self._generator is None:
             return patterns.unbind(1)
         signs = 2 * torch.randint(2, patterns.shape[:3], generator=self._generator) - 1

@@ -4,7 +4,7 @@ Ours. Columns of keys and of values are measured in the same unit, the error of 
 and go where they take away most: over all layers, and over keys and values.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -36,7 +36,9 @@ KEY_WEIGHT = 10.0
 
 def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: LatentsOptions) -> "Latents":
     """Return the reduction of a source."""
-    return Latents(config, tensors, options.cache, options.layers, separate=options.separate)
+    return Latents(
+        config, tensors, options.cache, options.layers, separate=options.separate, at_context=options.at_context
+    )
 
 
 class LatentGrams(Grams):
@@ -46,7 +48,7 @@ class LatentGrams(Grams):
         self.values, self.keys = values, keys
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
-        """Add a batch; `weight` [batch, length] multiplies each token's output."""
+        """Add a run of queries; `weight` [batch, queries] multiplies each token's output."""
         self.values.add(recorder, weight)
         if self.keys is not None:
             self.keys.add(recorder, weight)
@@ -61,6 +63,8 @@ class Latents(Reduction):
         keys: whether keys may become latents, where they can.
         separate: whether latent values are made of their latent alone, and not of the layer's keys too. They lose more,
             and cached keys need not be turned back in decoding.
+        at_context: tokens of the context at which the share is counted, of which a layer with a window keeps the last
+            ones alone; None: one that every window holds.
         exact: whether the values' Gram matrices are summed over heads one by one, and over all tokens; for comparison.
 
     Attributes:
@@ -78,19 +82,21 @@ class Latents(Reduction):
         layers: tuple[int, ...] | None = None,
         keys: bool = True,
         separate: bool = False,
+        at_context: int | None = None,
         exact: bool = False,
     ):
         self.config, self.tensors = config, tensors
-        kind = (
-            ("exact-" if exact else "") + ("separate-" if separate else "") + ("latents" if keys else "latent-values")
-        )
-        self.name, self.measures = f"{kind}-{100 * share:.10g}", f"best-{kind}"
+        kind = ("exact-" if exact else "") + ("separate-" if separate else "")
+        kind += "latents" if keys else "latent-values"
+        self.name, self.measures = f"{kind}-{100 * share:.10g}{_at(at_context)}", f"best-{kind}"
         self.cut = may_be_cut(config, layers)
         self.from_keys = [not separate and can_read_keys(config, layer) for layer in config.plan.layers]
         self._may_cut_keys = keys
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)
-        self.columns = count_columns(config, share, sum(self.cut) + sum(self.key_cut))
+        check_context(config, at_context)
+        self.costs = config.plan.kept_tokens(at_context)
+        self.budget = cache_budget(config, share, self.costs, self.cut, self.key_cut, _at(at_context))
         self.least_tokens = TOKENS_PER_COLUMN * self.width
         self._exact = exact
         if not exact:
@@ -135,7 +141,7 @@ class Latents(Reduction):
         gains = [measured(layer)["gains"] for layer in layers]
         whole = torch.zeros(self.width, dtype=torch.float64)
         gains += [KEY_WEIGHT * column_gains(self._keys(layer)) if self.key_cut[layer] else whole for layer in layers]
-        ranks = choose_ranks(torch.stack(gains), self.columns, [*self.cut, *self.key_cut])
+        ranks = choose_ranks(torch.stack(gains), self.budget, [*self.cut, *self.key_cut], 2 * self.costs)
         self.ranks, self.key_ranks = ranks[: len(layers)], ranks[len(layers) :]
         both = zip(self.ranks, self.key_ranks, strict=True)
         self.first = next(layer for layer, pair in enumerate(both) if min(pair) < self.width)
@@ -260,7 +266,8 @@ class Latents(Reduction):
     def made_bytes(self) -> int:
         """Return the bytes of what makes the columns, and of what is made of them, in float32."""
         layers = self.config.num_hidden_layers
-        return 4 * (self.columns * (self.config.hidden_size + self.width) + 2 * layers * self.width)
+        columns = min(self.budget // min(self.costs), 2 * layers * self.width)
+        return 4 * (columns * (self.config.hidden_size + self.width) + 2 * layers * self.width)
 
     def measured_bytes(self) -> int:
         """Return the bytes of the values' sums and the keys' best latents of a layer, in float64; complex ones for
@@ -272,6 +279,17 @@ class Latents(Reduction):
 def can_read_keys(config: LeanConfig, layer: LayerPlan) -> bool:
     """Return whether a layer's latent values can be made of its keys: all of them, and linear in its input."""
     return layer.key.kind == "linear" and not config.qk_norm and layer.window is None
+
+
+def check_context(config: LeanConfig, tokens: int | None) -> None:
+    """Check the context at which bytes are counted.
+
+    Raises:
+        LeanError: the model has no such positions.
+    """
+    limit = config.max_position_embeddings
+    if tokens is not None and not 0 < tokens <= limit:
+        raise LeanError(f"`at_context` must be from 1 to {limit}, the positions of this model, found {tokens}")
 
 
 def may_be_cut(config: LeanConfig, layers: tuple[int, ...] | None) -> list[bool]:
@@ -288,23 +306,33 @@ def may_be_cut(config: LeanConfig, layers: tuple[int, ...] | None) -> list[bool]
     return [layers is None or layer in layers for layer in range(last)]
 
 
-def count_columns(config: LeanConfig, share: float, cut: int) -> int:
-    """Return how many columns the keys and values of all layers may take together.
+def cache_budget(
+    config: LeanConfig, share: float, costs: list[int], cut: Sequence[bool], key_cut: Sequence[bool], context: str = ""
+) -> int:
+    """Return what the cached columns of all layers may cost together.
 
     Args:
-        share: of the source's cache.
-        cut: how many of the layers' keys and values may become latents.
+        share: of what the source's cost.
+        costs: of a column of every layer.
+        cut, key_cut: whether a layer's values, and its keys, may become latents.
+        context: in words, for the error.
 
     Raises:
         LeanError: the source cannot be cut to that share; says what is possible.
     """
     width = value_width(config)
-    total = 2 * width * config.num_hidden_layers
-    smallest = total - cut * (width - step_of(width))
-    columns = int(share * total + 1e-9) if 0 < share < 1 else 0
-    if not smallest <= columns < total:
+    total = 2 * width * sum(costs)
+    saved = sum(cost * (values + keys) for cost, values, keys in zip(costs, cut, key_cut, strict=True))
+    smallest = total - saved * (width - step_of(width))
+    budget = int(share * total + 1e-9) if 0 < share < 1 else 0
+    if not smallest <= budget < total:
+        least = f"{ceil(1000 * smallest / total) / 10:g}%"
         raise LeanError(
-            f"latents of this model take from {ceil(1000 * smallest / total) / 10:g}% of its cache up to all of it; "
+            f"latents of this model take from {least} of its cache up to all of it{context}; "
             f"`cache={100 * share:g}%` is out of reach. For less, quantize the cache as well"
         )
-    return columns
+    return budget
+
+
+def _at(context: int | None) -> str:
+    return "" if context is None else f" at {context} tokens"

@@ -122,7 +122,7 @@ class PairGrams(Grams):
         self.cross = torch.zeros_like(self.alone)
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
-        """Add a batch; `weight` [batch, length] multiplies each token's values."""
+        """Add a run of queries; `weight` [batch, queries] multiplies each token's values."""
         values = recorder.values
         heads, width = values.shape[1], values.shape[3]
         side_by_side = values.transpose(1, 2).flatten(2)  # [batch, length, heads * head_dim]

@@ -32,7 +32,7 @@ from ..job import Job
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..model.transformer import LeanBlock
-from .activations import Layers, Recorder, correction, recording
+from .activations import TOKENS_AT_A_TIME, Layers, Recorder, correction
 from .output_fit import Fit, fit_output, token_weights
 from .scratch import Stream
 
@@ -65,16 +65,17 @@ class ReducedHeads:
     output_bias: bool
     key: Tensor | None = None
 
-    def features(self, normed: Tensor, patterns: Tensor) -> Tensor:
-        """Return what W_O is applied to, [batch, length, rows]: every pattern times its value, and ones for a bias."""
-        ones = torch.ones_like(normed[..., :1])
-        inputs = torch.cat((normed, ones), -1) if self.value.shape[1] > normed.shape[-1] else normed
-        grouped = patterns.unflatten(1, (len(self.value), -1))
-        attended = [  # of each key head, [batch, group, length, head_dim]
+    def features(self, normed: Tensor, recorder: Recorder) -> Tensor:
+        """Return what W_O is applied to, [batch, queries, rows]: every pattern times its value, and ones for a bias."""
+        inputs = normed[:, recorder.keys]
+        if self.value.shape[1] > normed.shape[-1]:
+            inputs = torch.cat((inputs, torch.ones_like(inputs[..., :1])), -1)
+        grouped = recorder.patterns.unflatten(1, (len(self.value), -1))
+        attended = [  # of each key head, [batch, group, queries, head_dim]
             grouped[:, head] @ (inputs @ value)[:, None] for head, value in enumerate(self.value.to(normed))
         ]
         columns = torch.cat(attended, dim=1).transpose(1, 2).flatten(2)
-        return torch.cat((columns, ones), -1) if self.output_bias else columns
+        return torch.cat((columns, torch.ones_like(columns[..., :1])), -1) if self.output_bias else columns
 
     def attention_tensors(self, output: Tensor) -> dict[str, Tensor]:
         """Return the tensors that change, in float32, with W_O = `output`."""
@@ -90,7 +91,7 @@ class Grams(ABC):
 
     @abstractmethod
     def add(self, recorder: Recorder, weight: Tensor) -> None:
-        """Add a batch; `weight` [batch, length] multiplies each token's values."""
+        """Add a run of queries of a batch; `weight` [batch, queries] multiplies what each attends to."""
 
 
 class Reduction(ABC):
@@ -270,11 +271,15 @@ class Sweeps:
             if not wanted:
                 continue
             stream = self._read("source", layer, batch)
-            with recording(block) as recorder:
-                self._stream("source", layer + 1)[batch] = self.source.run(block, layer, stream)
             weight, _ = token_weights(stream, self.config.norm_eps)
+            outputs = []
+            for recorder in self.source.attend(block, layer, stream)[1]:
+                for at in wanted:
+                    sums[at].add(recorder, weight[:, recorder.queries])
+                outputs.append(recorder.heads)
+            attended = block.self_attn.o_proj(torch.cat(outputs, dim=1).flatten(2))
+            self._stream("source", layer + 1)[batch] = self.source.run(block, layer, stream, attended)
             for at in wanted:
-                sums[at].add(recorder, weight)
                 seen[at] += weight.numel()
         del block, recorder  # factorizations take more memory than activations
         for one, grams, tokens in zip(self.measuring, sums, seen, strict=True):
@@ -290,17 +295,17 @@ class Sweeps:
         ]
         for batch in self._batches():
             before = self._read("source", layer, batch)
-            with recording(block) as recorder:
-                self._stream("source", layer + 1)[batch] = self.source.run(block, layer, before)
-            attended = recorder.output
+            outputs = [recorder.heads for recorder in self.source.attend(block, layer, before)[1]]
+            attended = block.self_attn.o_proj(torch.cat(outputs, dim=1).flatten(2))
+            self._stream("source", layer + 1)[batch] = self.source.run(block, layer, before, attended)
             weight, sink = token_weights(before, self.config.norm_eps)
             held = torch.arange(batch.start, batch.start + len(before)) % HELD_OUT == HELD_OUT - 1
             for one, fit in zip(self.reductions, fits, strict=True):
                 after = self._read_converted(one, layer, batch)
                 target = attended + correction(self.config, before, after)
                 with with_keys(block, fit.heads.key):
-                    normed, recorder = self.source.attend(block, layer, after)
-                columns = fit.heads.features(normed, recorder.patterns)
+                    normed, runs = self.source.attend(block, layer, after)
+                columns = torch.cat([fit.heads.features(normed, recorder) for recorder in runs], dim=1)
                 fit.features[batch] = columns
                 fit.add(columns * weight[..., None], target * weight[..., None], held, sink)
         for one, fit in zip(self.reductions, fits, strict=True):
@@ -316,9 +321,8 @@ class Sweeps:
         for batch in self._batches():
             attended = features[batch].to(self.device) @ weights
             after = self._read_converted(reduction, layer, batch)
-            block.self_attn.forward = _returning(attended)  # type: ignore[method-assign]
-            self._stream(f"converted-{reduction.name}", layer + 1)[batch] = self.source.run(block, layer, after)
-        del block.self_attn.forward
+            stream = self._stream(f"converted-{reduction.name}", layer + 1)
+            stream[batch] = self.source.run(block, layer, after, attended)
 
     def _sweep(self, phase: str) -> Iterator[int]:
         """Yield every layer that is not done, with the source's stream before it on disk."""
@@ -378,8 +382,9 @@ class Sweeps:
             return False
 
     def _batches(self) -> Iterator[slice]:
-        for start in range(0, len(self.tokens), self.batch_size):
-            yield slice(start, min(start + self.batch_size, len(self.tokens)))
+        step = max(1, min(self.batch_size, TOKENS_AT_A_TIME // self.tokens.shape[1]))
+        for start in range(0, len(self.tokens), step):
+            yield slice(start, min(start + step, len(self.tokens)))
 
     def _save(self, name: str, layer: int, tensors: dict[str, Tensor]) -> None:
         with disk_full_is_an_error(self.directory, ADVICE), replacing(self._file(name, layer)) as temporary:
@@ -461,8 +466,3 @@ def with_keys(block: LeanBlock, key: Tensor | None) -> Iterator[None]:
     finally:
         for parameter, data in zip(parameters, own, strict=True):
             parameter.data = data
-
-
-def _returning(attended: Tensor) -> Callable[..., Any]:
-    """An attention that was computed before."""
-    return lambda *_, **__: (attended, None, None)

@@ -21,12 +21,14 @@ class LatentsOptions:
 
     Attributes:
         cache: share of the source's cache to take at most.
+        at_context: tokens of the context at which that share is counted; None: one that every window holds.
         layers: those whose values may be reduced; None: all.
         device: where to calibrate; None: the CPU.
     """
 
     separate: ClassVar[bool] = False
     cache: float = 0.84
+    at_context: int | None = None
     layers: tuple[int, ...] | None = None
     device: str | None = None
 

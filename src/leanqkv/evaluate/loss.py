@@ -12,7 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from ..data import IGNORED, Tokens, collate
 from ..data.objectives import EVALUATION, MaskedTokens, inputs, prefix_mask, targets
 from ..errors import LeanError
-from .states import States
+from .states import States, own_states
+
+# Logits that are in memory at a time, in numbers: 128 MB in float32.
+LOGITS_AT_A_TIME = 2**25
 
 
 def window_prefix(model: Any, length: int, scored: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -51,12 +54,13 @@ def sequence_losses(
     context_length: int,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    states: States | None = None,
 ) -> torch.Tensor:
     """Return the mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
 
-    Every sequence is `context_length` targets, less those that only begin a text.
+    Every sequence is `context_length` targets, less those that only begin a text. `states`: see `batch_losses`.
     """
-    losses, predicted = token_losses(model, tokens, starts, context_length, batch_size, autocast)
+    losses, predicted = token_losses(model, tokens, starts, context_length, batch_size, autocast, states)
     return losses.sum(1) / predicted.sum(1)
 
 
@@ -67,6 +71,7 @@ def token_losses(
     context_length: int,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    states: States | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy in nats of each target, with dropout off, and whether it is one that is predicted.
 
@@ -76,7 +81,7 @@ def token_losses(
         collate(tokens, starts[first : first + batch_size], context_length)
         for first in range(0, len(starts), batch_size)
     )
-    return batch_losses(model, batches, autocast)
+    return batch_losses(model, batches, autocast, states=states)
 
 
 def batch_losses(
@@ -90,7 +95,8 @@ def batch_losses(
 
     Args:
         scored: so many last targets of every sequence; 0: all.
-        states: what makes the last hidden states, of which the logits are; None: the model makes its logits itself.
+        states: what makes the last hidden states, of which the logits are made a piece at a time; None: the model makes
+            its logits itself, all at once.
     """
     losses, predicted = [], []
     with scoring(model) as device:
@@ -100,13 +106,37 @@ def batch_losses(
             with autocast():
                 if states is None:
                     logits = uncompiled(model)(**inputs(batch, device), **causal).logits
+                    loss = _cross_entropy(logits.flatten(0, 1), wanted.flatten().to(device)).view(wanted.shape)
                 else:
-                    logits = model.logits(states(model, **inputs(batch, device))[:, -scored:])
-            precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-            loss = nn.functional.cross_entropy(precise, wanted.flatten().to(device), reduction="none")
-            losses.append(loss.view_as(wanted).cpu().double())
+                    given, there = wanted.to(device), (wanted != IGNORED).to(device)
+                    hidden = states(model, **inputs(batch, device))[:, -scored:]
+                    found, _ = target_scores(model, hidden[there], given[there])
+                    loss = found.new_zeros(wanted.shape).masked_scatter(there, found)
+            losses.append(loss.cpu().double())
             predicted.append(wanted != IGNORED)
     return torch.cat(losses), torch.cat(predicted)
+
+
+def target_scores(model: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy in nats of each target, and 1 where it is the likeliest token or else 0, [2, tokens].
+
+    Of the logits a piece at a time is in memory.
+
+    Args:
+        hidden: last hidden states [tokens, hidden_size]; wanted: the targets [tokens].
+    """
+    rows = max(1, LOGITS_AT_A_TIME // model.config.vocab_size)
+    scores = [torch.zeros(2, 0, device=hidden.device)]
+    for states, tokens in zip(hidden.split(rows), wanted.split(rows), strict=True):
+        logits = model.logits(states)
+        loss = _cross_entropy(logits, tokens)
+        scores.append(torch.stack((loss, (logits.argmax(-1) == tokens).to(loss))))
+    return torch.cat(scores, dim=1)
+
+
+def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(precise, wanted, reduction="none")
 
 
 def masked_losses(
@@ -133,7 +163,7 @@ def masked_losses(
         part = windows[at : at + batch_size]
         streams = [(0, EVALUATION, number) for number in range(at, at + len(part))]
         batch = objective.batch(tokens, [start for start, _ in part], length, streams)
-        losses, predicted = batch_losses(model, [batch], autocast)
+        losses, predicted = batch_losses(model, [batch], autocast, states=own_states(model))
         if not losses.isfinite().all():
             raise LeanError(
                 f"the loss is not finite behind token {part[0][0] + 1:,}: the model's logits are NaN or infinite"

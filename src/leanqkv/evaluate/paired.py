@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from ..data import IGNORED, EvaluationText, MaskedTokens, NextToken, Tokens
 from ..data.objectives import EVALUATION, targets
 from ..errors import LeanError
-from .loss import masked_figures, scoring, window_prefix
+from .loss import LOGITS_AT_A_TIME, masked_figures, scoring, window_prefix
 from .states import States, last_states
-from .strided import loss_figures
+from .strided import by_position, loss_figures
 
 CONFIDENCE = 0.95
-# Logits of both models that are in memory at a time, in numbers: 256 MB in float32.
-LOGITS_AT_A_TIME = 2**25
-# Of these, so many are compared at a time on a CPU, whose cache then holds what is made of them on the way.
+# Of the logits in memory, so many are compared at a time on a CPU, whose cache then holds what is made of them on the
+# way.
 COMPARED_AT_A_TIME = 2**19
 NEXT_TOKEN = NextToken()
 
@@ -36,6 +35,7 @@ class PairedScores:
         divergence: KL(before || after) of the distributions of the token, in nats.
         agreement: 1 where both models have the same likeliest token, else 0.
         window: int64, the number of the window that the token was scored in.
+        position: int64, the position in this window that predicts the token.
     """
 
     before: Tensor
@@ -43,6 +43,7 @@ class PairedScores:
     divergence: Tensor
     agreement: Tensor
     window: Tensor
+    position: Tensor
 
 
 def spread_windows(tokens: int, length: int, count: int) -> list[tuple[int, int]]:
@@ -89,6 +90,7 @@ def paired_scores(
         LeanError: a score that is not finite.
     """
     parts: list[Tensor] = []
+    positions: list[Tensor] = []
     models: list[Any] = [before, *[after] * len(states[1])]
     done, total = 0, sum(scored for _, scored in windows)
     with scoring(before) as device, scoring(after):
@@ -107,11 +109,13 @@ def paired_scores(
                     predicted = wanted != IGNORED
                     pieces = _score_pieces(models, [one[row, -scored:][predicted] for one in hidden], wanted[predicted])
                     parts.append(torch.cat(list(pieces), dim=2))
+                    positions.append(torch.arange(length)[-scored:][predicted.cpu()])
                     _check_finite(parts[-1], start)
                     done += scored
                     progress(done, total)
     numbers = torch.repeat_interleave(torch.tensor([part.shape[2] for part in parts]))
-    return [PairedScores(one[0], one[1], one[2], one[3], numbers) for one in torch.cat(parts, dim=2)]
+    places = torch.cat(positions)
+    return [PairedScores(one[0], one[1], one[2], one[3], numbers, places) for one in torch.cat(parts, dim=2)]
 
 
 def _check_finite(scores: Tensor, start: int) -> None:
@@ -154,6 +158,7 @@ def paired_figures(scores: PairedScores, text_bytes: float | None, masked: bool 
     `before` and `after`: as `loss_figures`, or of masked tokens `masked_figures`. `loss_difference` (nats per token,
     after minus before), `divergence` (nats per token) and `agreement` (share of the tokens) each have a `mean` and
     `half_width`, of the 95% interval of the mean by Student's t over windows; None for one window. `windows`: how many.
+    `by_position`: the same of parts of long windows (see `by_position`).
 
     Args:
         text_bytes: of the scored tokens' text in UTF-8; None if unknown.
@@ -164,10 +169,17 @@ def paired_figures(scores: PairedScores, text_bytes: float | None, masked: bool 
         "agreement": scores.agreement,
     }
     figures = masked_figures if masked else partial(loss_figures, text_bytes=text_bytes)
+
+    def of_part(here: Tensor) -> dict[str, Any]:
+        means = {name: mean_over_windows(values[here], scores.window[here]) for name, values in quantities.items()}
+        return {"before": scores.before[here].mean().item(), "after": scores.after[here].mean().item(), **means}
+
+    parts = [] if masked else by_position(scores.position, of_part)
     return {
         **{which: figures(getattr(scores, which)) for which in ("before", "after")},
         **{name: mean_over_windows(values, scores.window) for name, values in quantities.items()},
         "windows": int(scores.window.max()) + 1,
+        **({"by_position": parts} if parts else {}),
     }
 
 
@@ -177,7 +189,8 @@ def mean_over_windows(values: Tensor, window: Tensor) -> dict[str, float | None]
     Windows can be of different lengths: the error is that of a ratio of sums over windows.
     """
     mean = values.mean()
-    residuals = torch.zeros(int(window.max()) + 1, dtype=torch.float64).index_add_(0, window, values - mean)
+    numbers, own = window.unique(return_inverse=True)
+    residuals = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, own, values - mean)
     if (count := len(residuals)) < 2:
         return {"mean": mean.item(), "half_width": None}
     error = math.sqrt(residuals.square().sum().item() * count / (count - 1)) / len(values)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..cache_bits import CacheBits
 from ..model.cache_quantized import BLOCK
+from ..model.transformer import LeanHeadModel
 
 # From a model and token ids [batch, length] to its last hidden states [batch, length, hidden_size]; of a model with
 # prefixes that windows have, with a `prefix_mask`.
@@ -17,6 +18,11 @@ States = Callable[..., Tensor]
 def last_states(model: Any, input_ids: Tensor, **given: Tensor) -> Tensor:
     """Return a model's last hidden states [batch, length, hidden_size], without a cache."""
     return model.model.forward(input_ids=input_ids, use_cache=False, **given).last_hidden_state
+
+
+def own_states(model: Any) -> States | None:
+    """Return what makes the last hidden states of a model of this library; None of another one."""
+    return last_states if isinstance(model, LeanHeadModel) else None
 
 
 def cached_states(bits: CacheBits) -> States:

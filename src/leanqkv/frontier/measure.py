@@ -41,6 +41,7 @@ class Frontier:
         precisions: of the cache, the model's own first.
         samples: [samples, sequences, length], calibration tokens; candidates from the weights alone have one sample.
         contexts: tokens after which decoding is timed; none: it is not.
+        at_context: tokens of the context at which bytes are counted; None: one that every window holds.
         out: keeps every point as a file, and the conversions that are under way.
     """
 
@@ -56,6 +57,7 @@ class Frontier:
         evaluated_tokens: int,
         length: int,
         contexts: Sequence[int] = (),
+        at_context: int | None = None,
         device: torch.device | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         message: Callable[[str], None] = lambda text: None,
@@ -69,6 +71,7 @@ class Frontier:
             for text in texts
         ]
         self._scorer: Scorer | None = None
+        self._context = {} if at_context is None else {"at_context": at_context}
         self._job = {
             "source": source_hashes(source),
             "calibration": hashlib.sha256(np.ascontiguousarray(samples, dtype="<i8").data).hexdigest(),
@@ -77,6 +80,7 @@ class Frontier:
             "length": length,
             "device": str(self.device),
             "versions": versions(),
+            **self._context,
         }
 
     def run(self) -> dict[str, Any]:
@@ -169,7 +173,7 @@ class Frontier:
                 "sample": number,
                 "key_bits": precision.key_bits,
                 "value_bits": precision.value_bits,
-                "bytes_per_token": precision.bytes_per_token(config.plan, torch.bfloat16),
+                "bytes_per_token": self._bytes_per_token(precision, config),
                 "parameters": count_parameters(config).total,
                 "scores": [{name: score[name] for name in SCORES} for score in scored],
                 "same_tokens_without_cache": same,
@@ -202,6 +206,12 @@ class Frontier:
     def _fitting_file(self, number: int) -> Path:
         return self.out / "points" / f"fitting-{number}.json"
 
+    def _bytes_per_token(self, precision: CacheBits, config: LeanConfig) -> float:
+        tokens = self._context.get("at_context")
+        if tokens is None:
+            return precision.bytes_per_token(config.plan, torch.bfloat16)
+        return precision.kv_bytes(config.plan, tokens, torch.bfloat16) / tokens
+
     def _record(self) -> dict[str, Any]:
         points = []
         for candidate in self.candidates:
@@ -211,10 +221,11 @@ class Frontier:
         fitting = [self._fitting_file(number) for number in range(len(self.samples))]
         return {
             **record_header("frontier", self.source.directory.name, self.device.type),
+            **self._context,
             "source": {
                 "sha256": source_hashes(self.source),
                 "parameters": count_parameters(self.source.config).total,
-                "bytes_per_token": PLAIN.bytes_per_token(self.source.config.plan, torch.bfloat16),
+                "bytes_per_token": self._bytes_per_token(PLAIN, self.source.config),
             },
             "calibration": {
                 "samples": len(self.samples),

@@ -44,19 +44,23 @@ class Candidate:
 
 
 def candidates(
-    config: LeanConfig, tensors: Mapping[str, Tensor], kinds: Mapping[str, Sequence[float]]
+    config: LeanConfig,
+    tensors: Mapping[str, Tensor],
+    kinds: Mapping[str, Sequence[float]],
+    at_context: int | None = None,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return what can be measured of a source, the source first, and why the others cannot, by label.
 
     Args:
         kinds: of KINDS, with the shares of the source's cache that those of BUDGETED are fitted to.
+        at_context: tokens of the context at which these are shares.
 
     Raises:
         LeanError: nothing can be converted.
     """
     found, refused = [Candidate(SOURCE, SOURCE)], {}
     for kind in (kind for kind in KINDS if kind in kinds):
-        for label, given in _points_of(kind, config, kinds[kind]):
+        for label, given in _points_of(kind, config, kinds[kind], at_context):
             make = partial(TARGETS[kind].make, config, tensors, read_options(kind, given))
             try:
                 make()
@@ -69,11 +73,13 @@ def candidates(
     return found, refused
 
 
-def _points_of(kind: str, config: LeanConfig, shares: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _points_of(
+    kind: str, config: LeanConfig, shares: Sequence[float], at_context: int | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield label and options of what is measured of a kind."""
     if kind in BUDGETED:
         for share in sorted(shares, reverse=True):
-            yield f"{kind} {100 * share:g}%", {"cache": share}
+            yield f"{kind} {100 * share:g}%", {"cache": share, "at_context": at_context}
     elif kind == "gqa":
         for ratio in ratios(config):
             yield f"{kind}, {1 - ratio:.0%} of the heads", {"ratio": ratio}

@@ -18,8 +18,8 @@ from ..model.config import LeanConfig
 
 # Tokens of the prompt, and of the continuation on which the likeliest tokens are compared; fewer with few positions.
 PROMPT, CONTINUATION = 64, 256
-# Windows that are scored at a time.
-BATCH = 8
+# Windows that are scored at a time, and the tokens that fewer of them have together.
+BATCH, BATCH_TOKENS = 8, 4096
 # Tokens that are generated with and without a cache, which have to be the same.
 CHECKED = 16
 
@@ -53,7 +53,7 @@ class Scorer:
                 windows,
                 min(self.length, len(text.tokens) - 1),
                 states=(self._source_states, ways),
-                batch_size=BATCH,
+                batch_size=max(1, min(BATCH, BATCH_TOKENS // self.length)),
                 progress=progress,
             )
             for text, windows in self.texts

@@ -37,6 +37,9 @@ struct Source {
   // Of codes, where scales and offsets of a page begin, in bytes, and how many a head has, in bfloat16: of every position
   // and group of so many columns; or of every column, where there are no groups. Codes lie in `lanes`.
   int64_t scales, offsets, scale_head, groups, width, lanes;
+  // Where the numbers behind pages of codes lie in pages too: their addresses, and strides as those of `pages`; or null.
+  const int64_t* tails;
+  int64_t tail_batch, tail_start, tail_head, tail_row;
 };
 
 struct Call {
@@ -52,7 +55,7 @@ struct Call {
   // Of every row of the batch: positions, of which the last `length` of mask, cos and sin are; the first that is read; and
   // how many of them are in pages. Or null: `length`, 0 and 0.
   const int64_t *lengths, *firsts, *paged;
-  int64_t page;  // positions of a page
+  int64_t page, tail;  // positions of a page, and of one of numbers behind pages of codes
   int64_t batch, heads, group, length, threads, chunks;
   int64_t key_heads;  // of each head of values; they share its `group` queries evenly
   int64_t plain_heads, turned, frequencies;
@@ -163,6 +166,11 @@ struct Block {
 template <typename T>
 inline Block block_of(const Call& call, const Source& source, int64_t b, int64_t head, int64_t n) {
   const int64_t paged = call.paged ? call.paged[b] : 0;
+  if (n >= paged && source.tails) {
+    const int64_t place = n - paged, address = source.tails[b * source.tail_batch + place / call.tail];
+    const char* const first = reinterpret_cast<const char*>(address) + source.tail_start + head * source.tail_head;
+    return {first + place % call.tail * source.tail_row, source.tail_row, {}, {}};
+  }
   if (n >= paged) {
     const T* const rows = static_cast<const T*>(source.rows) + b * source.batch + head * source.head;
     return {reinterpret_cast<const char*>(rows + (n - paged) * source.row), source.row * int64_t(sizeof(T)), {}, {}};
@@ -755,7 +763,11 @@ void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
   const int64_t paged = call.paged ? call.paged[part.b] : 0;
   for (int64_t n = part.start, rows; n < part.end; n += rows) {
     rows = std::min(kBlock, part.end - n);
-    if (n < paged) rows = std::min({rows, call.page - n % call.page, paged - n});
+    if (n < paged) {
+      rows = std::min({rows, call.page - n % call.page, paged - n});
+    } else if (call.tail) {
+      rows = std::min(rows, call.tail - (n - paged) % call.tail);
+    }
     score_block(call, part, n, rows, scratch);
     for (int64_t g = 0; g < group; ++g) {
       float* const own = scratch.weights + g * kBlock;

@@ -38,6 +38,8 @@ class _Source(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("columns", "batch", "head", "row")),
         *((name, ctypes.c_int64) for name in ("page_batch", "page_start", "page_head", "page_row", "bits")),
         *((name, ctypes.c_int64) for name in ("scales", "offsets", "scale_head", "groups", "width", "lanes")),
+        ("tails", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("tail_batch", "tail_start", "tail_head", "tail_row")),
     ]
 
 
@@ -48,7 +50,8 @@ class _Call(ctypes.Structure):
         *((name, _Source) for name in ("keys", "values", "plain")),
         *((name, ctypes.c_void_p) for name in ("query", "mask", "cos", "sin", "frequency", "output")),
         *((name, ctypes.c_void_p) for name in ("lengths", "firsts", "paged")),
-        *((name, ctypes.c_int64) for name in ("page", "batch", "heads", "group", "length", "threads", "chunks")),
+        *((name, ctypes.c_int64) for name in ("page", "tail", "batch", "heads", "group", "length")),
+        *((name, ctypes.c_int64) for name in ("threads", "chunks")),
         *((name, ctypes.c_int64) for name in ("key_heads", "plain_heads", "turned", "frequencies")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
@@ -140,6 +143,8 @@ def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None]
         return None
     if any(tensor is not None and tensor.stride(-1) != 1 for tensor in lying):
         return None
+    if any(isinstance(tensor, History) and tensor.layout and tensor.first_column for tensor in tensors):
+        return None  # of codes, all columns or the first ones
     kernels = compiled_kernels()
     return None if kernels is None else lambda call: kernels[query.dtype](ctypes.byref(call))
 
@@ -165,6 +170,7 @@ def _call(
     if isinstance(key, History):
         places = key.places
         call.lengths, call.paged, call.page = places.lengths.data_ptr(), places.paged.data_ptr(), places.page
+        call.tail = places.tail
         call.firsts = None if places.firsts is None else places.firsts.data_ptr()
         call.padded_right = places.padded_right
     if mask is not None:
@@ -207,26 +213,28 @@ def _source(heads: Heads) -> _Source:
     if isinstance(heads, Tensor):
         return _Source(heads.data_ptr(), None, columns, *heads.stride()[:3])
     table, newest, layout, first = heads.table, heads.newest, heads.layout, heads.first_head
-    if known := heads.sources.get((first, heads.expanded)):
+    if known := heads.sources.get((first, heads.expanded, columns)):
         return known
     source = _Source(columns=columns, pages=table.data_ptr(), page_batch=table.stride(0))
     if newest is not None:
         source.rows = newest[:, first:].data_ptr()
         source.batch, source.head, source.row = newest.stride()[:3]
-    if layout is None:
-        start, source.page_head, source.page_row = heads.strides
-        source.page_start = start + first * source.page_head
-    else:
+    start, source.page_head, source.page_row = heads.strides
+    if layout is not None:
         source.bits, source.width, source.lanes = layout.bits, layout.width, layout.lanes
         source.page_head = layout.code_bytes // layout.heads
-        source.page_start = first * source.page_head
         source.scale_head, source.groups = layout.head_scales, layout.groups if layout.per_token else 0
-        source.scales = layout.code_bytes + first * layout.head_scales * SCALE_DTYPE.itemsize
+        source.scales = start + layout.code_bytes + first * layout.head_scales * SCALE_DTYPE.itemsize
         source.offsets = source.scales + layout.heads * layout.head_scales * SCALE_DTYPE.itemsize
+    source.page_start = start + first * source.page_head
+    if heads.tails is not None:
+        tails, (start, source.tail_head, source.tail_row) = heads.tails
+        source.tails, source.tail_batch = tails.data_ptr(), tails.stride(0)
+        source.tail_start = start + first * source.tail_head
     if heads.expanded:
-        source.head = source.page_head = source.scale_head = 0
+        source.head = source.page_head = source.scale_head = source.tail_head = 0
     if layout is not None:
-        heads.sources[first, heads.expanded] = source
+        heads.sources[first, heads.expanded, columns] = source
     return source
 
 

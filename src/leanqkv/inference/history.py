@@ -23,7 +23,7 @@ class Places:
     Attributes:
         longest: positions that are seen of the longest row; shorter ones are padded.
         lengths, firsts, paged: of every row, int64: positions held, the first that is seen, and how many are in pages.
-        page: positions of a page.
+        page, tail: positions of a page, and of a page behind those of codes.
         padded_right: whether the tensor, a mask and what turns keys back are padded on the right, or on the left.
     """
 
@@ -33,6 +33,7 @@ class Places:
     paged: Tensor
     page: int
     padded_right: bool = False
+    tail: int = 0
 
 
 class History:
@@ -42,7 +43,9 @@ class History:
         table: addresses of the pages, [rows, pages], int64.
         newest: what lies behind the pages, [rows, heads, places, columns]; None: nothing does.
         layout: of pages of codes; None: a page holds heads as they are, see `in_pages`.
-        strides: then, bytes from an address to the first head, and from a head and a position to the next.
+        strides: bytes from an address to the first head, and from a head and a position to the next; of codes the first
+            of these alone.
+        tails: what lies behind pages of codes where that is in pages too: their addresses, [rows, pages], and strides.
     """
 
     def __init__(
@@ -56,12 +59,13 @@ class History:
         newest: Tensor | None = None,
         layout: PageLayout | None = None,
         strides: tuple[int, int, int] = (0, 0, 0),
+        tails: tuple[Tensor, tuple[int, int, int]] | None = None,
     ):
         """shape: rows, heads, columns. places: None until `at`. make: returns the tensor, padded."""
         rows, heads, columns = shape
         self.shape = torch.Size((rows, heads, places.longest if places else 0, columns))
         self.places: Any = places
-        self.table, self.newest, self.layout, self.strides = table, newest, layout, strides
+        self.table, self.newest, self.layout, self.strides, self.tails = table, newest, layout, strides, tails
         self.dtype, self.device, self.first_head, self.expanded = dtype, table.device, 0, False
         self.first_column = 0
         self.requires_grad, self.ndim = False, 4
@@ -86,7 +90,8 @@ class History:
         return self._made[0][:, self.first_head : self.first_head + heads, :, columns]
 
     def __getitem__(self, index: Any) -> "History | Tensor":
-        """Heads `[:, start:stop]` stay where they lie, and columns `[..., start:stop]` of pages as they are."""
+        """Heads `[:, start:stop]` stay where they lie, and columns `[..., start:stop]` of pages as they are or of codes
+        by channel."""
         if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], slice):
             start, stop, step = index[1].indices(self.shape[1])
             if step == 1:
@@ -94,13 +99,14 @@ class History:
                 heads.first_head += 0 if self.expanded else start
                 heads.shape = torch.Size((self.shape[0], max(stop - start, 0), *self.shape[2:]))
                 return heads
-        plain = self.layout is None and self.newest is None
-        if plain and isinstance(index, tuple) and index[:-1] == (...,) and isinstance(index[-1], slice):
+        by_column = self.newest is None if self.layout is None else not self.layout.per_token
+        if by_column and isinstance(index, tuple) and index[:-1] == (...,) and isinstance(index[-1], slice):
             start, stop, step = index[-1].indices(self.shape[3])
             if step == 1:
                 columns = copy(self)
                 columns.first_column += start
-                columns.strides = (self.strides[0] + start * self.dtype.itemsize, *self.strides[1:])
+                if self.layout is None:
+                    columns.strides = (self.strides[0] + start * self.dtype.itemsize, *self.strides[1:])
                 columns.shape = torch.Size((*self.shape[:3], max(stop - start, 0)))
                 return columns
         return self.whole()[index]

@@ -6,22 +6,23 @@ if its projections are linear, its MLP is gated and its skips are plain; all oth
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from ..model.attention import LeanAttention
-from ..model.latent import is_rewritten
+from ..model.attention import KeyValues, LeanAttention, update_cache
+from ..model.latent import frequencies_of, is_rewritten
+from ..model.latent_heads import LatentHeadsAttention
 from ..model.layers import GatedMLP
 from ..model.layout import LayerPlan
 from ..model.position import Rotation, rotation_of
 from ..model.transformer import LeanBlock
 from .joined import JoinedProjections
 from .linear import FewRowsLinear
-from .step import GATES, ROWS, FusedRMSNorm, Product, kernels_for
+from .step import GATES, ROWS, FusedRMSNorm, HeadProduct, Product, kernels_for
 
-MULTIPLY, NORM, TURN, GATE, ADD = range(5)
+MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD = range(6)
 
 
 class _Operation(ctypes.Structure):
@@ -72,9 +73,18 @@ class Program:
         given = NORM, first, 0, output, len(weight), heads, weight.data_ptr(), norm.offset, norm.eps
         return self._add(*given, held=weight)
 
-    def turn(self, at: int, heads: int) -> int:
-        """Add the rotation of so many heads, in place."""
-        return self._add(TURN, at, 0, at, self.widths[at] // heads, heads)
+    def turn(self, first: int, heads: int, output: int | None = None, frequencies: Tensor | None = None) -> int:
+        """Add the rotation of so many heads, by default in place; their complex columns may name their frequencies."""
+        output = first if output is None else output
+        index = None if frequencies is None else frequencies.data_ptr()
+        return self._add(TURN, first, 0, output, self.widths[first] // heads, heads, index, held=frequencies)
+
+    def by_head(self, product: HeadProduct, first: int, output: int | None = None) -> int:
+        """Add a product of every head with its own map."""
+        _, outputs, inputs = product.weight.shape
+        heads = self.widths[first] // inputs
+        output = self.buffer(heads * outputs) if output is None else output
+        return self._add(BY_HEAD, first, 0, output, inputs, heads, product.address, held=product)
 
     def gate(self, gate: int, up: int, is_gelu: bool) -> int:
         """Add `act(gate) * up`, in the place of the gate."""
@@ -120,6 +130,8 @@ def use_programs(model: nn.Module) -> None:
 class ProjectedHeads:
     """Takes the place of an attention's `project_heads`: linear projections, norms of heads, rotary positions."""
 
+    out_of: HeadProduct | None = None  # what makes heads of what they attended to, where that is something else
+
     def __init__(self, attention: LeanAttention, product: Product):
         self.attention, self.product, self.head_dim = attention, product, attention.head_dim
         names = [name for name in "qkv" if getattr(attention, f"{name}_proj") is not None]
@@ -128,7 +140,7 @@ class ProjectedHeads:
         self.plain = attention.project_heads
 
     @classmethod
-    def of(cls, attention: LeanAttention) -> "ProjectedHeads | None":
+    def of(cls, attention: LeanAttention) -> "Self | None":
         """Return None for an attention whose heads are more than that."""
         linear = [getattr(attention, f"{name}_proj") for name in "qkv"]
         product = joint_product(attention, [layer for layer in linear if layer is not None])
@@ -171,6 +183,59 @@ class ProjectedHeads:
         return *self.run(self.programs, kernels, hidden_states, rotation), None
 
 
+class ProjectedLatents(ProjectedHeads):
+    """The same for an attention with latents, each of which is absorbed: queries are on the latent of keys."""
+
+    @classmethod
+    def of(cls, attention: Any) -> "Self | None":
+        """Return None where a latent cannot be absorbed."""
+        found = super().of(attention)
+        products, ups = vars(attention)["head_products"], (attention.k_up_proj, attention.v_up_proj)
+        for up, product in zip(ups, products, strict=True):
+            if up is not None and (
+                product is None or found is None or product.weight.dtype != found.product.weight.dtype
+            ):
+                return None
+        return found
+
+    def make_programs(self, first_norm: nn.Module | None) -> dict[bool, Program]:
+        """The outputs are query, key and value as they are projected, and query and key as attention takes them."""
+        attention: Any = self.attention
+        self.into, self.out_of = attention.head_products
+        columns = getattr(attention.k_up_proj, "columns", None)
+        index = None if columns is None else frequencies_of(columns, torch.device("cpu"))
+        query_width, key_width, _ = widths = self.product.outputs
+        query_heads = query_width // self.head_dim
+        self.key_width = self.head_dim if self.into is None else key_width
+        key_heads = key_width // self.key_width
+        programs = {}
+        for turns in (False, True):
+            program = Program([self.product.inputs, *widths, query_heads * self.key_width, key_width])
+            programs[turns] = program
+            program.multiply(self.product, program.norm(first_norm, 0), 1)
+            query = program.norm(attention.q_norm, 1, 1, query_heads)
+            program.norm(attention.k_norm, 2, 2, key_heads)
+            if turns:
+                program.turn(query, query_heads, 1 if self.into else 4)
+                program.turn(2, key_heads, 5, index)
+            if self.into is not None:
+                program.by_head(self.into, 1, 4)
+        return programs
+
+    def run(self, programs: dict[bool, Program], kernels: Any, hidden_states: Tensor, rotation: Rotation | None) -> Any:
+        """Return query, key and value, [batch, heads, 1, columns], a latent as one head; and the key as it is before
+        rotary positions, [batch, 1, width]."""
+        rows, program = len(hidden_states), programs[rotation is not None]
+        found = [hidden_states.new_empty((rows, width)) for width in program.widths[1:6]]
+        program.run(kernels, [hidden_states.contiguous(), *found], rows, rotation)
+        plain_query, plain_key, value, query, key = found
+        if rotation is None:
+            query, key = plain_query if self.into is None else query, plain_key
+        widths = self.key_width, self.key_width, self.head_dim if self.out_of is None else value.shape[1]
+        heads = [head.view(rows, -1, 1, width) for head, width in zip((query, key, value), widths, strict=True)]
+        return *heads, plain_key[:, None]
+
+
 class RestOfBlock:
     """Takes the place of a block's `after_attention`: norms, a gated MLP, plain skips."""
 
@@ -197,11 +262,16 @@ class RestOfBlock:
         readable = all(_is_identity(norm) or _is_readable(norm, product.inputs, product) for norm in norms)
         return cls(block, product) if readable else None
 
-    def make_program(self, output: Product | None) -> Program:
-        """A program of the stream, of what attention gives, which is `output`'s input, and of the stream behind."""
+    def make_program(self, output: Product | None, restore: HeadProduct | None = None) -> Program:
+        """A program of the stream, of what attention gives, and of the stream behind. What attention gives is
+        `output`'s input, or what `restore` makes that of."""
         block, width = self.block, self.product.inputs
-        program = Program([width, width if output is None else output.inputs, width])
-        attended = 1 if output is None else program.multiply(output, 1)
+        attended_width = width if output is None else output.inputs
+        if restore is not None:
+            attended_width = attended_width // restore.weight.shape[1] * restore.weight.shape[2]
+        program = Program([width, attended_width, width])
+        attended = 1 if restore is None else program.by_head(restore, 1)
+        attended = attended if output is None else program.multiply(output, attended)
         attended = program.norm(block.attention_output_layernorm, attended)
         read = program.add(0, attended, program.buffer(width))
         gate = program.multiply(self.product, program.norm(block.post_attention_layernorm, read))
@@ -227,30 +297,75 @@ class RestOfBlock:
 
 def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
     """Return what takes the place of `block.forward`, without its modules' calls; None where one of them does more."""
-    attention, norm = block.self_attn, block.input_layernorm
-    heads, rest, output = vars(attention).get("project_heads"), vars(block)["after_attention"], attention.o_proj
-    if not isinstance(heads, ProjectedHeads) or attention.mixer is not None or is_rewritten(attention):
+    attention, norm, rest = block.self_attn, block.input_layernorm, vars(block)["after_attention"]
+    if attention.mixer is not None or is_rewritten(attention) or block.attention_connection is not None:
         return None
-    if not _is_readable_product(output, heads.product) or not heads.product.matches(rest.product):
+    heads = vars(attention).get("project_heads")
+    if type(attention) is LatentHeadsAttention:
+        heads = ProjectedLatents.of(attention)
+    if not isinstance(heads, ProjectedHeads) or not heads.product.matches(rest.product):
         return None
-    if block.attention_connection is not None or not (
+    if not _is_readable_product(attention.o_proj, heads.product) or not (
         _is_identity(norm) or _is_readable(norm, heads.product.inputs, heads.product)
     ):
         return None
-    before, after, plain = heads.make_programs(norm), rest.make_program(output.product), block.forward
+    before, after = heads.make_programs(norm), rest.make_program(attention.o_proj.product, heads.out_of)
+    attend: Callable[..., Any] = _attend_latents if isinstance(heads, ProjectedLatents) else _attend_heads
+    plain = block.forward
 
     def forward(hidden_states: Tensor, layer: LayerPlan, streams: Tensor | None = None, **kwargs: Any) -> Any:
         rotation = rotation_of(layer, kwargs.get("position_embeddings"))
         kernels = heads.kernels(hidden_states, rotation)
         if kernels is None or attention._forward_hooks:  # those that transformers collects weights with come later
             return plain(hidden_states, layer, streams, **kwargs)
-        query, key, value = heads.run(before, kernels, hidden_states, rotation)
-        for name in ("position_embeddings", "mlp_hidden"):
-            kwargs.pop(name, None)
-        attended, _, own = attention.attend_heads(query, key, value, layer, None, rotation, **kwargs)
+        found = heads.run(before, kernels, hidden_states, rotation)
+        attended, own = attend(attention, layer, *found, rotation, **kwargs)
         return rest.run(after, kernels, hidden_states, attended), own, None, None
 
     return forward
+
+
+def _attend_heads(
+    attention: Any,
+    layer: LayerPlan,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    rotation: Rotation | None,
+    position_embeddings: Any = None,
+    mlp_hidden: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, KeyValues]:
+    attended, _, own = attention.attend_heads(query, key, value, layer, None, rotation, **kwargs)
+    return attended, own
+
+
+def _attend_latents(
+    attention: Any,
+    layer: LayerPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    new_keys: Tensor,
+    rotation: Rotation | None,
+    position_embeddings: Any = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    borrowed: Any = None,
+    mlp_hidden: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, KeyValues]:
+    """Every head attends to the latents themselves, which takes fewer multiplications for a single query."""
+    own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
+    history: Any = own
+    keys, values = (
+        head if up is None else head.expand(-1, layer.computed_key_heads, -1, -1)
+        for head, up in ((history.keys, attention.k_up_proj), (history.values, attention.v_up_proj))
+    )
+    inputs: Any = attention.inputs_of_values(own, new_keys, layer, position_embeddings) or [values]
+    scaling = layer.attention_scale(layer.layer)
+    attended, _ = attention.attend(attention, query, keys, inputs, attention_mask, scaling, **kwargs)
+    return attended, own
 
 
 def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:

@@ -254,6 +254,9 @@ struct Turn {
   int64_t batch_stride, head_stride, position_stride;
   int64_t table_batch, table_position;
   int64_t threads;
+  // Of every pair of numbers its place among the `frequencies` of the tables; null: they have the same order.
+  const int64_t* frequency;
+  int64_t frequencies;
 };
 
 // `rotate` of model/position.py.
@@ -268,7 +271,13 @@ void turn(const Turn& call) {
         t * call.position_stride;
     const T *const cos = static_cast<const T*>(call.cos) + at, *const sin = static_cast<const T*>(call.sin) + at;
     T* const to = static_cast<T*>(call.output) + i * call.head_dim;
-    for (int64_t d = 0; d < half; d += kFloats) {
+    for (int64_t d = 0; call.frequency && d < half; ++d) {
+      const int64_t f = call.frequency[d], g = f + call.frequencies;
+      const float first(from[d]), second(from[half + d]);
+      to[d] = T(std::fma(second, float(sin[f]), first * float(cos[f])));
+      to[half + d] = T(std::fma(first, float(sin[g]), second * float(cos[g])));
+    }
+    for (int64_t d = 0; !call.frequency && d < half; d += kFloats) {
       const int64_t left = half - d, e = half + d;
       const Floats first = floats(from + d, left), second = floats(from + e, left);
       store(at::vec::fmadd(second, floats(sin + d, left), first * floats(cos + d, left)), to + d, left);
@@ -294,14 +303,21 @@ void gate(const T* gate, const T* up, int64_t size, bool is_gelu, T* output, int
 
 // --- several operations in one call -------------------------------------------------------------------------------------
 
-enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd };
+enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd, kByHead };
+
+// What `by_head` multiplies by; the same, in the same order, as `_HeadMap` in step.py.
+struct HeadMap {
+  const void* weight;  // [heads, outputs, inputs]
+  const void* bias;    // [heads, outputs], or null
+  int64_t heads, outputs;
+};
 
 // An operation on buffers, which are named by number; the same, in the same order, as `_Operation` in step.py.
 struct Operation {
   int64_t kind, first, second, output;
-  int64_t width;        // of a row of the first buffer; of a head of those normed or turned
+  int64_t width;        // of a row of the first buffer; of a head of those normed, turned or multiplied each by its own
   int64_t count;        // maps, whose outputs are buffers that follow each other; heads; or whether a gate is a GELU
-  const void* data;     // maps, or the norm's weight
+  const void* data;     // maps, the norm's weight, or the frequencies that heads are turned by
   float offset, eps;    // of a norm
 };
 
@@ -340,11 +356,21 @@ void run(
         norm<T>(first, rows * one->count, width, weight, one->offset, one->eps, output, threads);
         break;
       }
-      case kTurn:
+      case kTurn: {
+        const int64_t* const frequency = static_cast<const int64_t*>(one->data);
+        const int64_t turned = frequency ? width : tables->turned;
         turn<T>(
-            {first, tables->cos, tables->sin, output, rows, one->count, 1, width, tables->turned, one->count * width,
-             width, width, tables->batch, tables->turned, threads});
+            {first, tables->cos, tables->sin, output, rows, one->count, 1, width, turned, one->count * width, width,
+             width, tables->batch, tables->turned, threads, frequency, tables->turned / 2});
         break;
+      }
+      case kByHead: {
+        const HeadMap& map = *static_cast<const HeadMap*>(one->data);
+        const T *const weight = static_cast<const T*>(map.weight), *const bias = static_cast<const T*>(map.bias);
+        by_head<T>(
+            weight, bias, map.heads, map.outputs, width, first, rows, one->count / map.heads, output, threads);
+        break;
+      }
       case kGate:
         gate<T>(first, second, rows * width, one->count, output, threads);
         break;

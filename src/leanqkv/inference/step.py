@@ -45,7 +45,15 @@ class _Turn(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "num_heads", "positions", "head_dim", "turned")),
         *((name, ctypes.c_int64) for name in ("batch_stride", "head_stride", "position_stride")),
         *((name, ctypes.c_int64) for name in ("table_batch", "table_position", "threads")),
+        *(("frequency", ctypes.c_void_p), ("frequencies", ctypes.c_int64)),
     ]
+
+
+class _HeadMap(ctypes.Structure):
+    """The same, in the same order, as `HeadMap` in step.cpp."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+    _fields_ += [("heads", ctypes.c_int64), ("outputs", ctypes.c_int64)]
 
 
 class Product:
@@ -94,6 +102,9 @@ class HeadProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         """weight: [heads, outputs, inputs]; bias: [heads, outputs]."""
         self.weight, self.bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+        pointers = self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        self._map = _HeadMap(*pointers, *weight.shape[:2])
+        self.address = ctypes.addressof(self._map)
 
     def __call__(self, inputs: Tensor) -> Tensor | None:
         """[batch, heads of x, inputs] to [batch, heads of x, outputs]; None where PyTorch computes."""
@@ -109,23 +120,35 @@ class HeadProduct:
         return output
 
 
-def use_head_products(attention: LatentHeadsAttention) -> None:
-    """Let an attention with latents absorb its up projections by products of the kernel, of single queries."""
+def head_products(attention: LatentHeadsAttention) -> tuple[HeadProduct | None, HeadProduct | None]:
+    """Return the maps of queries to the latent of keys, and of attended latents of values to outputs; None for what is
+    no latent, or cannot be absorbed."""
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
+    into = out_of = None
     if is_absorbable(key):
         weight = next(key.parameters())
         heads = key.out_features // head_dim
         each = torch.eye(head_dim, dtype=weight.dtype, device=weight.device).expand(1, heads, -1, -1)
         into = HeadProduct(absorb(key, each)[0].mT)
+    if is_absorbable(value):
+        bias = None if value.bias is None else value.bias.unflatten(0, (-1, head_dim))
+        out_of = HeadProduct(value.weight.unflatten(0, (-1, head_dim)), bias)
+    return into, out_of
+
+
+def use_head_products(attention: LatentHeadsAttention) -> None:
+    """Let an attention with latents absorb its up projections by products of the kernel, of single queries; they are
+    its `head_products`."""
+    key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
+    into, out_of = attention.head_products = head_products(attention)  # type: ignore[assignment]
+    if into is not None:
 
         def absorb_key(query: Tensor) -> Tensor:
             found = into(query[:, :, 0]) if query.shape[2] == 1 else None
             return absorb(key, query) if found is None else found[:, :, None]
 
         attention.absorb = absorb_key  # type: ignore[method-assign]
-    if is_absorbable(value):
-        bias = None if value.bias is None else value.bias.unflatten(0, (-1, head_dim))
-        out_of = HeadProduct(value.weight.unflatten(0, (-1, head_dim)), bias)
+    if out_of is not None:
 
         def restore_heads(attended: Tensor) -> Tensor:
             found = out_of(attended[:, 0]) if attended.shape[1] == 1 else None

@@ -223,10 +223,7 @@ class LatentHeadsAttention(LeanAttention):
         key, values = own.keys, own.values
         assert key is not None and values is not None
 
-        inputs = None
-        if layer.values_read_keys:
-            back = rotation_back(layer, position_embeddings)
-            inputs = LatentAndKeys(values, key, new_keys, back, layer.key_columns)
+        inputs = self.inputs_of_values(own, new_keys, layer, position_embeddings)
         absorbed = self._absorbs_values(query, key, values.shape[-1] if inputs is None else inputs.columns)
         attended: Any
         if absorbed:
@@ -245,6 +242,16 @@ class LatentHeadsAttention(LeanAttention):
         if absorbed:
             output = self.restore(output)
         return self.project_output(output, gate), weights, own
+
+    def inputs_of_values(
+        self, own: KeyValues, new_keys: Tensor, layer: LayerPlan, position_embeddings: Rotations | None
+    ) -> LatentAndKeys | None:
+        """Return what values that read keys are made of; None: they are what is cached, or made of that alone."""
+        if not layer.values_read_keys:
+            return None
+        assert own.keys is not None and own.values is not None
+        back = rotation_back(layer, position_embeddings)
+        return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key_columns)
 
     def _absorbs_values(self, query: Tensor, key: Tensor, columns: int) -> bool:
         """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""

@@ -67,13 +67,16 @@ class Plan:
         """Bytes the cache keeps for one token of one sequence, over all layers, while no window is full."""
         return dtype.itemsize * sum(cached.elements for layer in self.layers for cached in layer.cached)
 
+    def kept_tokens(self, tokens: int | None) -> list[int]:
+        """How many of so many tokens each layer keeps: one with a window the last `window - 1`. None: 1 for each."""
+        if tokens is None:
+            return [1] * len(self.layers)
+        return [tokens if layer.window is None else min(tokens, layer.window - 1) for layer in self.layers]
+
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes the cache keeps for a sequence of `tokens`; a windowed layer keeps the last `window - 1` of them."""
-
-        def kept(layer: LayerPlan) -> int:
-            return tokens if layer.window is None else min(tokens, layer.window - 1)
-
-        return dtype.itemsize * sum(kept(layer) * cached.elements for layer in self.layers for cached in layer.cached)
+        """Bytes the cache keeps for a sequence of `tokens`."""
+        layers = zip(self.layers, self.kept_tokens(tokens), strict=True)
+        return dtype.itemsize * sum(kept * cached.elements for layer, kept in layers for cached in layer.cached)
 
 
 def make_plan(config) -> Plan:

@@ -9,6 +9,8 @@ from ..ranges import RANGES, check_fields
 from .catalog import BASES, MECHANISMS
 from .names import parse_name
 
+OPTIMIZERS = ("adamw", "muon")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -29,9 +31,12 @@ class Recipe:
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float | None = 1.0
+    optimizer: str = OPTIMIZERS[0]
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.optimizer not in OPTIMIZERS:
+            raise LeanError(f"`optimizer` must be {' or '.join(OPTIMIZERS)}, found {self.optimizer!r}")
         if self.min_learning_rate > self.learning_rate:
             raise LeanError(
                 f"the minimum learning rate ({self.min_learning_rate:g}) is above the peak ({self.learning_rate:g}); "
@@ -98,4 +103,7 @@ def recipe_differences(groups: Iterable[Sequence[Mapping[str, Any]]]) -> list[st
             found = sorted({f"{value:.4g}" for value in values}, key=float)
             if len(found) > 1:
                 phrases[f"the {name} ({', '.join(found)})"] = None
+        optimizers = sorted({one.get("optimizer", OPTIMIZERS[0]) for one in recipes})
+        if len(optimizers) > 1:
+            phrases[f"the optimizer ({', '.join(optimizers)})"] = None
     return list(phrases)

@@ -41,7 +41,10 @@ def terminal(record: dict[str, Any]) -> TerminalTable:
 def result_table(record: dict[str, Any]) -> Table:
     """Return sizes and scores before and after."""
     rows = []
-    for name, words in SIZES.items():
+    sizes = dict(SIZES)
+    if "at_context" in record:
+        sizes["kv_bytes_at_context_bf16"] = f"KV cache at {record['at_context']:,} tokens, bytes (bf16)"
+    for name, words in sizes.items():
         before, after = record[name]
         if before:  # an encoder has no cache
             rows.append([words, _count(before), _count(after), f"{after / before - 1:+.1%}".replace("-", "−")])
@@ -58,6 +61,20 @@ def result_table(record: dict[str, Any]) -> Table:
     rows += [["KL(source ‖ result), nats per token", ABSENT, ABSENT, divergence]]
     rows += [["same likeliest token", ABSENT, ABSENT, agreement]]
     return Table(("", "source", "result", "change"), rows, note=_scored_on(evaluation))
+
+
+def position_table(parts: list[dict[str, Any]]) -> Table:
+    """Return losses by position in the window, of one model or of two, from what `by_position` returns."""
+    paired = "before" in parts[0]
+    scores = ("source", "result", "change", "same likeliest token") if paired else ("loss, nats per token",)
+    rows = []
+    for part in parts:
+        cells = [f"{part[name]:.4f}" for name in (("before", "after") if paired else ("loss",))]
+        if paired:
+            cells += [_with_width(part["loss_difference"])]
+            cells += [_with_width(part["agreement"], ".1%", "{:.1%}".format)]
+        rows.append([f"{part['from']:,}–{part['to']:,}", f"{part['tokens']:,}", *cells])
+    return Table(("position in the window", "tokens", *scores), rows, note="Losses are in nats per token.")
 
 
 def layer_lines(record: dict[str, Any]) -> Iterator[str]:
@@ -83,13 +100,15 @@ def layer_lines(record: dict[str, Any]) -> Iterator[str]:
 
 def summary(record: dict[str, Any]) -> str:
     """Return in one or two sentences what became smaller, and what that costs."""
-    before, after = record["kv_bytes_per_token_bf16"]
+    context = record.get("at_context")
+    per = "per token" if context is None else f"at {context:,} tokens"
+    before, after = record[f"kv_bytes_{'per_token' if context is None else 'at_context'}_bf16"]
     cost = NOT_EVALUATED
     if evaluation := record.get("evaluation"):
         difference, same = _with_width(evaluation["loss_difference"]), f"{evaluation['agreement']['mean']:.1%}"
         cost = f"The loss changes by {difference} nats per token; {same} of the likeliest tokens stay the same."
     share = f"{after / before:.1%} of the source's {before:,}"
-    return f"The KV cache takes {after:,} bytes per token in bfloat16, {share}. {cost}"
+    return f"The KV cache takes {after:,} bytes {per} in bfloat16, {share}. {cost}"
 
 
 def model_card(record: dict[str, Any]) -> str:

@@ -119,6 +119,13 @@ def _contexts(record: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(c for point in record["points"] for c in point.get("tokens_per_second", {})))
 
 
+def _counted(record: dict[str, Any]) -> str:
+    """Say of which text the bytes per token are."""
+    if (tokens := record.get("at_context")) is not None:
+        return f"a text of {tokens:,} tokens, of which layers with a window keep the last ones"
+    return "long texts"
+
+
 def points_table(record: dict[str, Any]) -> Table:
     """Return all that is known of the points, the largest cache first."""
     texts = [text["description"].split(",")[0] for text in record["texts"]]
@@ -143,8 +150,8 @@ def points_table(record: dict[str, Any]) -> Table:
     note = (
         f"Losses are nats per token above the source's, on {record['evaluated_tokens']:,} tokens of each text in "
         f"windows of {record['context_length']:,}. ± is half of a 95% interval over {over}. 8/4 bits: keys in 8, "
-        "values in 4. Bytes are those of long texts; the newest tokens, fewer than 64, are not quantized, nor is what "
-        "the first 64 tokens of a window read. Speeds are of the first calibration, in float32."
+        f"values in 4. Bytes are those of {_counted(record)}; the newest tokens, fewer than 64, are not quantized, nor "
+        "is what the first 64 tokens of a window read. Speeds are of the first calibration, in float32."
     )
     return Table(headers, rows, note=note)
 

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..data.batches import DEFAULT_EVALUATION
+from ..errors import LeanError
 from ..presets import Recipe
+from ..presets.recipes import OPTIMIZERS
 from ..ranges import check_fields
 
 # How run.json and record.json begin, whichever class a field is inherited from.
@@ -74,6 +76,11 @@ class RunSpec(RunSettings):
     only_changed: bool = False
     norm_schedule: list[tuple[int, str]] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard and self.recipe.optimizer == "muon":
+            raise LeanError("`optimizer=muon` reads whole matrices, which `shard` splits; leave one of them out")
+
     @property
     def log_interval(self) -> int:
         """Steps between entries of the log: `log_every`, or less, so that a checkpoint never falls between two.
@@ -89,4 +96,6 @@ class RunSpec(RunSettings):
     def as_json(self) -> dict[str, Any]:
         """Return the content of run.json, with which record.json begins too."""
         content = asdict(self)
+        if self.recipe.optimizer == OPTIMIZERS[0]:
+            del content["recipe"]["optimizer"]  # as in records from before there was another
         return json.loads(json.dumps({name: content[name] for name in dict.fromkeys((*_FIRST_FIELDS, *content))}))

@@ -17,15 +17,14 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    get_cosine_with_min_lr_schedule_with_warmup,
 )
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import shard_on_cpus
 from ..data import MaskedTokens
 from ..errors import LeanError
-from ..presets import Recipe
 from .directory import complete
+from .optimizer import make_optimizer, make_schedule
 from .precision import Precision
 from .processes import first_decides
 from .sharding import whole_model
@@ -250,32 +249,6 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """Let the model compute activations again in the backward pass instead of keeping them."""
     # transformers is about to drop the older name, and its older versions have no other.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-
-
-def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices (embeddings too) and not on vectors, as in nanoGPT and the papers."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=True)
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a linear warm-up, then a cosine to the minimum over `schedule_steps`.
-
-    A shorter run sees only a part of the cosine, a longer run stays at the minimum.
-    """
-    length = recipe.schedule_steps or recipe.steps
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer,
-        num_warmup_steps=recipe.warmup_steps,
-        num_training_steps=length,
-        min_lr=recipe.min_learning_rate,
-    )
-    factor = schedule.lr_lambdas[0]
-    # Beyond its length the library's cosine would rise again.
-    schedule.lr_lambdas = [lambda step: factor(min(step, length)) for _ in schedule.lr_lambdas]
-    return schedule
 
 
 def summarize(spec: RunSpec, history: list[dict[str, Any]], first_bad_step: int | None = None) -> dict[str, Any]:

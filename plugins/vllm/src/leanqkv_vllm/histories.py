@@ -3,17 +3,19 @@
 The model around it is compiled as a whole. Between a layer's projections and its output stands one custom operator,
 which runs the core's attention. Tokens that a request has one or a few of, as in decoding and of drafts, are rows of
 one batch whose history is read where it lies, by leanqkv's kernel (leanqkv/inference/attention.cpp). For longer pieces
-of a prompt the history is gathered.
+of a prompt the history is gathered. In pages of codes (codes.py) these pieces end where a page ends.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -22,6 +24,7 @@ from leanqkv.inference.attention import attend_one_query, one_query_attention
 from leanqkv.inference.history import History, Places
 from leanqkv.model.attention import KeyValues
 from leanqkv.model.attention_latent import LatentAttention
+from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.model.latent import absorb, absorbing_pays, restore
 from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.layout import LayerPlan
@@ -56,13 +59,18 @@ class Histories:
 
     def begin(self, steps: Sequence[Step]) -> None:
         """Prepare a step. steps: the metadata of every one of the caches."""
-        common, like = steps[0].common, self.caches[0].kv_cache
+        common, cache = steps[0].common, self.caches[0]
+        like = cache.kv_cache.new_empty(0, dtype=cache.dtype)  # pages of codes are of another
         starts, lengths = common.query_start_loc.long(), common.seq_lens.long()
         counts = starts.diff()
         requests = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         tokens = torch.arange(len(requests), device=counts.device)
         positions = tokens - starts[requests] + (lengths - counts)[requests]
-        self.batches = []
+        self.batches, self.passes = [], 1
+        if cache.codes is not None:
+            for *given, whole, in_place in pieces_by_page(starts, lengths, positions):
+                self.batches.append(Batch(self, steps, *given, whole=whole, like=like, in_place=in_place))
+            return
         few = counts <= FEW
         if few.any():
             chosen = tokens if few.all() else tokens[few[requests]]
@@ -94,12 +102,12 @@ class Histories:
                 layer,
                 position_embeddings=batch.rotations,
                 attention_mask=batch.masks[layer.window],
-                borrowed=batch.borrowed,
+                borrowed=batch.lent_to(layer),
                 past_key_values=batch.cache,
                 mlp_hidden=(*parts, None),
             )
             if number in self.lenders:
-                batch.borrowed[number] = own
+                batch.borrowed[number] = batch.to_lend(own)
             batch.put(output, found)
 
     def _core(self, block: int) -> Any:
@@ -127,6 +135,33 @@ class Histories:
         return self._tables
 
 
+def pieces_by_page(starts: Tensor, lengths: Tensor, positions: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield the tokens of a step that are computed together, as `Batch` takes them, in the order of their positions.
+
+    Tokens of one row lie in one page: those behind it see it as codes. A few that do not fill it are rows of their own.
+
+    starts, lengths: of the requests' tokens among those of the step, and of the requests. positions: of every token.
+    """
+    counts = starts.diff()
+    few = (counts <= FEW) & (lengths // BLOCK == (lengths - counts) // BLOCK)
+    requests = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    tokens = torch.where(few[requests])[0]
+    if len(tokens):
+        yield requests[tokens], tokens[:, None], positions[tokens][:, None], len(tokens) == len(requests), True
+    together: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+    for request in torch.where(~few)[0].tolist():
+        token, number = int(starts[request]), 0
+        while token < starts[request + 1]:
+            place = int(positions[token]) % BLOCK
+            count = min(BLOCK - place, int(starts[request + 1]) - token)
+            together[number, place, count].append((request, token))
+            token, number = token + count, number + 1
+    for (_, _, count), rows in sorted(together.items()):
+        chosen, first = torch.tensor(rows, device=counts.device).unbind(1)
+        places = first[:, None] + torch.arange(count, device=counts.device)
+        yield chosen, places, positions[places], False, False
+
+
 class Batch:
     """Requests of a step that attend together, as rows with equally many new tokens.
 
@@ -134,6 +169,7 @@ class Batch:
         requests: of every row, [rows].
         tokens, positions: the rows' new tokens among those of the step, and their positions, [rows, new tokens].
         whole: whether these are all tokens of the step, one in each row.
+        in_place: of pages of codes, whether the numbers behind them are read where they lie.
 
     Attributes:
         cache, masks, rotations: as the core's attention takes them.
@@ -153,14 +189,19 @@ class Batch:
         *,
         whole: bool,
         like: Tensor,
+        in_place: bool = True,
     ):
         self.tokens, self.new, self.whole = tokens, tokens.shape[1], whole
+        self.positions, self.in_place = positions, in_place
         self.lengths = positions[:, -1] + 1
         self.longest = int(self.lengths.max())
         self.borrowed: dict[int, KeyValues] = {}
-        self.pages = [Pages(self, cache, step, requests) for cache, step in zip(histories.caches, steps, strict=True)]
+        self._parts: list[Any] = []  # of the last layer, the tensors that are made of pages of codes, and of what
+        coded = histories.caches[0].codes is not None
+        kinds: tuple[type[Pages], type[PagedLayer]] = (CodesPages, CodesLayer) if coded else (Pages, PagedLayer)
+        self.pages = [kinds[0](self, *given, requests) for given in zip(histories.caches, steps, strict=True)]
         of = {number: pages for pages in self.pages for number in pages.cache.group.layers}
-        self.cache = Cache(layers=[PagedLayer(of.get(one.layer, self.pages[0]), one) for one in histories.plan.layers])
+        self.cache = Cache(layers=[kinds[1](of.get(one.layer, self.pages[0]), one) for one in histories.plan.layers])
         self.padded_right = self.new == 1
         history = torch.arange(self.longest, device=tokens.device)[None]
         if not self.padded_right:
@@ -185,6 +226,26 @@ class Batch:
             hidden = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
             masks[window] = None if seen.all() else hidden[:, None, None]
         return masks
+
+    def make(self, kept: "Kept") -> Tensor:
+        """Return the tensor of what is kept, and note that it is made of that."""
+        self._parts.append((kept.whole(), kept))
+        return self._parts[-1][0]
+
+    def to_lend(self, own: KeyValues) -> KeyValues:
+        """Return keys and values for later layers: in the place of a tensor made of codes, what it is made of."""
+        found = [next((kept for made, kept in self._parts if made is part), part) for part in own]
+        return KeyValues(*found)
+
+    def lent_to(self, layer: LayerPlan) -> dict[int, KeyValues]:
+        """Return keys and values that a layer may borrow. Tensors made of codes are made for this layer alone."""
+        self._parts = []
+        lent = {number: self.borrowed[number] for number in layer.lenders if number in self.borrowed}
+        made = {
+            number: KeyValues(*(part.whole() if isinstance(part, Kept) else part for part in parts))
+            for number, parts in lent.items()
+        }
+        return {**self.borrowed, **made}
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """[tokens of the step, ...] to [rows, new tokens, ...]."""
@@ -280,6 +341,119 @@ class PagedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens a mask is for, and the first of them."""
         return self.pages.batch.longest, 0
+
+
+class CodesPages(Pages):
+    """Where the rows of a batch lie in pages of codes, and their newest tokens in the pages behind these.
+
+    Attributes:
+        counts: pages of codes of every row, [rows].
+        written: page of every new token, and its place in it, [rows, new tokens], as a number.
+    """
+
+    def __init__(self, batch: Batch, cache: PagedCache, step: Step, requests: Tensor):
+        assert cache.codes is not None
+        self.batch, self.cache, self.codes = batch, cache, cache.codes
+        self.blocks = step.common.block_table_tensor[requests].long()
+        self.counts = batch.positions[:, 0] // BLOCK
+        self.written = self._numbers_at(batch.positions)
+
+    def _numbers_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        place, tail = positions % BLOCK, self.codes.tail
+        return self.blocks.gather(1, positions // BLOCK + place // tail), place % tail
+
+    @cached_property
+    def tails(self) -> Tensor:
+        """Addresses of the pages with the rows' numbers, [rows, pages]."""
+        most = range((BLOCK - 1) // self.codes.tail + 1)
+        behind = [(self.counts + number).clamp_max(self.blocks.shape[1] - 1) for number in most]
+        return self.table.gather(1, torch.stack(behind, 1))
+
+    @cached_property
+    def places(self) -> Places:
+        batch, paged = self.batch, self.counts * BLOCK
+        tail = self.codes.tail if batch.in_place else 0
+        return Places(batch.longest, batch.lengths, None, paged, BLOCK, batch.padded_right, tail)
+
+    def newest(self, slot: Slot, rows: slice, stop: int) -> Tensor:
+        """Return the rows' numbers, [rows, heads, tokens, columns], of tokens before place `stop` of their blocks."""
+        positions = self.counts[rows, None] * BLOCK + torch.arange(stop, device=self.counts.device)
+        place, tail = positions % BLOCK, self.codes.tail
+        page = self.blocks[rows].gather(1, positions // BLOCK + place // tail)
+        return self.cache.heads(slot.layer, slot.name)[page, :, place % tail].transpose(1, 2)
+
+    def close(self, slot: Slot, numbers: Tensor) -> None:
+        """Make codes of whole blocks [rows, heads, BLOCK, columns]."""
+        pages = self.blocks.gather(1, self.counts[:, None])[:, 0]
+        self.cache.codes_of(slot)[pages] = self.codes.layouts[slot].quantize(numbers)[:, 0]
+
+    def whole(self, slot: Slot, newest: Tensor | None) -> Tensor:
+        """Return a tensor of all rows, [rows, heads, tokens of the longest, columns], padded.
+
+        newest: the rows' numbers; None: they are in pages."""
+        layout, dtype, padding = self.codes.layouts[slot], self.codes.dtype, self.batch.padded_right
+        rows = []
+        for row, (count, length) in enumerate(zip(self.counts.tolist(), self.batch.lengths.tolist(), strict=True)):
+            numbers = (
+                self.newest(slot, slice(row, row + 1), length - count * BLOCK) if newest is None else newest[[row]]
+            )
+            if count:
+                pages = self.cache.codes_of(slot)[self.blocks[row, :count]]
+                numbers = torch.cat((layout.dequantize(pages[None], dtype), numbers), 2)
+            missing = self.batch.longest - length
+            rows.append(F.pad(numbers, (0, 0, 0, missing) if padding else (0, 0, missing, 0)))
+        return torch.cat(rows)
+
+    def lying(self, slot: Slot, newest: Tensor | None) -> History:
+        """What stands for it, to be read where it lies."""
+        cache, (codes, numbers), size = self.cache, self.codes.starts(slot), self.codes.dtype.itemsize
+        shape = len(self.blocks), slot.heads, slot.columns
+        given: dict[str, Any] = {"newest": newest, "layout": self.codes.layouts[slot], "strides": (codes, 0, 0)}
+        if newest is None:
+            _, head, token, _ = cache.heads(slot.layer, slot.name).stride()
+            given["tails"] = self.tails, (numbers, head * size, token * size)
+        return History(shape, self.places, self.table, lambda _: self.whole(slot, newest), self.codes.dtype, **given)
+
+
+class Kept(NamedTuple):
+    """What a tensor of several new tokens is made of: codes in pages, and numbers."""
+
+    pages: CodesPages
+    slot: Slot
+    newest: Tensor
+
+    def whole(self) -> Tensor:
+        """Return the tensor."""
+        return self.pages.whole(self.slot, self.newest)
+
+
+class CodesLayer(PagedLayer):
+    """The same on pages of codes. What is handed out holds numbers of a block that these tokens fill."""
+
+    pages: CodesPages
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        pages, batch = self.pages, self.pages.batch
+        given = [states for states in (key_states, value_states) if states.shape[1]]
+        before = int(batch.positions[0, 0]) % BLOCK
+        newest: list[Any] = [None] * len(given)
+        if not batch.in_place:  # all is read before anything is written: codes lie where other numbers did
+            newest = [
+                torch.cat((pages.newest(slot, slice(None), before), new), 2)
+                for slot, new in zip(self.slots, given, strict=True)
+            ]
+        histories: list[Any] = []
+        for slot, new, numbers in zip(self.slots, given, newest, strict=True):
+            if numbers is not None and numbers.shape[2] == BLOCK:
+                pages.close(slot, numbers)
+            else:
+                page, place = pages.written
+                pages.cache.heads(slot.layer, slot.name)[page, :, place] = new.transpose(1, 2)
+            if batch.new == 1:
+                histories.append(pages.lying(slot, numbers))
+            else:
+                histories.append(batch.make(Kept(pages, slot, numbers)))
+        return histories[0], histories[1] if len(histories) > 1 else histories[0][:, :0]
 
 
 class LatentHeadsCore(LatentHeadsAttention):

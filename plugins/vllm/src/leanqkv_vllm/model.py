@@ -16,6 +16,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
 from leanqkv import LeanConfig
+from leanqkv.cache_bits import CacheBits
 from leanqkv.model.plan import Plan
 from leanqkv.model.transformer import LeanModel
 
@@ -25,7 +26,7 @@ from .histories import use_histories
 from .linear import use_products
 from .pages import Group, make_groups
 from .parallel import Shards, rank_config, reduce_outputs
-from .refusals import refusal, settings_refusal
+from .refusals import cache_bits, refusal, settings_refusal
 from .step import PlainBackend
 
 
@@ -35,16 +36,18 @@ def kernel_of_platform() -> ModuleType | None:
     return None if name is None else import_module(f".{name}", __package__)
 
 
-def choose_kernel(plan: Plan) -> tuple[ModuleType | None, str | None]:
+def choose_kernel(plan: Plan, bits: CacheBits) -> tuple[ModuleType | None, str | None]:
     """Return vLLM's kernel that attends as a plan asks; or None and why leanqkv's own code does."""
     kernel = kernel_of_platform()
     why = "this platform has no kernel" if kernel is None else paged.kernel_refusal(plan, kernel)
+    why = f"the cache is of {bits.name}" if bits.quantized else why
     return (kernel, None) if why is None else (None, why)
 
 
 def _compiles(vllm_config: VllmConfig) -> bool:
     """Whether vLLM may compile the model: our own code must not end up in a graph of a GPU's launches."""
-    return current_platform.is_cpu() or choose_kernel(vllm_config.model_config.hf_config.plan)[0] is not None
+    plan, bits = vllm_config.model_config.hf_config.plan, cache_bits(vllm_config)
+    return current_platform.is_cpu() or choose_kernel(plan, bits)[0] is not None
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0}, enable_if=_compiles)
@@ -72,7 +75,8 @@ class LeanForCausalLM(nn.Module):
         self.ranks = vllm_config.parallel_config.tensor_parallel_size
         config = rank_config(config, self.ranks) if self.ranks > 1 else config
         self.plan: Plan = config.plan
-        self.kernel, why = choose_kernel(self.plan)
+        self.bits = cache_bits(vllm_config)
+        self.kernel, why = choose_kernel(self.plan, self.bits)
         if reason := paged.precision_refusal(vllm_config, self.kernel, why):
             raise ValueError(f"leanqkv-vllm: {reason}")
         config._attn_implementation = paged.IMPLEMENTATION
@@ -87,7 +91,7 @@ class LeanForCausalLM(nn.Module):
 
     def _make_caches(self, prefix: str) -> list[PagedCache]:
         """Register the pages of every group of layers, and let attention use them."""
-        groups = make_groups(self.plan)
+        groups = make_groups(self.plan, together=self.bits.quantized)
         if self.kernel is None:
             return [self._cache(prefix, number, group, PlainBackend) for number, group in enumerate(groups)]
         calls = {layer.layer: paged.calls_of(layer) for layer in self.plan.layers}
@@ -104,7 +108,8 @@ class LeanForCausalLM(nn.Module):
         return caches
 
     def _cache(self, prefix: str, number: int, group: Group, backend: Any, shapes: tuple = ()) -> PagedCache:
-        return PagedCache(f"{prefix}.layers.{number}.pages", group, self.config.head_dim, backend, shapes)
+        name = f"{prefix}.layers.{number}.pages"
+        return PagedCache(name, group, self.config.head_dim, backend, shapes, self.bits)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [tokens, hidden_size]."""

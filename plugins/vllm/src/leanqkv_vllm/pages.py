@@ -24,11 +24,14 @@ class Slot:
     columns: int
     offset: int
 
-    def view(self, pages: Tensor, block_size: int) -> Tensor:
-        """Return this tensor in all pages, [pages, heads, block_size, columns], of pages [pages, numbers]."""
+    def view(self, pages: Tensor, block_size: int, start: int | None = None) -> Tensor:
+        """Return this tensor in all pages, [pages, heads, block_size, columns], of pages [pages, numbers].
+
+        start: numbers of a page before it, by default those of the tensors before it."""
         size = (len(pages), self.heads, block_size, self.columns)
         strides = (pages.stride(0), block_size * self.columns, self.columns, 1)
-        return pages.as_strided(size, strides, pages.storage_offset() + self.offset * block_size)
+        start = self.offset * block_size if start is None else start
+        return pages.as_strided(size, strides, pages.storage_offset() + start)
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,14 @@ class Group:
         return sum(slot.heads * slot.columns for slot in self.slots)
 
 
-def make_groups(plan: Plan) -> list[Group]:
+def make_groups(plan: Plan, together: bool = False) -> list[Group]:
     """Return the groups of a plan's layers that cache something.
 
-    Where a layer borrows from one with another window, all layers are one group that keeps every token.
+    All layers are one group that keeps every token if `together`, or where one borrows from one with another window.
     """
     windows = [layer.window for layer in plan.layers]
-    borrows_across = any(windows[lender] != layer.window for layer in plan.layers for lender in layer.lenders)
-    kept = {layer.layer: None if borrows_across else layer.window for layer in plan.layers if layer.cached}
+    together |= any(windows[lender] != layer.window for layer in plan.layers for lender in layer.lenders)
+    kept = {layer.layer: None if together else layer.window for layer in plan.layers if layer.cached}
     return [
         _group(window, [plan.layers[number] for number in kept if kept[number] == window])
         for window in dict.fromkeys(kept.values())

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from leanqkv.cache_bits import CacheBits
+
+BITS = "cache_bits"  # in vLLM's `additional_config`
+
 
 def refusal(config: Any) -> str | None:
     """Return why vLLM cannot run what a LeanConfig describes; None: it can."""
@@ -9,6 +13,34 @@ def refusal(config: Any) -> str | None:
         return f"a model for {config.task} generates nothing"
     if config.mask_type == "prefix":
         return "mask_type 'prefix' attends in both directions within a prompt, and vLLM computes prompts in pieces"
+    return None
+
+
+def cache_bits(vllm_config: Any) -> CacheBits:
+    """Return the precision of the cache that the engine's settings ask for.
+
+    Raises:
+        LeanError: there is no such one.
+    """
+    given = getattr(vllm_config, "additional_config", None)
+    return CacheBits.of(given.get(BITS) if isinstance(given, dict) else None)
+
+
+def bits_refusal(bits: CacheBits, vllm_config: Any) -> str | None:
+    """Return why the cache cannot be of so many bits with the engine's settings; None: it can."""
+    from vllm.platforms import current_platform
+
+    from leanqkv.model.cache_quantized import BLOCK
+
+    cache = vllm_config.cache_config
+    if not current_platform.is_cpu():
+        return f"{BITS} {bits} is possible on a CPU alone"
+    if cache.user_specified_block_size and cache.block_size != BLOCK:
+        return f"{BITS} {bits} needs pages of {BLOCK} tokens; found block_size {cache.block_size}, give {BLOCK}"
+    if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
+        return f"{BITS} {bits} and kv_cache_dtype {cache.cache_dtype!r} are both the cache's precision; give one"
+    if vllm_config.speculative_config is not None:
+        return f"{BITS} {bits} is not possible with speculative_config: a rejected draft cannot be taken out of codes"
     return None
 
 
@@ -24,6 +56,9 @@ def settings_refusal(config: Any, vllm_config: Any) -> str | None:
         )
     if vllm_config.quant_config is not None:
         return f"quantized weights ({vllm_config.quant_config.get_name()}) are not possible; give unquantized ones"
+    bits = cache_bits(vllm_config)
+    if bits.quantized and (reason := bits_refusal(bits, vllm_config)):
+        return reason
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks > 1 and (reason := parallel_refusal(config, ranks)):
         return f"tensor_parallel_size {ranks} is not possible: {reason}"
