@@ -163,8 +163,8 @@ class Layers:
             mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
             here = query[:, :, queries], key[:, :, keys], values[:, :, keys]
             heads, patterns = eager_attention(attention, *here, mask, plan.attention_scale(plan.layer))
-            made_of = (part[:, keys] for part in inputs_and_keys)
-            yield Recorder(queries, keys, here[0], here[1], patterns, here[2], *made_of, heads)
+            inputs, projected_key = (part[:, keys] for part in inputs_and_keys)
+            yield Recorder(queries, keys, here[0], here[1], patterns, here[2], inputs, projected_key, heads)
 
 
 def correction(config: LeanConfig, source: Tensor, stream: Tensor) -> Tensor | float:
