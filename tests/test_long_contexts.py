@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from leanqkv import LeanForCausalLM
+from leanqkv import LeanError, LeanForCausalLM
 from leanqkv.cache_bits import CacheBits
 from leanqkv.convert import activations
 from leanqkv.convert.calibrated import calibrated
+from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.targets import SkipV1Options
 from leanqkv.data import MaskedTokens
 from leanqkv.evaluate import (
@@ -129,3 +131,41 @@ def test_scores_by_position(monkeypatch) -> None:
     assert figures["by_position"][0]["loss_difference"]["half_width"] is None  # of the first window alone
     monkeypatch.setattr(strided, "FIRST_POSITIONS", 32)
     assert "by_position" not in paired_figures(scores, None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 2, 9, 200])
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_runs_of_queries_see_what_all_queries_see(window: int | None, rows: int, monkeypatch) -> None:
+    """Each query's pattern over its keys, and what it attends to, are those of one run with a mask over everything."""
+    config, tensors = source("llama", "gqa", sliding_window=window, max_position_embeddings=LENGTH)
+    layers = activations.Layers(config, tensors, LENGTH, torch.device("cpu"))
+    stream = torch.randn(2, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(activations, "PATTERNS_AT_A_TIME", 2 * config.num_attention_heads * LENGTH * rows)
+    block = layers.block(0)
+    runs = list(layers.attend(block, 0, stream)[1])
+    seen = torch.ones(LENGTH, LENGTH).tril().triu(1 - (window or LENGTH)).bool()
+    # The last keys of a run are those of its own queries.
+    last = [(run, slice(-run.query.shape[2], None)) for run in runs]
+    query, key, values = (
+        torch.cat([getattr(run, name)[:, :, own] for run, own in last], dim=2) for name in ("query", "key", "values")
+    )
+    group = query.shape[1] // key.shape[1]
+    key, values = (states.repeat_interleave(group, 1) for states in (key, values))
+    scores = query @ key.mT * config.head_dim**-0.5
+    patterns = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    for run in runs:
+        assert run.query.shape[2] <= rows and run.projected_key.shape[1] == run.key.shape[2]
+        whole = torch.zeros_like(patterns[:, :, run.queries])
+        whole[..., run.keys] = run.patterns
+        assert_near(whole, patterns[:, :, run.queries], 10 * EPS)
+    heads = torch.cat([run.heads for run in runs], dim=1)
+    assert_near(heads, (patterns @ values).transpose(1, 2), 10 * EPS)
+    attended = block.self_attn.o_proj(heads.flatten(2))
+    assert_near(layers.run(block, 0, stream, attended), layers.run(block, 0, stream), 100 * EPS)
+
+
+def test_a_calibration_text_shorter_than_a_sequence() -> None:
+    text = SimpleNamespace(train_tokens=30, vocab_size=97)
+    with pytest.raises(LeanError, match=r"^the calibration text has 30 tokens, fewer than one sequence of 64\."):
+        calibration_tokens(text, tiny("gpt"), 128, 64)

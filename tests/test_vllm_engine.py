@@ -61,6 +61,15 @@ def test_the_page_on_a_cpu_can_be_chosen(directory, plugin, started, unwrapped, 
     assert "--block-size" not in started[1]
 
 
+def test_bits_of_the_cache_are_the_plugins(directory, plugin, started, unwrapped) -> None:
+    asked = ("serve", str(directory), "--engine", "vllm", "--cache-bits", "8/4")
+    assert unwrapped(*asked, "--", "--seed", "1")[0] == 0
+    assert started[0][-2:] == ["--seed", "1"] and "--block-size" not in started[0]
+    assert started[0][started[0].index("--additional-config") + 1] == '{"cache_bits": "8/4"}'
+    code, _, errors = unwrapped(*asked, "--", "--additional-config={}")
+    assert code == 2 and 'add it there: {"cache_bits": "8/4"}' in errors and len(started) == 1
+
+
 def test_another_version_is_a_warning(directory, plugin, started, unwrapped) -> None:
     plugin.TESTED = ("1.0.0", "1.1.0")
     code, _, errors = unwrapped("serve", str(directory), "--engine", "vllm")

@@ -51,6 +51,8 @@ LLAMA = "llama-130m"
 # Tokens of the baseline that there is memory for in a measurement of throughput; None: as much as 64 requests need.
 MEMORIES: tuple[int | None, ...] = (None, 1600)
 NOT_OF_SCARCITY = "vLLM's own class"
+# Models whose pages are of codes of so many bits.
+CODED = {"4-bit pages": "4", "8/4-bit pages": "8/4"}
 OF_MEMORY = ("", "gqa", "skipv1", "skipv1+gqa", "skipkv1", "skipv1-yoco", "latent-values", "latent-keys+latent-values")
 
 
@@ -171,18 +173,18 @@ def measure_throughput(checkpoint: str | None, dtype: str) -> list[dict[str, Any
 
 
 def _random_models(place: Path) -> dict[str, Path]:
-    """LLAMA's shape as ours, as vLLM's own class, with SkipV1 and with MLA."""
+    """LLAMA's shape as ours, as vLLM's own class, with SkipV1, with MLA and in pages of codes."""
     for name, mechanisms in (("leanqkv", ()), ("skipv1", ("skipv1",)), ("mla", ("mla",))):
         LeanForCausalLM(preset(LLAMA, *mechanisms, max_position_embeddings=512)).bfloat16().save_pretrained(
             place / name
         )
     _leanqkv("export", place / "leanqkv", "--out", place / "stock")
     names = {"leanqkv": "leanqkv", "vLLM's own class": "stock", "skipv1": "skipv1", "mla": "mla"}
-    return {name: place / directory for name, directory in names.items()}
+    return {name: place / directory for name, directory in names.items()} | dict.fromkeys(CODED, place / "leanqkv")
 
 
 def _models_of(checkpoint: str, place: Path) -> dict[str, Path]:
-    """A checkpoint as ours, as vLLM's own class, with SkipV1 and with latents."""
+    """A checkpoint as ours, as vLLM's own class, with SkipV1, with latents and in pages of codes."""
     place.mkdir()
     _leanqkv("import", checkpoint, "--out", place / "leanqkv")
     _leanqkv("export", place / "leanqkv", "--out", place / "stock")
@@ -197,6 +199,7 @@ def _models_of(checkpoint: str, place: Path) -> dict[str, Path]:
         "skipv1": place / "skipv1",
         "latents of 84%": place / "latents",
         "separate latents of 84%": place / "separate-latents",
+        **dict.fromkeys(CODED, place / "leanqkv"),
     }
 
 
@@ -233,9 +236,12 @@ def time_together(models: dict[str, str], tokens: int | None, dtype: str) -> Non
     baseline = LeanConfig.from_pretrained(models["leanqkv"])
     memory = needed * baseline.plan.kv_bytes_per_token(getattr(torch, dtype))
     with ExitStack() as stack:
-        engines = [
-            stack.enter_context(engine(Path(one), **given, kv_cache_memory_bytes=memory)) for one in models.values()
-        ]
+        engines = []
+        for name, directory in models.items():
+            own = {**given, "kv_cache_memory_bytes": memory}
+            if name in CODED:
+                own |= {"block_size": 64, "additional_config": {"cache_bits": CODED[name]}}
+            engines.append(stack.enter_context(engine(Path(directory), **own)))
         run_in_turns(engines, prompts, 0, WARM_UP)
         rounds = [run_in_turns(engines, prompts, number, 128) for number in range(1, ROUNDS + 1)]
     kept = ("seconds", "steps", "preempted", "most_at_once")

@@ -1,5 +1,9 @@
 """Pages of codes: the tokens of leanqkv's own decoder with the same cache, and as many pages as the bits promise."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +128,36 @@ def test_layers_with_a_window(tmp_path: Path) -> None:
     prompts = prompts_of_uneven_length(model.config.vocab_size, 4, 300)
     with engine(tmp_path, **coded("4")) as llm:
         assert behind(model, prompts, generate(llm, prompts, 70), "4") < NEAR
+
+
+SCRIPT = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+if __name__ == "__main__":
+    from engines import engine, generate
+    with engine(sys.argv[2], **json.loads(sys.argv[4])) as llm:
+        print("TOKENS", json.dumps(generate(llm, json.loads(sys.argv[3]), 70)))
+"""
+PROCESSES: dict[str, dict[str, Any]] = {
+    "compiled": {"enforce_eager": False},
+    "two ranks": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSES)
+def test_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
+    model = saved("gqa+skipv1", tmp_path / "model", hidden_size=256, num_attention_heads=8)
+    prompts = prompts_of_uneven_length(model.config.vocab_size, 4, 200)
+    (tmp_path / "run.py").write_text(SCRIPT)
+    given = [json.dumps([str(Path(__file__).parent)]), str(tmp_path / "model"), json.dumps(prompts)]
+    command = [sys.executable, str(tmp_path / "run.py"), *given, json.dumps(coded("4", **PROCESSES[name]))]
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
+    found = json.loads(line.removeprefix("TOKENS "))
+    assert behind(model, prompts, found, "4") < NEAR < behind(model, prompts, found, "16")
 
 
 @pytest.mark.parametrize("bits", ["4", "8/4", "8"])

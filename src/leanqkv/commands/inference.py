@@ -93,12 +93,12 @@ def serve(
         raise LeanError(f"--engine is {' or '.join(ENGINES)}, found {engine!r}")
     bits = CacheBits.of(cache_bits)
     if engine == "vllm":
-        for name, given in (("device", device), ("dtype", dtype), ("cache_bits", bits.quantized)):
+        for name, given in (("device", device), ("dtype", dtype)):
             if given:
                 raise LeanError(f"`{name}` is for leanqkv's own server; give vLLM its options behind --")
         from ..inference.vllm_engine import vllm_command
 
-        command = vllm_command(directory, host, port, engine_options or [], warn=terminal.print)
+        command = vllm_command(directory, host, port, engine_options or [], bits, warn=terminal.print)
         os.execv(command[0], command)
     if engine_options:
         raise LeanError(f"{engine_options[0]!r} is an option for vLLM; add `engine=vllm`")

@@ -435,9 +435,9 @@ class CodesLayer(PagedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         pages, batch = self.pages, self.pages.batch
         given = [states for states in (key_states, value_states) if states.shape[1]]
-        before = int(batch.positions[0, 0]) % BLOCK
         newest: list[Any] = [None] * len(given)
         if not batch.in_place:  # all is read before anything is written: codes lie where other numbers did
+            before = int(batch.positions[0, 0]) % BLOCK
             newest = [
                 torch.cat((pages.newest(slot, slice(None), before), new), 2)
                 for slot, new in zip(self.slots, given, strict=True)
