@@ -133,7 +133,7 @@ def shards(directory: Path) -> int:
 
 
 def run(command: list[str], watched: Path | None = None, kill_after: int = 0) -> dict[str, Any]:
-    """Run a `leanqkv` command in its own process and return wall time, exit code and peak resident memory.
+    """Run a `leanqkv` command in its own process and return wall and CPU time, exit code and peak resident memory.
 
     With `watched` it is killed as soon as that directory has `kill_after` shards.
     """
@@ -148,6 +148,7 @@ def run(command: list[str], watched: Path | None = None, kill_after: int = 0) ->
     if usage is not None:
         unit = 1 if sys.platform == "darwin" else 1024
         cost["peak_resident_bytes"] = usage.ru_maxrss * unit
+        cost["cpu_seconds"] = usage.ru_utime + usage.ru_stime
     print(command[0], cost, file=sys.stderr, flush=True)
     if watched is None and cost["exit"]:
         sys.exit(f"leanqkv {command[0]} failed")

@@ -17,10 +17,19 @@ from shapes import assert_near, tiny
 from torch import Tensor
 
 from leanqkv import LeanConfig, LeanError
+from leanqkv.convert import latent_values, low_rank
 from leanqkv.convert.heads import split_heads
-from leanqkv.convert.latent_values import ValueGram, choose_ranks, step_of, value_latents, value_width
+from leanqkv.convert.latent_values import (
+    NOTHING,
+    ValueGram,
+    choose_ranks,
+    step_of,
+    value_gains,
+    value_latents,
+    value_width,
+)
 from leanqkv.convert.latents import Latents
-from leanqkv.convert.low_rank import approximate
+from leanqkv.convert.low_rank import LARGE, approximate
 
 # --- the best approximation of every rank -----------------------------------------------------------------------------
 
@@ -91,6 +100,23 @@ def test_gains_are_what_every_rank_loses(name: str) -> None:
         assert float(lost(values, output, combine[:, :rank], restore[:rank])) == pytest.approx(expected, abs=rounding)
 
 
+@pytest.mark.parametrize("complex_columns", [False, True])
+def test_a_few_columns_of_a_wide_matrix(complex_columns: bool) -> None:
+    """Found without all others, they leave as much as the best ones do."""
+    normal, width, rank = normals(), LARGE, 16
+    values = normal(2 * rank, width) @ normal(width, width) / width**0.5
+    values = values.repeat(width // len(values), 1) + 0.02 * normal(width, width)
+    values = torch.complex(values, normal(width, width) * 0.01) if complex_columns else values
+    output = normal(width, 24).to(values) + 0.1 * torch.eye(width)[:, :24].to(values)
+    output = torch.cat((output, torch.eye(width).to(values)), dim=1)
+    combine, restore, gains = approximate(values.mH @ values, output @ output.mH, rank)
+    assert combine.shape == (width, rank) and restore.shape == (rank, width)
+    squares = torch.linalg.eigvalsh(output.mH @ (values.mH @ values) @ output).flip(0)
+    assert_near(gains, squares[:rank], 1e-3)
+    left = ((values - values @ combine @ restore) @ output).abs().square().sum()
+    assert float(left) == pytest.approx(float(squares[rank:].sum()), rel=1e-3)
+
+
 # --- Gram matrices of attended values ---------------------------------------------------------------------------------
 
 
@@ -116,6 +142,55 @@ def test_the_gram_matrix_of_attended_values(group: int, biased: bool, key_width:
             expected += weight[b, t] ** 2 * torch.outer(row, row)
     assert found.total.dtype == torch.float64
     assert_near(found.total, expected, 1e-13)
+
+
+@pytest.mark.parametrize("key_bias", [False, True])
+@pytest.mark.parametrize("signs", [False, True])
+def test_the_gram_matrix_of_the_inputs(key_bias: bool, signs: bool) -> None:
+    """Keys and values made of it have the Gram matrix that is summed up of keys and values, for the same signs."""
+    normal, heads, width, length, hidden = normals(), 2, 3, 4, 5
+    columns = heads * width
+    value, key, bias = normal(columns, hidden), normal(4, hidden + key_bias), normal(columns)
+    inputs = normal(2, length, hidden)
+    with_ones = torch.cat((inputs, torch.ones(2, length, 1)), dim=-1) if key_bias else inputs
+    recorder = SimpleNamespace(
+        inputs=inputs,
+        values=(inputs @ value.T + bias).unflatten(-1, (heads, width)).transpose(1, 2),
+        patterns=normal(2, 4, length, length).softmax(-1),
+        projected_key=with_ones @ key.T,
+    )
+    found = []
+    for inputs in (0, hidden + key_bias):
+        generator = torch.Generator().manual_seed(3) if signs else None
+        found.append(ValueGram(columns, bias, 4, inputs, generator))
+        found[-1].add(recorder, normals(2)(2, length).exp())
+    rows = torch.cat((torch.nn.functional.pad(value, (0, int(key_bias))), key))
+    assert_near(rows @ found[1].total @ rows.T, found[0].total, 1e-12)
+
+
+def test_random_signs_are_exact_on_average() -> None:
+    """Over many draws the mean of the Gram matrix is the one of all heads, and its error is the one that the docstring
+    of ValueGram names: of a token, and of all."""
+    normal, heads, queries, width, length, draws = normals(), 2, 6, 3, 5, 4000
+    recorder = SimpleNamespace(
+        values=normal(2, heads, length, width), patterns=normal(2, queries, length, length).softmax(-1)
+    )
+    weight = normal(2, length).exp()
+    exact = ValueGram(heads * width, None)
+    exact.add(recorder, weight)
+    columns, expected = recorder.values.transpose(1, 2).flatten(2), 0.0
+    for b, t in np.ndindex(2, length):
+        rows = weight[b, t] * recorder.patterns[b, :, t] @ columns[b]  # [queries, columns]
+        of_token = rows.T @ rows
+        expected += float(of_token.trace() ** 2 + of_token.square().sum() - 2 * rows.square().sum(1).square().sum())
+    generator, errors = torch.Generator().manual_seed(1), []
+    for _ in range(draws):
+        signs = ValueGram(heads * width, None, generator=generator)
+        signs.add(recorder, weight)
+        errors.append(signs.total - exact.total)
+    squares = torch.stack(errors).square().sum((1, 2))
+    assert float(squares.mean()) == pytest.approx(expected, rel=4 * float(squares.std()) / expected / draws**0.5)
+    assert float(torch.stack(errors).mean(0).square().sum()) < 9 * expected / draws
 
 
 def keys_by_hooks(model: Model, sample: np.ndarray) -> dict[int, Tensor]:
@@ -144,7 +219,7 @@ def test_the_gains_are_what_latents_lose(shape: str, fields: dict, separate: boo
     config, sample = model[0], sample_of(model[0], 16, 6)
     streams, values, patterns = seen_by_hooks(model, sample)
     keys = keys_by_hooks(model, sample)
-    chosen = Latents(*model, 0.9, keys=False, separate=separate)
+    chosen = Latents(*model, 0.9, keys=False, separate=separate, exact=True)
     sweeps = sweeping(model, sample, tmp_path, [chosen], batch_size=3)
     sweeps.run()
     assert chosen.from_keys == [not separate and layer.window is None for layer in config.plan.layers]
@@ -152,8 +227,17 @@ def test_the_gains_are_what_latents_lose(shape: str, fields: dict, separate: boo
     group = queries // config.num_key_value_heads
     for i in range(config.num_hidden_layers):
         stored = load_file(sweeps._file(chosen.measures, i))
-        latents = value_latents(stored["gram"], split_heads(*model, i).output.mT)
-        of_values = value_latents(stored["gram"][:columns, :columns], split_heads(*model, i).output.mT)
+        gram = stored["gram"]
+        if chosen._inputs(i):  # of the inputs, where keys and values have more columns
+            name, rows = f"model.layers.{i}.self_attn", torch.zeros(2 * columns, len(gram)).double()
+            rows[:columns, : config.hidden_size] = model[1][f"{name}.v_proj.weight"]
+            rows[columns:, : config.hidden_size] = model[1][f"{name}.k_proj.weight"]
+            if len(gram) > config.hidden_size:
+                rows[columns:, config.hidden_size] = model[1][f"{name}.k_proj.bias"]
+            rows = rows if chosen.from_keys[i] else rows[:columns]
+            gram = rows @ gram @ rows.T
+        latents = value_latents(gram, split_heads(*model, i).output.mT)
+        of_values = value_latents(gram[:columns, :columns], split_heads(*model, i).output.mT)
         whole = float(of_values.gains.sum()) / sample.size
         by_keys = keys[i] @ latents.from_keys if chosen.from_keys[i] else 0.0
         bias = model[1].get(f"model.layers.{i}.self_attn.v_proj.bias", 0.0)
@@ -169,6 +253,27 @@ def test_the_gains_are_what_latents_lose(shape: str, fields: dict, separate: boo
                 error += float((row * weight).square().sum())
             found = float(stored["gains"][rank:].sum())
             assert found == pytest.approx(error / sample.size, rel=1e-4, abs=1e-6 * whole)
+
+
+@pytest.mark.parametrize("share, even", [(0.0, True), (0.5, True), (2.0, False)])
+def test_values_that_the_keys_hold(share: float, even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where next to nothing is left behind the first columns, the others are not told apart; their sum is the same."""
+    monkeypatch.setattr(latent_values, "LARGE", 8)
+    monkeypatch.setattr(low_rank, "LARGE", 8)
+    normal, width, heads = normals(), 24, 3
+    keys, output = normal(200, width), normal(heads, 2, width // heads, 9)
+    weight = torch.block_diag(*torch.einsum("hgkd,hgld->hkl", output, output))
+    values, rest = keys @ normal(width, width), normal(200, width)
+    values = values + 0.1 * normal(200, 2) @ normal(2, width)
+    whole, left = (float(((matrix.T @ matrix) * weight).sum()) for matrix in (values, rest))
+    values = values + rest * (share * NOTHING * whole / left) ** 0.5
+    both = torch.cat((values, keys), dim=1)
+    gains, expected = value_gains(both.T @ both, output), value_latents(both.T @ both, output).gains
+    assert float(gains.sum()) == pytest.approx(float(expected.sum()), rel=1e-6, abs=1e-9 * whole)
+    assert_near(gains[:3], expected[:3], 1e-6 if even else 1e-12)
+    assert (gains[3:].max() == gains[3:].min()) == even
+    if not even:
+        assert_near(gains, expected, 1e-12)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

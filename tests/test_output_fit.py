@@ -6,6 +6,7 @@ from reducing import EPS, fit_by_hand, normals
 from shapes import assert_near
 from torch import Tensor
 
+from leanqkv.convert import output_fit
 from leanqkv.convert.output_fit import SINK, Fit, fit_output, token_weights
 
 
@@ -47,6 +48,33 @@ def test_what_is_right_already_stays() -> None:
     output, _, missed = fit_output(*sums, start)
     assert missed < 1e-13
     assert_near(output, start, 1e-12)
+
+
+def test_the_strength_of_a_wide_target_is_found_on_mixtures(monkeypatch) -> None:
+    """Of its columns; nearly always the same one, and the fit and what it misses are those of all columns."""
+    monkeypatch.setattr(output_fit, "MANY", 8)
+    monkeypatch.setattr(output_fit, "SKETCHED", 64)
+    same = 0
+    for seed, noise in enumerate(np.geomspace(0.03, 3, 12)):
+        normal = normals(seed)
+        start, parts = normal(6, 200), []
+        true = start + 0.3 * normal(6, 200)
+        sums = Fit(), Fit()
+        for fit, rows in zip(sums, (20, 12), strict=True):
+            features = normal(rows, 6)
+            parts.append((features, features @ true + noise * normal(rows, 200)))
+            fit.add(*parts[-1])
+        output, strength, missed = fit_output(*sums, start)
+        expected, best, error = fit_by_hand(parts, start)
+        same += strength == best
+        if strength == best:
+            assert_near(output, expected, 1e-10)
+            assert missed == pytest.approx(error, rel=1e-9)
+    assert same >= 10
+    normal = normals()
+    matrix = normal(5, 300)
+    assert float(output_fit.sketched(matrix).square().sum()) == pytest.approx(float(matrix.square().sum()), rel=0.3)
+    assert output_fit.sketched(normal(5, 7)).shape == (5, 7)
 
 
 def test_token_weights_and_sinks() -> None:

@@ -17,6 +17,7 @@ from shapes import assert_near, tiny
 from torch import Tensor
 
 from leanqkv import LeanError
+from leanqkv.convert import latents
 from leanqkv.convert.activations import Layers, correction
 from leanqkv.convert.latent_values import ValueGram
 from leanqkv.convert.latents import Latents
@@ -314,6 +315,31 @@ def test_the_source_is_run_once_for_all(little: Little, tmp_path: Path, monkeypa
         "best-latents-0.safetensors",
         "best-separate-latents-0.safetensors",
     }
+
+
+def test_latents_choose_by_a_part_of_the_tokens(tmp_path: Path, monkeypatch) -> None:
+    """With tokens enough, by every fourth batch up to the last, with its own sums; merged values choose by all."""
+    monkeypatch.setattr(latents, "CHOOSING_TOKENS", 48)
+    model, runs = source("gpt", **LITTLE), []
+    sample = sample_of(model[0], 32, 6)  # 192 tokens in batches of 4 sequences, four times the 48 of the width
+    monkeypatch.setattr(Layers, "run", lambda self, *at, run=Layers.run: runs.append(at[1]) or run(self, *at))
+    sweep(model, sample, tmp_path / "all", "latents")
+    assert len(runs) == 3 * (2 + 8 + 8)
+    runs.clear()
+    found = sweep(model, sample, tmp_path / "both", [Latents(*model, 0.8), MergedValues(*model)])
+    assert len(runs) == 3 * (8 + 8 + 2 * 8)
+    few = np.concatenate((sample[12:16], sample[28:]))
+    sweep(model, few, tmp_path / "few", "latents")
+    sweep(model, sample, tmp_path / "merged", "merged")
+    for layer in range(3):
+        for name, place in (("best-latents", "few"), ("best-latents", "all"), ("pairs", "merged")):
+            one, other = (load_file(tmp_path / at / f"{name}-{layer}.safetensors") for at in ("both", place))
+            assert_same(one, other)
+    first: list[str] = []
+    with pytest.raises(Stop):
+        sweep(model, sample, tmp_path / "stopped", "latents", job=JOB, message=stop_at_layer(first, 2))
+    again = sweep(model, sample, tmp_path / "stopped", "latents", job=JOB)
+    assert_all_same(again, found[:1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

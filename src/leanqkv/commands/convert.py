@@ -79,6 +79,7 @@ def convert(
     target: TargetOptions,
     texts: ConversionTexts,
     dtype: Dtype = "fp32",
+    dry_run: bool = False,
     verbose: bool = False,
 ) -> None:
     """Give a checkpoint a smaller KV cache, or a nonlinear query.
@@ -100,13 +101,14 @@ def convert(
     leanqkv convert runs/baseline --to nonlinear-query --out runs/nonlinear
 
     Options:
+        dry_run: Latents and merged values: estimate forward passes, time, memory and disk, and write nothing.
         verbose: Print a line for every layer on a terminal. A log always has them.
     """
     check_free(out, source)
     given = target.given()
     from .converting import convert_checkpoint
 
-    convert_checkpoint(source, out, target.to, given, texts, as_dtype(dtype), verbose)
+    convert_checkpoint(source, out, target.to, given, texts, as_dtype(dtype), verbose, dry_run)
 
 
 def read_share(text: str, option: str = "--cache") -> float:

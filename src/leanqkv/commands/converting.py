@@ -1,6 +1,8 @@
 """What `leanqkv convert` does: its texts, the conversion, and the comparison of its result with the source."""
 
+import datetime
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -8,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
+from rich.table import Table
 
 from ..checkpoints.card import origin
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..convert.conversion import Conversion, calibration_tokens, check_sequence_length
+from ..convert.estimate import Estimate
 from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
 from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
@@ -37,8 +42,11 @@ def convert_checkpoint(
     texts: ConversionTexts,
     dtype: torch.dtype,
     verbose: bool,
+    dry_run: bool = False,
 ) -> None:
     """Convert the checkpoint `source` to a target with the options that were `given`, and show the result.
+
+    With `dry_run` show what that takes, and write nothing.
 
     Raises:
         LeanError: the source or the texts cannot be used, or the target does not take these options.
@@ -48,10 +56,15 @@ def convert_checkpoint(
     conversion.check_text(texts.calibration is not None)
     length = texts.sequence_length or min(512, opened.config.max_position_embeddings or 512)
     check_sequence_length(opened.config, length)
+    tokens = texts.tokens or max(min(max(40 * opened.config.hidden_size, 24_576), 131_072), 4 * length)
+    if dry_run:
+        with progress_bar("timing one layer"):
+            found = conversion.estimate((max(1, tokens // length), length), dtype)
+        show_estimate(found, out, given.get("device", "cpu"), texts.evaluate is not None)
+        return
     comparison = read_evaluation(opened, texts.evaluate, texts.evaluate_tokens, length, texts.calibration)
     about, sample = about_conversion(source, out, given.get("device", "cpu")), None
     if texts.calibration is not None:
-        tokens = texts.tokens or max(min(max(40 * opened.config.hidden_size, 24_576), 131_072), 4 * length)
         sample, data = read_tokens(opened, texts.calibration, tokens, length)
         about["calibration"] = {**data.record(), "sequence_length": length}
         if comparison is not None:
@@ -76,6 +89,30 @@ def convert_checkpoint(
             console.print(line, highlight=False)
     page = KIND.html if (out / KIND.html).exists() else NO_PAGE
     console.print(f"{out}: {page}, {KIND.file}, README.md (a model card)", highlight=False)
+
+
+def show_estimate(found: Estimate, out: Path, device: str, evaluates: bool) -> None:
+    """Print what a conversion takes, beside what is free."""
+    place = next(parent for parent in out.absolute().parents if parent.exists())
+    memory, disk = free_memory("cpu"), shutil.disk_usage(place).free
+    on_disk, resident = found.scratch_bytes + found.written_bytes, psutil.Process().memory_info().rss
+
+    def size(needed: int, free: int | None = None) -> str:
+        text = f"{needed / 1e9:,.1f} GB" if needed >= 1e8 else f"{needed / 1e6:,.1f} MB"
+        return text if free is None else f"{text}, {free / 1e9:,.1f} GB are free" + ": too little" * (needed > free)
+
+    table = Table("", "", show_header=False)
+    table.add_row("calibration tokens", f"{found.tokens:,}")
+    table.add_row("forward passes over them", f"{found.passes:.1f}")
+    table.add_row(f"time on {device}", f"{datetime.timedelta(seconds=round(found.seconds))}")
+    table.add_row("memory at most", size(found.memory_bytes, memory + resident))
+    if evaluates:
+        table.add_row("memory of --evaluate", size(found.evaluation_bytes, memory))
+    table.add_row("weights to read", size(found.read_bytes))
+    table.add_row("result, about", size(found.written_bytes))
+    table.add_row("calibration's files", size(found.scratch_bytes))
+    table.add_row("disk at most", size(on_disk, disk))
+    console.print(table)
 
 
 def _show_written(bar: Bar, done: int, total: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..errors import LeanError
 from ..model.attention import KeyValues, eager_attention
@@ -39,6 +40,7 @@ class Recorder:
         query: [batch, query heads, queries, head_dim]; key: [batch, key heads, keys, head_dim].
         patterns: attention weights [batch, query heads, queries, keys].
         values: [batch, value heads, keys, head_dim].
+        inputs: [batch, keys, hidden_size], the normed stream, of which keys and values are made.
         projected_key: [batch, keys, width], what `k_proj` makes, before rotary positions.
         heads: the output before W_O, [batch, queries, query heads, head_dim].
     """
@@ -49,6 +51,7 @@ class Recorder:
     key: Tensor
     patterns: Tensor
     values: Tensor
+    inputs: Tensor
     projected_key: Tensor
     heads: Tensor
 
@@ -80,13 +83,14 @@ class Layers:
         """Yield the stream [length, hidden_size] of every sequence before the first layer."""
         with torch.device("meta"):
             embedding = TASKS[self.config.task].make_embedding(self.config)
-        weights = {"weight": self.tensors["model.embed_tokens.weight"].float()}
-        embedding.load_state_dict(weights, assign=True)
+        rows = self.tensors["model.embed_tokens.weight"]
         positions: Any = 0
         if self.config.position_embedding_type == "learned":
             positions = self.tensors["model.embed_positions.weight"][: tokens.shape[1]].float()
         for sequence in torch.from_numpy(tokens.astype(np.int64)):
-            yield embedding(sequence) + positions
+            # The rows of a sequence alone: all of them in float32 are larger than a layer where vocabularies are large.
+            weights = {"weight": rows[sequence].float()}
+            yield functional_call(embedding, weights, (torch.arange(len(sequence)),)) + positions
 
     def block(self, layer: int) -> LeanBlock:
         """Return the block of a layer with its weights in float32."""
@@ -138,10 +142,16 @@ class Layers:
         rotation = rotation_of(self.plan.layers[layer], self.rotations)
         query, key, values, _ = attention.project_heads(normed, None, rotation)
         hook.remove()
-        return normed, self._runs(attention, self.plan.layers[layer], query, key, values, projected[0])
+        return normed, self._runs(attention, self.plan.layers[layer], query, key, values, (normed, projected[0]))
 
     def _runs(
-        self, attention: Any, plan: LayerPlan, query: Tensor, key: Tensor, values: Tensor, projected_key: Tensor
+        self,
+        attention: Any,
+        plan: LayerPlan,
+        query: Tensor,
+        key: Tensor,
+        values: Tensor,
+        inputs_and_keys: tuple[Tensor, Tensor],
     ) -> Iterator[Recorder]:
         length = query.shape[2]
         step = max(1, PATTERNS_AT_A_TIME // query[:, :, 0, 0].numel() // length)
@@ -153,7 +163,8 @@ class Layers:
             mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
             here = query[:, :, queries], key[:, :, keys], values[:, :, keys]
             heads, patterns = eager_attention(attention, *here, mask, plan.attention_scale(plan.layer))
-            yield Recorder(queries, keys, here[0], here[1], patterns, here[2], projected_key[:, keys], heads)
+            inputs, projected_key = (part[:, keys] for part in inputs_and_keys)
+            yield Recorder(queries, keys, here[0], here[1], patterns, here[2], inputs, projected_key, heads)
 
 
 def correction(config: LeanConfig, source: Tensor, stream: Tensor) -> Tensor | float:

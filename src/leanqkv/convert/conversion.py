@@ -17,14 +17,15 @@ from ..checkpoints.open import Checkpoint
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import Progress, source_hashes, write_model
 from ..data import TokenData
-from ..environment import versions
+from ..environment import check_device, versions
 from ..errors import LeanError
 from ..files import check_free, remove, write_json
 from ..job import unfinished
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
+from .estimate import Estimate, estimate
 from .sweeps import Reduction, Sweeps
-from .targets import CALIBRATED, SWEPT, TARGETS, read_options
+from .targets import CALIBRATED, SWEPT, TARGETS, listed, read_options
 
 REPORT = "conversion.json"
 Result = tuple[LeanConfig, Mapping[str, Tensor], dict[str, Any]]
@@ -82,11 +83,13 @@ class Conversion:
         options: of that target.
 
     Raises:
-        LeanError: an unknown target, options that it does not take, or a source that cannot be converted.
+        LeanError: an unknown target, options that it does not take, a device that is not there, or a source that cannot
+            be converted.
     """
 
     def __init__(self, source: Checkpoint, to: str = "latents", **options: Any):
         self.source, self.to, self.options = source, to, read_options(to, options)
+        self._device = torch.device(check_device(getattr(self.options, "device", None) or "cpu"))
         self._made = TARGETS[to].make(source.config, finite(source.tensors), self.options)
         self.calibrates = to in SWEPT or getattr(self.options, "method", "") == CALIBRATED
 
@@ -102,6 +105,19 @@ class Conversion:
             raise LeanError(
                 f"`calibration` is for {', '.join(SWEPT)}, and skipv1 with `method={CALIBRATED}`; leave it out"
             )
+
+    def estimate(self, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Estimate:
+        """Return what it takes on this machine with calibration sequences of that number and length.
+
+        Raises:
+            LeanError: it is not fitted in sweeps over the layers.
+        """
+        if not isinstance(self._made, Reduction):
+            raise LeanError(f"`dry_run` is for {listed(SWEPT)}, and the conversion is to {self.to}; leave it out")
+        stored = self.source.stored
+        size = sum(file.stat().st_size for file in {stored.file(name) for name in stored})
+        tensors = finite(self.source.tensors)
+        return estimate(self.source.config, tensors, self._made, shape, dtype, self._device, size)
 
     def write(
         self,
@@ -177,7 +193,7 @@ class Conversion:
             tokens,
             work,
             [self._made],
-            device=torch.device(options["device"] or "cpu"),
+            device=self._device,
             job=decides,
             progress=progress,
             message=message,

@@ -85,9 +85,10 @@ class KeyGrams(Grams):
         metric = self._metric.to(values)
         of_values = (values @ metric * values).sum(-1)[:, :, None]
         of_attended = (attended @ metric * attended).sum(-1)[..., None]
-        distance = (of_values + of_attended - 2 * attended @ metric @ values.mT).clamp_min(0)
-        moves = (recorder.patterns * weight[:, None, :, None]).square() * distance
-        return moves.sum(2)
+        # In place: the patterns are the largest of a batch's tensors.
+        distance = (attended @ (-2 * metric) @ values.mT).add_(of_values).add_(of_attended).clamp_min_(0)
+        moves = distance.mul_(recorder.patterns).mul_(recorder.patterns)
+        return (weight.square()[:, None, None] @ moves)[:, :, 0]
 
     def latents(self) -> dict[str, Tensor]:
         """Return the best latents of every rank, and the error that each column takes away.

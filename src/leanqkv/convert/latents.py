@@ -18,12 +18,15 @@ from ..presets.edit import set_mechanisms
 from .activations import Recorder
 from .heads import check_convertible, check_reads_the_stream, output_with_bias, split_heads, value_with_bias
 from .latent_keys import KeyGrams, KeyLatent, column_gains, columns_of, key_latent, keys_stay
-from .latent_values import ValueGram, choose_ranks, step_of, value_latents, value_width
+from .latent_values import ValueGram, choose_ranks, step_of, value_gains, value_latents, value_width
+from .low_rank import EIGENVECTORS, LARGE
 from .sweeps import Grams, ReducedHeads, Reduction
 from .targets import LatentsOptions
 
 # So many calibration tokens are needed at least for each column of a layer's values.
 TOKENS_PER_COLUMN = 4
+# So many tokens, and so many for each column, are enough to choose by; with 16 for each a real model lost more.
+CHOOSING_TOKENS, CHOOSING_TOKENS_PER_COLUMN = 32_768, 64
 # Of the names of what is measured of the keys.
 KEYS = "keys."
 # How much more an error of the keys counts than one of the values that moves attention's output as far. W_O, which is
@@ -62,6 +65,7 @@ class Latents(Reduction):
             and cached keys need not be turned back in decoding.
         at_context: tokens of the context at which the share is counted, of which a layer with a window keeps the last
             ones alone; None: one that every window holds.
+        exact: whether the values' Gram matrices are summed over heads one by one, and over all tokens; for comparison.
 
     Attributes:
         ranks, key_ranks: columns of every layer's values and keys in the cache, once they are chosen.
@@ -79,9 +83,11 @@ class Latents(Reduction):
         keys: bool = True,
         separate: bool = False,
         at_context: int | None = None,
+        exact: bool = False,
     ):
         self.config, self.tensors = config, tensors
-        kind = ("separate-" if separate else "") + ("latents" if keys else "latent-values")
+        kind = ("exact-" if exact else "") + ("separate-" if separate else "")
+        kind += "latents" if keys else "latent-values"
         self.name, self.measures = f"{kind}-{100 * share:.10g}{_at(at_context)}", f"best-{kind}"
         self.cut = may_be_cut(config, layers)
         self.from_keys = [not separate and can_read_keys(config, layer) for layer in config.plan.layers]
@@ -92,6 +98,12 @@ class Latents(Reduction):
         self.costs = config.plan.kept_tokens(at_context)
         self.budget = cache_budget(config, share, self.costs, self.cut, self.key_cut, _at(at_context))
         self.least_tokens = TOKENS_PER_COLUMN * self.width
+        self._exact = exact
+        if not exact:
+            # Keys as wide as the stream make its values whatever the tokens are: few tell the rest.
+            held = all(self.from_keys) and self.width >= config.hidden_size
+            per_column = TOKENS_PER_COLUMN if held else CHOOSING_TOKENS_PER_COLUMN
+            self.choosing_tokens = max(CHOOSING_TOKENS, per_column * self.width)
         self.ranks: list[int] = []
         self.key_ranks: list[int] = []
         self._measured: Callable[[int], Mapping[str, Tensor]] = lambda layer: {}
@@ -102,13 +114,21 @@ class Latents(Reduction):
     def grams(self, layer: int) -> LatentGrams:
         heads, plan = split_heads(self.config, self.tensors, layer), self.config.plan.layers[layer]
         bias = None if heads.value_bias is None else heads.value_bias.flatten()
-        values = ValueGram(self.width, bias, self.width if self.from_keys[layer] else 0)
+        signs = None if self._exact else torch.Generator().manual_seed(layer)
+        values = ValueGram(self.width, bias, self.width if self.from_keys[layer] else 0, self._inputs(layer), signs)
         keys = KeyGrams(heads.output.mT, plan.rope is not None, plan.attention_scale(layer))
         return LatentGrams(values, keys if self._keys_can(layer) else None)
 
+    def _inputs(self, layer: int) -> int:
+        """How many columns the layer's keys and values are made of, if fewer than they have; else 0."""
+        inputs = self.config.hidden_size + (self.config.attention_bias and self.from_keys[layer])
+        return inputs if inputs < self.width * (1 + self.from_keys[layer]) else 0
+
     def measure(self, layer: int, grams: LatentGrams, tokens: int) -> dict[str, Tensor]:
         """Return the sums over values, the best latents of keys, and the error that every column takes away."""
-        gains = value_latents(grams.values.total, split_heads(self.config, self.tensors, layer).output.mT).gains
+        key = self._key(layer).flatten(0, 1) if self.from_keys[layer] else None
+        gram = self._of_values(layer, grams.values.total, key)
+        gains = value_gains(gram, split_heads(self.config, self.tensors, layer).output.mT)
         found = {"gram": grams.values.total, "gains": gains / tokens}
         if grams.keys is not None:
             found |= {f"{KEYS}{name}": tensor for name, tensor in grams.keys.latents().items()}
@@ -160,8 +180,9 @@ class Latents(Reduction):
         if rank == self.width:
             return value_with_bias(heads), {}
         cached, columns = self._cached_keys(layer, key) if self.from_keys[layer] else (None, None)
-        found = value_latents(self._measured(layer)["gram"], heads.output.mT, columns)
-        combine, restore = found.combine[:, :rank], found.restore[:rank]
+        gram = self._of_values(layer, self._measured(layer)["gram"], cached)
+        found = value_latents(gram, heads.output.mT, None if self._inputs(layer) else columns, rank)
+        combine, restore = found.combine, found.restore
         by_keys = torch.zeros(self.width, self.config.hidden_size + 1, dtype=torch.float64)
         if cached is not None:
             by_keys = found.from_keys.T @ cached  # [width, hidden_size (+ 1)]
@@ -175,6 +196,16 @@ class Latents(Reduction):
             made["v_up_proj.bias"] = bias
             value = torch.cat((value, (bias + by_keys[:, inputs])[:, None]), dim=1)
         return value.unflatten(0, (len(heads.value), -1)).mT, made
+
+    def _of_values(self, layer: int, gram: Tensor, keys: Tensor | None) -> Tensor:
+        """Return the Gram matrix of a layer's values and `keys`, [columns, hidden_size (+ 1)], of the one that was
+        summed up; it is that one unless it is of the layer's inputs."""
+        if not self._inputs(layer):
+            return gram
+        rows = split_heads(self.config, self.tensors, layer).value.flatten(0, 1)
+        if keys is not None:
+            rows = torch.cat((torch.nn.functional.pad(rows, (0, keys.shape[1] - rows.shape[1])), keys))
+        return rows @ gram @ rows.T
 
     def _cached_keys(self, layer: int, key: KeyLatent | None) -> tuple[Tensor, Tensor | None]:
         """Return the cached key projection, [columns, hidden_size (+ 1)], and the map from keys to it, [width, columns]
@@ -209,6 +240,29 @@ class Latents(Reduction):
         from_keys = self.from_keys[layer] and self.ranks[layer] < self.width
         return {**keys, "rank": self.ranks[layer], "from_keys": from_keys}
 
+    def _columns(self) -> tuple[int, int]:
+        """Columns of the largest Gram matrix of a layer, and of its keys and values."""
+        both = self.width * (1 + any(self.from_keys))
+        return max(self._inputs(layer) or both for layer in range(self.config.num_hidden_layers)), both
+
+    def operations(self, length: int) -> tuple[float, float]:
+        """Return those of one Gram matrix and of the keys' importance, and those of regression and eigenvectors."""
+        columns, both = self._columns()
+        queries, width = self.config.num_attention_heads, self.width
+        per_token = (queries if self._exact else 1) * 2 * columns * (columns + length)
+        per_token += 4 * length * queries * (self.config.head_dim or 0)
+        projected = 2 * both * columns * (both + columns) if columns < both else 0
+        regressed = (both > width) * 9 * width**3
+        of_keys = EIGENVECTORS * width**3 * (any(self.key_cut) and self.config.position_embedding_type != "rope")
+        # Where keys are as wide as the stream, a few eigenvectors are nearly always enough to choose by.
+        factored = 2 - (any(self.from_keys) and width >= max(LARGE, self.config.hidden_size))
+        return per_token, 2 * (projected + regressed) + factored * EIGENVECTORS * width**3 + of_keys
+
+    def held_bytes(self) -> int:
+        """Return the bytes of a layer's Gram matrices and of what their factorization makes, in float64."""
+        columns, both = self._columns()
+        return 8 * (2 * columns**2 + both**2 + 8 * self.width**2)
+
     def made_bytes(self) -> int:
         """Return the bytes of what makes the columns, and of what is made of them, in float32."""
         layers = self.config.num_hidden_layers
@@ -218,7 +272,7 @@ class Latents(Reduction):
     def measured_bytes(self) -> int:
         """Return the bytes of the values' sums and the keys' best latents of a layer, in float64; complex ones for
         every frequency are fewer."""
-        columns = self.width * (1 + any(self.from_keys))
+        columns, _ = self._columns()
         return 8 * (columns**2 + self.width + self.width * (2 * self.width + 1) * any(self.key_cut))
 
 

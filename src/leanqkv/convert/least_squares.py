@@ -26,9 +26,15 @@ def ridge(gram: Tensor, cross: Tensor, start: Tensor, strength: float) -> Tensor
     Any leading dimensions. The damping is `strength` times the mean of the Gram matrix's diagonal. Where X is zero, W
     is `start`.
     """
+    return start + ridge_step(gram, cross - gram @ start, strength)
+
+
+def ridge_step(gram: Tensor, rest: Tensor, strength: float) -> Tensor:
+    """Return how far `ridge` moves from its start, which leaves `rest = cross - gram @ start`."""
     damping = strength * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    damping = torch.where(damping > 0, damping, 1)[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype)
-    return start + torch.linalg.solve(gram + damping, cross - gram @ start)
+    damped = gram.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(torch.where(damping > 0, damping, 1)[..., None])
+    return torch.cholesky_solve(rest, torch.linalg.cholesky(damped))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..model.config import LeanConfig
 from ..presets.edit import with_fields
 from .activations import Recorder
 from .heads import check_convertible, check_reads_the_stream, output_with_bias, split_heads, value_with_bias
-from .low_rank import approximate
+from .low_rank import EIGENVECTORS, approximate
 from .sweeps import Grams, ReducedHeads, Reduction
 from .targets import MergedValuesOptions
 
@@ -200,6 +200,19 @@ class MergedValues(Reduction):
     def report(self, layer: int) -> dict[str, Any]:
         """Return the pairs of a layer."""
         return {"merged": [list(pair.heads) for pair in self.chosen.get(layer, [])]}
+
+    def operations(self, length: int) -> tuple[float, float]:
+        """Return those of every head's values under the patterns of all others, and those of every pair."""
+        heads, width = self.config.num_key_value_heads, self.config.head_dim
+        assert heads is not None and width is not None
+        per_token = self.config.num_attention_heads * (2 * length + 4 * width) * heads * width
+        return per_token, EIGENVECTORS * (2 * width) ** 3 * heads * (heads - 1) / 2
+
+    def held_bytes(self) -> int:
+        """Return the bytes of a layer's Gram matrices and of its pairs, in float64."""
+        heads, width = self.config.num_key_value_heads, self.config.head_dim
+        assert heads is not None and width is not None
+        return 2 * 8 * heads**2 * width**2 + self.measured_bytes()
 
     def made_bytes(self) -> int:
         """Return the bytes of the value projections in float32."""

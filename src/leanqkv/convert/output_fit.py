@@ -3,12 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .least_squares import ridge
+from .least_squares import ridge_step
 
 # Strengths of the pull towards the W_O that a fit starts from, as shares of the mean of the Gram matrix's diagonal.
 RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+# From so many columns of the target on, strengths are compared on mixtures of them, and on how many.
+MANY, SKETCHED = 2048, 512
+# A smaller difference of two shares that are missed is one of rounding.
+ROUNDING = torch.finfo(torch.float32).eps
 # A token is a sink where its stream's mean square is so many times the median.
 SINK = 100.0
 
@@ -28,8 +33,10 @@ class Fit:
 
     def add(self, features: Tensor, target: Tensor) -> None:
         """Add tokens: features [tokens, columns] and their target [tokens, hidden_size]."""
-        self.gram = self.gram + (features.T @ features).cpu().double()
-        self.cross = self.cross + (features.T @ target).cpu().double()
+        if not len(features):
+            return
+        self.gram = added(self.gram, features.T @ features)
+        self.cross = added(self.cross, features.T @ target)
         self.target += float(target.cpu().double().square().sum())
 
     def missed(self, output: Tensor) -> float:
@@ -38,19 +45,41 @@ class Fit:
         return max(error, 0.0) / (self.target or 1)
 
 
+def added(total: Any, part: Tensor) -> Tensor:
+    """Return a sum in float64 with `part` added, in its own memory; `total` is 0.0 before the first one."""
+    part = part.cpu()  # before it is float64, which Apple's GPUs have not
+    return total.add_(part) if isinstance(total, Tensor) else part.double()
+
+
 def fit_output(fitted: Fit, held_out: Fit, start: Tensor) -> tuple[Tensor, float | None, float]:
     """Return W_O, the strength of its pull towards `start` that misses least on held-out tokens, and what it misses.
 
-    The strength is None where `start` itself misses least.
+    The strength is None where `start` itself misses least, as far as sums of float32 products tell.
     """
-    options: list[tuple[float, float | None, Tensor]] = [(held_out.missed(start), None, start)]
-    for strength in RIDGES:
-        output = ridge(fitted.gram, fitted.cross, start, strength)
-        options.append((held_out.missed(output), strength, output))
-    missed, best, output = min(options, key=lambda option: option[0])
-    if best is not None:
-        output = ridge(fitted.gram + held_out.gram, fitted.cross + held_out.cross, start, best)
-    return output, best, missed
+    rest, error = fitted.cross - fitted.gram @ start, held_out.gram @ start - held_out.cross
+    few_rest, few_error = (sketched(matrix) for matrix in (rest, error))
+
+    def change(rest: Tensor, error: Tensor, strength: float) -> float:
+        """What is missed less than by `start`, if negative."""
+        step = ridge_step(fitted.gram, rest, strength)
+        return float((step * (held_out.gram @ step + 2 * error)).sum()) / (held_out.target or 1)
+
+    least, best = min((change(few_rest, few_error, strength), strength) for strength in RIDGES)
+    unfitted = held_out.missed(start)
+    if least >= -ROUNDING:
+        return start, None, unfitted
+    missed = max(unfitted + (least if few_rest is rest else change(rest, error, best)), 0.0)
+    return start + ridge_step(fitted.gram + held_out.gram, rest - error, best), best, missed
+
+
+def sketched(matrix: Tensor) -> Tensor:
+    """Return mixtures of a matrix's columns with random signs, whose sums of squares are the same on average; of a few
+    columns, themselves. To compare strengths of a fit it takes no more of them."""
+    columns = matrix.shape[1]
+    if columns < MANY:
+        return matrix
+    signs = torch.randint(2, (columns, SKETCHED), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    return matrix @ signs.to(matrix) / SKETCHED**0.5
 
 
 def token_weights(stream: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,9 @@ from .scratch import Stream
 
 # Every fourth sequence is held out from the fit of W_O.
 HELD_OUT = 4
+# A reduction that needs few tokens to choose by takes every fourth batch at least.
+CHOOSING = 4
+BATCH_SIZE = 2  # patterns of more sequences leave the cache of a processor
 # Where the disk is full; the files lie beside the new model.
 ADVICE = "choose an `out` on a larger disk"
 STATE = "state.json"
@@ -98,6 +101,7 @@ class Reduction(ABC):
         name: of its files; no two reductions that go together have the same one.
         measures: of the files with its measurements; reductions with the same one share them.
         least_tokens: how many calibration tokens it needs.
+        choosing_tokens: as many it chooses by, or a share of all, if that is more; None: by all.
         first: the first layer that it changes, once it has chosen.
         target: the configuration of the result, once it has chosen.
     """
@@ -105,6 +109,7 @@ class Reduction(ABC):
     name: str
     measures: str
     least_tokens: int = 0
+    choosing_tokens: int | None = None
     first: int
     target: LeanConfig
 
@@ -127,6 +132,15 @@ class Reduction(ABC):
     @abstractmethod
     def report(self, layer: int) -> dict[str, Any]:
         """Return what was chosen for a layer."""
+
+    @abstractmethod
+    def operations(self, length: int) -> tuple[float, float]:
+        """Return what choosing computes in a layer beside a forward pass: operations for each token of sequences of
+        `length`, and those of its factorizations in float64, with those of `reduce`."""
+
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Return the most bytes that choosing holds of a layer at one time."""
 
     @abstractmethod
     def measured_bytes(self) -> int:
@@ -198,7 +212,7 @@ class Sweeps:
         directory: Path,
         reductions: Sequence[Reduction],
         *,
-        batch_size: int = 2,  # patterns of more leave the cache of a processor
+        batch_size: int = BATCH_SIZE,
         device: torch.device | None = None,
         job: Mapping[str, Any] | None = None,
         progress: Progress = lambda done, total: None,
@@ -206,17 +220,8 @@ class Sweeps:
     ):
         self.config, self.tensors, self.tokens, self.directory = config, tensors, tokens, directory
         self.reductions = list(reductions)
-        self.measuring = list({one.measures: one for one in reversed(self.reductions)}.values())
-        if len(tokens) < HELD_OUT:
-            raise LeanError(
-                f"one of {HELD_OUT} sequences is held out from the fit, and the calibration tokens make {len(tokens)}. "
-                "Use more `tokens`, or a shorter `sequence_length`"
-            )
-        if tokens.size < (least := max(one.least_tokens for one in self.reductions)):
-            raise LeanError(
-                f"{tokens.size:,} calibration tokens are too few for the width of this model's values, which needs "
-                f"{least:,}. Use more `tokens`"
-            )
+        self.measuring = measuring(self.reductions)
+        check_enough(self.reductions, len(tokens), tokens.size)
         names = [one.name for one in self.reductions]
         if twice := [name for name in names if names.count(name) > 1]:
             raise LeanError(f"two reductions would write the same files, {twice[0]}; leave one of them out")
@@ -249,7 +254,9 @@ class Sweeps:
         def read(name: str) -> Tensor:
             layer, _, module = name.removeprefix("model.layers.").partition(".self_attn.")
             fitted = load_file(self._file(reduction.name, int(layer))) if module else {}
-            return fitted[module] if module in fitted else self.tensors[name].float()
+            tensor = fitted[module] if module in fitted else self.tensors[name]
+            # Narrower ones stay: an embedding in float32 is larger than a layer where vocabularies are large.
+            return tensor.float() if tensor.dtype == torch.float64 else tensor
 
         tensors = LazyTensors(parameter_shapes(reduction.target), read)
         return Converted(reduction.target, tensors, [read_json(report) for report in reports])
@@ -258,23 +265,30 @@ class Sweeps:
         """Write what the reductions choose by, and pass the source's stream on."""
         block = self.source.block(layer)
         sums = [one.grams(layer) for one in self.measuring]
-        for batch in self._batches():
+        seen = [0] * len(sums)
+        for left, batch in reversed(list(enumerate(reversed(list(self._batches()))))):
+            wanted = [at for at, one in enumerate(self.measuring) if left % every(one, self.tokens.size) == 0]
+            if not wanted:
+                continue
             stream = self._read("source", layer, batch)
             weight, _ = token_weights(stream, self.config.norm_eps)
             outputs = []
             for recorder in self.source.attend(block, layer, stream)[1]:
-                for grams in sums:
-                    grams.add(recorder, weight[:, recorder.queries])
+                for at in wanted:
+                    sums[at].add(recorder, weight[:, recorder.queries])
                 outputs.append(recorder.heads)
             attended = block.self_attn.o_proj(torch.cat(outputs, dim=1).flatten(2))
             self._stream("source", layer + 1)[batch] = self.source.run(block, layer, stream, attended)
-        for one, grams in zip(self.measuring, sums, strict=True):
-            self._save(one.measures, layer, one.measure(layer, grams, self.tokens.size))
+            for at in wanted:
+                seen[at] += weight.numel()
+        del block, recorder  # factorizations take more memory than activations
+        for one, grams, tokens in zip(self.measuring, sums, seen, strict=True):
+            self._save(one.measures, layer, one.measure(layer, grams, tokens))
 
     def _fit(self, layer: int) -> None:
         """Write a layer's attention weights and its report under every reduction, and pass all streams on."""
-        block = self.source.block(layer)
         heads = [one.reduce(layer) for one in self.reductions]
+        block = self.source.block(layer)
         fits = [
             _LayerFit(each, self._features(one, len(each.output)))
             for one, each in zip(self.reductions, heads, strict=True)
@@ -335,24 +349,16 @@ class Sweeps:
         """Take over what an interrupted run of the same job has left, or begin; without a job nothing is taken over."""
         if self._job.spec["job"] and self._job.resume() and self._whole(self._job.content.get("done")):
             return
-        needed, free = self._disk_bytes(), shutil.disk_usage(self.directory).free
+        needed, free = (
+            disk_bytes(self.config, self.reductions, self.tokens.size),
+            shutil.disk_usage(self.directory).free,
+        )
         if needed > free:
             raise LeanError(
                 f"calibration needs {needed / 1e6:,.1f} MB in {self.directory.parent}, which has {free / 1e6:,.1f} MB "
                 f"free. Use fewer `tokens`, or {ADVICE}"
             )
         self._job.write(done=0, seconds=0)  # from here on, the files of another job are invalid
-
-    def _disk_bytes(self) -> int:
-        """Return the most bytes of all files: streams, measurements, and the attention weights of every reduction."""
-        assert self.config.head_dim is not None
-        columns = self.config.num_attention_heads * self.config.head_dim + self.config.attention_output_bias
-        of_a_reduction = 2 * self.config.hidden_size + columns
-        streams = 4 * self.tokens.size * (2 * self.config.hidden_size + len(self.reductions) * of_a_reduction)
-        weights = 4 * self.config.hidden_size * (columns + 1)
-        of_a_layer = sum(one.measured_bytes() for one in self.measuring) + len(self.reductions) * weights
-        made = sum(one.made_bytes() for one in self.reductions)
-        return streams + self.config.num_hidden_layers * of_a_layer + made
 
     def _whole(self, done: Any) -> bool:
         """Whether all that is needed after `done` steps is there: a machine that stops may lose files of before."""
@@ -400,6 +406,47 @@ class Sweeps:
 
     def _file(self, name: str, layer: int, kind: str = "safetensors") -> Path:
         return self.directory / f"{name}-{layer}.{kind}"
+
+
+def check_enough(reductions: Sequence[Reduction], sequences: int, tokens: int) -> None:
+    """Check that there are calibration tokens enough.
+
+    Raises:
+        LeanError: too few sequences, or tokens.
+    """
+    if sequences < HELD_OUT:
+        raise LeanError(
+            f"one of {HELD_OUT} sequences is held out from the fit, and the calibration tokens make {sequences}. "
+            "Use more `tokens`, or a shorter `sequence_length`"
+        )
+    if tokens < (least := max(one.least_tokens for one in reductions)):
+        raise LeanError(
+            f"{tokens:,} calibration tokens are too few for the width of this model's values, which needs "
+            f"{least:,}. Use more `tokens`"
+        )
+
+
+def measuring(reductions: Sequence[Reduction]) -> list[Reduction]:
+    """Return one of all reductions with the same measurements."""
+    return list({one.measures: one for one in reversed(reductions)}.values())
+
+
+def every(reduction: Reduction, tokens: int) -> int:
+    """Return the k of which a reduction chooses by every kth batch, counted from the last one."""
+    least = reduction.choosing_tokens
+    return 1 if least is None else max(1, min(CHOOSING, tokens // max(least, 1)))
+
+
+def disk_bytes(config: LeanConfig, reductions: Sequence[Reduction], tokens: int) -> int:
+    """Return the most bytes of all files: streams, measurements, and the attention weights of every reduction."""
+    assert config.head_dim is not None
+    columns = config.num_attention_heads * config.head_dim + config.attention_output_bias
+    of_a_reduction = 2 * config.hidden_size + columns
+    streams = 4 * tokens * (2 * config.hidden_size + len(reductions) * of_a_reduction)
+    weights = 4 * config.hidden_size * (columns + 1)
+    of_a_layer = sum(one.measured_bytes() for one in measuring(reductions)) + len(reductions) * weights
+    made = sum(one.made_bytes() for one in reductions)
+    return streams + config.num_hidden_layers * of_a_layer + made
 
 
 @contextmanager
