@@ -71,7 +71,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ("max_documents", "documents", "tokens", "evaluate_tokens", "calibration_tokens", "limit", "sweeps"), COUNT
     ),
-    **dict.fromkeys(("context_length", "stride", "max_new_tokens", "new_tokens", "top_k"), COUNT),
+    **dict.fromkeys(("context_length", "at_context", "stride", "max_new_tokens", "new_tokens", "top_k"), COUNT),
     **dict.fromkeys(("warmup_steps", "probe_steps"), COUNT_OR_NONE),
     **dict.fromkeys(("batch_size", "micro_batch_size", "probe_batch_size"), BATCH),
     **dict.fromkeys(("seed",), SEED),
