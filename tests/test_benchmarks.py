@@ -27,8 +27,8 @@ from leanqkv.environment import command_line
 
 ROOT = Path(__file__).parent.parent
 HEADER = ("record", "kind", "name", "command", "time", "git_commit", "hardware", "versions")
-# Not yet on the harness: their records open differently.
-ALONE = ("calibration_time", "conversion")
+# Not on the harness: records that open differently, and a script that makes a text.
+ALONE = ("calibration_time", "conversion", "python_sources")
 BENCHMARKS = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"harness", *ALONE})
 
 
