@@ -42,6 +42,7 @@ struct Source {
   // Where the numbers behind pages of codes lie in pages too: their addresses, and strides as those of `pages`; or null.
   const int64_t* tails;
   int64_t tail_batch, tail_start, tail_head, tail_row;
+  int64_t row_count, page_count, tail_count;  // how many positions lie in `rows`, and addresses in a row of each table
 };
 
 // The most pieces that a head lies in.
@@ -473,8 +474,7 @@ inline void transpose(const uint8_t* codes, int64_t row, int64_t columns, uint8_
   constexpr int places = kPlaces<bits>;
 #ifdef CPU_CAPABILITY_AVX512
   const __m512i mask = _mm512_set1_epi8(char((1 << bits) - 1));
-  const __m512i order =
-      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   for (int64_t d = 0; d < columns; d += 16) {
     for (int64_t n = 0; n < kBlock; n += 16) {
       __m512i of[4];  // four columns each: 4 x [4 positions, 4 columns] become 4 x [4 columns, 4 positions]
@@ -485,13 +485,13 @@ inline void transpose(const uint8_t* codes, int64_t row, int64_t columns, uint8_
         of[i] = _mm512_shuffle_epi8(_mm512_and_si512(_mm512_srli_epi16(read, bits * (i % places)), mask), order);
       }
       // And these [4 x 4 columns] of each four positions.
-      const __m512i even = _mm512_shuffle_i32x4(of[0], of[1], 0x88), odd = _mm512_shuffle_i32x4(of[0], of[1], 0xdd);
-      const __m512i even_on = _mm512_shuffle_i32x4(of[2], of[3], 0x88), odd_on = _mm512_shuffle_i32x4(of[2], of[3], 0xdd);
+      const __m512i even[] = {_mm512_shuffle_i32x4(of[0], of[1], 0x88), _mm512_shuffle_i32x4(of[2], of[3], 0x88)};
+      const __m512i odd[] = {_mm512_shuffle_i32x4(of[0], of[1], 0xdd), _mm512_shuffle_i32x4(of[2], of[3], 0xdd)};
       uint8_t* const first = to + n / 4 * to_row + 4 * d;
-      _mm512_storeu_si512(first, _mm512_shuffle_i32x4(even, even_on, 0x88));
-      _mm512_storeu_si512(first + to_row, _mm512_shuffle_i32x4(odd, odd_on, 0x88));
-      _mm512_storeu_si512(first + 2 * to_row, _mm512_shuffle_i32x4(even, even_on, 0xdd));
-      _mm512_storeu_si512(first + 3 * to_row, _mm512_shuffle_i32x4(odd, odd_on, 0xdd));
+      _mm512_storeu_si512(first, _mm512_shuffle_i32x4(even[0], even[1], 0x88));
+      _mm512_storeu_si512(first + to_row, _mm512_shuffle_i32x4(odd[0], odd[1], 0x88));
+      _mm512_storeu_si512(first + 2 * to_row, _mm512_shuffle_i32x4(even[0], even[1], 0xdd));
+      _mm512_storeu_si512(first + 3 * to_row, _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd));
     }
   }
 #else
@@ -648,18 +648,19 @@ inline void turn_back(
 struct Scratch {
   std::vector<Line> lines;
   // Queries [group, query_size] and weights [group, kBlock]; factors of codes, as numbers [group, factors_size] and as
-  // integers; rows that are made of others [kBlock, sums_size], and a step more; what the part leaves.
+  // integers; rows that are made of others [kBlock, sums_size] and a step more, or codes as bytes; what the part leaves.
   float *queries, *weights, *factors, *integers, *rows, *left;
   int64_t query_size, factors_size;
   Turn turn;
 
   explicit Scratch(const Call& call)
-      : query_size(place_of(call.keys, call.key_pieces)), factors_size(std::max({query_size, sums_size(call), kBlock})), turn(call) {
+      : query_size(place_of(call.keys, call.key_pieces)),
+        factors_size(std::max({query_size, sums_size(call), kBlock})), turn(call) {
     const bool codes = call.keys[0].bits || call.values[0].bits;
-    const int64_t made = call.plain_heads || codes ? kBlock * sums_size(call) + kStep : 0;
+    const int64_t made = kBlock * sums_size(call), codes_size = codes ? made / int64_t(sizeof(float)) : 0;
     const int64_t sizes[] = {
         call.group * query_size, call.group * kBlock, codes ? call.group * factors_size : 0, codes ? 3 * factors_size : 0,
-        made, left_size(call)};
+        call.plain_heads ? made + kStep : codes_size, left_size(call)};
     float** const places[] = {&queries, &weights, &factors, &integers, &rows, &left};
     int64_t total = 0;
     for (const int64_t size : sizes) total += (size + kLineFloats - 1) / kLineFloats;
@@ -894,7 +895,9 @@ void combine(const Call& call, float* left, int64_t g, T* output) {
   const float scale = total > 0.0f ? 1.0f / total : 0.0f;
   for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
     const float* const own = sums + place_of(call.values, piece);
-    for (int64_t d = call.values[piece].skipped; d < columns_of(call, piece); ++d) *output++ = static_cast<T>(own[d] * scale);
+    for (int64_t d = call.values[piece].skipped; d < columns_of(call, piece); ++d) {
+      *output++ = static_cast<T>(own[d] * scale);
+    }
   }
 }
 
@@ -915,8 +918,31 @@ struct Span {
   }
 };
 
+// Whether the positions of every row of the batch are in its pages and behind them: nothing beyond is read.
+bool fits(const Call& call, const Source& source) {
+  if (!call.lengths) return call.length <= source.row_count;
+  const auto has = [](const int64_t* addresses, int64_t count, int64_t most) {
+    return count <= most && std::find(addresses, addresses + count, 0) == addresses + count;
+  };
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t paged = call.paged[b], behind = call.lengths[b] - paged;
+    if (paged < 0 || behind < 0) return false;
+    if (paged && !has(source.pages + b * source.page_batch, (paged + call.page - 1) / call.page, source.page_count)) return false;
+    if (!source.tails && behind > source.row_count) return false;
+    if (source.tails && behind &&
+        !has(source.tails + b * source.tail_batch, (behind + call.tail - 1) / call.tail, source.tail_count)) return false;
+  }
+  return true;
+}
+
+// Returns whether there is what is to be read; if not, nothing is done.
 template <typename T>
-void run(const Call& call) {
+bool run(const Call& call) {
+  const auto all_fit = [&](const Source* pieces, int64_t count) {
+    return std::all_of(pieces, pieces + count, [&](const Source& piece) { return fits(call, piece); });
+  };
+  if (!all_fit(call.keys, call.key_pieces) || !all_fit(call.values, call.value_pieces)) return false;
+  if (call.plain_heads && !fits(call, call.plain)) return false;
   const int64_t heads = call.batch * call.heads, chunks = call.chunks, size = left_size(call);
   const auto* const query = static_cast<const T*>(call.query);
   const auto *const cos = static_cast<const T*>(call.cos), *const sin = static_cast<const T*>(call.sin);
@@ -956,10 +982,11 @@ void run(const Call& call) {
       }
     }
   }
+  return true;
 }
 
 }  // namespace
 
-extern "C" void attend_float32(const Call* call) { run<float>(*call); }
-extern "C" void attend_bfloat16(const Call* call) { run<c10::BFloat16>(*call); }
-extern "C" void attend_float16(const Call* call) { run<c10::Half>(*call); }
+extern "C" bool attend_float32(const Call* call) { return run<float>(*call); }
+extern "C" bool attend_bfloat16(const Call* call) { return run<c10::BFloat16>(*call); }
+extern "C" bool attend_float16(const Call* call) { return run<c10::Half>(*call); }
