@@ -204,7 +204,7 @@ def one_query_attention_to_both(
     return output
 
 
-def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None] | None:
+def _kernel(query: Tensor, tensors: Sequence[Any]) -> Callable[[_Call], None] | None:
     """Return the kernel for these tensors; None where there is none."""
     if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
         return None

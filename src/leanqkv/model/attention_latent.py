@@ -26,7 +26,7 @@ def attend_to_latent(
     values: Sequence[Tensor],
     mask: Tensor | None,
     scaling: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of all heads to one key and one value that lie in pieces, which are not joined.
 
     Args:
@@ -39,7 +39,8 @@ def attend_to_latent(
     heads, t = queries[0].shape[1:3]
     # Every head is one more query. Not query @ key^T: on a CPU that takes several times as long in bfloat16.
     products = (key[:, 0] @ query.flatten(1, 2).mT for query, key in zip(queries, keys, strict=True))
-    scores = sum(products).mT.contiguous().unflatten(1, (heads, t)) * scaling  # type: ignore[attr-defined]
+    scores: Any = sum(products)
+    scores = scores.mT.contiguous().unflatten(1, (heads, t)) * scaling
     if mask is not None:
         hidden = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
