@@ -90,7 +90,7 @@ def felt_weights(block: LeanBlock, attended: Tensor) -> Tensor:
     if isinstance(norm, nn.LayerNorm):
         return (attended.var(-1, correction=0) + norm.eps).rsqrt()
     if isinstance(norm, nn.RMSNorm):
-        return (attended.square().mean(-1) + norm.eps).rsqrt()
+        return (attended.square().mean(-1) + (norm.eps or 0)).rsqrt()
     return attended.new_ones(attended.shape[:-1])
 
 
