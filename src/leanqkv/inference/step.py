@@ -19,8 +19,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from ..compat import compile_cpp
 from ..model.attention import Attention
-from ..model.latent import absorb, is_absorbable, is_rewritten, restore
-from ..model.latent_heads import LatentHeadsAttention
+from ..model.latent import Absorbing, absorb, is_absorbable, is_rewritten, restore
 from ..model.layers import GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
 
@@ -120,7 +119,7 @@ class HeadProduct:
         return output
 
 
-def head_products(attention: LatentHeadsAttention) -> tuple[HeadProduct | None, HeadProduct | None]:
+def head_products(attention: Absorbing) -> tuple[HeadProduct | None, HeadProduct | None]:
     """Return the maps of queries to the latent of keys, and of attended latents of values to outputs; None for what is
     no latent, or cannot be absorbed."""
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
@@ -136,7 +135,7 @@ def head_products(attention: LatentHeadsAttention) -> tuple[HeadProduct | None, 
     return into, out_of
 
 
-def use_head_products(attention: LatentHeadsAttention) -> None:
+def use_head_products(attention: Absorbing) -> None:
     """Let an attention with latents absorb its up projections by products of the kernel, of single queries; they are
     its `head_products`."""
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
@@ -223,7 +222,7 @@ def fuse(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.rotate = fused_rotate
-        if isinstance(module, LatentHeadsAttention):
+        if isinstance(module, Absorbing):
             use_head_products(module)
         if isinstance(module, GatedMLP) and type(module.activation) in GATES and not is_rewritten(module.activation):
             module.hidden = fused_hidden(module)  # type: ignore[method-assign, assignment]
