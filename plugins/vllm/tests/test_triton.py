@@ -31,6 +31,7 @@ def test_the_engine_with_it(name: str, tmp_path: Path) -> None:
     start("interpreted_engine.py", name, str(tmp_path), TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("target", ["cuda 80", pytest.param("hip gfx942", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda 80", "cuda 90", "hip gfx942"])
 def test_it_compiles(target: str, tmp_path: Path) -> None:
     start("compiled_codes.py", *target.split(), TRITON_CACHE_DIR=str(tmp_path))
