@@ -258,6 +258,49 @@ def in_tails(states: History, tail: int, seed: int) -> tuple[History, Tensor]:
     return apart, store
 
 
+def test_nothing_is_read_beyond_a_table(needs_compiler):
+    """Of pages as they are and of codes, and of what lies behind these: one position or page too few, or none there."""
+    filled = Filled(lambda: QuantizedLayer(4, 4), (130, 7), [(2, 16), (2, 16)], torch.float32)
+    tails, store = in_tails(filled.histories[0], 18, seed=0)
+    plain, lengths = torch.zeros(9, 2, 16, 16), torch.tensor([33, 16])
+    addresses = plain.data_ptr() + torch.tensor([[3, 1, 2], [4, 0, 0]]) * plain.stride(0) * 4
+    pages = in_pages(plain, addresses, lengths, 33, lambda: torch.zeros(2, 2, 33, 16))
+    query = drawn(2, 2, 1, 16, dtype=torch.float32)
+
+    def changed(states: History, places: dict | None = None, **fields: Any) -> History:
+        other = copy(states)
+        other.places, other.sources = replace(states.places, **(places or {})), {}
+        other.__dict__.update(fields)
+        return other
+
+    codes, longer = filled.histories[0], lambda states, by: states.places.lengths + torch.tensor(by)
+    gone = codes.table.clone()
+    gone[0, 1] = 0
+    for right, wrong in {
+        pages: [
+            changed(pages, {"lengths": longer(pages, [16, 0]), "paged": longer(pages, [16, 0])}),
+            changed(pages, {"lengths": longer(pages, [0, 1])}),
+            changed(pages, {"paged": longer(pages, [1, 0])}),
+            changed(pages, table=addresses[:, :2].contiguous()),
+        ],
+        codes: [
+            changed(codes, table=gone),
+            changed(codes, table=codes.table[:, :1].contiguous()),
+            changed(codes, {"lengths": longer(codes, [0, 57])}),
+            changed(codes, {"paged": codes.places.paged - 200}),
+        ],
+        tails: [
+            changed(tails, tails=(tails.tails[0][:, :0], tails.tails[1])),
+            changed(tails, {"lengths": longer(tails, [70, 0])}),
+        ],
+    }.items():
+        assert one_query_attention(query, right, [right], None, 0.2) is not None
+        for states in wrong:
+            with pytest.raises(ValueError, match="2 sequences holds fewer positions"):
+                one_query_attention(query, states, [states], None, 0.2)
+    assert len(store)  # which the tails' addresses name
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["keys", "values", "query"])
 def test_what_is_not_finite_is_seen(wrong, where, needs_compiler):

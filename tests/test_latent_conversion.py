@@ -136,6 +136,12 @@ def with_narrow_values(config: LeanConfig, tensors: dict[str, Tensor], ranks: li
     return config, result
 
 
+def as_if_rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights that are off by as much as float32 is, which without skips moves the logits more than with them."""
+    normal = normals(1)
+    return {name: tensor * (1 + EPS / 2 * normal(*tensor.shape)) for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("name", [*SOURCES, "mqa"])
 def test_nothing_is_lost_where_values_are_narrow(name: str, tmp_path: Path) -> None:
     """Every layer's values have fewer directions than columns, of other numbers: those are its rank, and the logits
@@ -148,15 +154,16 @@ def test_nothing_is_lost_where_values_are_narrow(name: str, tmp_path: Path) -> N
     model = with_narrow_values(config, tensors, ranks)
     source_bytes = config.plan.kv_bytes_per_token(torch.bfloat16)
     share = 1 - 2 * sum(width - rank for rank in ranks) / source_bytes
-    drawn = sample_of(config, 16)
-    found = to_latents(model, drawn, tmp_path, share, keys=False, separate=True, batch_size=3)
+    # As many tokens as leave no direction of the values rare: what hardly any token has is lost for the others.
+    drawn = sample_of(config, 64)
+    found = to_latents(model, drawn, tmp_path, share, keys=False, separate=True, batch_size=12)
     assert [at["rank"] for at in found.layers] == ranks
     assert all(at["missed"] < EPS for at in found.layers)
     assert found.config.plan.kv_bytes_per_token(torch.bfloat16) == pytest.approx(share * source_bytes, rel=1e-12)
-    # Without skips positions grow alike, and what hardly any token of the sample has is lost for the others.
-    others = 512 if "skip" in name else 128
-    for ids, tolerance in ((torch.from_numpy(drawn), 64 * EPS), (tokens(2, 12, config.vocab_size), others * EPS)):
-        assert_near(logits(found.config, found.tensors, ids), logits(*model, ids), tolerance)
+    for ids in (torch.from_numpy(drawn), tokens(2, 12, config.vocab_size)):
+        expected, another = logits(*model, ids), logits(config, as_if_rounded(model[1]), ids)
+        rounding = (another - expected).abs().max() / expected.abs().max()
+        assert_near(logits(found.config, found.tensors, ids), expected, 32 * float(rounding))
 
 
 def test_wide_values_do_lose(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ struct Source {
   // Where the numbers behind pages of codes lie in pages too: their addresses, and strides as those of `pages`; or null.
   const int64_t* tails;
   int64_t tail_batch, tail_start, tail_head, tail_row;
+  int64_t row_count, page_count, tail_count;  // how many positions lie in `rows`, and addresses in a row of each table
 };
 
 struct Call {
@@ -816,8 +817,27 @@ struct Span {
   }
 };
 
+// Whether the positions of every row of the batch are in its pages and behind them: nothing beyond is read.
+bool fits(const Call& call, const Source& source) {
+  if (!call.lengths) return call.length <= source.row_count;
+  const auto has = [](const int64_t* addresses, int64_t count, int64_t most) {
+    return count <= most && std::find(addresses, addresses + count, 0) == addresses + count;
+  };
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t paged = call.paged[b], behind = call.lengths[b] - paged;
+    if (paged < 0 || behind < 0) return false;
+    if (paged && !has(source.pages + b * source.page_batch, (paged + call.page - 1) / call.page, source.page_count)) return false;
+    if (!source.tails && behind > source.row_count) return false;
+    if (source.tails && behind &&
+        !has(source.tails + b * source.tail_batch, (behind + call.tail - 1) / call.tail, source.tail_count)) return false;
+  }
+  return true;
+}
+
+// Returns whether there is what is to be read; if not, nothing is done.
 template <typename T>
-void run(const Call& call) {
+bool run(const Call& call) {
+  if (!fits(call, call.keys) || !fits(call, call.values) || (call.plain_heads && !fits(call, call.plain))) return false;
   const int64_t heads = call.batch * call.heads, chunks = call.chunks, size = left_size(call);
   const auto* const query = static_cast<const T*>(call.query);
   const auto *const cos = static_cast<const T*>(call.cos), *const sin = static_cast<const T*>(call.sin);
@@ -857,10 +877,11 @@ void run(const Call& call) {
       }
     }
   }
+  return true;
 }
 
 }  // namespace
 
-extern "C" void attend_float32(const Call* call) { run<float>(*call); }
-extern "C" void attend_bfloat16(const Call* call) { run<c10::BFloat16>(*call); }
-extern "C" void attend_float16(const Call* call) { run<c10::Half>(*call); }
+extern "C" bool attend_float32(const Call* call) { return run<float>(*call); }
+extern "C" bool attend_bfloat16(const Call* call) { return run<c10::BFloat16>(*call); }
+extern "C" bool attend_float16(const Call* call) { return run<c10::Half>(*call); }

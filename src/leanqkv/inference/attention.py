@@ -40,6 +40,7 @@ class _Source(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("scales", "offsets", "scale_head", "groups", "width", "lanes")),
         ("tails", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("tail_batch", "tail_start", "tail_head", "tail_row")),
+        *((name, ctypes.c_int64) for name in ("row_count", "page_count", "tail_count")),
     ]
 
 
@@ -146,7 +147,13 @@ def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None]
     if any(isinstance(tensor, History) and tensor.layout and tensor.first_column for tensor in tensors):
         return None  # of codes, all columns or the first ones
     kernels = compiled_kernels()
-    return None if kernels is None else lambda call: kernels[query.dtype](ctypes.byref(call))
+    return None if kernels is None else functools.partial(_run, kernels[query.dtype])
+
+
+def _run(kernel: Callable[[Any], bool], call: _Call) -> None:
+    """Raise ValueError where more positions are to be read than lie there."""
+    if not kernel(ctypes.byref(call)):
+        raise ValueError(f"a cache of {call.batch} sequences holds fewer positions than attention is to read")
 
 
 def _call(
@@ -211,12 +218,13 @@ def _source(heads: Heads) -> _Source:
     """Where heads [batch, heads, positions, columns] lie."""
     columns = heads.shape[-1]
     if isinstance(heads, Tensor):
-        return _Source(heads.data_ptr(), None, columns, *heads.stride()[:3])
+        return _Source(heads.data_ptr(), None, columns, *heads.stride()[:3], row_count=heads.shape[2])
     table, newest, layout, first = heads.table, heads.newest, heads.layout, heads.first_head
     if known := heads.sources.get((first, heads.expanded, columns)):
         return known
-    source = _Source(columns=columns, pages=table.data_ptr(), page_batch=table.stride(0))
+    source = _Source(columns=columns, pages=table.data_ptr(), page_batch=table.stride(0), page_count=table.shape[1])
     if newest is not None:
+        source.row_count = newest.shape[2]
         source.rows = newest[:, first:].data_ptr()
         source.batch, source.head, source.row = newest.stride()[:3]
     start, source.page_head, source.page_row = heads.strides
@@ -229,7 +237,7 @@ def _source(heads: Heads) -> _Source:
     source.page_start = start + first * source.page_head
     if heads.tails is not None:
         tails, (start, source.tail_head, source.tail_row) = heads.tails
-        source.tails, source.tail_batch = tails.data_ptr(), tails.stride(0)
+        source.tails, source.tail_batch, source.tail_count = tails.data_ptr(), tails.stride(0), tails.shape[1]
         source.tail_start = start + first * source.tail_head
     if heads.expanded:
         source.head = source.page_head = source.scale_head = source.tail_head = 0
@@ -239,7 +247,7 @@ def _source(heads: Heads) -> _Source:
 
 
 def _fit(query: Tensor, key: Heads, values: Sequence[Heads], mask: Tensor | None) -> bool:
-    """Whether the kernel takes these shapes. It checks no bounds; others go to PyTorch, which reports errors."""
+    """Whether the kernel takes these shapes; others go to PyTorch, which reports errors."""
     batch, heads, length, head_dim = key.shape
     own = [(batch, value.shape[1], length, values[0].shape[-1]) for value in values]
     tensors = [isinstance(heads, Tensor) for heads in (key, *values)]
@@ -263,14 +271,15 @@ def _additive(mask: Tensor) -> Tensor:
 
 
 @functools.cache
-def compiled_kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
-    """Return the functions of attention.cpp by dtype, or None where nothing can be compiled."""
+def compiled_kernels() -> dict[torch.dtype, Callable[[Any], bool]] | None:
+    """Return the functions of attention.cpp by dtype, each of which returns whether what is to be read lies there; None
+    where nothing can be compiled."""
     library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
     if library is None:
         return None
     kernels = {}
     for dtype in DTYPES:
         kernel = getattr(library, f"attend_{str(dtype).removeprefix('torch.')}")
-        kernel.argtypes, kernel.restype = [ctypes.c_void_p], None
+        kernel.argtypes, kernel.restype = [ctypes.c_void_p], ctypes.c_bool
         kernels[dtype] = kernel
     return kernels
