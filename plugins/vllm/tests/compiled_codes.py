@@ -8,7 +8,7 @@ import vllm.triton_utils
 
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, tl
 
-from leanqkv_vllm.attention_triton import _attend
+from leanqkv_vllm.attention_triton import _attend, launch
 from leanqkv_vllm.pages_triton import Source
 from triton.backends.compiler import GPUTarget
 
@@ -23,12 +23,12 @@ SHARED = {"cuda": 99 * 1024, "hip": 64 * 1024}  # bytes that every GPU has from 
 def compiled(target: GPUTarget, dtype: str, columns: int, width: int, **options: object) -> None:
     sizes = [max(16, triton.next_power_of_2(number)) for number in (columns, width)]
     constants = {"key_width": sizes[0], "value_width": sizes[1], "page": 64, "same": False, **options}
-    constants["count"] = max(16, min(64, 8192 // max(sizes)))
+    given = launch(max(sizes), 4 if dtype == "fp32" else 2)
+    constants["count"] = given.pop("count")
     kinds = dict.fromkeys(_attend.arg_names, "i32") | POINTERS | {"query": f"*{dtype}", "scaling": "fp32"}
     kinds |= {"keys": SOURCE, "values": SOURCE} | dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(_attend, kinds, constexprs=constants)
-    launch = {"num_warps": 8, "num_stages": 1} if max(sizes) > 256 else {"num_warps": 4, "num_stages": 2}
-    made = triton.compile(source, target=target, options=launch)
+    made = triton.compile(source, target=target, options=given)
     assert made.metadata.shared <= SHARED[target.backend], (dtype, columns, made.metadata.shared)
 
 

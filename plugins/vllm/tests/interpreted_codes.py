@@ -218,7 +218,7 @@ def check_largest() -> None:
     """What codes stand for may be beyond float16's largest number by less than half a scale."""
     rows = Rows([("keys", 1, 16)], [65], "2", torch.float16, None, True)
     [slot], layout = rows.slots, rows.codes.layouts[rows.slots[0]]
-    states = torch.linspace(-65504, 65504, BLOCK, dtype=torch.float16)[None, None, :, None].expand(-1, -1, -1, 16)
+    states = torch.linspace(-65504, 65504, BLOCK).half()[None, None, :, None].expand(-1, -1, -1, 16)
     rows._codes_of(slot)[rows.table[0, 0]] = layout.quantize(states)[0, 0]
     key = rows.history("keys")
     found = one_query_attention(torch.full((1, 1, 1, 16), 0.01, dtype=torch.float16), key, [key], None, 1.0)

@@ -107,6 +107,13 @@ def one_query_attention(
     return torch.cat(found, 1)[:, None]
 
 
+def launch(width: int, itemsize: int) -> dict[str, int]:
+    """Return how many tokens are read at once, and Triton's options, so that the shared memory of a GPU is enough."""
+    size = width * itemsize
+    options = {"num_warps": 8, "num_stages": 1} if size > 512 else {"num_warps": 4, "num_stages": 2}
+    return {"count": max(16, min(BLOCK, 16384 // size)), **options}
+
+
 def _lies(heads: Any, query: Tensor) -> bool:
     """Whether the kernel can read heads in their pages: of codes, all columns or the first ones."""
     if not isinstance(heads, History) or heads.dtype != query.dtype or heads.shape[-1] > COLUMNS_ON_GPU[query.itemsize]:
@@ -135,8 +142,7 @@ def _attention(query: Tensor, key: History, value: History, mask: Tensor | None,
     _attend[rows, heads * tiles, parts](
         query, source_of(key), source_of(value), mask, output, highest, totals, places.lengths, firsts, paged,
         *query.stride()[:2], longest, scaling, heads, tiles, group, part_tokens, columns, width, key.layout,
-        value.layout, *widths, same=same, count=max(16, min(BLOCK, 8192 // max(widths))), page=BLOCK,
-        num_warps=4 if max(widths) <= 256 else 8, num_stages=1 if max(widths) > 256 else 2,
+        value.layout, *widths, same=same, page=BLOCK, **launch(max(widths), query.itemsize),
     )  # fmt: skip
     weights = (highest - highest.amax(0)).exp()
     return ((output * weights[..., None]).sum(0) / (totals * weights).sum(0)[..., None]).to(query.dtype)

@@ -1,4 +1,7 @@
-"""The same on pages of codes (codes.py), and in what pieces a step is computed there: none goes beyond a page."""
+"""Where the rows of a batch lie in pages of codes (codes.py), and the cache of a layer on these.
+
+A row's new tokens lie in one page, so a step is computed in pieces that end where a page ends.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -133,7 +136,7 @@ class Kept(NamedTuple):
 
 
 class CodesLayer(PagedLayer):
-    """The same on pages of codes. What is handed out holds numbers of a block that these tokens fill."""
+    """PagedLayer on pages of codes. What is handed out holds numbers of a block that these tokens fill."""
 
     pages: CodesPages
 
