@@ -6,17 +6,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engines import core_of, engine, generate, prompts_of_uneven_length, run
 from leanqkv_vllm.codes import Codes, pages_of
-from leanqkv_vllm.histories import CodesPages
 from leanqkv_vllm.pages import make_groups
+from leanqkv_vllm.refusals import bits_refusal, codes_refusal_on_gpu
+from leanqkv_vllm.rows_of_codes import CodesPages
 from product.mechanisms import CASES
 
-from leanqkv import LeanForCausalLM
+from leanqkv import LeanConfig, LeanForCausalLM
 from leanqkv.cache_bits import CacheBits
 from leanqkv.inference.decoder import Decoder
 from leanqkv.model.cache_quantized import BLOCK, quantized_bytes_per_token
@@ -182,6 +184,41 @@ def test_pages_that_a_request_takes(tail: int) -> None:
     for tokens in range(1, 4 * BLOCK):
         most = max(most, tokens // BLOCK + -(-(tokens % BLOCK) // tail))
         assert pages_of(tokens, tail) == most
+
+
+ON_GPU = {
+    "values-from-keys": (
+        torch.bfloat16,
+        "layer 0 makes values of its keys",
+    ),
+    "mla+skipv1": (torch.bfloat16, "the latent of layer 1 comes from several layers"),
+    "baseline": (torch.bfloat16, None),
+    "mla": (torch.float32, None),
+}
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_what_is_refused_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    dtype, match = ON_GPU[name]
+    config = next(case for case in CASES if case.name == name).model(**FIELDS).config
+    cache = SimpleNamespace(user_specified_block_size=False, cache_dtype="auto")
+    given: Any = SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(dtype=dtype), speculative_config=None)
+    found = bits_refusal(config, CacheBits.of("4"), given)
+    if match is None:
+        assert found is None
+    else:
+        assert found is not None and found.startswith("cache_bits 4 is not possible on a GPU: ") and match in found
+    assert codes_refusal_on_gpu(wide_latents(), dtype) is not None
+    platform.is_cuda_alike, platform.device_name = lambda: False, "tpu"
+    assert bits_refusal(config, CacheBits.of("4"), given).endswith("GPUs of NVIDIA and AMD; found tpu")
+
+
+def wide_latents() -> Any:
+    """The plan of a model with latents of 1,032 columns."""
+    values = [{"type": "latent", "rank": 1032, "layers": [0]}]
+    return LeanConfig(hidden_size=2048, num_attention_heads=32, num_hidden_layers=1, value=values).plan
 
 
 REFUSED = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from corpus import write_corpus
 from engines import OPTIONS, core_of, engine, expected, generate, prompts_of_uneven_length, run
-from leanqkv_vllm.histories import FEW, Pages
 from leanqkv_vllm.kernel_cpu import precision_refusal
 from leanqkv_vllm.refusals import settings_refusal
+from leanqkv_vllm.rows import FEW, Pages
 from product.mechanisms import CASES
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer

@@ -2,29 +2,26 @@
 
 The model around it is compiled as a whole. Between a layer's projections and its output stands one custom operator,
 which runs the core's attention. Tokens that a request has one or a few of, as in decoding and of drafts, are rows of
-one batch whose history is read where it lies, by leanqkv's kernel (leanqkv/inference/attention.cpp). For longer pieces
-of a prompt the history is gathered. In pages of codes (codes.py) these pieces end where a page ends.
+one batch whose history is read where it lies, by leanqkv's kernel: leanqkv/inference/attention.cpp, on a GPU
+attention_triton.py. For longer pieces of a prompt the history is gathered. In pages of codes (codes.py) these pieces
+end where a page ends.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
-from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from leanqkv.inference.attention import attend_one_query, attend_one_query_to_latent
-from leanqkv.inference.history import History, Places
+from leanqkv.inference.history import History
 from leanqkv.model.attention import KeyValues
 from leanqkv.model.attention_latent import LatentAttention
-from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.model.latent import absorbing_pays
 from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.layout import LayerPlan
@@ -32,11 +29,10 @@ from leanqkv.model.position import BACK, Rotation, Rotations, make_masks
 from leanqkv.model.transformer import LeanModel
 
 from .cache import PagedCache
-from .pages import Slot
+from .rows import FEW, PagedLayer, Pages
+from .rows_of_codes import CodesLayer, CodesPages, Kept, pieces_by_page
 from .step import Step
 
-# A request with more new tokens than these has its history gathered once for all of them.
-FEW = 8
 # Positions of a history for which absorbing a latent takes fewer multiplications, if it does for any number.
 MANY = 2**30
 
@@ -46,11 +42,13 @@ class Histories:
 
     Args:
         model: whose attention `use_histories` has replaced.
+        kernel: the module with leanqkv's kernel, which reads a history where it lies.
         limit: positions of the longest request that there can be.
     """
 
-    def __init__(self, model: LeanModel, caches: Sequence[PagedCache], limit: int):
+    def __init__(self, model: LeanModel, caches: Sequence[PagedCache], kernel: ModuleType, limit: int):
         self.model, self.plan, self.caches, self.limit = model, model.config.plan, caches, limit
+        self.kernel = kernel
         self.config = copy(model.config)
         self.config._attn_implementation = "sdpa"
         self.lenders, self.batches, self.passes = self.plan.lenders, [], 1
@@ -119,7 +117,8 @@ class Histories:
             core.__class__ = CORES.get(original, original)
             core.project = lambda hidden_states, projected: projected
             core.project_output = lambda heads, gate: heads
-            core.config, core.attend = self.config, attend_one_query
+            core.config, core.attend = self.config, self.kernel.attend_one_query
+            core.attend_to_latent = self.kernel.attend_one_query_to_latent
             self._cores[block] = core
         return self._cores[block]
 
@@ -133,33 +132,6 @@ class Histories:
             history = None if self.plan.reads_keys_in is None else positions
             self._tables = {name: (cos[0], sin[0]) for name, (cos, sin) in rotary(like, positions, history).items()}
         return self._tables
-
-
-def pieces_by_page(starts: Tensor, lengths: Tensor, positions: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield the tokens of a step that are computed together, as `Batch` takes them, in the order of their positions.
-
-    Tokens of one row lie in one page: those behind it see it as codes. A few that do not fill it are rows of their own.
-
-    starts, lengths: of the requests' tokens among those of the step, and of the requests. positions: of every token.
-    """
-    counts = starts.diff()
-    few = (counts <= FEW) & (lengths // BLOCK == (lengths - counts) // BLOCK)
-    requests = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    tokens = torch.where(few[requests])[0]
-    if len(tokens):
-        yield requests[tokens], tokens[:, None], positions[tokens][:, None], len(tokens) == len(requests), True
-    together: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
-    for request in torch.where(~few)[0].tolist():
-        token, number = int(starts[request]), 0
-        while token < starts[request + 1]:
-            place = int(positions[token]) % BLOCK
-            count = min(BLOCK - place, int(starts[request + 1]) - token)
-            together[number, place, count].append((request, token))
-            token, number = token + count, number + 1
-    for (_, _, count), rows in sorted(together.items()):
-        chosen, first = torch.tensor(rows, device=counts.device).unbind(1)
-        places = first[:, None] + torch.arange(count, device=counts.device)
-        yield chosen, places, positions[places], False, False
 
 
 class Batch:
@@ -259,203 +231,6 @@ class Batch:
             output[self.tokens] = found
 
 
-class Pages:
-    """Where the rows of a batch lie in the pages of a group of layers.
-
-    Attributes:
-        written: page of every new token, and its place in it, [rows, new tokens].
-    """
-
-    def __init__(self, batch: Batch, cache: PagedCache, step: Step, requests: Tensor):
-        self.batch, self.cache = batch, cache
-        self.blocks = step.common.block_table_tensor[requests].long()
-        slots = step.common.slot_mapping[batch.tokens]
-        self.written = slots // cache.block_size, slots % cache.block_size
-
-    def used(self) -> Tensor:
-        """Return the pages that hold the rows' tokens."""
-        counts = (self.batch.lengths + self.cache.block_size - 1) // self.cache.block_size
-        return self.blocks[torch.arange(self.blocks.shape[1], device=counts.device) < counts[:, None]]
-
-    @cached_property
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Page of every token and its place, [rows, tokens of the longest], to gather them."""
-        found, size = self.batch.history.expand(self.batch.real.shape), self.cache.block_size
-        # What pads a row is read from the page that belongs to no request.
-        return torch.where(self.batch.real, self.blocks.gather(1, found // size), 0), found % size
-
-    @cached_property
-    def table(self) -> Tensor:
-        """Addresses of the rows' pages, [rows, pages]."""
-        pages = self.cache.kv_cache
-        return self.blocks * (pages.stride(0) * pages.itemsize) + pages.data_ptr()
-
-    @cached_property
-    def places(self) -> Places:
-        lengths, window = self.batch.lengths, self.cache.group.window
-        firsts = None if window is None else (lengths - window).clamp_min(0)
-        return Places(self.batch.longest, lengths, firsts, lengths, self.cache.block_size, self.batch.padded_right)
-
-    def gather(self, slot: Slot) -> Tensor:
-        """Return a tensor of all rows, [rows, heads, tokens of the longest, columns], padded."""
-        page, place = self.read
-        return self.cache.heads(slot.layer, slot.name)[page, :, place].transpose(1, 2)
-
-    def history(self, slot: Slot) -> History:
-        """What stands for it, to be read where it lies."""
-        page = self.cache.kv_cache
-        row, size = slot.columns * page.itemsize, self.cache.block_size
-        strides = slot.offset * size * page.itemsize, size * row, row
-        shape = len(self.blocks), slot.heads, slot.columns
-        return History(shape, self.places, self.table, lambda _: self.gather(slot), page.dtype, strides=strides)
-
-
-class PagedLayer(DynamicLayer):
-    """A layer's tensors of the rows of a batch: `update` writes the new tokens into their pages and returns all."""
-
-    def __init__(self, pages: Pages, layer: LayerPlan):
-        super().__init__()
-        self.pages = pages
-        self.slots = [slot for slot in pages.cache.group.slots if slot.layer == layer.layer]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """key_states, value_states: [rows, heads, new tokens, columns], as the layers of the core give them."""
-        pages, batch = self.pages, self.pages.batch
-        given = [states for states in (key_states, value_states) if states.shape[1]]
-        histories: list[Any] = []
-        for slot, new in zip(self.slots, given, strict=True):
-            page, place = pages.written
-            pages.cache.heads(slot.layer, slot.name)[page, :, place] = new.transpose(1, 2)
-            if batch.longest == batch.new:  # nothing was there before
-                histories.append(new)
-            elif batch.new == 1:
-                histories.append(pages.history(slot))
-            else:
-                histories.append(pages.gather(slot))
-        return histories[0], histories[1] if len(histories) > 1 else histories[0][:, :0]
-
-    def get_seq_length(self) -> int:
-        """Return the tokens before the new ones, those that pad a shorter row included."""
-        return self.pages.batch.longest - self.pages.batch.new
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens a mask is for, and the first of them."""
-        return self.pages.batch.longest, 0
-
-
-class CodesPages(Pages):
-    """Where the rows of a batch lie in pages of codes, and their newest tokens in the pages behind these.
-
-    Attributes:
-        counts: pages of codes of every row, [rows].
-        written: page of every new token, and its place in it, [rows, new tokens], as a number.
-    """
-
-    def __init__(self, batch: Batch, cache: PagedCache, step: Step, requests: Tensor):
-        assert cache.codes is not None
-        self.batch, self.cache, self.codes = batch, cache, cache.codes
-        self.blocks = step.common.block_table_tensor[requests].long()
-        self.counts = batch.positions[:, 0] // BLOCK
-        self.written = self._numbers_at(batch.positions)
-
-    def _numbers_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        place, tail = positions % BLOCK, self.codes.tail
-        return self.blocks.gather(1, positions // BLOCK + place // tail), place % tail
-
-    @cached_property
-    def tails(self) -> Tensor:
-        """Addresses of the pages with the rows' numbers, [rows, pages]."""
-        most = range((BLOCK - 1) // self.codes.tail + 1)
-        behind = [(self.counts + number).clamp_max(self.blocks.shape[1] - 1) for number in most]
-        return self.table.gather(1, torch.stack(behind, 1))
-
-    @cached_property
-    def places(self) -> Places:
-        batch, paged = self.batch, self.counts * BLOCK
-        tail = self.codes.tail if batch.in_place else 0
-        return Places(batch.longest, batch.lengths, None, paged, BLOCK, batch.padded_right, tail)
-
-    def newest(self, slot: Slot, rows: slice, stop: int) -> Tensor:
-        """Return the rows' numbers, [rows, heads, tokens, columns], of tokens before place `stop` of their blocks."""
-        positions = self.counts[rows, None] * BLOCK + torch.arange(stop, device=self.counts.device)
-        place, tail = positions % BLOCK, self.codes.tail
-        page = self.blocks[rows].gather(1, positions // BLOCK + place // tail)
-        return self.cache.heads(slot.layer, slot.name)[page, :, place % tail].transpose(1, 2)
-
-    def close(self, slot: Slot, numbers: Tensor) -> None:
-        """Make codes of whole blocks [rows, heads, BLOCK, columns]."""
-        pages = self.blocks.gather(1, self.counts[:, None])[:, 0]
-        self.cache.codes_of(slot)[pages] = self.codes.layouts[slot].quantize(numbers)[:, 0]
-
-    def whole(self, slot: Slot, newest: Tensor | None) -> Tensor:
-        """Return a tensor of all rows, [rows, heads, tokens of the longest, columns], padded.
-
-        newest: the rows' numbers; None: they are in pages."""
-        layout, dtype, padding = self.codes.layouts[slot], self.codes.dtype, self.batch.padded_right
-        rows = []
-        for row, (count, length) in enumerate(zip(self.counts.tolist(), self.batch.lengths.tolist(), strict=True)):
-            numbers = (
-                self.newest(slot, slice(row, row + 1), length - count * BLOCK) if newest is None else newest[[row]]
-            )
-            if count:
-                pages = self.cache.codes_of(slot)[self.blocks[row, :count]]
-                numbers = torch.cat((layout.dequantize(pages[None], dtype), numbers), 2)
-            missing = self.batch.longest - length
-            rows.append(F.pad(numbers, (0, 0, 0, missing) if padding else (0, 0, missing, 0)))
-        return torch.cat(rows)
-
-    def lying(self, slot: Slot, newest: Tensor | None) -> History:
-        """What stands for it, to be read where it lies."""
-        cache, (codes, numbers), size = self.cache, self.codes.starts(slot), self.codes.dtype.itemsize
-        shape = len(self.blocks), slot.heads, slot.columns
-        given: dict[str, Any] = {"newest": newest, "layout": self.codes.layouts[slot], "strides": (codes, 0, 0)}
-        if newest is None:
-            _, head, token, _ = cache.heads(slot.layer, slot.name).stride()
-            given["tails"] = self.tails, (numbers, head * size, token * size)
-        return History(shape, self.places, self.table, lambda _: self.whole(slot, newest), self.codes.dtype, **given)
-
-
-class Kept(NamedTuple):
-    """What a tensor of several new tokens is made of: codes in pages, and numbers."""
-
-    pages: CodesPages
-    slot: Slot
-    newest: Tensor
-
-    def whole(self) -> Tensor:
-        """Return the tensor."""
-        return self.pages.whole(self.slot, self.newest)
-
-
-class CodesLayer(PagedLayer):
-    """The same on pages of codes. What is handed out holds numbers of a block that these tokens fill."""
-
-    pages: CodesPages
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        pages, batch = self.pages, self.pages.batch
-        given = [states for states in (key_states, value_states) if states.shape[1]]
-        newest: list[Any] = [None] * len(given)
-        if not batch.in_place:  # all is read before anything is written: codes lie where other numbers did
-            before = int(batch.positions[0, 0]) % BLOCK
-            newest = [
-                torch.cat((pages.newest(slot, slice(None), before), new), 2)
-                for slot, new in zip(self.slots, given, strict=True)
-            ]
-        histories: list[Any] = []
-        for slot, new, numbers in zip(self.slots, given, newest, strict=True):
-            if numbers is not None and numbers.shape[2] == BLOCK:
-                pages.close(slot, numbers)
-            else:
-                page, place = pages.written
-                pages.cache.heads(slot.layer, slot.name)[page, :, place] = new.transpose(1, 2)
-            if batch.new == 1:
-                histories.append(pages.lying(slot, numbers))
-            else:
-                histories.append(batch.make(Kept(pages, slot, numbers)))
-        return histories[0], histories[1] if len(histories) > 1 else histories[0][:, :0]
-
-
 class LatentHeadsCore(LatentHeadsAttention):
     """Latents that are read where they lie, however few tokens there are: heads made of them would be gathered."""
 
@@ -465,8 +240,6 @@ class LatentHeadsCore(LatentHeadsAttention):
 
 class LatentCore(LatentAttention):
     """MLA whose absorbed form is one call of the kernel, if the latent and the rotary key lie in pages."""
-
-    attend_to_latent = staticmethod(attend_one_query_to_latent)
 
     def _absorbing_pays(self, query: Tensor, pieces: list[Any], mask: Any) -> bool:
         if not isinstance(pieces[0], History):
@@ -496,9 +269,9 @@ class OpaqueAttention:
         return self.project_output(output[None], gate), None, KeyValues(None, None, None)
 
 
-def use_histories(model: LeanModel, caches: Sequence[PagedCache], limit: int) -> Histories:
+def use_histories(model: LeanModel, caches: Sequence[PagedCache], kernel: ModuleType, limit: int) -> Histories:
     """Make a model's attention run through the operator; return what a step begins with."""
-    histories = caches[0].histories = Histories(model, caches, limit)
+    histories = caches[0].histories = Histories(model, caches, kernel, limit)
     for block in model.layers:
         attention = block.self_attn
         attention.__class__ = type("OpaqueAttention", (OpaqueAttention, type(attention)), {})

@@ -36,6 +36,13 @@ def kernel_of_platform() -> ModuleType | None:
     return None if name is None else import_module(f".{name}", __package__)
 
 
+def kernel_in_place() -> ModuleType:
+    """Return the module with leanqkv's own kernel of this platform, which reads a history where it lies."""
+    if current_platform.is_cuda_alike():
+        return import_module(".attention_triton", __package__)
+    return import_module("leanqkv.inference.attention")
+
+
 def choose_kernel(plan: Plan, bits: CacheBits) -> tuple[ModuleType | None, str | None]:
     """Return vLLM's kernel that attends as a plan asks; or None and why leanqkv's own code does."""
     kernel = kernel_of_platform()
@@ -84,8 +91,8 @@ class LeanForCausalLM(nn.Module):
         self.model.requires_grad_(False).eval()
         self.shard = Shards(self.config, self.ranks, get_tensor_model_parallel_rank()) if self.ranks > 1 else None
         self.caches = self._make_caches(maybe_prefix(prefix, "model"))
-        limit = vllm_config.model_config.max_model_len
-        self.histories = use_histories(self.model, self.caches, limit) if self.kernel is None else None
+        given = self.model, self.caches, kernel_in_place(), vllm_config.model_config.max_model_len
+        self.histories = use_histories(*given) if self.kernel is None else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size, scale=1 / config.logits_scaling)
 

@@ -5,6 +5,8 @@ from typing import Any
 from leanqkv.cache_bits import CacheBits
 
 BITS = "cache_bits"  # in vLLM's `additional_config`
+# The widest head that the kernel for GPUs reads, by the bytes of a number: what it works on lies in shared memory.
+COLUMNS_ON_GPU = {2: 1024, 4: 256}
 
 
 def refusal(config: Any) -> str | None:
@@ -26,21 +28,37 @@ def cache_bits(vllm_config: Any) -> CacheBits:
     return CacheBits.of(given.get(BITS) if isinstance(given, dict) else None)
 
 
-def bits_refusal(bits: CacheBits, vllm_config: Any) -> str | None:
-    """Return why the cache cannot be of so many bits with the engine's settings; None: it can."""
+def bits_refusal(config: Any, bits: CacheBits, vllm_config: Any) -> str | None:
+    """Return why the cache cannot be of so many bits with a model and the engine's settings; None: it can."""
     from vllm.platforms import current_platform
 
     from leanqkv.model.cache_quantized import BLOCK
 
-    cache = vllm_config.cache_config
-    if not current_platform.is_cpu():
-        return f"{BITS} {bits} is possible on a CPU alone"
+    cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
+    if not current_platform.is_cpu() and not current_platform.is_cuda_alike():
+        return f"{BITS} {bits} is possible on CPUs, and on GPUs of NVIDIA and AMD; found {current_platform.device_name}"
+    if current_platform.is_cuda_alike() and (reason := codes_refusal_on_gpu(config.plan, dtype)):
+        return f"{BITS} {bits} is not possible on a GPU: {reason}; give 16, or a CPU"
     if cache.user_specified_block_size and cache.block_size != BLOCK:
         return f"{BITS} {bits} needs pages of {BLOCK} tokens; found block_size {cache.block_size}, give {BLOCK}"
-    if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
+    if cache.cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
         return f"{BITS} {bits} and kv_cache_dtype {cache.cache_dtype!r} are both the cache's precision; give one"
     if vllm_config.speculative_config is not None:
         return f"{BITS} {bits} is not possible with speculative_config: a rejected draft cannot be taken out of codes"
+    return None
+
+
+def codes_refusal_on_gpu(plan: Any, dtype: Any) -> str | None:
+    """Return what the kernel for GPUs cannot read of codes, so that each step would gather it; None: it reads all."""
+    most = COLUMNS_ON_GPU[dtype.itemsize]
+    for layer in plan.layers:
+        if layer.values_read_keys:
+            return f"layer {layer.layer} makes values of its keys, which the kernel for GPUs does not turn back"
+        lenders = {source.layer for source in (*layer.layout.keys, *layer.layout.values)}
+        if layer.latent is not None and (len(lenders) > 1 or len(layer.layout.values) > 1):
+            return f"the latent of layer {layer.layer} comes from several layers, and the kernel for GPUs reads one"
+        if (wide := max((tensor.head_dim for tensor in layer.cached), default=0)) > most:
+            return f"layer {layer.layer} caches {wide} columns, and the kernel for GPUs reads {most} at most of {dtype}"
     return None
 
 
@@ -57,7 +75,7 @@ def settings_refusal(config: Any, vllm_config: Any) -> str | None:
     if vllm_config.quant_config is not None:
         return f"quantized weights ({vllm_config.quant_config.get_name()}) are not possible; give unquantized ones"
     bits = cache_bits(vllm_config)
-    if bits.quantized and (reason := bits_refusal(bits, vllm_config)):
+    if bits.quantized and (reason := bits_refusal(config, bits, vllm_config)):
         return reason
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks > 1 and (reason := parallel_refusal(config, ranks)):
