@@ -93,7 +93,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     losses = [
         (
             row["name"],
-            f"{row['control']['validation_loss']:.4f}",
+            *(f"{row[name]['validation_loss']:.4f}" for name in ("trained", "control")),
             *(f"{stage['loss']:.4f}" for stage in row["norms"]["stages"]),
             f"{row['eliminated']['loss']:.4f}",
         )
@@ -110,7 +110,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
         for row in rows
     ]
     return {
-        "losses": harness.table(("shape", "control", *STAGES.values(), "eliminated"), losses),
+        "losses": harness.table(("shape", "trained", "control", *STAGES.values(), "eliminated"), losses),
         "weights": harness.table(
             ("shape", "what goes", "trained", "norm-free", "eliminated", "condition", "fp64", "fp32", "bf16"), weights
         ),

@@ -37,6 +37,7 @@ PAPERS = (DOCS / "papers.md").read_text()
 COMPARISONS = sorted(file.parent for file in RESULTS.glob("*/compare.json"))
 # Benchmark, its record, the page that has its tables.
 BENCHMARKS = (
+    ("norm_removal", "exact/norm-removal.json", "reference-exact.md"),
     ("conversion", "conversion/stdlib.json", "reference-conversion.md"),
     ("conversion", "conversion/torch-headers.json", "reference-conversion.md"),
     ("real", "real/smollm2.json", "reference-conversion.md"),
