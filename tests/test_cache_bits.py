@@ -22,6 +22,7 @@ from leanqkv.evaluate import obstacle, strided_windows
 from leanqkv.inference import Decoder
 from leanqkv.inference.bench import measure
 from leanqkv.inference.cache import token_bytes
+from leanqkv.inference.history import History
 from leanqkv.inference.text import TextStream, end_tokens
 from leanqkv.model.cache_quantized import BITS, LeanQuantizedCache, quantized_bytes_per_token
 
@@ -129,7 +130,42 @@ def test_tokens_of_every_mechanism_are_those_of_generate(case: Model):
         assert torch.equal(found[row : row + 1, start:], by_generate(model, bits, ids[row : row + 1, start:])), row
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# MLA whose latent or rotary key another layer has.
+SHARED_LATENTS = [
+    Model(f"mla+{name}", "llama", ("mla", name), {"num_hidden_layers": 4})
+    for name in ("skipv2", "svformer", "resformer", "yoco-v", "yoco", "cla-v", "cla")
+]
+
+
+@pytest.mark.parametrize("case", CASES + SHARED_LATENTS, ids=lambda case: case.name)
+def test_every_mechanism_is_read_where_it_lies(case: Model, monkeypatch, needs_compiler):
+    """No tensor of the cache is made whole in a step, of rows of different lengths; else nothing is gained."""
+    made, whole = [], History.whole
+    monkeypatch.setattr(History, "whole", lambda states: (made.append(states), whole(states))[1])
+    ids, mask = tokens(2, 100), torch.ones(2, 100, dtype=torch.long)
+    mask[0, :20] = 0
+    for window in (None, 80):
+        fields = {"sliding_window": window} if window else {}
+        if window and (
+            case.name == "prefix" or "values-from-keys" in case.mechanisms or "sliding_window" in case.fields
+        ):
+            continue
+        model = case.model(**LONG, **fields).float()
+        for bits in ("8", "8/4", "4", "2"):
+            decoder = Decoder(model, cache_bits=bits)
+            decoder.prefill(ids * mask, mask, room=1)
+            decoder.step(ids[:, 0])
+            assert not made, (window, bits)
+    attention = model.model.layers[0].self_attn
+    if up := getattr(attention, "k_up_proj", None) or getattr(attention, "v_up_proj", None):
+        up.register_forward_hook(lambda *_: None)
+        decoder = Decoder(model, cache_bits=4)
+        decoder.prefill(ids, room=1)
+        decoder.step(ids[:, 0])
+        assert made, "a hooked projection is called, on all that is cached"
+
+
+@pytest.mark.parametrize("case", CASES + SHARED_LATENTS, ids=lambda case: case.name)
 def test_logits_of_every_mechanism_by_the_kernel(case: Model, needs_compiler):
     """Of single tokens over the end of a block, in float32, against the history made whole. A rounding may decide which
     code an entry gets, which some mechanisms enlarge."""

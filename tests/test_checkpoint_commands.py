@@ -170,6 +170,24 @@ def test_a_text_can_be_certified_on(folder, unwrapped, monkeypatch):
     assert "too short" in unwrapped("verify", "one", "less", "--text", "short.txt")[2]
 
 
+def test_the_bytes_of_a_token_behind_the_windows_are_said(folder, unwrapped):
+    save("windowed", "llama", sliding_window=8, window_layers=[0, 2])
+    assert (
+        "KV cache, bfloat16: 384 bytes per token until a window of 8 is full, then 128, "
+        in (unwrapped("inspect", "windowed")[1])
+    )
+
+
+@pytest.mark.parametrize("window, code, words", [(64, 2, "the last 64 in the other"), (8, 1, ""), (200, 0, "")])
+def test_windows_that_no_token_shows_are_not_one_function(folder, unwrapped, window, code, words):
+    save("whole", "llama", max_position_embeddings=200)
+    shutil.copytree("whole", "windowed")
+    config = json.loads(Path("windowed/config.json").read_text())
+    Path("windowed/config.json").write_text(json.dumps(config | {"sliding_window": window, "window_layers": [1]}))
+    found, _, err = unwrapped("verify", "whole", "windowed")
+    assert found == code and words in err
+
+
 @pytest.mark.slow
 def test_import_and_export_lead_back(folder, unwrapped):
     llama = save_llama("llama", max_shard_size="20KB")

@@ -23,6 +23,7 @@ from leanqkv.convert.conversion import Conversion
 from leanqkv.data import evaluation_text
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.evaluate import paired, paired_scores, spread_windows
+from leanqkv.report import conversion as report
 from leanqkv.report.conversion import KIND
 
 
@@ -121,6 +122,16 @@ def test_the_page_of_merged_values_says_what_its_columns_are(place, unwrapped):
     [[first, second]] = json.loads(Path("result/conversion.json").read_text())["layers"][1]["merged"]
     assert f"{first} with {second}" in shown and "0.25 of the value heads" in shown
     assert "Kept: " not in shown and "Sinks: " not in shown
+
+
+def test_bytes_of_a_token_are_said_with_the_window_behind_which_they_end():
+    record = {"parameters": [9, 8], "kv_bytes_per_token_bf16": [64, 48], "source": {"sliding_window": 512}}
+    words = "per token until a window of 512 is full"
+    assert f"takes 48 bytes {words} in bfloat16" in report.summary(record)
+    assert report.result_table(record).rows[1][0] == "KV cache, bytes per token (bf16) until a window of 512 is full"
+    record |= {"at_context": 4096, "kv_bytes_at_context_bf16": [2000, 1500]}
+    assert "takes 1,500 bytes at 4,096 tokens in bfloat16" in report.summary(record)
+    assert "until" not in report.summary(record | {"source": {}})
 
 
 def test_the_page_of_latent_values_says_what_changed(place, unwrapped):

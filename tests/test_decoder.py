@@ -299,8 +299,12 @@ def test_all_threads_have_the_same_work(heads, threads):
 def test_one_head_is_cut_into_a_part_for_every_thread(monkeypatch):
     """MQA at batch 1; of two sequences, or of own and borrowed values, the heads of one call count."""
     calls = []
-    kernel = {torch.float32: lambda call: calls.append((call._obj.batch * call._obj.heads, call._obj.chunks))}
-    monkeypatch.setattr("leanqkv.inference.attention.compiled_kernels", lambda: kernel)
+
+    def kernel(call) -> bool:
+        calls.append((call._obj.batch * call._obj.heads, call._obj.chunks))
+        return True
+
+    monkeypatch.setattr("leanqkv.inference.attention.compiled_kernels", lambda: {torch.float32: kernel})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     for batch, heads in ((1, (1,)), (2, (1,)), (1, (1, 3)), (2, (4,))):
         query, key = torch.randn(batch, 2 * sum(heads), 1, 8), torch.randn(batch, sum(heads), 8 * CHUNK_TOKENS, 8)

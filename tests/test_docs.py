@@ -247,7 +247,7 @@ NUMBERS = {
         ("3.3", "6.4", "9.4"),  # the sign is in words
     ),
     "results-on-a-gpu.md": Sources((), ("small-h100",)),
-    "results-extensions.md": Sources((), ("extensions", "nonlinear-key", "prefix")),
+    "results-extensions.md": Sources((), ("extensions", "nonlinear-key", "prefix", "encoder")),
     # Half-widths with fewer digits, percentages and tokens.
     "results-sharing-values.md": Sources((), ("kv-sharing",), ("0.02", "0.06", "1.7")),
     "results-queries.md": Sources((), ("query",), ("2.6",)),

@@ -6,14 +6,16 @@ from decoding import LENGTHS, NEW, run
 from shapes import randomize, tiny, tokens
 from stock_models import CASES, ONE_OF_EACH, stock_model
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from leanqkv import LeanForCausalLM
+from leanqkv.cache_bits import CacheBits
 from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.inference import Decoder
 from leanqkv.inference.batch import Row, Scheduler
 from leanqkv.inference.cache import token_bytes
 from leanqkv.inference.decoder import last_position
+from leanqkv.model.cache_quantized import kivi_layers
 
 # Those with windows, positions, norms or experts of their own: one of each, and the variants.
 NEWER = [
@@ -179,3 +181,28 @@ def test_dynamic_positions_depend_on_the_sequence_alone():
     near(model(middle[:, 5:8], past_key_values=cache).logits, whole[:, 5:])
     with pytest.raises(ValueError, match="do not fit the 8 positions behind which"):
         Decoder(model).generate(middle[:, :6], max_new_tokens=4)
+
+
+WIDE = {"sliding_window": 100, "max_position_embeddings": 400}  # more than a block of 64, which is quantized together
+
+
+@pytest.mark.parametrize("bits", [(2, 4), (4, 4)])
+@pytest.mark.parametrize("case", ["gemma3", "qwen3-some-windows"])
+@torch.no_grad()
+def test_a_quantized_cache_behind_a_window_is_that_of_transformers(case, bits, tmp_path, monkeypatch):
+    """Its own model over our pages, in float64, where hardly a number lies between two codes; a step at a time behind
+    where pages have gone. Its bytes are what the plan says after every step."""
+    monkeypatch.setitem(CASES, case, (CASES[case][0], CASES[case][1] | WIDE))
+    reference = stock_model(case, torch.float64)
+    reference.save_pretrained(tmp_path)
+    model = load_model(open_checkpoint(tmp_path), torch.float64)
+    ids, plan, cache = tokens(1, 270, vocab_size=61), model.config.plan, DynamicCache()
+    assert {layer.window for layer in plan.layers} >= {100}
+    cache.layers = kivi_layers(plan, *bits)
+    decoder = Decoder(model, chunk=200, cache_bits=bits)
+    expected = reference(ids[:, :200], past_key_values=cache).logits[:, -1]
+    near(decoder.prefill(ids[:, :200], room=70), expected)
+    for length, token in enumerate(ids[0, 200:], start=201):
+        expected = reference(token[None, None], past_key_values=cache).logits[:, -1]
+        near(decoder.step(token[None]), expected)
+        assert token_bytes(decoder.cache) == CacheBits(*bits).kv_bytes(plan, length, torch.float64), length

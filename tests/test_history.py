@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from leanqkv.inference.attention import one_query_attention, one_query_attention_to_both
+from leanqkv.inference.attention import (
+    one_query_attention,
+    one_query_attention_to_both,
+    one_query_attention_to_pieces,
+)
 from leanqkv.inference.cache import QuantizedLayer
 from leanqkv.inference.history import History, in_pages
 from leanqkv.model.latent_heads import LatentAndKeys
@@ -141,7 +145,73 @@ def test_keys_in_the_place_of_values(dtype, needs_compiler):
         assert both is not None
         found = one_query_attention(query, both, [states[..., :20]], None, scaling)
         assert_close(found, expected_of(query, exact, exact[..., :20], seen_of((131, 201), 201), scaling))
-        assert one_query_attention(query, both, [states[..., 20:]], None, scaling) is None
+        found = one_query_attention(query, both, [states[..., 20:]], None, scaling)
+        assert_close(found, expected_of(query, exact, exact[..., 20:], seen_of((131, 201), 201), scaling))
+
+
+# Columns of a layer's latent and of the rotary key behind it; of a latent in another layer, the first and the number.
+PIECES = {
+    "MLA": (24, 8, 0, 0),
+    "odd": (21, 6, 0, 0),
+    "SkipV1-MLA": (16, 8, 16, 16),
+    "odd and borrowed": (13, 6, 9, 11),
+    "borrowed alone": (0, 8, 0, 24),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("pieces", PIECES)
+def test_a_latent_and_a_rotary_key_in_pieces(pieces, dtype, bits, window, needs_compiler):
+    """All heads read one key and one value, whose columns lie side by side and in another layer."""
+    own, rope, start, borrowed = PIECES[pieces]
+    make, before, lengths = lambda: QuantizedLayer(bits, bits, ["latent"], window=window), (5, 63, 300), (6, 64, 301)
+    widths = [own + rope, start + borrowed] if borrowed else [own + rope]
+    filled = [Filled(make, before, [(1, columns), (0, columns)], dtype) for columns in widths]
+
+    def cut(layers: Sequence[Any]) -> list[Any]:
+        """The latent's pieces, and the rotary key."""
+        latent = [layers[0][..., :own]] * (own > 0) + [layer[..., start:] for layer in layers[1:]]
+        return [*latent, layers[0][..., own:]]
+
+    exact = cut([layer.exact[0] for layer in filled])
+    queries = [drawn(3, 5, 1, piece.shape[-1], dtype=dtype, seed=place) for place, piece in enumerate(exact)]
+    query, key, value = torch.cat(queries, -1), torch.cat(exact, -1), torch.cat(exact[:-1], -1)
+    scaling, seen = scaling_of(query, key), seen_of(lengths, key.shape[2], window)
+    few = seen & (torch.rand(seen.shape, generator=torch.Generator().manual_seed(0)) < 0.7)
+    few[..., -1] = True
+    histories = [layer.histories[0] for layer in filled]
+    apart = [in_tails(states, 18, seed) for seed, states in enumerate(histories)]  # and the memory of these pages
+    for lying in (histories, [states for states, _ in apart]):
+        keys = cut(lying)
+        for mask, shown in ((None, seen), (few, few)):
+            found = one_query_attention_to_pieces(queries, keys, keys[:-1], mask, scaling)
+            assert_close(found, expected_of(query, key, value, shown, scaling), query.shape[-1])
+
+
+@every_dtype
+def test_pieces_of_tensors(dtype, needs_compiler):
+    """With room behind their positions, as they are allocated, and in two layers."""
+    own, rope, borrowed = 12, 6, 10
+    buffers = [drawn(2, 1, 90, columns, dtype=dtype, seed=columns)[:, :, :71] for columns in (own + rope, 4 + borrowed)]
+    keys = [buffers[0][..., :own], buffers[1][..., 4:], buffers[0][..., own:]]
+    queries = [drawn(2, 5, 1, key.shape[-1], dtype=dtype, seed=3) for key in keys]
+    query, key = torch.cat(queries, -1), torch.cat(keys, -1)
+    scaling, seen = scaling_of(query, key), seen_of((71, 30), 71)
+    found = one_query_attention_to_pieces(queries, keys, keys[:2], seen, scaling)
+    assert_close(found, expected_of(query, key, key[..., : own + borrowed], seen, scaling))
+    history = Filled(lambda: QuantizedLayer(8, 8, ["latent"]), (70, 70), [(1, own), (0, own)], dtype).histories[0]
+    others = {
+        "a tensor and a history": ([queries[0]] * 2, [keys[0], history], keys[:1]),
+        "several queries": ([query.expand(-1, -1, 2, -1) for query in queries], keys, keys[:2]),
+        "another length": (queries, [keys[0], keys[1][:, :, :70], keys[2]], keys[:2]),
+        "values of another length": (queries, keys, [keys[0], keys[1][:, :, :70]]),
+        "another width of the query": ([*queries[:2], queries[0]], keys, keys[:2]),
+        "four pieces": ([queries[0]] * 4, [keys[0].clone() for _ in range(4)], keys[:1]),
+    }
+    for what, given in others.items():
+        assert one_query_attention_to_pieces(*given, None, 1.0) is None, what
 
 
 @every_dtype
@@ -256,6 +326,49 @@ def in_tails(states: History, tail: int, seed: int) -> tuple[History, Tensor]:
     apart.table, apart.strides = states.table - 64, (64, 0, 0)
     apart.places, apart.sources = replace(states.places, tail=tail), {}
     return apart, store
+
+
+def test_nothing_is_read_beyond_a_table(needs_compiler):
+    """Of pages as they are and of codes, and of what lies behind these: one position or page too few, or none there."""
+    filled = Filled(lambda: QuantizedLayer(4, 4), (130, 7), [(2, 16), (2, 16)], torch.float32)
+    tails, store = in_tails(filled.histories[0], 18, seed=0)
+    plain, lengths = torch.zeros(9, 2, 16, 16), torch.tensor([33, 16])
+    addresses = plain.data_ptr() + torch.tensor([[3, 1, 2], [4, 0, 0]]) * plain.stride(0) * 4
+    pages = in_pages(plain, addresses, lengths, 33, lambda: torch.zeros(2, 2, 33, 16))
+    query = drawn(2, 2, 1, 16, dtype=torch.float32)
+
+    def changed(states: History, places: dict | None = None, **fields: Any) -> History:
+        other = copy(states)
+        other.places, other.sources = replace(states.places, **(places or {})), {}
+        other.__dict__.update(fields)
+        return other
+
+    codes, longer = filled.histories[0], lambda states, by: states.places.lengths + torch.tensor(by)
+    gone = codes.table.clone()
+    gone[0, 1] = 0
+    for right, wrong in {
+        pages: [
+            changed(pages, {"lengths": longer(pages, [16, 0]), "paged": longer(pages, [16, 0])}),
+            changed(pages, {"lengths": longer(pages, [0, 1])}),
+            changed(pages, {"paged": longer(pages, [1, 0])}),
+            changed(pages, table=addresses[:, :2].contiguous()),
+        ],
+        codes: [
+            changed(codes, table=gone),
+            changed(codes, table=codes.table[:, :1].contiguous()),
+            changed(codes, {"lengths": longer(codes, [0, 57])}),
+            changed(codes, {"paged": codes.places.paged - 200}),
+        ],
+        tails: [
+            changed(tails, tails=(tails.tails[0][:, :0], tails.tails[1])),
+            changed(tails, {"lengths": longer(tails, [70, 0])}),
+        ],
+    }.items():
+        assert one_query_attention(query, right, [right], None, 0.2) is not None
+        for states in wrong:
+            with pytest.raises(ValueError, match="2 sequences holds fewer positions"):
+                one_query_attention(query, states, [states], None, 0.2)
+    assert len(store)  # which the tails' addresses name
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])

@@ -166,6 +166,20 @@ def test_nothing_is_lost_where_values_are_narrow(name: str, tmp_path: Path) -> N
         assert_near(logits(found.config, found.tensors, ids), expected, 32 * float(rounding))
 
 
+@pytest.mark.parametrize("placement", ["after", "both"])
+def test_the_size_of_an_output_that_a_norm_undoes_chooses_nothing(placement: str, tmp_path: Path) -> None:
+    """As in Gemma 3 and OLMo 2: a W_O of a hundredth of the size is the same function."""
+    config, tensors = source("llama", **SMALL, norm_placement=placement, norm_eps=1e-12, num_hidden_layers=3)
+    name, sample, found = "model.layers.1.self_attn.o_proj.weight", sample_of(config, 64), []
+    for factor in (1, 0.01):
+        scaled = {**tensors, name: factor * tensors[name]}
+        result = to_latents((config, scaled), sample, tmp_path / str(factor), 0.8)
+        chosen = [(one["key_rank"], one["rank"]) for one in result.layers]
+        found.append((chosen, logits(result.config, result.tensors, torch.from_numpy(sample[:4]))))
+    assert found[0][0] == found[1][0]
+    assert_near(found[0][1], found[1][1], 1e-3)
+
+
 def test_wide_values_do_lose(tmp_path: Path) -> None:
     """Without narrow values the same measure is far from zero, and a larger share loses less."""
     model, ids, errors = source("llama"), tokens(2, 12), []

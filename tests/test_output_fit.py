@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
-from reducing import EPS, fit_by_hand, normals
+import torch
+from converting import build, source
+from reducing import EPS, SMALL, fit_by_hand, normals
 from shapes import assert_near
 from torch import Tensor
 
 from leanqkv.convert import output_fit
-from leanqkv.convert.output_fit import SINK, Fit, fit_output, token_weights
+from leanqkv.convert.heads import felt_output, split_heads
+from leanqkv.convert.output_fit import SINK, Fit, felt_weights, fit_output, token_weights
 
 
 def fits(columns: int = 6, noise: float = 0.5, seed: int = 0) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
@@ -89,3 +92,31 @@ def test_token_weights_and_sinks() -> None:
         square = sum(float(x) ** 2 for x in stream[b, t]) / 16
         assert float(weights[b, t]) == pytest.approx((square + 1e-6) ** -0.5, rel=1e-6)
     assert weights.max() <= 1e3 * (1 + EPS)
+
+
+NORMS = {
+    "rmsnorm": {"norm_placement": "after"},
+    "gemma's": {"norm_placement": "both", "norm_offset": 1.0},
+    "layernorm": {"norm_placement": "both", "norm_type": "layernorm"},
+    "dyt": {"norm_placement": "after", "norm_type": "dyt"},
+    "before": {},
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@torch.no_grad()
+def test_an_error_counts_as_the_norm_behind_attention_lets_it(name: str) -> None:
+    """Against the norm's derivative: of errors across attention's output, which is all that such a norm passes on."""
+    config, tensors = source("llama", **SMALL | NORMS[name])
+    block, normal, layer = build(config, tensors).model.layers[1], normals(), 1
+    attended, error = normal(2, 3, config.hidden_size), normal(2, 3, config.hidden_size)
+    if config.norm_type == "dyt":  # where it is not saturated
+        attended = 1e-6 * attended
+    if config.norm_type == "layernorm":
+        error = error - error.mean(-1, keepdim=True)
+        attended = attended - attended.mean(-1, keepdim=True)
+    error = error - attended * (error * attended).sum(-1, keepdim=True) / attended.square().sum(-1, keepdim=True)
+    _, passed = torch.func.jvp(block.attention_output_layernorm, (attended,), (error,))
+    heads = split_heads(config, tensors, layer)
+    columns = felt_output(config, tensors, layer) / heads.output.mT  # what each of the output's is multiplied by
+    assert_near(error * felt_weights(block, attended)[..., None] * columns[0, 0, 0], passed, 1e-8)

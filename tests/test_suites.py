@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from comparison_record import record as a_record
@@ -17,12 +18,13 @@ from leanqkv import LeanError, count_parameters, kv_bytes_per_token, preset
 from leanqkv.cli import main
 from leanqkv.compare.comparison import run_comparison
 from leanqkv.compare.records import Run, load_comparison
+from leanqkv.compare.statistics import over_seeds
 from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry
 from leanqkv.compare.suites import SUITES, choose, load_suite
 from leanqkv.presets import recipe
 from leanqkv.report.comparison import markdown, reading, terminal_report
 from leanqkv.report.comparison_page import KIND
-from leanqkv.report.papers import METRICS, number, outcome
+from leanqkv.report.papers import METRICS, number, outcome, rank_correlation
 
 RESULTS = Path(__file__).parent.parent / "results"
 AT_EVERY_SCALE = [(name, scale) for name, suite in SUITES.items() for scale in suite.scales]
@@ -309,6 +311,33 @@ def test_published_differences_stand_beside_ours_and_losses_do_not(sizes):
     assert SUITES["llama-sizes"].claims[0] in table
 
 
+def paired(theirs, ours, baselines=None):
+    """As `both_differences` returns them; `ours` by seed."""
+    baselines = baselines or ["baseline"] * len(theirs)
+    results = [SimpleNamespace(baseline=SimpleNamespace(name=name)) for name in baselines]
+    return [(result, number, over_seeds(dict(own))) for result, number, own in zip(results, theirs, ours, strict=True)]
+
+
+def test_the_order_of_models_is_compared_by_ranks():
+    """Spearman's formula for ranks without ties, 1 - 6 sum d^2 / (n (n^2 - 1)); the baseline, 0, is a model too."""
+    theirs = [-2.0, -1.5, 0.7, 3.0]
+    ours = [{0: -0.1, 1: -0.3}, {0: -0.25, 1: -0.2}, {0: 0.1, 1: -0.05}, {0: 0.4, 1: 0.5}]
+
+    def by_hand(own: list[float]) -> float:
+        ranks = [[sorted(of).index(value) for value in of] for of in ([0.0, *theirs], [0.0, *own])]
+        return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (5 * 24)
+
+    means, *seeds = [sum(own.values()) / 2 for own in ours], *([own[seed] for own in ours] for seed in (0, 1))
+    expected = [f"{by_hand(own):.2f}" for own in (means, *seeds)]
+    said = rank_correlation(paired(theirs, ours))
+    assert f"5 models' order with the published one (Spearman): {expected[0]}" in said
+    assert f"of single seeds {min(expected[1:])} to {max(expected[1:])}" in said
+    # Without one baseline for all there is no model more, and the other way round the sign is another one.
+    said = rank_correlation(paired(theirs, [{0: -number} for number in theirs], ["a", "a", "b", "b"]))
+    assert said.endswith("4 models' order with the published one (Spearman): −1.00.")
+    assert rank_correlation(paired(theirs[:2], ours[:2])) == "" == rank_correlation([])
+
+
 @pytest.mark.slow
 def test_page_and_terminal_have_the_papers_too(sizes):
     out, comparison = sizes
@@ -321,6 +350,7 @@ def test_page_and_terminal_have_the_papers_too(sizes):
     assert "suite llama-sizes at scale tiny" in text
     assert SUITES["llama-sizes"].scales[TINY].notes[0] in text
     assert "Difference to its own baseline" in text
+    assert "Beside P3 Figure 5(a)" in text and "Rank correlation of the 3 models" not in text
 
 
 @pytest.mark.slow

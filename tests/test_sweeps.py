@@ -94,6 +94,8 @@ def test_the_second_sweep(name: str, kind: str, tmp_path: Path) -> None:
         if config.attention_output_bias:
             features = torch.cat((features, torch.ones_like(features[..., :1])), -1)
         weight = (before[layer].square().mean(-1, keepdim=True) + config.norm_eps).rsqrt()
+        if config.norm_placement == "both":
+            weight = weight * (attended[layer].square().mean(-1, keepdim=True) + config.norm_eps).rsqrt()
         parts = [
             ((features * weight)[rows].flatten(0, 1), (wanted * weight)[rows].flatten(0, 1)) for rows in (~held, held)
         ]

@@ -180,8 +180,10 @@ def _plan_lines(config: LeanConfig) -> list[str]:
         return [*lines, "KV cache: none, the model reads its whole input at once"]
     mha = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim  # type: ignore[operator]
     size = plan.kv_bytes_per_token(torch.bfloat16)
-    windows = sorted({layer.window for layer in plan.layers if layer.window is not None and layer.cached})
-    until = f" until a window of {windows[0]} is full" if windows else ""
+    until = ""
+    if window := max((layer.window for layer in plan.layers if layer.window is not None and layer.cached), default=0):
+        behind = plan.kv_bytes(window, torch.bfloat16) - plan.kv_bytes(window - 1, torch.bfloat16)
+        until = f" until a window of {window} is full, then {behind:,}"
     return [*lines, f"KV cache, bfloat16: {size:,} bytes per token{until}, {size / (2 * mha):.1%} of MHA"]
 
 

@@ -102,7 +102,7 @@ def test_a_page_is_found_from_the_step_after_its_last_token(tmp_path: Path) -> N
     assert [one["cached"] for one in rounds] == [0, 2 * BLOCK]
 
 
-@pytest.mark.parametrize("name", ["gqa+skipv1", "keys-as-values", "values-from-keys", "mla"])
+@pytest.mark.parametrize("name", ["gqa+skipv1", "keys-as-values", "values-from-keys", "mla", "mla+skipv1"])
 def test_no_codes_are_gathered_while_decoding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved(name, tmp_path)
     prompts = torch.randint(1, model.config.vocab_size, (3, 150), generator=torch.Generator().manual_seed(0)).tolist()

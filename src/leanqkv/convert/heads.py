@@ -136,6 +136,17 @@ def split_heads(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int) -
     return ValueHeads(value, bias, output.permute(1, 2, 0, 3))
 
 
+def felt_output(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int) -> Tensor:
+    """Return W_O as the stream feels it, [heads, group, head_dim, hidden_size], in float64: times the weight of the
+    norm that follows attention, if one does (`norm_placement`). Errors are measured by it."""
+    output = split_heads(config, tensors, layer).output.mT
+    if config.norm_placement == "before" or config.norm_type == "none":
+        return output
+    norm = f"model.layers.{layer}.attention_output_layernorm"
+    felt = output * (tensors[f"{norm}.weight"].double() + config.norm_offset)
+    return felt * tensors[f"{norm}.alpha"].double() if config.norm_type == "dyt" else felt
+
+
 def value_with_bias(heads: ValueHeads) -> Tensor:
     """Return W_V head by head, [heads, hidden_size, head_dim], with its bias as one row more where there is one."""
     value = heads.value.transpose(1, 2)

@@ -16,7 +16,14 @@ from ..model.config import LeanConfig
 from ..model.layout import LayerPlan
 from ..presets.edit import set_mechanisms
 from .activations import Recorder
-from .heads import check_convertible, check_reads_the_stream, output_with_bias, split_heads, value_with_bias
+from .heads import (
+    check_convertible,
+    check_reads_the_stream,
+    felt_output,
+    output_with_bias,
+    split_heads,
+    value_with_bias,
+)
 from .latent_keys import KeyGrams, KeyLatent, column_gains, columns_of, key_latent, keys_stay
 from .latent_values import ValueGram, choose_ranks, step_of, value_gains, value_latents, value_width
 from .low_rank import EIGENVECTORS, LARGE
@@ -116,7 +123,8 @@ class Latents(Reduction):
         bias = None if heads.value_bias is None else heads.value_bias.flatten()
         signs = None if self._exact else torch.Generator().manual_seed(layer)
         values = ValueGram(self.width, bias, self.width if self.from_keys[layer] else 0, self._inputs(layer), signs)
-        keys = KeyGrams(heads.output.mT, plan.rope is not None, plan.attention_scale(layer))
+        felt = felt_output(self.config, self.tensors, layer)
+        keys = KeyGrams(felt, plan.rope is not None, plan.attention_scale(layer))
         return LatentGrams(values, keys if self._keys_can(layer) else None)
 
     def _inputs(self, layer: int) -> int:
@@ -128,7 +136,7 @@ class Latents(Reduction):
         """Return the sums over values, the best latents of keys, and the error that every column takes away."""
         key = self._key(layer).flatten(0, 1) if self.from_keys[layer] else None
         gram = self._of_values(layer, grams.values.total, key)
-        gains = value_gains(gram, split_heads(self.config, self.tensors, layer).output.mT)
+        gains = value_gains(gram, felt_output(self.config, self.tensors, layer))
         found = {"gram": grams.values.total, "gains": gains / tokens}
         if grams.keys is not None:
             found |= {f"{KEYS}{name}": tensor for name, tensor in grams.keys.latents().items()}
@@ -181,7 +189,8 @@ class Latents(Reduction):
             return value_with_bias(heads), {}
         cached, columns = self._cached_keys(layer, key) if self.from_keys[layer] else (None, None)
         gram = self._of_values(layer, self._measured(layer)["gram"], cached)
-        found = value_latents(gram, heads.output.mT, None if self._inputs(layer) else columns, rank)
+        felt = felt_output(self.config, self.tensors, layer)
+        found = value_latents(gram, felt, None if self._inputs(layer) else columns, rank)
         combine, restore = found.combine, found.restore
         by_keys = torch.zeros(self.width, self.config.hidden_size + 1, dtype=torch.float64)
         if cached is not None:

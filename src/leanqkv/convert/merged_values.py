@@ -17,7 +17,14 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..presets.edit import with_fields
 from .activations import Recorder
-from .heads import check_convertible, check_reads_the_stream, output_with_bias, split_heads, value_with_bias
+from .heads import (
+    check_convertible,
+    check_reads_the_stream,
+    felt_output,
+    output_with_bias,
+    split_heads,
+    value_with_bias,
+)
 from .low_rank import EIGENVECTORS, approximate
 from .sweeps import Grams, ReducedHeads, Reduction
 from .targets import MergedValuesOptions
@@ -172,7 +179,7 @@ class MergedValues(Reduction):
     def measure(self, layer: int, grams: PairGrams, tokens: int) -> dict[str, Tensor]:
         """Return the cost of merging each pair of a layer's heads."""
         pairs: dict[str, Tensor] = {}
-        output = split_heads(self.config, self.tensors, layer).output.mT  # [heads, group, head_dim, hidden_size]
+        output = felt_output(self.config, self.tensors, layer)  # [heads, group, head_dim, hidden_size]
         weights = torch.einsum("hgkd,hgld->hkl", output, output)
         allowed = self.allowed is None or layer in self.allowed
         for first, second in combinations(range(len(output) if allowed else 0), 2):

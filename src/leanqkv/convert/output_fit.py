@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..model.transformer import LeanBlock
 from .least_squares import ridge_step
 
 # Strengths of the pull towards the W_O that a fit starts from, as shares of the mean of the Gram matrix's diagonal.
@@ -80,6 +81,17 @@ def sketched(matrix: Tensor) -> Tensor:
         return matrix
     signs = torch.randint(2, (columns, SKETCHED), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     return matrix @ signs.to(matrix) / SKETCHED**0.5
+
+
+def felt_weights(block: LeanBlock, attended: Tensor) -> Tensor:
+    """Return what each token's error is multiplied by where a norm follows attention, [batch, length]: to first order
+    the norm divides it by the root of the mean square of `attended` [batch, length, hidden_size], its output."""
+    norm = block.attention_output_layernorm
+    if isinstance(norm, nn.LayerNorm):
+        return (attended.var(-1, correction=0) + norm.eps).rsqrt()
+    if isinstance(norm, nn.RMSNorm):
+        return (attended.square().mean(-1) + (norm.eps or 0)).rsqrt()
+    return attended.new_ones(attended.shape[:-1])
 
 
 def token_weights(stream: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@
 2. On the stream of every model as converted so far, fit its W_O by ridge regression to the source's stream. Its
    strength is the one that misses least on sequences held out from the fit.
 
-A token counts by the inverse mean square of its stream, as what follows reads the normed stream. Nothing is trained.
+A token counts by the inverse mean square of its stream, as what follows reads the normed stream; and where a norm
+follows attention, by that of its output. Nothing is trained.
 Several reductions go through the same sweeps: the source is run once for all of them.
 """
 
@@ -33,7 +34,7 @@ from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..model.transformer import LeanBlock
 from .activations import TOKENS_AT_A_TIME, Layers, Recorder, correction
-from .output_fit import Fit, fit_output, token_weights
+from .output_fit import Fit, felt_weights, fit_output, token_weights
 from .scratch import Stream
 
 # Every fourth sequence is held out from the fit of W_O.
@@ -274,10 +275,11 @@ class Sweeps:
             weight, _ = token_weights(stream, self.config.norm_eps)
             outputs = []
             for recorder in self.source.attend(block, layer, stream)[1]:
+                outputs.append(block.self_attn.o_proj(recorder.heads.flatten(2)))
+                felt = weight[:, recorder.queries] * felt_weights(block, outputs[-1])
                 for at in wanted:
-                    sums[at].add(recorder, weight[:, recorder.queries])
-                outputs.append(recorder.heads)
-            attended = block.self_attn.o_proj(torch.cat(outputs, dim=1).flatten(2))
+                    sums[at].add(recorder, felt)
+            attended = torch.cat(outputs, dim=1)
             self._stream("source", layer + 1)[batch] = self.source.run(block, layer, stream, attended)
             for at in wanted:
                 seen[at] += weight.numel()
@@ -299,6 +301,7 @@ class Sweeps:
             attended = block.self_attn.o_proj(torch.cat(outputs, dim=1).flatten(2))
             self._stream("source", layer + 1)[batch] = self.source.run(block, layer, before, attended)
             weight, sink = token_weights(before, self.config.norm_eps)
+            weight = weight * felt_weights(block, attended)
             held = torch.arange(batch.start, batch.start + len(before)) % HELD_OUT == HELD_OUT - 1
             for one, fit in zip(self.reductions, fits, strict=True):
                 after = self._read_converted(one, layer, batch)

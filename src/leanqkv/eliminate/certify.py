@@ -116,6 +116,8 @@ def compare(
     """
     if before[0].task != after[0].task:
         raise LeanError(f"a model for {before[0].task} and one for {after[0].task} cannot be compared")
+    if (ids := inputs.get("input_ids")) is not None:
+        _check_windows(before[0], after[0], ids.shape[1])
     report, results = {}, {}
     for name, dtype in DTYPES.items():
         message(f"comparing: the result in {name}")
@@ -126,6 +128,18 @@ def compare(
         original = reference if dtype == torch.float64 else logits(*before, inputs, dtype)
         report[name] = {"original": difference(original, reference), "result": difference(result, reference)}
     return report, results
+
+
+def _check_windows(one: LeanConfig, other: LeanConfig, length: int) -> None:
+    """Refuse sliding windows that differ where no sequence of `length` tokens shows it."""
+    positions = min(one.max_position_embeddings, other.max_position_embeddings)
+    for layers in zip(one.plan.layers, other.plan.layers, strict=False):
+        first, second = (min(layer.window or positions, positions) for layer in layers)
+        if first != second and min(first, second) >= length:
+            raise LeanError(
+                f"layer {layers[0].layer} attends to the last {first:,} positions in one and to the last {second:,} in "
+                f"the other: not one function, which sequences of {length} tokens do not show"
+            )
 
 
 def check_rounding(

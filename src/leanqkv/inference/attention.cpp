@@ -6,6 +6,7 @@
 //
 // Values may be one head that all queries read, beside several heads of keys; it is read once too. They may be a latent
 // with the keys behind it, as they were before rotary positions: these are turned back here, row by row, and nowhere kept.
+// One head of keys or values may lie in pieces, some of its columns here and some there, as MLA's latent and rotary key.
 //
 // Each head's positions are cut into `chunks` parts, which threads take in turn ("flash-decoding", Dao et al. 2023,
 // https://pytorch.org/blog/flash-decoding). A part leaves its largest score, the sum of its weights and its weighted
@@ -31,7 +32,8 @@
 struct Source {
   const void* rows;      // [batch, heads, positions behind the pages, columns]
   const int64_t* pages;  // addresses of pages, [batch, pages]; or null
-  int64_t columns, batch, head, row;                // strides of `rows`, in numbers
+  int64_t columns, skipped;  // those that are read, and the first of these, which are not asked for
+  int64_t batch, head, row;  // strides of `rows`, in numbers
   int64_t page_batch, page_start, page_head, page_row;  // strides of `pages`, in addresses, and of what is in one, in bytes
   int64_t bits;                                     // of the codes in pages; 0: numbers
   // Of codes, where scales and offsets of a page begin, in bytes, and how many a head has, in bfloat16: of every position
@@ -40,11 +42,15 @@ struct Source {
   // Where the numbers behind pages of codes lie in pages too: their addresses, and strides as those of `pages`; or null.
   const int64_t* tails;
   int64_t tail_batch, tail_start, tail_head, tail_row;
+  int64_t row_count, page_count, tail_count;  // how many positions lie in `rows`, and addresses in a row of each table
 };
 
+// The most pieces that a head lies in.
+constexpr int64_t kPieces = 3;
+
 struct Call {
-  Source keys;    // [batch, heads * key_heads, length, head_dim]
-  Source values;  // [batch, heads, length, value_dim]
+  Source keys[kPieces];    // [batch, heads * key_heads, length, columns of the piece], together head_dim
+  Source values[kPieces];  // [batch, heads, length, columns of the piece], together value_dim
   Source plain;   // keys that follow the values, [batch, plain_heads, length, plain_dim]
   const void* query;   // [batch, heads * group, head_dim]
   const float* mask;   // [batch or 1, length], added to the scores; or null
@@ -57,6 +63,7 @@ struct Call {
   const int64_t *lengths, *firsts, *paged;
   int64_t page, tail;  // positions of a page, and of one of numbers behind pages of codes
   int64_t batch, heads, group, length, threads, chunks;
+  int64_t key_pieces, value_pieces;
   int64_t key_heads;  // of each head of values; they share its `group` queries evenly
   int64_t plain_heads, turned, frequencies;
   int64_t query_batch, query_head, table_batch, table_row, mask_batch, output_batch, output_head;
@@ -145,11 +152,22 @@ inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
   in_tiles<most>(count - size, first + size, tile);
 }
 
-// Columns of a value, with the keys that follow it.
-inline int64_t columns(const Call& call) { return call.values.columns + call.plain_heads * call.plain.columns; }
+// Where the columns of a piece begin, in queries and sums: every piece is filled up.
+inline int64_t place_of(const Source* pieces, int64_t piece) {
+  int64_t place = 0;
+  for (int64_t p = 0; p < piece; ++p) place += padded(pieces[p].columns);
+  return place;
+}
+
+// Columns of a piece of a value, with the keys that follow it.
+inline int64_t columns_of(const Call& call, int64_t piece) {
+  return call.values[piece].columns + call.plain_heads * call.plain.columns;
+}
 
 // Room for the sums of a query.
-inline int64_t sums_size(const Call& call) { return padded(columns(call)); }
+inline int64_t sums_size(const Call& call) {
+  return call.plain_heads ? padded(columns_of(call, 0)) : place_of(call.values, call.value_pieces);
+}
 
 // What a part of a head leaves for the `group` queries that share it: weighted sums of values [group, sums_size],
 // highest scores [group], sums of weights [group].
@@ -184,8 +202,8 @@ inline Block block_of(const Call& call, const Source& source, int64_t b, int64_t
   return {first, 4 * source.lanes, scales(source.scales), scales(source.offsets)};
 }
 
-// Scores of `count` queries [count, query_size] with `rows` keys of a block, [count, kBlock]; beyond these, the last
-// key's. The keys of the next block are `ahead` bytes away.
+// Adds the products of `count` queries [count, query_size] with `rows` keys of a block to scores [count, kBlock]; beyond
+// these, the last key's. The keys of the next block are `ahead` bytes away.
 template <int64_t count, int64_t tile, typename Reader>
 void score(
     const Block& keys, int64_t rows, int64_t ahead, int64_t head_dim, const float* queries, int64_t query_size,
@@ -225,7 +243,10 @@ void score(
       }
     }
     #pragma GCC unroll 16
-    for (int64_t g = 0; g < count; ++g) sums_of(products[g]).store(weights + g * kBlock + first);
+    for (int64_t g = 0; g < count; ++g) {
+      float* const to = weights + g * kBlock + first;
+      (Floats::loadu(to) + sums_of(products[g])).store(to);
+    }
   }
 }
 
@@ -446,6 +467,44 @@ void multiply(
 }
 #endif
 
+// Lays a page's codes [columns, kBlock] of `row` bytes out as codes of 8 bits [kBlock, columns], of `to_row` bytes; there
+// are zeros up to a multiple of 16 columns.
+template <int bits>
+inline void transpose(const uint8_t* codes, int64_t row, int64_t columns, uint8_t* to, int64_t to_row) {
+  constexpr int places = kPlaces<bits>;
+#ifdef CPU_CAPABILITY_AVX512
+  const __m512i mask = _mm512_set1_epi8(char((1 << bits) - 1));
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  for (int64_t d = 0; d < columns; d += 16) {
+    for (int64_t n = 0; n < kBlock; n += 16) {
+      __m512i of[4];  // four columns each: 4 x [4 positions, 4 columns] become 4 x [4 columns, 4 positions]
+      #pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const uint8_t* const from = codes + (d + 4 * i) / (4 * places) * row + 4 * n;
+        const __m512i read = d + 4 * i < columns ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
+        of[i] = _mm512_shuffle_epi8(_mm512_and_si512(_mm512_srli_epi16(read, bits * (i % places)), mask), order);
+      }
+      // And these [4 x 4 columns] of each four positions.
+      const __m512i even[] = {_mm512_shuffle_i32x4(of[0], of[1], 0x88), _mm512_shuffle_i32x4(of[2], of[3], 0x88)};
+      const __m512i odd[] = {_mm512_shuffle_i32x4(of[0], of[1], 0xdd), _mm512_shuffle_i32x4(of[2], of[3], 0xdd)};
+      uint8_t* const first = to + n / 4 * to_row + 4 * d;
+      _mm512_storeu_si512(first, _mm512_shuffle_i32x4(even[0], even[1], 0x88));
+      _mm512_storeu_si512(first + to_row, _mm512_shuffle_i32x4(odd[0], odd[1], 0x88));
+      _mm512_storeu_si512(first + 2 * to_row, _mm512_shuffle_i32x4(even[0], even[1], 0xdd));
+      _mm512_storeu_si512(first + 3 * to_row, _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd));
+    }
+  }
+#else
+  for (int64_t d = 0; d < (columns + 15) / 16 * 16; ++d) {
+    const uint8_t* const from = codes + d / (4 * places) * row + d % 4;
+    for (int64_t n = 0; n < kBlock; ++n) {
+      const int code = d < columns ? from[4 * n] >> (d / 4 % places * bits) & ((1 << bits) - 1) : 0;
+      to[n / 4 * to_row + 4 * d + n % 4] = uint8_t(code);
+    }
+  }
+#endif
+}
+
 // Replaces the scores of a block, [kBlock], by exp(score - highest) and adds these to the total. Where the block has a
 // higher score than all before it, the sums of values [size] and the total are brought down to it. While nothing is to
 // be seen, as of padding tokens, the highest is -inf and all else zero. NaN is higher than any number, and stays.
@@ -571,12 +630,12 @@ const float* turn_at(const Call& call, const Part<T>& part, int64_t n, Turn& tur
 template <typename T>
 inline void turn_back(
     const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t in_block, Turn& turn, float* row) {
-  to_floats<T>(call.values, latent, in_block, row);
+  to_floats<T>(call.values[0], latent, in_block, row);
   const int64_t half = call.turned / 2, size = turn.frequency.size(), columns = call.plain.columns;
   const float* const cos = half ? turn_at(call, part, n, turn) : nullptr;
   float* const key = turn.key.data();
   for (int64_t h = 0; h < call.plain_heads; ++h) {
-    float* const to = row + call.values.columns + h * columns;
+    float* const to = row + call.values[0].columns + h * columns;
     const Block block = block_of<T>(call, call.plain, part.b, h, n);
     to_floats<T>(call.plain, block, block.scale ? n % call.page : 0, key);
     turned_by(key, cos, key + half, cos + 2 * size, half, to);
@@ -589,18 +648,19 @@ inline void turn_back(
 struct Scratch {
   std::vector<Line> lines;
   // Queries [group, query_size] and weights [group, kBlock]; factors of codes, as numbers [group, factors_size] and as
-  // integers; rows that are made of others [kBlock, sums_size], and a step more; what the part leaves.
+  // integers; rows that are made of others [kBlock, sums_size] and a step more, or codes as bytes; what the part leaves.
   float *queries, *weights, *factors, *integers, *rows, *left;
   int64_t query_size, factors_size;
   Turn turn;
 
   explicit Scratch(const Call& call)
-      : query_size(padded(call.keys.columns)), factors_size(std::max(query_size, kBlock)), turn(call) {
-    const bool codes = call.keys.bits || call.values.bits;
-    const bool made = call.plain_heads || (call.values.bits && !call.values.groups);
+      : query_size(place_of(call.keys, call.key_pieces)),
+        factors_size(std::max({query_size, sums_size(call), kBlock})), turn(call) {
+    const bool codes = call.keys[0].bits || call.values[0].bits;
+    const int64_t made = kBlock * sums_size(call), codes_size = codes ? made / int64_t(sizeof(float)) : 0;
     const int64_t sizes[] = {
         call.group * query_size, call.group * kBlock, codes ? call.group * factors_size : 0, codes ? 3 * factors_size : 0,
-        made ? kBlock * sums_size(call) + kStep : 0, left_size(call)};
+        call.plain_heads ? made + kStep : codes_size, left_size(call)};
     float** const places[] = {&queries, &weights, &factors, &integers, &rows, &left};
     int64_t total = 0;
     for (const int64_t size : sizes) total += (size + kLineFloats - 1) / kLineFloats;
@@ -636,7 +696,9 @@ void score_codes(
       }
     }
     const Floats offset(sum(bias));
-    for (int64_t n = 0; n < kBlock; n += kFloats) offset.store(weights + g * kBlock + n);
+    for (float* to = weights + g * kBlock; to < weights + (g + 1) * kBlock; to += kFloats) {
+      (Floats::loadu(to) + offset).store(to);
+    }
   }
   with_bits(source.bits, [&](auto bits) {
     const auto* const codes = reinterpret_cast<const uint8_t*>(keys.first);
@@ -686,27 +748,63 @@ void add_codes(
   }
 }
 
+// Adds a page of codes of values that are scaled by channel, as keys are, to the sums [count, size], each position times
+// its weight [count, kBlock].
+template <typename T>
+void add_channels(
+    const Source& source, const Block& values, const float* weights, int64_t count, Scratch& scratch, float* sums,
+    int64_t size) {
+  using Scales = Numbers<c10::BFloat16>;
+  Floats scale[Scales::kParts], low[Scales::kParts];
+  const int64_t lanes = padded(source.columns);
+  auto* const codes = reinterpret_cast<uint8_t*>(scratch.rows);
+  float* const products = scratch.factors;
+  std::fill(products, products + count * lanes, 0.0f);
+  with_bits(source.bits, [&](auto bits) {
+    transpose<bits>(reinterpret_cast<const uint8_t*>(values.first), values.row, source.columns, codes, 4 * lanes);
+  });
+  auto* const ints = reinterpret_cast<int8_t*>(scratch.integers);
+  multiply<T, 8>(codes, 4 * lanes, 0, lanes, kBlock, weights, kBlock, count, ints, products, lanes);
+  for (int64_t g = 0; g < count; ++g) {
+    Floats all(0.0f);
+    for (int64_t n = 0; n < kBlock; n += kFloats) all = all + Floats::loadu(weights + g * kBlock + n);
+    const Floats total(sum(all));
+    for (int64_t d = 0; d < source.columns; d += Scales::kWidth) {
+      Scales::load(reinterpret_cast<const char*>(values.scale), d, source.columns - d, scale);
+      Scales::load(reinterpret_cast<const char*>(values.low), d, source.columns - d, low);
+      for (int64_t p = 0; p < Scales::kParts; ++p) {
+        float* const to = sums + g * size + d + p * kFloats;
+        const Floats product = Floats::loadu(products + g * lanes + d + p * kFloats) * scale[p];
+        (Floats::loadu(to) + at::vec::fmadd(total, low[p], product)).store(to);
+      }
+    }
+  }
+}
+
 // The scores [group, kBlock] of the `rows` positions from `n` on.
 template <typename T>
 void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
-  const int64_t shared = call.group / call.key_heads, size = scratch.query_size, head_dim = call.keys.columns;
-  for (int64_t k = 0; k < call.key_heads; ++k) {
+  const int64_t shared = call.group / call.key_heads, size = scratch.query_size;
+  std::fill(scratch.weights, scratch.weights + call.group * kBlock, 0.0f);
+  for (int64_t i = 0; i < call.key_heads * call.key_pieces; ++i) {
+    const int64_t k = i / call.key_pieces, piece = i % call.key_pieces;
     const int64_t head = part.head * call.key_heads + k, next = std::min(n + rows, part.end - 1);
-    const Block keys = block_of<T>(call, call.keys, part.b, head, n);
-    const int64_t ahead = block_of<T>(call, call.keys, part.b, head, next).first - keys.first;
+    const Source& source = call.keys[piece];
+    const Block keys = block_of<T>(call, source, part.b, head, n);
+    const int64_t ahead = block_of<T>(call, source, part.b, head, next).first - keys.first;
     float* const weights = scratch.weights + k * shared * kBlock;
-    const float* const queries = scratch.queries + k * shared * size;
+    const float* const queries = scratch.queries + k * shared * size + place_of(call.keys, piece);
     if (keys.scale) {
-      score_codes<T>(call.keys, keys, ahead, queries, shared, size, scratch, weights);
+      score_codes<T>(source, keys, ahead, queries, shared, size, scratch, weights);
+      continue;
+    }
+    const auto score_tile = [&](auto tile, auto count, int64_t g) {
+      score<count, tile, Numbers<T>>(keys, rows, ahead, source.columns, queries + g * size, size, weights + g * kBlock);
+    };
+    if (shared > kTile) {
+      in_tiles<kManyQueries>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kFewRows>(), count, g); });
     } else {
-      const auto score_tile = [&](auto tile, auto count, int64_t g) {
-        score<count, tile, Numbers<T>>(keys, rows, ahead, head_dim, queries + g * size, size, weights + g * kBlock);
-      };
-      if (shared > kTile) {
-        in_tiles<kManyQueries>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kFewRows>(), count, g); });
-      } else {
-        in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kTile>(), count, g); });
-      }
+      in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kTile>(), count, g); });
     }
   }
 }
@@ -715,49 +813,48 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
 template <typename T>
 void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
   const int64_t size = sums_size(call), next = std::min(n + rows, part.end - 1);
-  const Source& source = call.values;
-  const Block values = block_of<T>(call, source, part.b, part.head, n);
-  const int64_t ahead = block_of<T>(call, source, part.b, part.head, next).first - values.first;
-  const auto in_queries = [&](const auto& use) {
-    in_tiles<kQueries>(call.group, 0, [&](auto count, int64_t g) {
-      use(count, scratch.weights + g * kBlock, scratch.left + g * size);
-    });
-  };
-  if (values.scale && source.groups && !call.plain_heads) {
-    return add_codes<T>(source, values, ahead, scratch.weights, call.group, scratch, scratch.left, size);
-  }
-  if (call.plain_heads || values.scale) {
-    for (int64_t i = 0; i < rows; ++i) {
-      float* const row = scratch.rows + i * size;
-      if (call.plain_heads) {
-        turn_back(call, part, n + i, values, i, scratch.turn, row);
-      } else {
-        to_floats<T>(source, values, i, row);
+  for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
+    const Source& source = call.values[piece];
+    const Block values = block_of<T>(call, source, part.b, part.head, n);
+    const int64_t ahead = block_of<T>(call, source, part.b, part.head, next).first - values.first;
+    float* const sums = scratch.left + place_of(call.values, piece);
+    const auto add_rows = [&](auto reader, const Block& block, int64_t ahead, int64_t columns) {
+      in_tiles<kQueries>(call.group, 0, [&](auto count, int64_t g) {
+        const float* const weights = scratch.weights + g * kBlock;
+        add<count, decltype(reader)>(block, rows, ahead, columns, weights, sums + g * size, size);
+      });
+    };
+    if (call.plain_heads) {
+      for (int64_t i = 0; i < rows; ++i) {
+        turn_back(call, part, n + i, values, i, scratch.turn, scratch.rows + i * size);
       }
+      const Block made{reinterpret_cast<const char*>(scratch.rows), size * int64_t(sizeof(float)), {}, {}};
+      add_rows(Numbers<float>(), made, 0, columns_of(call, piece));
+    } else if (!values.scale) {
+      add_rows(Numbers<T>(), values, ahead, source.columns);
+    } else if (source.groups) {
+      add_codes<T>(source, values, ahead, scratch.weights, call.group, scratch, sums, size);
+    } else {
+      add_channels<T>(source, values, scratch.weights, call.group, scratch, sums, size);
     }
-    const Block made{reinterpret_cast<const char*>(scratch.rows), size * int64_t(sizeof(float)), {}, {}};
-    return in_queries([&](auto count, const float* weights, float* sums) {
-      add<count, Numbers<float>>(made, rows, 0, columns(call), weights, sums, size);
-    });
   }
-  in_queries([&](auto count, const float* weights, float* sums) {
-    add<count, Numbers<T>>(values, rows, ahead, source.columns, weights, sums, size);
-  });
 }
 
 // The `group` queries that share a head of values, on the positions of a part, in one pass ("online softmax", Milakov &
 // Gimelshein 2018, https://arxiv.org/abs/1805.02867). What it leaves is in the scratch.
 template <typename T>
 void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
-  const int64_t group = call.group, head_dim = call.keys.columns, size = sums_size(call);
+  const int64_t group = call.group, size = sums_size(call);
   float *const highest = scratch.left + group * size, *const totals = highest + group;
   std::fill(scratch.queries, scratch.queries + group * scratch.query_size, 0.0f);
   std::fill(scratch.left, scratch.left + left_size(call), 0.0f);
   std::fill(highest, totals, kNothing);
   for (int64_t g = 0; g < group; ++g) {
-    for (int64_t d = 0; d < head_dim; ++d) {
-      const float query = static_cast<float>(part.query[g * call.query_head + d]);
-      scratch.queries[g * scratch.query_size + d] = query * call.scaling;
+    const T* from = part.query + g * call.query_head;
+    for (int64_t piece = 0; piece < call.key_pieces; ++piece) {
+      float* const to = scratch.queries + g * scratch.query_size + place_of(call.keys, piece);
+      const Source& source = call.keys[piece];
+      for (int64_t d = source.skipped; d < source.columns; ++d) to[d] = static_cast<float>(*from++) * call.scaling;
     }
   }
   const int64_t paged = call.paged ? call.paged[part.b] : 0;
@@ -796,7 +893,12 @@ void combine(const Call& call, float* left, int64_t g, T* output) {
     for (int64_t d = 0; d < size; ++d) sums[d] = share * sums[c * next + d] + (c ? sums[d] : 0.0f);
   }
   const float scale = total > 0.0f ? 1.0f / total : 0.0f;
-  for (int64_t d = 0; d < columns(call); ++d) output[d] = static_cast<T>(sums[d] * scale);
+  for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
+    const float* const own = sums + place_of(call.values, piece);
+    for (int64_t d = call.values[piece].skipped; d < columns_of(call, piece); ++d) {
+      *output++ = static_cast<T>(own[d] * scale);
+    }
+  }
 }
 
 // The positions of a row of the batch that are read: those before the first that the mask lets be seen are not.
@@ -816,8 +918,31 @@ struct Span {
   }
 };
 
+// Whether the positions of every row of the batch are in its pages and behind them: nothing beyond is read.
+bool fits(const Call& call, const Source& source) {
+  if (!call.lengths) return call.length <= source.row_count;
+  const auto has = [](const int64_t* addresses, int64_t count, int64_t most) {
+    return count <= most && std::find(addresses, addresses + count, 0) == addresses + count;
+  };
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t paged = call.paged[b], behind = call.lengths[b] - paged;
+    if (paged < 0 || behind < 0) return false;
+    if (paged && !has(source.pages + b * source.page_batch, (paged + call.page - 1) / call.page, source.page_count)) return false;
+    if (!source.tails && behind > source.row_count) return false;
+    if (source.tails && behind &&
+        !has(source.tails + b * source.tail_batch, (behind + call.tail - 1) / call.tail, source.tail_count)) return false;
+  }
+  return true;
+}
+
+// Returns whether there is what is to be read; if not, nothing is done.
 template <typename T>
-void run(const Call& call) {
+bool run(const Call& call) {
+  const auto all_fit = [&](const Source* pieces, int64_t count) {
+    return std::all_of(pieces, pieces + count, [&](const Source& piece) { return fits(call, piece); });
+  };
+  if (!all_fit(call.keys, call.key_pieces) || !all_fit(call.values, call.value_pieces)) return false;
+  if (call.plain_heads && !fits(call, call.plain)) return false;
   const int64_t heads = call.batch * call.heads, chunks = call.chunks, size = left_size(call);
   const auto* const query = static_cast<const T*>(call.query);
   const auto *const cos = static_cast<const T*>(call.cos), *const sin = static_cast<const T*>(call.sin);
@@ -857,10 +982,11 @@ void run(const Call& call) {
       }
     }
   }
+  return true;
 }
 
 }  // namespace
 
-extern "C" void attend_float32(const Call* call) { run<float>(*call); }
-extern "C" void attend_bfloat16(const Call* call) { run<c10::BFloat16>(*call); }
-extern "C" void attend_float16(const Call* call) { run<c10::Half>(*call); }
+extern "C" bool attend_float32(const Call* call) { return run<float>(*call); }
+extern "C" bool attend_bfloat16(const Call* call) { return run<c10::BFloat16>(*call); }
+extern "C" bool attend_float16(const Call* call) { return run<c10::Half>(*call); }

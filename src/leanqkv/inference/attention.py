@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import compile_cpp
+from ..model.attention_latent import attend_to_latent
 from ..model.cache_quantized import SCALE_DTYPE
 from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs
@@ -28,6 +29,8 @@ Heads = Tensor | History
 CHUNK_TOKENS = 128
 # Positions that rows of a batch read in turns; the same as Turn::kSegment in attention.cpp.
 SHARED_TOKENS = 512
+# The most pieces that a head lies in; the same as kPieces in attention.cpp.
+PIECES = 3
 
 
 class _Source(ctypes.Structure):
@@ -35,11 +38,12 @@ class _Source(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("rows", "pages")),
-        *((name, ctypes.c_int64) for name in ("columns", "batch", "head", "row")),
+        *((name, ctypes.c_int64) for name in ("columns", "skipped", "batch", "head", "row")),
         *((name, ctypes.c_int64) for name in ("page_batch", "page_start", "page_head", "page_row", "bits")),
         *((name, ctypes.c_int64) for name in ("scales", "offsets", "scale_head", "groups", "width", "lanes")),
         ("tails", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("tail_batch", "tail_start", "tail_head", "tail_row")),
+        *((name, ctypes.c_int64) for name in ("row_count", "page_count", "tail_count")),
     ]
 
 
@@ -47,11 +51,13 @@ class _Call(ctypes.Structure):
     """The same, in the same order, as `Call` in attention.cpp."""
 
     _fields_ = [
-        *((name, _Source) for name in ("keys", "values", "plain")),
+        *((name, _Source * PIECES) for name in ("keys", "values")),
+        ("plain", _Source),
         *((name, ctypes.c_void_p) for name in ("query", "mask", "cos", "sin", "frequency", "output")),
         *((name, ctypes.c_void_p) for name in ("lengths", "firsts", "paged")),
         *((name, ctypes.c_int64) for name in ("page", "tail", "batch", "heads", "group", "length")),
         *((name, ctypes.c_int64) for name in ("threads", "chunks")),
+        *((name, ctypes.c_int64) for name in ("key_pieces", "value_pieces")),
         *((name, ctypes.c_int64) for name in ("key_heads", "plain_heads", "turned", "frequencies")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
@@ -76,6 +82,21 @@ def attend_one_query(
     if output is not None:
         return output, None
     return attend_to_inputs(attention, query, key, values, mask, scaling, **kwargs)
+
+
+def attend_one_query_to_latent(
+    attention: nn.Module,
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor | None]:
+    """As `model.attention_latent.attend_to_latent`, in whose place it is put: by the kernel where that applies."""
+    output = one_query_attention_to_pieces(queries, keys, values, mask, scaling)
+    if output is not None:
+        return output, None
+    return attend_to_latent(attention, queries, keys, values, mask, scaling)
 
 
 def length_chunks(heads: int, length: int, threads: int) -> int:
@@ -106,9 +127,60 @@ def one_query_attention(
     for value in values:
         stop, first = start + value.shape[1], start * group
         part = query[:, first : stop * group], key[:, start:stop], value, output[:, 0, first:]
-        kernel(_call(*part, mask, scaling))
+        kernel(_call(part[0], [part[1]], [part[2]], part[3], mask, scaling))
         start = stop
     return output
+
+
+def one_query_attention_to_pieces(
+    queries: Sequence[Tensor],
+    keys: Sequence[Heads],
+    values: Sequence[Heads],
+    attention_mask: Tensor | None,
+    scaling: float,
+) -> Tensor | None:
+    """The same for keys and values whose columns lie in pieces, each [batch, heads, key positions, columns].
+
+    queries: the columns of every piece of keys, [batch, heads, 1, columns].
+    """
+    query, keys = _side_by_side(queries, keys)
+    kernel = _kernel(query, (query, *keys, *values))
+    columns = sum(key.shape[-1] for key in keys)
+    alike = len({(isinstance(piece, Tensor), *piece.shape[:3]) for piece in (*keys, *values)}) == 1
+    if kernel is None or not alike or query.shape[-1] != columns or max(len(keys), len(values)) > PIECES:
+        return None
+    if not _fit(query[..., : keys[0].shape[-1]], keys[0], values[:1], attention_mask):
+        return None
+    output = query.new_empty(len(query), 1, query.shape[1], sum(value.shape[-1] for value in values))
+    mask = None if attention_mask is None else _additive(attention_mask)
+    kernel(_call(query, keys, values, output[:, 0], mask, scaling))
+    return output
+
+
+def _side_by_side(queries: Sequence[Tensor], keys: Sequence[Heads]) -> tuple[Tensor, list[Heads]]:
+    """Put together the pieces that lie side by side; return the query of all, and what is left of the pieces."""
+    parts: list[list[Tensor]] = []
+    pieces: list[Heads] = []
+    for query, key in zip(queries, keys, strict=True):
+        for place, piece in enumerate(pieces):
+            if (both := _beside(piece, key)) is not None:
+                pieces[place] = both
+                parts[place].append(query)
+                break
+        else:
+            pieces.append(key)
+            parts.append([query])
+    return torch.cat([part for own in parts for part in own], dim=-1), pieces
+
+
+def _beside(one: Heads, other: Heads) -> Heads | None:
+    """Return these columns and, behind them, those of `other`, if they lie side by side; None: they do not."""
+    if isinstance(one, History) or isinstance(other, History):
+        return one.beside(other) if isinstance(one, History) and isinstance(other, History) else None
+    end = one.data_ptr() + one.shape[-1] * one.itemsize
+    if other.data_ptr() != end or one.shape[:-1] != other.shape[:-1] or one.stride() != other.stride():
+        return None
+    return one.as_strided((*one.shape[:-1], one.shape[-1] + other.shape[-1]), one.stride())
 
 
 def one_query_attention_to_both(
@@ -128,11 +200,11 @@ def one_query_attention_to_both(
         return None
     output = query.new_empty(len(query), 1, query.shape[1], both.columns)
     mask = None if attention_mask is None else _additive(attention_mask)
-    kernel(_call(query, key, values[0], output[:, 0], mask, scaling, both))
+    kernel(_call(query, [key], values, output[:, 0], mask, scaling, both))
     return output
 
 
-def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None] | None:
+def _kernel(query: Tensor, tensors: Sequence[Any]) -> Callable[[_Call], None] | None:
     """Return the kernel for these tensors; None where there is none."""
     if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
         return None
@@ -143,16 +215,20 @@ def _kernel(query: Tensor, tensors: Sequence[Tensor]) -> Callable[[_Call], None]
         return None
     if any(tensor is not None and tensor.stride(-1) != 1 for tensor in lying):
         return None
-    if any(isinstance(tensor, History) and tensor.layout and tensor.first_column for tensor in tensors):
-        return None  # of codes, all columns or the first ones
     kernels = compiled_kernels()
-    return None if kernels is None else lambda call: kernels[query.dtype](ctypes.byref(call))
+    return None if kernels is None else functools.partial(_run, kernels[query.dtype])
+
+
+def _run(kernel: Callable[[Any], bool], call: _Call) -> None:
+    """Raise ValueError where more positions are to be read than lie there."""
+    if not kernel(ctypes.byref(call)):
+        raise ValueError(f"a cache of {call.batch} sequences holds fewer positions than attention is to read")
 
 
 def _call(
     query: Tensor,
-    key: Heads,
-    value: Heads,
+    keys: Sequence[Heads],
+    values: Sequence[Heads],
     output: Tensor,
     mask: Tensor | None,
     scaling: float,
@@ -160,13 +236,17 @@ def _call(
 ) -> _Call:
     """The kernel's arguments, which name the memory of these tensors.
 
+    keys, values: the pieces that they lie in, each with some of the columns.
     mask: [batch or 1, 1, 1, key positions], added to the scores; output: [batch, heads, width].
     """
+    key, value = keys[0], values[0]
     batch, num_heads, length = len(query), query.shape[1], key.shape[2]
     heads, key_heads = value.shape[1], 1
     if _is_shared(value):  # one head of values for all keys
         heads, key_heads = 1, 1 if _is_shared(key) else heads
-    call = _Call(keys=_source(key), values=_source(value), query=query.data_ptr(), output=output.data_ptr())
+    call = _Call(query=query.data_ptr(), output=output.data_ptr(), key_pieces=len(keys), value_pieces=len(values))
+    for sources, pieces in ((call.keys, keys), (call.values, values)):
+        sources[: len(pieces)] = [_source(piece) for piece in pieces]
     if isinstance(key, History):
         places = key.places
         call.lengths, call.paged, call.page = places.lengths.data_ptr(), places.paged.data_ptr(), places.page
@@ -211,13 +291,18 @@ def _source(heads: Heads) -> _Source:
     """Where heads [batch, heads, positions, columns] lie."""
     columns = heads.shape[-1]
     if isinstance(heads, Tensor):
-        return _Source(heads.data_ptr(), None, columns, *heads.stride()[:3])
+        return _Source(heads.data_ptr(), None, columns, 0, *heads.stride()[:3], row_count=heads.shape[2])
     table, newest, layout, first = heads.table, heads.newest, heads.layout, heads.first_head
-    if known := heads.sources.get((first, heads.expanded, columns)):
+    if known := heads.sources.get(key := (first, heads.expanded, heads.first_column, columns)):
         return known
-    source = _Source(columns=columns, pages=table.data_ptr(), page_batch=table.stride(0))
+    source = _Source(columns=columns, pages=table.data_ptr(), page_batch=table.stride(0), page_count=table.shape[1])
+    start_column = 0
+    if layout is not None:  # whose columns are read from the first of four bytes on
+        source.skipped = heads.first_column % (32 // layout.bits)
+        source.columns, start_column = columns + source.skipped, heads.first_column - source.skipped
     if newest is not None:
-        source.rows = newest[:, first:].data_ptr()
+        source.row_count = newest.shape[2]
+        source.rows = newest[:, first:, :, start_column:].data_ptr()
         source.batch, source.head, source.row = newest.stride()[:3]
     start, source.page_head, source.page_row = heads.strides
     if layout is not None:
@@ -225,21 +310,23 @@ def _source(heads: Heads) -> _Source:
         source.page_head = layout.code_bytes // layout.heads
         source.scale_head, source.groups = layout.head_scales, layout.groups if layout.per_token else 0
         source.scales = start + layout.code_bytes + first * layout.head_scales * SCALE_DTYPE.itemsize
+        source.scales += start_column * SCALE_DTYPE.itemsize
         source.offsets = source.scales + layout.heads * layout.head_scales * SCALE_DTYPE.itemsize
+        start += start_column * layout.lanes * layout.bits // 8
     source.page_start = start + first * source.page_head
     if heads.tails is not None:
         tails, (start, source.tail_head, source.tail_row) = heads.tails
-        source.tails, source.tail_batch = tails.data_ptr(), tails.stride(0)
-        source.tail_start = start + first * source.tail_head
+        source.tails, source.tail_batch, source.tail_count = tails.data_ptr(), tails.stride(0), tails.shape[1]
+        source.tail_start = start + first * source.tail_head + start_column * heads.dtype.itemsize
     if heads.expanded:
         source.head = source.page_head = source.scale_head = source.tail_head = 0
     if layout is not None:
-        heads.sources[first, heads.expanded, columns] = source
+        heads.sources[key] = source
     return source
 
 
 def _fit(query: Tensor, key: Heads, values: Sequence[Heads], mask: Tensor | None) -> bool:
-    """Whether the kernel takes these shapes. It checks no bounds; others go to PyTorch, which reports errors."""
+    """Whether the kernel takes these shapes; others go to PyTorch, which reports errors."""
     batch, heads, length, head_dim = key.shape
     own = [(batch, value.shape[1], length, values[0].shape[-1]) for value in values]
     tensors = [isinstance(heads, Tensor) for heads in (key, *values)]
@@ -263,14 +350,15 @@ def _additive(mask: Tensor) -> Tensor:
 
 
 @functools.cache
-def compiled_kernels() -> dict[torch.dtype, Callable[[Any], None]] | None:
-    """Return the functions of attention.cpp by dtype, or None where nothing can be compiled."""
+def compiled_kernels() -> dict[torch.dtype, Callable[[Any], bool]] | None:
+    """Return the functions of attention.cpp by dtype, each of which returns whether what is to be read lies there; None
+    where nothing can be compiled."""
     library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
     if library is None:
         return None
     kernels = {}
     for dtype in DTYPES:
         kernel = getattr(library, f"attend_{str(dtype).removeprefix('torch.')}")
-        kernel.argtypes, kernel.restype = [ctypes.c_void_p], None
+        kernel.argtypes, kernel.restype = [ctypes.c_void_p], ctypes.c_bool
         kernels[dtype] = kernel
     return kernels

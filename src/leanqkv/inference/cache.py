@@ -102,6 +102,10 @@ class QuantizedLayer(KiviLayer):
             self._same += 1
         if not self._until_full:
             self._quantize(lengths - self._paged)
+        elif self.window is not None and self._same is not None and not (self.window - 1 - self._same) % BLOCK:
+            for paged in self.paged:  # the oldest page has left the window
+                self._drop(paged, self._same)
+            self._lengths = self._count_pages() + self._same
         return histories[0], histories[1]
 
     @property

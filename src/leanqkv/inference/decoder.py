@@ -22,7 +22,7 @@ from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
-from .attention import attend_one_query
+from .attention import attend_one_query, attend_one_query_to_latent
 from .cache import allocate_cache, join_rows
 from .layer import use_programs
 from .linear import shared_copy, use_products
@@ -47,6 +47,8 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
         for module in copied.modules():
             if isinstance(module, LeanAttention | LatentAttention):
                 module.attend = attend_one_query
+            if isinstance(module, LatentAttention):
+                module.attend_to_latent = attend_one_query_to_latent
     return copied
 
 

@@ -5,7 +5,6 @@ tensor that it stands for, which is made then.
 """
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +73,16 @@ class History:
 
     def at(self, places: Places) -> "History":
         """Return the same pages, of which rows hold these places."""
-        there = History.__new__(History)
         rows, heads, _, columns = self.shape
-        shape = torch.Size((rows, heads, places.longest, columns))
-        there.__dict__.update(self.__dict__, places=places, shape=shape, _made=list(self._made))
+        there = self._with(rows, heads, places.longest, columns)
+        there.places, there._made = places, list(self._made)
         return there
+
+    def _with(self, *shape: int) -> "History":
+        """Return a copy of another shape; `copy` takes several times as long, and every layer makes some in a step."""
+        other = History.__new__(History)
+        other.__dict__.update(self.__dict__, shape=torch.Size(shape))
+        return other
 
     def whole(self) -> Tensor:
         """Return the tensor."""
@@ -95,19 +99,19 @@ class History:
         if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], slice):
             start, stop, step = index[1].indices(self.shape[1])
             if step == 1:
-                heads = copy(self)
+                if start == 0 and stop == self.shape[1]:
+                    return self
+                heads = self._with(self.shape[0], max(stop - start, 0), *self.shape[2:])
                 heads.first_head += 0 if self.expanded else start
-                heads.shape = torch.Size((self.shape[0], max(stop - start, 0), *self.shape[2:]))
                 return heads
         by_column = self.newest is None if self.layout is None else not self.layout.per_token
         if by_column and isinstance(index, tuple) and index[:-1] == (...,) and isinstance(index[-1], slice):
             start, stop, step = index[-1].indices(self.shape[3])
             if step == 1:
-                columns = copy(self)
+                columns = self._with(*self.shape[:3], max(stop - start, 0))
                 columns.first_column += start
                 if self.layout is None:
                     columns.strides = (self.strides[0] + start * self.dtype.itemsize, *self.strides[1:])
-                columns.shape = torch.Size((*self.shape[:3], max(stop - start, 0)))
                 return columns
         return self.whole()[index]
 
@@ -116,16 +120,13 @@ class History:
         end = self.first_column + self.shape[3]
         if self._made is not other._made or self.first_head != other.first_head or other.first_column != end:
             return None
-        both = copy(self)
-        both.shape = torch.Size((*self.shape[:3], self.shape[3] + other.shape[3]))
-        return both
+        return self._with(*self.shape[:3], self.shape[3] + other.shape[3])
 
     def expand(self, *sizes: int) -> "History | Tensor":
         """One head for several stays where it lies."""
         if self.shape[1] == 1 and len(sizes) == 4 and set(sizes[:1] + sizes[2:]) == {-1}:
-            heads = copy(self)
+            heads = self._with(self.shape[0], sizes[1], *self.shape[2:])
             heads.expanded = sizes[1] > 1
-            heads.shape = torch.Size((self.shape[0], sizes[1], *self.shape[2:]))
             return heads
         return self.whole().expand(*sizes)
 

@@ -19,8 +19,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from ..compat import compile_cpp
 from ..model.attention import Attention
-from ..model.latent import absorb, is_absorbable, is_rewritten, restore
-from ..model.latent_heads import LatentHeadsAttention
+from ..model.latent import Absorbing, absorb, is_absorbable, is_rewritten, restore
 from ..model.layers import GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
 
@@ -120,7 +119,7 @@ class HeadProduct:
         return output
 
 
-def head_products(attention: LatentHeadsAttention) -> tuple[HeadProduct | None, HeadProduct | None]:
+def head_products(attention: Any) -> tuple[HeadProduct | None, HeadProduct | None]:
     """Return the maps of queries to the latent of keys, and of attended latents of values to outputs; None for what is
     no latent, or cannot be absorbed."""
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
@@ -136,25 +135,25 @@ def head_products(attention: LatentHeadsAttention) -> tuple[HeadProduct | None, 
     return into, out_of
 
 
-def use_head_products(attention: LatentHeadsAttention) -> None:
+def use_head_products(attention: Any) -> None:
     """Let an attention with latents absorb its up projections by products of the kernel, of single queries; they are
     its `head_products`."""
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
-    into, out_of = attention.head_products = head_products(attention)  # type: ignore[assignment]
+    into, out_of = attention.head_products = head_products(attention)
     if into is not None:
 
         def absorb_key(query: Tensor) -> Tensor:
             found = into(query[:, :, 0]) if query.shape[2] == 1 else None
             return absorb(key, query) if found is None else found[:, :, None]
 
-        attention.absorb = absorb_key  # type: ignore[method-assign]
+        attention.absorb = absorb_key
     if out_of is not None:
 
         def restore_heads(attended: Tensor) -> Tensor:
             found = out_of(attended[:, 0]) if attended.shape[1] == 1 else None
             return restore(value, attended, head_dim) if found is None else found[:, None]
 
-        attention.restore = restore_heads  # type: ignore[method-assign]
+        attention.restore = restore_heads
 
 
 class FusedRMSNorm(nn.Module):
@@ -223,7 +222,7 @@ def fuse(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.rotate = fused_rotate
-        if isinstance(module, LatentHeadsAttention):
+        if isinstance(module, Absorbing):
             use_head_products(module)
         if isinstance(module, GatedMLP) and type(module.activation) in GATES and not is_rewritten(module.activation):
             module.hidden = fused_hidden(module)  # type: ignore[method-assign, assignment]

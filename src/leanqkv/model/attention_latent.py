@@ -5,6 +5,7 @@ share; scores `(q_h . k_h + q_R,h . k_R) / sqrt(head_dim + rope_dim)`. DeepSeek-
 https://arxiv.org/abs/2405.04434, section 2.1; Wu et al. 2025 (P3), section 5.2 and appendix B.2.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,18 +14,51 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from .attention import Attention, KeyValues, autocast, mix
-from .latent import absorb, absorbing_pays, expand, restore
+from .latent import Absorbing, absorbing_pays, expand
 from .layout import LatentShape, LayerPlan
 from .position import Rotation, Rotations, rotation_of
 
 
-class LatentAttention(Attention):
+def attend_to_latent(
+    attention: Any,
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of all heads to one key and one value that lie in pieces, which are not joined.
+
+    Args:
+        queries: columns of the query, [batch, heads, positions, columns], of each of `keys`.
+        keys, values: columns of the key and of the value, each [batch, 1, key positions, columns].
+
+    Returns:
+        output [batch, positions, heads, columns of all values]; weights [batch, heads, positions, key positions].
+    """
+    heads, t = queries[0].shape[1:3]
+    # Every head is one more query. Not query @ key^T: on a CPU that takes several times as long in bfloat16.
+    products = (key[:, 0] @ query.flatten(1, 2).mT for query, key in zip(queries, keys, strict=True))
+    scores: Any = sum(products)
+    scores = scores.mT.contiguous().unflatten(1, (heads, t)) * scaling
+    if mask is not None:
+        hidden = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
+    weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    weights = F.dropout(weights, attention.config.attention_dropout, attention.training)
+    output = torch.cat([weights.flatten(1, 2) @ value[:, 0] for value in values], dim=-1)
+    return output.unflatten(1, (heads, t)).transpose(1, 2), weights
+
+
+class LatentAttention(Absorbing, Attention):
     """MLA of one layer: a latent that its keys and its values are both made of, expanded or absorbed (latent.py).
 
     The latent of a layer may come in pieces from several layers (SkipV1-MLA); the absorbed form never joins them.
+    Inference replaces `attend_to_latent` too (inference/attention.py).
     """
 
     kind = "latent"
+    attend_to_latent = staticmethod(attend_to_latent)
 
     def __init__(self, config, layer: LayerPlan):
         super().__init__(config, layer)
@@ -119,20 +153,9 @@ class LatentAttention(Attention):
         return self.attend(self, query, key, [value], mask, scaling, **kwargs)
 
     def _absorbed(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
-        t, pieces = query.shape[2], [piece[:, 0] for piece in pieces]
-        query = absorb(self.k_up_proj, query).flatten(1, 2)  # every head is one more query
-        parts, keys = [*query.split([piece.shape[-1] for piece in pieces], dim=-1)], pieces
+        columns = [piece.shape[-1] for piece in pieces]
+        queries, keys = [*self.absorb(query).split(columns, dim=-1)], pieces
         if query_rope is not None:
-            parts, keys = [*parts, query_rope.flatten(1, 2)], [*keys, key_rope[:, 0]]
-        # Not query @ keys^T: on a CPU that takes several times as long in bfloat16.
-        scores = sum(key @ part.transpose(1, 2) for part, key in zip(parts, keys, strict=True))
-        scores = scores.transpose(1, 2).contiguous().unflatten(1, (self.num_heads, t)) * scaling
-        if mask is not None:
-            scores = (
-                scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
-            )
-        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-        weights = F.dropout(weights, self.config.attention_dropout, self.training)
-        latent = torch.cat([weights.flatten(1, 2) @ piece for piece in pieces], dim=-1)  # [batch, heads * t, rank]
-        output = restore(self.v_up_proj, latent.unflatten(1, (self.num_heads, t)).transpose(1, 2), self.head_dim)
-        return output, weights if self.config._attn_implementation == "eager" else None
+            queries, keys = [*queries, query_rope], [*keys, key_rope]
+        latent, weights = self.attend_to_latent(self, queries, keys, pieces, mask, scaling)
+        return self.restore(latent), weights if self.config._attn_implementation == "eager" else None

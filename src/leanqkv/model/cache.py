@@ -38,7 +38,8 @@ class LeanDynamicWindowLayer(DynamicSlidingWindowLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         histories = super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None
-        self.keys, self.values = _own(self.keys), _own(self.values)
+        if key_states.shape[-2] > 1:  # a copy in every step would take longer than what it frees is worth
+            self.keys, self.values = _own(self.keys), _own(self.values)
         return histories
 
 
@@ -77,7 +78,7 @@ def _own(window: Tensor) -> Tensor:
     """The parent keeps a view, and with it a whole prompt of which only the end is needed."""
     if torch.compiler.is_compiling():  # which knows no storages
         return window
-    return window.clone() if window.untyped_storage().nbytes() > 2 * window.nbytes else window
+    return window.clone() if window.untyped_storage().nbytes() > window.nbytes else window
 
 
 def layer_type(layer) -> str:

@@ -28,6 +28,22 @@ def expand(up: nn.Module, latent: Tensor, head_dim: int) -> Tensor:
     return up(latent).unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
+class Absorbing:
+    """What an attention does with a latent that it attends to itself; inference replaces both (inference/step.py)."""
+
+    k_up_proj: Any
+    v_up_proj: Any
+    head_dim: int
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Return queries on the latent of keys."""
+        return absorb(self.k_up_proj, query)
+
+    def restore(self, attended: Tensor) -> Tensor:
+        """Return outputs of attended latents of values."""
+        return restore(self.v_up_proj, attended, self.head_dim)
+
+
 def absorb(up: Any, query: Tensor) -> Tensor:
     """Return queries [batch, query heads, positions, columns] on the latent of keys, of queries [..., head_dim]."""
     if _is_complex(up):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .attention import KeyValues, LeanAttention, attend, autocast, update_cache
-from .latent import Columns, ComplexUp, absorb, absorbing_pays, expand, restore, rotation_of_columns
+from .latent import Absorbing, Columns, ComplexUp, absorbing_pays, expand, rotation_of_columns
 from .layout import LayerPlan
 from .position import Rotation, Rotations, rotate, rotation_back, rotation_of
 from .registry import ConfigError, Projection
@@ -193,7 +193,7 @@ def attend_to_inputs(
     return attend(attention, query, key, values, mask, scaling, **kwargs)
 
 
-class LatentHeadsAttention(LeanAttention):
+class LatentHeadsAttention(Absorbing, LeanAttention):
     """LeanAttention of a layer whose keys or values are made of latents. Such a layer borrows nothing."""
 
     kind = "latent_heads"
@@ -259,14 +259,6 @@ class LatentHeadsAttention(LeanAttention):
         if self.v_up_proj is None or dropped:
             return False
         return self.absorbs(self.v_up_proj, query, key.shape[2], columns)
-
-    def absorb(self, query: Tensor) -> Tensor:
-        """Return queries on the latent of keys; inference replaces it (inference/step.py)."""
-        return absorb(self.k_up_proj, query)
-
-    def restore(self, attended: Tensor) -> Tensor:
-        """Return outputs of attended latents of values; inference replaces it (inference/step.py)."""
-        return restore(self.v_up_proj, attended, self.head_dim)
 
     def absorbs(self, up: nn.Module, query: Tensor, positions: int, columns: int) -> bool:
         """Whether heads attend to a latent itself; see `absorbing_pays`."""

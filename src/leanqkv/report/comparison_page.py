@@ -9,11 +9,12 @@ from typing import Any
 
 from ..compare.records import AGAIN, ComparisonRecord, Result, load_comparison
 from ..compare.statistics import Band, average, difference_curve, paired_difference
+from ..compare.suites import SUITES
 from . import comparison as text
 from . import figures
 from .after_training import mean_accuracies, task_tables, uptraining_series, uptraining_tables
 from .page import Code, Figure, Kind, Note, Page, Section
-from .papers import suite_claims, suite_tables
+from .papers import both_differences, suite_claims, suite_tables
 from .text import ABSENT, Table, listed, signed
 
 UPTRAINING = "Level lines are the losses of whole runs from random weights; the points are models uptrained so long."
@@ -84,6 +85,7 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
             + (" Wide bands of early evaluations may be cut off." if max(pairs.values()) > 1 else ""),
             f"Difference to {_baseline(comparison)}",
         )
+    yield from _beside_published(comparison)
     for number, series in enumerate(uptraining_series(comparison)):
         names = ("uptraining, share of the steps of a whole run in percent", "validation loss")
         drawing = figures.measured_lines(f"uptraining-{number}", series, *names, UPTRAINING, from_zero=False)
@@ -112,6 +114,22 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
             f"line is the loss of {comparison.baselines[0]}. {_intervals(comparison, pairs, 'bars')}",
             "Validation loss and KV cache",
         )
+
+
+def _beside_published(comparison: ComparisonRecord) -> Iterator[Figure]:
+    """Yield, for every table of a paper with two differences or more, theirs and ours in one figure."""
+    suite = SUITES.get(comparison.suite or "")
+    for number, published in enumerate(suite.published if suite else ()):
+        pairs = both_differences(comparison, published)
+        points = [(result, Band(x, ours.mean, *(ours.interval or 2 * (ours.mean,)))) for result, x, ours in pairs]
+        if len(points) > 1:
+            series = [figures.Series(result.name, result.style, [point]) for result, point in points]
+            yield Figure(
+                figures.published_scatter(f"published-{number}", series, published.metric),
+                "Marks in the lower left and the upper right have the published sign. "
+                + _intervals(comparison, {result.name: len(ours.by_seed) for result, _, ours in pairs}, "bars"),
+                f"Beside {published.source}",
+            )
 
 
 def _training_curves(comparison: ComparisonRecord) -> Iterator[figures.Series]:

@@ -42,6 +42,7 @@ def result_table(record: dict[str, Any]) -> Table:
     """Return sizes and scores before and after."""
     rows = []
     sizes = dict(SIZES)
+    sizes["kv_bytes_per_token_bf16"] += _until(record)
     if "at_context" in record:
         sizes["kv_bytes_at_context_bf16"] = f"KV cache at {record['at_context']:,} tokens, bytes (bf16)"
     for name, words in sizes.items():
@@ -61,6 +62,13 @@ def result_table(record: dict[str, Any]) -> Table:
     rows += [["KL(source ‖ result), nats per token", ABSENT, ABSENT, divergence]]
     rows += [["same likeliest token", ABSENT, ABSENT, agreement]]
     return Table(("", "source", "result", "change"), rows, note=_scored_on(evaluation))
+
+
+def _until(record: dict[str, Any]) -> str:
+    """Return up to where layers with a sliding window keep the bytes of every token."""
+    source = record.get("source")
+    window = source.get("sliding_window") if isinstance(source, dict) else None
+    return f" until a window of {window} is full" if window else ""
 
 
 def position_table(parts: list[dict[str, Any]]) -> Table:
@@ -101,7 +109,7 @@ def layer_lines(record: dict[str, Any]) -> Iterator[str]:
 def summary(record: dict[str, Any]) -> str:
     """Return in one or two sentences what became smaller, and what that costs."""
     context = record.get("at_context")
-    per = "per token" if context is None else f"at {context:,} tokens"
+    per = f"per token{_until(record)}" if context is None else f"at {context:,} tokens"
     before, after = record[f"kv_bytes_{'per_token' if context is None else 'at_context'}_bf16"]
     cost = NOT_EVALUATED
     if evaluation := record.get("evaluation"):

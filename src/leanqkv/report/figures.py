@@ -116,6 +116,14 @@ class Canvas:
             cross: dict[str, Any] = {"marker": "x", "markersize": 9, "markeredgewidth": 2.2}
             self.mark("diverged", xs, ys, series.style, clip_on=False, zorder=5, **cross)
 
+    def point(self, series: Series, x: float) -> None:
+        """Draw the one point of a series at x, with its range."""
+        point = series.points[0]
+        reach = [[point.mean - point.low], [point.high - point.mean]]
+        look = self.look(series.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
+        drawn = self.axes.errorbar([x], [point.mean], reach, linestyle="none", capsize=4, **look)
+        self.legend[series.label] = drawn.lines[0]
+
     def limits(self, values: Sequence[float], margin: float) -> None:
         """Show these values, and as much more of their range on either side."""
         low, high = min(values), max(values)
@@ -229,15 +237,26 @@ def cache_scatter(canvas: Canvas, series: Sequence[Series]) -> str:
         equal = sizes.count(point.step)
         shift = sizes[:place].count(point.step) - (equal - 1) / 2
         gap = min(0.035 if canvas.narrow else 0.016, 0.2 / equal)  # many of them stay within the axes
-        reach = [[point.mean - point.low], [point.high - point.mean]]
-        look = canvas.look(one.style) | {"markersize": 9, "markeredgecolor": _PAGE, "markeredgewidth": 0.8}
-        at = [point.step + shift * right * gap], [point.mean]
-        canvas.legend[one.label] = canvas.axes.errorbar(*at, reach, linestyle="none", capsize=4, **look).lines[0]
+        canvas.point(one, point.step + shift * right * gap)
     canvas.axes.set_xlim(0, right)
     canvas.axes.margins(y=0.12)
     canvas.ticks(canvas.axes.xaxis, (4, 7), "{x:,.0f}", integer=True)
     canvas.names("KV cache, bytes per token (bfloat16)", "validation loss")
     return "Scatter plot: final validation loss against KV cache bytes per token."
+
+
+@chart
+def published_scatter(canvas: Canvas, series: Sequence[Series], metric: str) -> str:
+    """Draw our difference to the baseline, in percent, against the published one, a point's `step`."""
+    for axis in (canvas.axes.axhline, canvas.axes.axvline):
+        axis(0, color=_INK, alpha=0.6, linewidth=1, linestyle=(0, (4, 3)))
+    for one in series:
+        canvas.point(one, one.points[0].step)
+    canvas.axes.margins(x=0.08, y=0.12)
+    canvas.ticks(canvas.axes.xaxis, (4, 7), "{x:+g}")
+    canvas.axes.yaxis.set_major_formatter("{x:+g}")
+    canvas.names(f"published: {metric}, difference to the baseline, %", "here, %")
+    return f"Scatter plot: the difference in {metric} to the baseline here against the published one."
 
 
 @chart

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from ..compare.records import ComparisonRecord, Result, Run
-from ..compare.statistics import paired_difference
+from ..compare.statistics import PairedDifference, over_seeds, paired_difference
 from ..compare.suite import PAPER, Published
 from ..compare.suites import SUITES
 from ..evaluate.harness import TASK_SETS
@@ -89,8 +90,53 @@ def _table(comparison: ComparisonRecord, published: Published) -> Table:
     run = {row for _, row in results}
     rows += [[f"`{row}`", *_printed(published, row), NOT_RUN] for row in printed if row not in run]
     agreement = _agreement(published, results) if published.metric == "validation loss" else ""
+    order = rank_correlation(both_differences(comparison, published))
     title = f"{published.source}, {published.metric}. Published: {published.setting}. Here: {here(comparison)}."
-    return Table(HEADERS, rows, title, " ".join(filter(None, [_caveat(comparison), agreement])))
+    return Table(HEADERS, rows, title, " ".join(filter(None, [_caveat(comparison), agreement, order])))
+
+
+def both_differences(
+    comparison: ComparisonRecord, published: Published
+) -> list[tuple[Result, float, PairedDifference]]:
+    """Return the models of which both differences to the baseline are known, the paper's and ours, in percent of it."""
+    metric, pairs = METRICS[published.metric], []
+    for result in comparison.results if metric.trained else ():
+        row = comparison.rows.get(result.name)
+        theirs = _difference(published, row) if row in published.printed else None
+        if theirs is None or result.baseline is None:
+            continue
+        values, reference = _values(result, metric), _values(result.baseline, metric)
+        seeds = sorted(values.keys() & reference.keys())
+        if seeds:
+            ours = over_seeds({seed: 100 * (values[seed] / reference[seed] - 1) for seed in seeds})
+            pairs.append((result, float(100 * theirs[0] / theirs[1]), ours))
+    return pairs
+
+
+def rank_correlation(pairs: Sequence[tuple[Result, float, PairedDifference]]) -> str:
+    """Return how far the models' order is the published one: Spearman's coefficient, of the means and of each seed.
+
+    A baseline takes part where all models have the same. Fewer than four numbers have no order to speak of.
+    """
+    baselines = {result.baseline.name for result, *_ in pairs if result.baseline}
+    shared = sorted(set.intersection(*(set(ours.by_seed) for *_, ours in pairs))) if pairs else []
+    zero = [0.0] if len(baselines) == 1 else []
+    theirs = [*zero, *(number for _, number, _ in pairs)]
+    if len(theirs) < 4 or len(set(theirs)) == 1:
+        return ""
+    of_means = _spearman(theirs, [*zero, *(ours.mean for *_, ours in pairs)])
+    by_seed = [_spearman(theirs, [*zero, *(ours.by_seed[seed] for *_, ours in pairs)]) for seed in shared]
+    spread = f"; of single seeds {_text(min(by_seed))} to {_text(max(by_seed))}" if len(by_seed) > 1 else ""
+    order = f"Rank correlation of the {len(theirs)} models' order with the published one (Spearman)"
+    return f"{order}: {_text(of_means)}{spread}."
+
+
+def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    return float(spearmanr(first, second).statistic)
+
+
+def _text(coefficient: float) -> str:
+    return f"{coefficient:.2f}".replace("-", "−")
 
 
 def here(comparison: ComparisonRecord) -> str:

@@ -20,12 +20,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from leanqkv.inference.attention import attend_one_query, one_query_attention
+from leanqkv.inference.attention import attend_one_query, attend_one_query_to_latent
 from leanqkv.inference.history import History, Places
 from leanqkv.model.attention import KeyValues
 from leanqkv.model.attention_latent import LatentAttention
 from leanqkv.model.cache_quantized import BLOCK
-from leanqkv.model.latent import absorb, absorbing_pays, restore
+from leanqkv.model.latent import absorbing_pays
 from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.layout import LayerPlan
 from leanqkv.model.position import BACK, Rotation, Rotations, make_masks
@@ -464,26 +464,15 @@ class LatentHeadsCore(LatentHeadsAttention):
 
 
 class LatentCore(LatentAttention):
-    """MLA whose absorbed form is one call of the kernel, if the latent and the rotary key lie side by side in pages."""
+    """MLA whose absorbed form is one call of the kernel, if the latent and the rotary key lie in pages."""
+
+    attend_to_latent = staticmethod(attend_one_query_to_latent)
 
     def _absorbing_pays(self, query: Tensor, pieces: list[Any], mask: Any) -> bool:
         if not isinstance(pieces[0], History):
             return super()._absorbing_pays(query, pieces, mask)
         size = query, MANY, self.latent.rank
         return absorbing_pays(self.k_up_proj, *size) and absorbing_pays(self.v_up_proj, *size)
-
-    def _absorbed(self, query, query_rope, pieces, key_rope, mask, scaling: float, **kwargs):
-        [latent, *others] = pieces
-        key = latent
-        if key_rope is not None and isinstance(latent, History) and isinstance(key_rope, History):
-            key = latent.beside(key_rope)
-        if others or not isinstance(key, History):
-            return super()._absorbed(query, query_rope, pieces, key_rope, mask, scaling, **kwargs)
-        parts = [absorb(self.k_up_proj, query), *([] if query_rope is None else [query_rope])]
-        output = one_query_attention(torch.cat(parts, dim=-1), key, [latent], mask, scaling)
-        if output is None:
-            return super()._absorbed(query, query_rope, pieces, key_rope, mask, scaling, **kwargs)
-        return restore(self.v_up_proj, output, self.head_dim), None
 
 
 CORES: dict[type, type] = {LatentHeadsAttention: LatentHeadsCore, LatentAttention: LatentCore}
