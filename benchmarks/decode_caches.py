@@ -1,19 +1,22 @@
 """What a smaller cache does to speed: decoding steps and prompts against the same model's cache of 16 bits, in turns.
 
 Quantized caches, latents, and both, of two shapes: SmolLM2-135M's, of grouped heads, and `llama-130m`. What a mechanism
-or a precision keeps of the bytes is the plan's. Weights and the contents of the cache are random.
+or a precision keeps of the bytes is the plan's. Weights and the contents of the cache are random. Beside the time of a
+step stands what reading its bytes and multiplying would take by themselves, at the rates of this machine.
 
     OMP_NUM_THREADS=2 python benchmarks/decode_caches.py --dtype bf16 --out results/decode/caches-bf16.json
     python benchmarks/decode_caches.py --tables results/decode/caches-bf16.json
 """
 
 import argparse
+import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import harness
 import torch
-from decode_variants import in_turns
+from decode_variants import copy_bandwidth, in_turns
 
 from leanqkv import LeanForCausalLM
 from leanqkv.cache_bits import CacheBits
@@ -40,22 +43,49 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CELLS, PROMPTS = ((8, 4096), (1, 4096), (1, 512)), (512, 4096)
 
 
-def decoders(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Decoder, float]]:
-    """Yield every form of the cache with a decoder and its share of the source's bytes per token."""
+def decoders(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Decoder, dict[str, Any]]]:
+    """Yield every form of the cache with a decoder, and what it costs: see `costs`."""
     whole = preset(SHAPES[shape])
     columns, built = whole.num_key_value_heads * whole.head_dim, dict[tuple[float | None, bool], Any]()
     for name, (share, reads_keys, bits) in CACHES.items():
+        rank = round((share or 0) * columns / 2) * 2
         if (share, reads_keys) not in built:
             torch.manual_seed(0)
-            rank = round((share or 0) * columns / 2) * 2
             latents = (
                 f"+latent-keys:rank={rank}+latent-values:rank={rank},keys={str(reads_keys).lower()}" if share else ""
             )
             config = preset(f"{SHAPES[shape]}{latents}+max_position_embeddings=8192")
             built[share, reads_keys] = LeanForCausalLM(config).to(dtype).eval()
         model, chosen = built[share, reads_keys], CacheBits.of(bits)
-        part = chosen.bytes_per_token(model.config.plan, torch.bfloat16) / whole.plan.kv_bytes_per_token(torch.bfloat16)
-        yield name, Decoder(model, cache_bits=chosen), part
+        held = chosen.bytes_per_token(model.config.plan, dtype)
+        # A query is multiplied with the columns of keys, and its weight with those of values; or with the latents' own,
+        # behind which stand the keys that values are made of.
+        read = rank * (3 if reads_keys else 2) if share else 2 * whole.head_dim
+        cost = {
+            "share": held / whole.plan.kv_bytes_per_token(dtype),
+            "cache_bytes": held,
+            "weight_bytes": weight_bytes(model),
+            "multiplications": whole.num_hidden_layers * whole.num_attention_heads * read,
+            # Codes are multiplied four at once, with factors in so many parts (attention.cpp).
+            "per_multiplication": (3 if dtype is torch.float32 else 2) / 4 if chosen.quantized else 1.0,
+        }
+        yield name, Decoder(model, cache_bits=chosen), cost
+
+
+def weight_bytes(model: LeanForCausalLM) -> int:
+    """Return the bytes of the weights that a step reads: all but the rows of the embedding."""
+    config, sizes = model.config, {name: weight.nbytes for name, weight in model.named_parameters()}
+    return sum(sizes.values()) - (0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"])
+
+
+def multiplications_per_second() -> float:
+    """Return how many float32 multiplications, each with an addition, a product of large matrices makes."""
+    one, other, times = torch.randn(1024, 1024), torch.randn(1024, 1024), []
+    for _ in range(15):
+        start = time.perf_counter()
+        torch.mm(one, other)
+        times.append(time.perf_counter() - start)
+    return 1024**3 / median(times)
 
 
 def fill(decoder: Decoder, batch: int, context: int, room: int) -> None:
@@ -67,7 +97,7 @@ def fill(decoder: Decoder, batch: int, context: int, room: int) -> None:
         decoder.cache.update(held[0], held[1] if len(held) > 1 else held[0][:, :0], layer.layer)
 
 
-def row(times: dict[str, list[float]], shares: dict[str, float], **where: Any) -> Iterator[dict[str, Any]]:
+def row(times: dict[str, list[float]], costs: dict[str, dict[str, Any]], **where: Any) -> Iterator[dict[str, Any]]:
     """Yield what every form came to beside the first, round by round."""
     first = next(iter(times.values()))
     for name, own in times.items():
@@ -75,7 +105,7 @@ def row(times: dict[str, list[float]], shares: dict[str, float], **where: Any) -
         yield {
             **where,
             "cache": name,
-            "share": shares[name],
+            **costs[name],
             "ms": harness.spread(own),
             "ratio": harness.spread(ratios),
         }
@@ -84,25 +114,26 @@ def row(times: dict[str, list[float]], shares: dict[str, float], **where: Any) -
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, list[dict[str, Any]]] = {"decode": [], "prefill": []}
+    rates = {"copy_gigabytes_per_second": copy_bandwidth(), "multiplications_per_second": multiplications_per_second()}
     with torch.inference_mode():
         for shape in options.shape:
             made = list(decoders(shape, DTYPES[options.dtype]))
-            sides, shares = {name: one for name, one, _ in made}, {name: part for name, _, part in made}
+            sides, costs = {name: one for name, one, _ in made}, {name: cost for name, _, cost in made}
             for batch, context in CELLS:
                 repetitions, token = max(2, 16 // batch), torch.zeros(batch, dtype=torch.long)
                 for decoder in sides.values():
                     fill(decoder, batch, context, (options.rounds + 2) * repetitions)
                 calls = {name: (lambda one=one, token=token: one.step(token)) for name, one in sides.items()}
                 times = in_turns(calls, options.rounds, repetitions)  # type: ignore[arg-type]
-                rows["decode"] += row(times, shares, shape=shape, batch=batch, context=context)
+                rows["decode"] += row(times, costs, shape=shape, batch=batch, context=context)
                 for decoder in sides.values():
                     decoder.cache = None
             for length in PROMPTS:
                 ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
                 calls = {name: (lambda one=one, ids=ids: one.prefill(ids, room=0)) for name, one in sides.items()}
                 times = in_turns(calls, options.prompt_rounds, 1)  # type: ignore[arg-type]
-                rows["prefill"] += row(times, shares, shape=shape, batch=1, context=length)
-    return {"dtype": options.dtype, "threads": torch.get_num_threads(), "rounds": options.rounds, **rows}
+                rows["prefill"] += row(times, costs, shape=shape, batch=1, context=length)
+    return {"dtype": options.dtype, "threads": torch.get_num_threads(), "rounds": options.rounds, **rates, **rows}
 
 
 def tables(record: dict[str, Any]) -> str:
@@ -117,7 +148,32 @@ def tables(record: dict[str, Any]) -> str:
             speeds = [harness.spread_text(one["ratio"], 2) for one in found]
             lines.append((name, f"{found[0]['share']:.0%}", *speeds))
         shown.append(f"{shape}, {record['dtype']}:\n\n" + harness.table(("cache", "bytes", *heads), lines))
+        shown.append(bounds(record, shape))
     return "\n\n".join(shown)
+
+
+def bounds(record: dict[str, Any], shape: str) -> str:
+    """Return what the first cell's step takes, and what its bytes and its multiplications would take alone."""
+    batch, context = CELLS[0]
+    lines = []
+    for name in CACHES:
+        found = _find(record["decode"], shape, name, batch, context)
+        tokens = batch * context
+        read = (found["weight_bytes"] + tokens * found["cache_bytes"]) / 1e9
+        made = tokens * found["multiplications"] / 1e9
+        by_bytes = 1e3 * read / record["copy_gigabytes_per_second"]
+        by_products = 1e12 * made * found["per_multiplication"] / record["multiplications_per_second"]
+        numbers = f"{read * 1e3:,.0f}", f"{by_bytes:.0f}", f"{made:.1f}", f"{by_products:.0f}"
+        lines.append((name, f"{found['ms']['median']:.0f}", *numbers))
+    heads = (
+        "cache",
+        f"a step of {batch} × {context:,}, ms",
+        "bytes, MB",
+        "alone, ms",
+        "multiplications, 10⁹",
+        "alone, ms",
+    )
+    return harness.table(heads, lines)
 
 
 def _cells(rows: list[dict[str, Any]], shape: str) -> list[tuple[int, int]]:
