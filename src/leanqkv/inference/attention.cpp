@@ -209,7 +209,6 @@ void score(
     const Block& keys, int64_t rows, int64_t ahead, int64_t head_dim, const float* queries, int64_t query_size,
     float* weights) {
   constexpr int64_t width = Reader::kWidth, parts = Reader::kParts;
-  const int64_t bytes = Reader::bytes(head_dim);
   for (int64_t first = 0; first < rows; first += kFloats) {
     Floats products[count][kFloats];
     for (int64_t n = 0; n < kFloats; n += tile) {
@@ -218,14 +217,16 @@ void score(
       #pragma GCC unroll 16
       for (int64_t r = 0; r < tile; ++r) {
         at[r] = keys.first + std::min(first + n + r, rows - 1) * keys.row;
-        ask_for(at[r] + ahead, bytes);
         #pragma GCC unroll 16
         for (int64_t g = 0; g < count; ++g) totals[g][r] = Floats(0.0f);
       }
       for (int64_t d = 0; d < head_dim; d += width) {
         Floats read[tile][parts];
         #pragma GCC unroll 16
-        for (int64_t r = 0; r < tile; ++r) Reader::load(at[r], d, head_dim - d, read[r]);
+        for (int64_t r = 0; r < tile; ++r) {
+          ask_for(at[r] + ahead + Reader::bytes(d), Reader::bytes(width));
+          Reader::load(at[r], d, head_dim - d, read[r]);
+        }
         #pragma GCC unroll 16
         for (int64_t g = 0; g < count; ++g) {
           #pragma GCC unroll 16
@@ -256,7 +257,6 @@ void add(
     const Block& values, int64_t rows, int64_t ahead, int64_t columns, const float* weights, float* sums, int64_t size) {
   // Columns at once: two vectors, or as many as are read at once.
   constexpr int64_t parts = Reader::kParts, step = std::max(kStep, Reader::kWidth), vectors = step / kFloats;
-  for (int64_t n = 0; n < rows; ++n) ask_for(values.first + n * values.row + ahead, Reader::bytes(columns));
   for (int64_t d = 0; d < columns; d += step) {
     Floats totals[count][vectors];
     #pragma GCC unroll 16
@@ -266,6 +266,7 @@ void add(
     }
     for (int64_t n = 0; n < rows; ++n) {
       Floats read[vectors / parts][parts];
+      ask_for(values.first + n * values.row + ahead + Reader::bytes(d), Reader::bytes(step));
       #pragma GCC unroll 16
       for (int64_t v = 0; v < vectors / parts; ++v) {
         const int64_t at = d + v * Reader::kWidth;
