@@ -1,6 +1,7 @@
 """What a comparison does after its runs: converted baselines that are uptrained, and downstream tasks."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from leanqkv.compare.comparison import run_comparison
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suite import Entry
 from leanqkv.compare.suites import SUITES
+from leanqkv.compare.uptraining import check_uptrained
 from leanqkv.convert.conversion import Conversion
 from leanqkv.data import batch_plan, collate
 from leanqkv.evaluate import sequence_losses
@@ -87,6 +89,20 @@ def test_an_uptrained_run_starts_at_the_loss_of_its_seeds_converted_baseline(upt
         assert torch.equal(model(tokens).logits, copy(tokens).logits)
         first[seed] = evaluations[0][0]["loss"]
     assert first[0] != first[1]
+
+
+@pytest.mark.parametrize(
+    ("base", "why"),
+    [("encoder-tiny", "its task is 'masked_lm'"), ("tiny+mla", "MLA"), ("tiny", None)],
+)
+def test_a_baseline_that_cannot_be_converted_is_refused_before_anything_trains(base, why):
+    groups = ((Entry(base), Entry(f"{base}+skipv1", SHORT, RATES, uptrain=0.1)),)
+    comparison = replace(UPTRAINED, groups=groups)
+    if why is None:
+        check_uptrained(comparison)
+    else:
+        with pytest.raises(LeanError, match=f"^{re.escape(base)} cannot be converted and uptrained: .*{why}"):
+            check_uptrained(comparison)
 
 
 def test_an_uptrained_run_has_its_share_of_the_steps_and_no_dropout(uptrained):

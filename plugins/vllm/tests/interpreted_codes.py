@@ -200,6 +200,13 @@ def draw(number: int) -> None:
     check(*case, DTYPES[number % 5 % 3], choose.choice((None, None, 1, 40, 66, 100)), **given)
 
 
+def check_window() -> None:
+    """A window that no mask tells of: it begins within a page."""
+    given = {"heads": 2, "group": 3, "columns": 16, "in_place": True, "unmasked": True}
+    for window in (40, 66, 100):
+        check("heads", [70, 150, 200], "16", torch.float32, window, **given)
+
+
 def check_table() -> None:
     """A block table that is shorter than a row is refused: nothing is read beyond it."""
     for bits in ("16", "4"):
@@ -231,6 +238,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     check_table()
     check_largest()
+    check_window()
     for number in range(*map(int, sys.argv[1:3])):
         torch.manual_seed(number)
         draw(number)

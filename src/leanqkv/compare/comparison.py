@@ -33,7 +33,7 @@ from .launch import Cluster, Launcher
 from .places import as_begun, to_train_here
 from .suite import Comparison, shortened
 from .tasks import TaskRuns, Tasks, score_runs
-from .uptraining import converted_starts
+from .uptraining import check_uptrained, converted_starts
 
 COMPARISON = "compare.json"
 # The fields of a comparison that compare.json has as they are.
@@ -111,6 +111,7 @@ def run_comparison(
 def _begun(comparison: Comparison, data: Data, out: Path, **where: Any) -> "_Directory":
     """Return the directory of a comparison that can be made, with its plan written; where: as _Directory takes it."""
     assert comparison.context_length is not None
+    check_uptrained(comparison)
     for label, config in comparison.configs.items():
         recipe = comparison.recipes[label]
         check_fit(label, config, data, comparison.context_length, recipe, comparison.evaluation_sequences)

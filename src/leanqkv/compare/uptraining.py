@@ -7,6 +7,7 @@ from pathlib import Path
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..convert.conversion import REPORT, Conversion
+from ..convert.heads import check_convertible
 from ..errors import LeanError
 from ..files import read_json, remove
 from ..model.config import LeanConfig
@@ -16,6 +17,20 @@ from .suite import Comparison
 
 # P3 section 5.1: every two value heads of the layers beyond the first are averaged.
 METHOD = {"to": "skipv1", "method": "mean-v"}
+
+
+def check_uptrained(comparison: Comparison) -> None:
+    """Check, before anything is trained, that the baselines of uptrained entries can be converted.
+
+    Raises:
+        LeanError: one cannot; says why.
+    """
+    for group in comparison.groups:
+        if any(entry.uptrain is not None for entry in group):
+            try:
+                check_convertible(comparison.configs[group[0].label])
+            except LeanError as error:
+                raise LeanError(f"{group[0].label} cannot be converted and uptrained: {error}") from None
 
 
 def converted_starts(
