@@ -22,6 +22,7 @@ from ..model.cache_quantized import SCALE_DTYPE
 from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs
 from .history import History
+from .repeat import Arguments, call
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Heads = Tensor | History
@@ -47,7 +48,7 @@ class _Source(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
+class _Call(Arguments):
     """The same, in the same order, as `Call` in attention.cpp."""
 
     _fields_ = [
@@ -63,6 +64,22 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
         ("scaling", ctypes.c_float),
     ]
+
+    @property
+    def lasting(self) -> int:  # type: ignore[override]
+        """The parts of a head change where a new one begins."""
+        return CHUNK_TOKENS - 1 - self.length % CHUNK_TOKENS
+
+    def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
+        fields = _Call.query, _Call.mask, _Call.cos, _Call.sin
+        sources = *self.keys[: self.key_pieces], *self.values[: self.value_pieces], self.plain
+        growing = [ctypes.c_int64.from_buffer(self, _Call.length.offset)]
+        growing += [
+            ctypes.c_int64.from_address(ctypes.addressof(source) + _Source.row_count.offset)
+            for source in sources
+            if source.rows and not source.pages
+        ]
+        return [ctypes.c_void_p.from_buffer(self, field.offset) for field in fields], growing
 
 
 def attend_one_query(
@@ -219,10 +236,10 @@ def _kernel(query: Tensor, tensors: Sequence[Any]) -> Callable[[_Call], None] | 
     return None if kernels is None else functools.partial(_run, kernels[query.dtype])
 
 
-def _run(kernel: Callable[[Any], bool], call: _Call) -> None:
+def _run(kernel: Callable[[Any], bool], arguments: _Call) -> None:
     """Raise ValueError where more positions are to be read than lie there."""
-    if not kernel(ctypes.byref(call)):
-        raise ValueError(f"a cache of {call.batch} sequences holds fewer positions than attention is to read")
+    if not call(kernel, arguments):
+        raise ValueError(f"a cache of {arguments.batch} sequences holds fewer positions than attention is to read")
 
 
 def _call(
@@ -244,42 +261,42 @@ def _call(
     heads, key_heads = value.shape[1], 1
     if _is_shared(value):  # one head of values for all keys
         heads, key_heads = 1, 1 if _is_shared(key) else heads
-    call = _Call(query=query.data_ptr(), output=output.data_ptr(), key_pieces=len(keys), value_pieces=len(values))
-    for sources, pieces in ((call.keys, keys), (call.values, values)):
+    made = _Call(query=query.data_ptr(), output=output.data_ptr(), key_pieces=len(keys), value_pieces=len(values))
+    for sources, pieces in ((made.keys, keys), (made.values, values)):
         sources[: len(pieces)] = [_source(piece) for piece in pieces]
     if isinstance(key, History):
         places = key.places
-        call.lengths, call.paged, call.page = places.lengths.data_ptr(), places.paged.data_ptr(), places.page
-        call.tail = places.tail
-        call.firsts = None if places.firsts is None else places.firsts.data_ptr()
-        call.padded_right = places.padded_right
+        made.lengths, made.paged, made.page = places.lengths.data_ptr(), places.paged.data_ptr(), places.page
+        made.tail = places.tail
+        made.firsts = None if places.firsts is None else places.firsts.data_ptr()
+        made.padded_right = places.padded_right
     if mask is not None:
-        call.mask, call.mask_batch = mask.data_ptr(), 0 if len(mask) == 1 else mask.stride(0)
+        made.mask, made.mask_batch = mask.data_ptr(), 0 if len(mask) == 1 else mask.stride(0)
     if both is not None:
-        call.plain, call.plain_heads = _source(both.keys), both.keys.shape[1]
+        made.plain, made.plain_heads = _source(both.keys), both.keys.shape[1]
     if both is not None and both.back is not None:
         cos, sin = both.back
-        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
-        call.turned, call.frequencies = cos.shape[-1], cos.shape[-1] // 2
+        made.cos, made.sin = cos.data_ptr(), sin.data_ptr()
+        made.turned, made.frequencies = cos.shape[-1], cos.shape[-1] // 2
         if both.frequencies is not None:
             index = frequencies_of(both.frequencies, cos.device)  # which is kept
-            call.frequency, call.turned = index.data_ptr(), 2 * len(index)
-        call.table_batch, call.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
-    call.batch, call.heads, call.group, call.length, call.key_heads = (
+            made.frequency, made.turned = index.data_ptr(), 2 * len(index)
+        made.table_batch, made.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
+    made.batch, made.heads, made.group, made.length, made.key_heads = (
         batch,
         heads,
         num_heads // heads,
         length,
         key_heads,
     )
-    call.threads = torch.get_num_threads()
-    call.chunks = length_chunks(batch * heads, length, call.threads)
+    made.threads = torch.get_num_threads()
+    made.chunks = length_chunks(batch * heads, length, made.threads)
     if both is not None and batch > 1:  # rows take turns, part by part, and share what turns keys back
-        call.chunks = max(call.chunks, length // SHARED_TOKENS)
-    call.query_batch, call.query_head = query.stride()[:2]
-    call.output_batch, call.output_head = output.stride()[:2]
-    call.scaling = scaling
-    return call
+        made.chunks = max(made.chunks, length // SHARED_TOKENS)
+    made.query_batch, made.query_head = query.stride()[:2]
+    made.output_batch, made.output_head = output.stride()[:2]
+    made.scaling = scaling
+    return made
 
 
 def _is_shared(heads: Heads) -> bool:

@@ -22,11 +22,13 @@ from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
+from ..model.transformer import LeanModel
 from .attention import attend_one_query, attend_one_query_to_latent
 from .cache import allocate_cache, join_rows
 from .layer import use_programs
 from .linear import shared_copy, use_products
-from .step import fuse
+from .repeat import RepeatedLayers
+from .step import compiled_kernels, fuse
 
 # Tokens of a prompt that are computed together: bounds the memory of their activations.
 PREFILL_CHUNK_TOKENS = 512
@@ -37,7 +39,8 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
 
     The projections of one input are one product (joined.py), which a kernel computes where there are few rows, as other
     linear layers (linear.py) and small operations (step.py); what a usual layer computes before and after attention is
-    one call each (layer.py). In place of "sdpa" there is the kernel for attention of one query (attention.py).
+    one call each (layer.py), and where that is all, steps repeat the calls of the first one (repeat.py). In place of
+    "sdpa" there is the kernel for attention of one query (attention.py).
     """
     copied = shared_copy(model).eval()
     use_products(copied)
@@ -49,6 +52,11 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
                 module.attend = attend_one_query
             if isinstance(module, LatentAttention):
                 module.attend_to_latent = attend_one_query_to_latent
+    if kernels := compiled_kernels():
+        repeat = next(iter(kernels.values())).repeat
+        for module in copied.modules():
+            if isinstance(module, LeanModel):
+                module._run_layers = RepeatedLayers(module, repeat)  # type: ignore[method-assign]
     return copied
 
 

@@ -20,6 +20,7 @@ from ..model.position import Rotation, rotation_of
 from ..model.transformer import LeanBlock
 from .joined import JoinedProjections
 from .linear import FewRowsLinear
+from .repeat import Arguments, call
 from .step import GATES, ROWS, FusedRMSNorm, HeadProduct, Product, kernels_for
 
 MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD = range(6)
@@ -39,6 +40,24 @@ class _Tables(ctypes.Structure):
 
     _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
     _fields_ += [("turned", ctypes.c_int64), ("batch", ctypes.c_int64)]
+
+
+class _Run(Arguments):
+    """The same, in the same order, as `Run` in step.cpp."""
+
+    _fields_ = [
+        *(("operations", ctypes.c_void_p), ("count", ctypes.c_int64)),
+        *(("given", ctypes.c_void_p), ("num_given", ctypes.c_int64)),
+        *(("widths", ctypes.c_void_p), ("num_buffers", ctypes.c_int64), ("rows", ctypes.c_int64)),
+        *(("tables", ctypes.c_void_p), ("threads", ctypes.c_int64)),
+    ]
+    held: tuple[Any, Any]  # what `given` and `tables` point to
+
+    def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
+        places = [ctypes.addressof(self.held[0]) + 8 * number for number in range(self.num_given)]
+        if self.tables:
+            places += [self.tables + field.offset for field in (_Tables.cos, _Tables.sin)]
+        return [ctypes.c_void_p.from_address(place) for place in places], []
 
 
 class Program:
@@ -104,14 +123,21 @@ class Program:
         if not hasattr(self, "_operations"):
             self._operations = (_Operation * len(self._listed))(*self._listed)
             self._widths = (ctypes.c_int64 * len(self.widths))(*self.widths)
+            self._addresses = ctypes.addressof(self._operations), ctypes.addressof(self._widths)
         tables = None
         if rotation is not None:
             cos, sin = rotation
             turned = cos.shape[-1]
-            tables = ctypes.byref(_Tables(cos.data_ptr(), sin.data_ptr(), turned, 0 if len(cos) == 1 else turned))
+            tables = _Tables(cos.data_ptr(), sin.data_ptr(), turned, 0 if len(cos) == 1 else turned)
         pointers = self._pointers(*[tensor.data_ptr() for tensor in given])
-        operations = self._operations, len(self._operations), pointers, self.num_given
-        kernels.run(*operations, self._widths, len(self.widths), rows, tables, torch.get_num_threads())
+        operations, widths = self._addresses
+        arguments = _Run(
+            *(operations, len(self._operations), ctypes.addressof(pointers), self.num_given),
+            *(widths, len(self.widths), rows, None if tables is None else ctypes.addressof(tables)),
+            torch.get_num_threads(),
+        )
+        arguments.held = pointers, tables
+        call(kernels.run, arguments)
 
 
 def use_programs(model: nn.Module) -> None:

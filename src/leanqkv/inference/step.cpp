@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -326,12 +327,21 @@ struct Tables {
   int64_t turned, batch;
 };
 
-// Runs `count` operations on `rows` rows. The first `given` buffers are there; the others, so many columns wide, last as
-// long as the call.
+// What `run` is called with; the same, in the same order, as `_Run` in layer.py.
+struct Run {
+  const Operation* operations;
+  int64_t count;
+  void* const* given;  // the first `num_given` buffers; the others last as long as the call
+  int64_t num_given;
+  const int64_t* widths;  // of the `num_buffers` buffers [rows, width]
+  int64_t num_buffers, rows;
+  const Tables* tables;
+  int64_t threads;
+};
+
 template <typename T>
-void run(
-    const Operation* operations, int64_t count, void* const* given, int64_t num_given, const int64_t* widths,
-    int64_t num_buffers, int64_t rows, const Tables* tables, int64_t threads) {
+bool run(const Run& call) {
+  const auto [operations, count, given, num_given, widths, num_buffers, rows, tables, threads] = call;
   const auto size_of = [&](int64_t i) { return (rows * widths[i] * int64_t(sizeof(T)) + kLine - 1) / kLine; };
   static thread_local std::vector<Line> kept;
   static thread_local std::vector<void*> buffers;
@@ -381,7 +391,25 @@ void run(
         }
     }
   }
+  return true;
 }
+
+// --- steps ----------------------------------------------------------------------------------------------------------
+
+// One new position of every head, and where it goes; the same, in the same order, as `_Write` in step.py.
+struct Write {
+  const char* from;  // [batch, heads, row]
+  char* to;          // [batch, heads, places, row]
+  int64_t batch, heads, row;  // bytes of a row
+  int64_t from_batch, from_head, to_batch, to_head;  // strides, in bytes
+  int64_t place;
+};
+
+// A call that a step made, which returns whether it did its work; the same, in the same order, as `_Noted` in repeat.py.
+struct Noted {
+  bool (*function)(const void*);
+  const void* arguments;
+};
 
 }  // namespace
 
@@ -406,11 +434,25 @@ void run(
       const T* input, const T* up, int64_t size, int64_t is_gelu, T* output, int64_t threads) {                        \
     gate<T>(input, up, size, is_gelu, output, threads);                                                                \
   }                                                                                                                    \
-  extern "C" void run_##name(                                                                                          \
-      const Operation* operations, int64_t count, void* const* given, int64_t num_given, const int64_t* widths,        \
-      int64_t num_buffers, int64_t rows, const Tables* tables, int64_t threads) {                                      \
-    run<T>(operations, count, given, num_given, widths, num_buffers, rows, tables, threads);                           \
-  }
+  extern "C" bool run_##name(const Run* call) { return run<T>(*call); }
 FUNCTIONS(float32, float)
 FUNCTIONS(bfloat16, c10::BFloat16)
 FUNCTIONS(float16, c10::Half)
+
+extern "C" bool write_head_rows(const Write* call) {
+  for (int64_t b = 0; b < call->batch; ++b) {
+    for (int64_t h = 0; h < call->heads; ++h) {
+      char* const to = call->to + b * call->to_batch + h * call->to_head + call->place * call->row;
+      std::memcpy(to, call->from + b * call->from_batch + h * call->from_head, call->row);
+    }
+  }
+  return true;
+}
+
+// Makes all of these calls; returns how many did their work, and stops behind the first that did not.
+extern "C" int64_t repeat_calls(const Noted* calls, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (!calls[i].function(calls[i].arguments)) return i;
+  }
+  return count;
+}

@@ -22,6 +22,7 @@ from ..model.attention import Attention
 from ..model.latent import Absorbing, absorb, is_absorbable, is_rewritten, restore
 from ..model.layers import GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
+from .repeat import Arguments, call, not_noted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of input up to which the kernel multiplies faster than PyTorch.
@@ -53,6 +54,19 @@ class _HeadMap(ctypes.Structure):
 
     _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
     _fields_ += [("heads", ctypes.c_int64), ("outputs", ctypes.c_int64)]
+
+
+class _Write(Arguments):
+    """The same, in the same order, as `Write` in step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("source", "target")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "row")),
+        *((name, ctypes.c_int64) for name in ("from_batch", "from_head", "to_batch", "to_head", "place")),
+    ]
+
+    def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
+        return [], [ctypes.c_int64.from_buffer(self, _Write.place.offset)]
 
 
 class Product:
@@ -217,6 +231,18 @@ def fused_hidden(mlp: GatedMLP) -> Callable[[Tensor], Tensor]:
     return hidden
 
 
+def write(states: Tensor, buffer: Tensor, place: int) -> None:
+    """buffer[:, :, place] = states[:, :, 0], of buffers that the kernels take."""
+    kernels = kernels_for(states, buffer)
+    if kernels is None or states.stride(-1) != 1 or not buffer.is_contiguous():
+        buffer[:, :, place] = states[:, :, 0]
+        return
+    size = buffer.itemsize
+    strides = [size * stride for stride in (*states.stride()[:2], *buffer.stride()[:2])]
+    shape = *buffer.shape[:2], size * buffer.shape[-1]
+    call(kernels.write, _Write(states.data_ptr(), buffer.data_ptr(), *shape, *strides, place))
+
+
 def fuse(model: nn.Module) -> None:
     """Put the kernels, in place, where modules compute what they do; dropout, which does nothing here, is left out."""
     for module in list(model.modules()):
@@ -259,12 +285,25 @@ def compiled_kernels() -> dict[torch.dtype, Any]:
         "norm": [pointer, number, number, pointer, real, real, pointer, number],
         "turn": [pointer],
         "gate": [pointer, pointer, number, number, pointer, number],
-        "run": [pointer, number, pointer, number, pointer, number, number, pointer, number],
+        "run": [pointer],
     }
+    library.write_head_rows.argtypes, library.write_head_rows.restype = [pointer], ctypes.c_bool
+    library.repeat_calls.argtypes, library.repeat_calls.restype = [pointer, number], number
     kernels = {}
     for dtype in DTYPES:
         functions = {name: getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}") for name in arguments}
         for name, function in functions.items():
-            function.argtypes, function.restype = arguments[name], None
-        kernels[dtype] = SimpleNamespace(**functions)
+            function.argtypes, function.restype = arguments[name], ctypes.c_bool if name == "run" else None
+            functions[name] = function if name == "run" else _alone(function)
+        kernels[dtype] = SimpleNamespace(**functions, write=library.write_head_rows, repeat=library.repeat_calls)
     return kernels
+
+
+def _alone(function: Callable[..., None]) -> Callable[..., None]:
+    """A kernel that repeated steps do not call."""
+
+    def called(*arguments: Any) -> None:
+        not_noted()
+        function(*arguments)
+
+    return called

@@ -1,0 +1,237 @@
+"""The layers of a decoding step as one call, which makes the calls of kernels of the step before it again.
+
+Steps of the same sequences call the same kernels. They differ in what they are given, in where new keys and values go,
+and in how many positions are read. So the calls of one step are noted while it runs, with the memory that it used, and
+the next steps make them again after these numbers are set. Whatever else computes something is seen, an operator of
+PyTorch or a kernel that is not noted, and then every step runs as it is written.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import Cache
+
+from ..model.position import Rotations
+
+_of_thread = threading.local()
+# Operators that give memory and compute nothing.
+EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
+# Steps in a row that are noted in vain until a cache's steps are no longer noted: at times one does more than others.
+TRIES = 3
+
+
+class Arguments(ctypes.Structure):
+    """What a kernel is called with: its address is the only argument, and it returns whether it did its work."""
+
+    # How many more steps differ in nothing but what `moving` names.
+    lasting = 2**30
+
+    def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
+        """Return the pointers to what a step is given, and the numbers that grow by one from a step to the next."""
+        raise NotImplementedError
+
+
+class _Noted(ctypes.Structure):
+    """The same, in the same order, as `Noted` in step.cpp."""
+
+    _fields_ = [("function", ctypes.c_void_p), ("arguments", ctypes.c_void_p)]
+
+
+def call(function: Callable[[Any], bool], arguments: Arguments) -> bool:
+    """Call a kernel, and note it where a step is noted."""
+    if (step := _noted()) is not None:
+        step.calls.append((function, arguments))
+    return function(ctypes.byref(arguments))
+
+
+def not_noted() -> None:
+    """Say that something is computed which is not noted."""
+    if (step := _noted()) is not None:
+        step.complete = False
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """What is computed here a repeated step does in another way: a cache's `advance`."""
+    step, _of_thread.step = _noted(), None
+    try:
+        yield
+    finally:
+        _of_thread.step = step
+
+
+def _noted() -> "Step | None":
+    return getattr(_of_thread, "step", None)
+
+
+class _Watch(TorchDispatchMode):
+    """Keep what operators give, and see those that compute."""
+
+    def __init__(self, step: "Step"):
+        super().__init__()
+        self.step = step
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.step.held.append(found)
+        if function not in EMPTY and not _is_view(function, args, found):
+            not_noted()
+        return found
+
+
+def _is_view(function: Any, args: Any, found: Any) -> bool:
+    if function._schema.is_mutable or not isinstance(found, Tensor) or not args or not isinstance(args[0], Tensor):
+        return False
+    return found.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+
+
+class Step:
+    """The calls of a step.
+
+    Attributes:
+        calls: functions and arguments, in their order.
+        held: whose memory they read and write.
+        complete: whether they are all that the step computed.
+    """
+
+    def __init__(self, cache: Cache):
+        self.calls: list[tuple[Any, Arguments]] = []
+        self.held: list[Any] = []
+        self.complete = True
+        self._layers: list[Any] = cache.layers
+        self._marks = self._marks_now()
+
+    def note(self, compute: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """Run a step and note it. inputs: all that differs between steps."""
+        _of_thread.step = self
+        try:
+            with _Watch(self):
+                self.output = compute()
+        finally:
+            _of_thread.step = None
+        before, self._marks = self._marks, self._marks_now()
+        self._layers = [
+            layer for layer, old, new in zip(self._layers, before, self._marks, strict=True) if old is not new
+        ]
+        self._marks = self._marks_now()
+        self.complete = self.complete and bool(self.calls) and all(one.is_contiguous() for one in inputs)
+        if self.complete:
+            self._prepare(inputs)
+        return self.output
+
+    def _prepare(self, inputs: Sequence[Tensor]) -> None:
+        self._shapes, self._threads = [_shape(one) for one in inputs], torch.get_num_threads()
+        self._left = min(arguments.lasting for _, arguments in self.calls)
+        self._given: list[tuple[ctypes.c_void_p, int, int]] = []
+        self._growing: list[ctypes.c_int64] = []
+        for _, arguments in self.calls:
+            pointers, growing = arguments.moving()
+            self._growing += growing
+            for pointer in pointers:
+                for number, one in enumerate(inputs):
+                    offset = (pointer.value or 0) - one.data_ptr()
+                    if 0 <= offset < one.nbytes:
+                        self._given.append((pointer, number, offset))
+        address = [ctypes.cast(function, ctypes.c_void_p).value for function, _ in self.calls]
+        noted = zip(address, self.calls, strict=True)
+        self._noted = (_Noted * len(self.calls))(*[_Noted(one, ctypes.addressof(own)) for one, (_, own) in noted])
+
+    def _marks_now(self) -> list[Any]:
+        return [layer.mark for layer in self._layers]
+
+    def fits(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether this may be run with these inputs: the caches are as the last step left them."""
+        return (
+            self.complete
+            and self._left > 0
+            and self._threads == torch.get_num_threads()
+            and self._shapes == [_shape(one) for one in inputs]
+            and all(
+                layer.mark is mark and layer.steps > 0 for layer, mark in zip(self._layers, self._marks, strict=True)
+            )
+        )
+
+    def run(self, repeat: Callable[[Any, int], int], inputs: Sequence[Tensor]) -> Tensor:
+        """Run it once more. What it returns is overwritten by the next time."""
+        for count in self._growing:
+            count.value += 1
+        addresses = [one.data_ptr() for one in inputs]
+        for pointer, number, offset in self._given:
+            pointer.value = addresses[number] + offset
+        for layer in self._layers:
+            layer.advance()
+        self._left -= 1
+        self._marks = self._marks_now()
+        if repeat(self._noted, len(self._noted)) != len(self._noted):
+            raise ValueError("a cache holds fewer positions than attention is to read")
+        return self.output
+
+
+def _shape(given: Tensor) -> tuple[Any, ...]:
+    """What steps have alike; tables of all positions of a cache grow, and are those of every row."""
+    rows, length, *rest = given.shape
+    return given.dtype, given.is_contiguous(), rows, length if rows > 1 else length > 1, *rest
+
+
+class RepeatedLayers:
+    """Takes the place of a model's `_run_layers`, of which it repeats steps of single tokens without padding."""
+
+    def __init__(self, model: Any, repeat: Callable[[Any, int], int]):
+        self.model, self.plain, self.repeat = model, model._run_layers, repeat
+        self.steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
+        self.failed: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        masks: dict[int | None, Any],
+        position_embeddings: Rotations | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """As `_run_layers` of model/transformer.py."""
+        given = hidden_states, masks, position_embeddings, past_key_values
+        cache = past_key_values
+        if cache is None or not self._is_alike(hidden_states, masks, cache):
+            if cache is not None:
+                self.steps.pop(cache, None)
+            return self.plain(*given, **kwargs)
+        inputs = [hidden_states, *(table for tables in (position_embeddings or {}).values() for table in tables)]
+        step = self.steps.get(cache)
+        if step is not None and step.fits(inputs):
+            return step.run(self.repeat, inputs), None
+        others: list[Any] = []
+
+        def compute() -> Tensor:
+            output, rest = self.plain(*given, **kwargs)
+            others.append(rest)
+            return output
+
+        step = Step(cache)
+        output = step.note(compute, inputs)
+        if step.complete and others == [None]:
+            self.steps[cache], self.failed[cache] = step, 0
+        else:
+            self.steps.pop(cache, None)
+            self.failed[cache] = self.failed.get(cache, 0) + 1
+        return output, others[0]
+
+    def _is_alike(self, hidden_states: Tensor, masks: dict[int | None, Any], cache: Cache) -> bool:
+        """Whether steps of this kind may be alike."""
+        blocks: Any = self.model.layers
+        return (
+            hidden_states.shape[1] == 1
+            and torch.is_inference_mode_enabled()
+            and not torch.compiler.is_compiling()
+            and all(mask is None for mask in masks.values())
+            and self.failed.get(cache, 0) < TRIES
+            and all(hasattr(layer, "advance") for layer in cache.layers)
+            and not any(module._forward_hooks for block in blocks for module in (block, block.self_attn))
+        )

@@ -1,0 +1,176 @@
+"""Steps whose kernels are called again: the same numbers, bit by bit, and only where all that is computed is known."""
+
+import gc
+from weakref import ref
+
+import pytest
+import torch
+from decoding import build
+from product.mechanisms import CASES, Case
+from torch import Tensor, nn
+
+from leanqkv.inference.batch import Row, Scheduler
+from leanqkv.inference.cache import keep_rows, make_room
+from leanqkv.inference.decoder import Decoder
+from leanqkv.inference.repeat import RepeatedLayers, Step
+from leanqkv.inference.step import compiled_kernels
+
+# Steps that cross the end of a block of 64 tokens, and of what a part of a head has.
+PROMPT, STEPS, BATCH, ROOM = 118, 16, 3, 256
+# Every step of these is made of the kernels of usual layers; of all others some operator of PyTorch's is a part.
+REPEATED = {
+    *(
+        "baseline",
+        "biases and qk_norm",
+        "borrowed-values",
+        "borrowed-values:heads=…",
+        "cla-v",
+        "gqa",
+        "gqa+skipv1",
+        "mqa",
+    ),
+    *("latent-keys", "latent-values", "shared blocks", "skipv0", "skipv1", "skipv1-yoco", "skipv2", "skipv3", "skipv4"),
+    *("svformer", "values-from-keys", "yoco-v"),
+}
+
+pytestmark = pytest.mark.skipif(not compiled_kernels(), reason="there is no compiler")
+
+
+@pytest.fixture
+def repeated(monkeypatch) -> list[Step]:
+    """The steps that were run again, as often as they were."""
+    found: list[Step] = []
+    run = Step.run
+
+    def counted(self: Step, *given):
+        found.append(self)
+        return run(self, *given)
+
+    monkeypatch.setattr(Step, "run", counted)
+    return found
+
+
+def decode(decoder: Decoder, steps: int = STEPS, length: int = PROMPT, batch: int = BATCH) -> Tensor:
+    """The logits [steps, batch, vocab_size] of drawn tokens."""
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = decoder.config.vocab_size
+    prompt = torch.randint(1, vocabulary, (batch, length), generator=draw)
+    first = decoder.prefill(prompt, room=steps)
+    tokens = torch.randint(1, vocabulary, (steps, batch), generator=draw)
+    return torch.stack([first, *(decoder.step(one) for one in tokens)])
+
+
+def as_written(decoder: Decoder) -> Decoder:
+    """Let every step run as it is written."""
+    layers = decoder.model.model._run_layers
+    assert isinstance(layers, RepeatedLayers)
+    decoder.model.model._run_layers = layers.plain
+    return decoder
+
+
+@pytest.mark.parametrize("bits", [None, "8/4"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_repeated_steps_are_those_that_are_written(case: Case, bits: str | None, repeated):
+    model = case._replace(shape="llama").model(max_position_embeddings=ROOM).float()
+    found, expected = decode(Decoder(model, cache_bits=bits)), decode(as_written(Decoder(model, cache_bits=bits)))
+    assert found.equal(expected)
+    # But for the first one, and those after the ends of blocks and parts; codes also at these ends.
+    assert len(repeated) == (STEPS - (2 if bits is None else 4) if case.name in REPEATED else 0)
+
+
+@pytest.mark.parametrize("batch", [1, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_batches_and_dtypes(batch: int, dtype: torch.dtype, repeated):
+    """More rows than the kernels take, and numbers that they do not, are computed as they are written."""
+    model = build("llama", "skipv1").to(dtype)
+    found, expected = (decode(one, length=20, batch=batch) for one in (Decoder(model), as_written(Decoder(model))))
+    assert found.equal(expected)
+    assert bool(repeated) == (batch == 1 and dtype == torch.bfloat16)
+
+
+@torch.inference_mode()
+def changed(decoder: Decoder, between: str) -> Tensor:
+    """Logits of steps, some of them after a change of the cache or of the model."""
+    prompt = torch.arange(1, 41).view(2, 20)
+    found = [decoder.prefill(prompt, room=30)]
+    token = torch.tensor([5, 6])
+    for number in range(16):
+        if number in (5, 10):
+            if between == "rows":
+                token = token[:1]
+                keep_rows(decoder.cache, torch.tensor([0]), padding=0)
+            if between in ("rows", "room"):
+                make_room(decoder.cache, 20)
+            if between == "prompt":
+                found.append(decoder.prefill(prompt + number, room=30))
+            if between == "weights":
+                decoder.model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+            if between == "crop":
+                decoder.cache.crop(-2)
+        found.append(decoder.step(token))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("bits", [None, "8"])
+@pytest.mark.parametrize("between", ["rows", "room", "prompt", "weights", "crop"])
+def test_changes_between_steps_are_seen(between: str, bits: str | None, repeated):
+    if bits and between == "crop":
+        pytest.skip("a quantized cache is not cropped")
+    made = [Decoder(build("llama", "gqa"), cache_bits=bits) for _ in range(2)]
+    assert changed(made[0], between).equal(changed(as_written(made[1]), between))
+    assert len(repeated) >= 10
+
+
+def test_caches_in_turns(repeated):
+    """Batches that one decoder serves in turns have steps of their own."""
+    model = build("llama", "skipv1")
+    given = [Row(torch.tensor([1 + place, 2, 3, 4 + place]), 12) for place in range(3)]
+    answers = []
+    for decoder in (Decoder(model), as_written(Decoder(model))):
+        schedulers = [Scheduler(decoder, max_tokens=100) for _ in given]
+        rows = [Row(row.prompt, row.max_new_tokens) for row in given]
+        for scheduler, row in zip(schedulers, rows, strict=True):
+            scheduler.waiting.append(row)
+        while any(scheduler.busy for scheduler in schedulers):
+            for scheduler in schedulers:
+                scheduler.advance()
+        answers.append([row.tokens for row in rows])
+    assert answers[0] == answers[1]
+    assert len({id(step) for step in repeated}) >= 3
+
+
+def test_what_is_hooked_runs_as_it_is_written(repeated):
+    decoder = Decoder(build("llama"))
+    seen: list[int] = []
+    decoder.model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    decode(decoder, length=20)
+    assert len(seen) == STEPS + 1
+    assert not repeated
+
+
+def test_what_computes_beside_the_kernels_is_computed_again(repeated):
+    """A layer whose output is scaled by an operator of PyTorch's, by a number that changes."""
+    made = [Decoder(build("llama")) for _ in range(2)]
+    for decoder in made:
+        block: nn.Module = decoder.model.model.layers[1]
+        forward, steps = block.forward, iter(range(1, 100))
+
+        def scaled(*given, forward=forward, steps=steps, **named):
+            stream, *rest = forward(*given, **named)
+            return stream * next(steps), *rest
+
+        block.forward = scaled  # type: ignore[method-assign]
+    assert decode(made[0], length=20).equal(decode(as_written(made[1]), length=20))
+    assert not repeated
+
+
+def test_a_cache_that_is_dropped_leaves_nothing_behind():
+    decoder = Decoder(build("llama"))
+    decode(decoder, length=20)
+    layers = decoder.model.model._run_layers
+    held = ref(decoder.cache.layers[0])  # type: ignore[union-attr]
+    assert len(layers.steps) == 1
+    decoder.cache = None
+    gc.collect()
+    assert not layers.steps
+    assert held() is None
