@@ -12,11 +12,6 @@
 // https://pytorch.org/blog/flash-decoding). A part leaves its largest score, the sum of its weights and its weighted
 // sum of values; these are put together at the end.
 
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -73,15 +68,6 @@ struct Call {
 
 namespace {
 
-using Floats = at::vec::Vectorized<float>;
-constexpr int64_t kFloats = Floats::size();
-
-constexpr int64_t kLine = 64;
-constexpr int64_t kLineFloats = kLine / int64_t(sizeof(float));
-// Sums that begin at a line of the cache: vectors that lie across two lines are slower.
-struct alignas(kLine) Line {
-  float floats[kLineFloats];
-};
 // Positions that are worked on together: their keys and values stay in the processor's first cache.
 constexpr int64_t kBlock = 64;
 static_assert(kBlock % kFloats == 0);
@@ -93,39 +79,6 @@ constexpr int64_t kQueries = kFloats == 16 ? 12 : 4;
 // The score of what is not to be seen.
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// How rows are read: `load` makes floats of kWidth columns from the d-th on, in their order; zeros of columns beyond the
-// `left` ones that there are. Pointers are to bytes.
-template <typename T>
-struct Numbers {
-  static constexpr int64_t kWidth = at::vec::Vectorized<T>::size(), kParts = kWidth / kFloats;
-  static int64_t bytes(int64_t columns) { return columns * int64_t(sizeof(T)); }
-  static void load(const char* row, int64_t d, int64_t left, Floats (&to)[kParts]) {
-    using Raw = at::vec::Vectorized<T>;
-    const T* const from = reinterpret_cast<const T*>(row) + d;
-    const Raw raw = left >= kWidth ? Raw::loadu(from) : Raw::loadu(from, left);
-    if constexpr (std::is_same_v<T, float>) {
-      to[0] = raw;
-    } else {
-      std::tie(to[0], to[1]) = at::vec::convert_to_float<T>(raw);
-    }
-  }
-};
-
-inline float sum(const Floats& of) {
-  return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return a + b; }, of);
-}
-
-// The sums of as many vectors as a vector has elements, in their order; neighbors are added in pairs until one is left.
-inline Floats sums_of(Floats (&of)[kFloats]) {
-  for (int64_t count = kFloats / 2; count; count /= 2) {
-    for (int64_t i = 0; i < count; ++i) {
-      const auto [even, odd] = at::vec::deinterleave2(of[2 * i], of[2 * i + 1]);
-      of[i] = even + odd;
-    }
-  }
-  return of[0];
-}
-
 // A cache longer than its contents lies in runs too short for what the processor foresees by itself.
 inline void ask_for(const char* row, int64_t bytes) {
   for (int64_t d = 0; d < bytes; d += kLine) __builtin_prefetch(row + d);
@@ -136,20 +89,34 @@ constexpr int64_t kStep = 2 * kFloats, kPadding = 32;
 static_assert(kPadding % kStep == 0);
 inline int64_t padded(int64_t size) { return (size + kPadding - 1) / kPadding * kPadding; }
 
-template <int64_t value>
-using constant = std::integral_constant<int64_t, value>;
+// Calls `use` with how numbers of a source are read: beside codes, in the order of their columns.
+template <typename T, typename Use>
+inline void with_reader(const Source& source, const Use& use) {
+  source.bits ? use(Numbers<T>()) : use(Folded<T>());
+}
 
-// Calls `tile` with a constant of at most `most` and the first of them, for all of `count`: tiles of sizes as even as can
-// be.
-template <int64_t most, int64_t size = most, typename Tile>
-inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
-  const int64_t tiles = (count + most - 1) / most;
-  if constexpr (size > 1) {
-    if (count < tiles * size) return in_tiles<most, size - 1>(count, first, tile);
+// Where in queries and sums a column is, from the first of its piece on.
+template <typename T>
+inline int64_t place_in(const Source& source, int64_t d) {
+  return source.bits ? d : Folded<T>::place(d, source.columns);
+}
+
+// Numbers of a query as they are read, times `scaling`; there is room for whole steps.
+template <typename Reader, typename T>
+inline void scaled(Reader, const T* from, const Source& source, float scaling, float* to) {
+  const auto* const row = reinterpret_cast<const char*>(from - source.skipped);
+  for (int64_t d = 0; d < source.columns; d += Reader::kWidth) {
+    Floats read[Reader::kParts];
+    if (source.columns - d <= kFloats) {
+      read[0] = Reader::load_last(row, d, source.columns - d);
+    } else {
+      Reader::load(row, d, source.columns - d, read);
+    }
+    for (int64_t p = 0; p < Reader::kParts && d + p * kFloats < source.columns; ++p) {
+      (read[p] * Floats(scaling)).store(to + d + p * kFloats);
+    }
   }
-  if (!count) return;
-  tile(constant<size>(), first);
-  in_tiles<most>(count - size, first + size, tile);
+  std::fill(to, to + source.skipped, 0.0f);
 }
 
 // Where the columns of a piece begin, in queries and sums: every piece is filled up.
@@ -203,14 +170,14 @@ inline Block block_of(const Call& call, const Source& source, int64_t b, int64_t
 }
 
 // Adds the products of `count` queries [count, query_size] with `rows` keys of a block to scores [count, kBlock]; beyond
-// these, the last key's. The keys of the next block are `ahead` bytes away.
+// these, the last key's. What is read next is `ahead` bytes away.
 template <int64_t count, int64_t tile, typename Reader>
 void score(
     const Block& keys, int64_t rows, int64_t ahead, int64_t head_dim, const float* queries, int64_t query_size,
     float* weights) {
   constexpr int64_t width = Reader::kWidth, parts = Reader::kParts;
   for (int64_t first = 0; first < rows; first += kFloats) {
-    Floats products[count][kFloats];
+    Floats products[count][kFloats / 2];
     for (int64_t n = 0; n < kFloats; n += tile) {
       const char* at[tile];
       Floats totals[count][tile];
@@ -220,27 +187,34 @@ void score(
         #pragma GCC unroll 16
         for (int64_t g = 0; g < count; ++g) totals[g][r] = Floats(0.0f);
       }
-      for (int64_t d = 0; d < head_dim; d += width) {
+      const auto add_columns = [&](int64_t d, auto parts) __attribute__((always_inline)) {
         Floats read[tile][parts];
         #pragma GCC unroll 16
         for (int64_t r = 0; r < tile; ++r) {
           ask_for(at[r] + ahead + Reader::bytes(d), Reader::bytes(width));
-          Reader::load(at[r], d, head_dim - d, read[r]);
+          if constexpr (parts == Reader::kParts) {
+            Reader::load(at[r], d, head_dim - d, read[r]);
+          } else {
+            read[r][0] = Reader::load_last(at[r], d, head_dim - d);
+          }
         }
         #pragma GCC unroll 16
         for (int64_t g = 0; g < count; ++g) {
           #pragma GCC unroll 16
           for (int64_t p = 0; p < parts; ++p) {
-            const Floats query = Floats::loadu(queries + g * query_size + d + p * kFloats);
+            const Floats query = kept(Floats::loadu(queries + g * query_size + d + p * kFloats));
             #pragma GCC unroll 16
             for (int64_t r = 0; r < tile; ++r) totals[g][r] = at::vec::fmadd(read[r][p], query, totals[g][r]);
           }
         }
-      }
+      };
+      int64_t d = 0;
+      for (; d < head_dim - (parts - 1) * kFloats; d += width) add_columns(d, constant<parts>());
+      if (d < head_dim) add_columns(d, constant<1>());
       #pragma GCC unroll 16
       for (int64_t g = 0; g < count; ++g) {
         #pragma GCC unroll 16
-        for (int64_t r = 0; r < tile; ++r) products[g][n + r] = totals[g][r];
+        for (int64_t r = 0; r < tile; r += 2) products[g][(n + r) / 2] = pair_sums(totals[g][r], totals[g][r + 1]);
       }
     }
     #pragma GCC unroll 16
@@ -256,8 +230,8 @@ template <int64_t count, typename Reader>
 void add(
     const Block& values, int64_t rows, int64_t ahead, int64_t columns, const float* weights, float* sums, int64_t size) {
   // Columns at once: two vectors, or as many as are read at once.
-  constexpr int64_t parts = Reader::kParts, step = std::max(kStep, Reader::kWidth), vectors = step / kFloats;
-  for (int64_t d = 0; d < columns; d += step) {
+  constexpr int64_t parts = Reader::kParts, step = std::max(kStep, Reader::kWidth);
+  const auto add_columns = [&](int64_t d, auto vectors) __attribute__((always_inline)) {
     Floats totals[count][vectors];
     #pragma GCC unroll 16
     for (int64_t g = 0; g < count; ++g) {
@@ -265,20 +239,24 @@ void add(
       for (int64_t p = 0; p < vectors; ++p) totals[g][p] = Floats::loadu(sums + g * size + d + p * kFloats);
     }
     for (int64_t n = 0; n < rows; ++n) {
-      Floats read[vectors / parts][parts];
-      ask_for(values.first + n * values.row + ahead + Reader::bytes(d), Reader::bytes(step));
-      #pragma GCC unroll 16
-      for (int64_t v = 0; v < vectors / parts; ++v) {
-        const int64_t at = d + v * Reader::kWidth;
-        Reader::load(values.first + n * values.row, at, std::max<int64_t>(columns - at, 0), read[v]);
+      Floats read[vectors];
+      const char* const row = values.first + n * values.row;
+      ask_for(row + ahead + Reader::bytes(d), Reader::bytes(step));
+      if constexpr (vectors == 1) {
+        read[0] = Reader::load_last(row, d, columns - d);
+      } else {
+        #pragma GCC unroll 16
+        for (int64_t p = 0; p < vectors; p += parts) {
+          Floats some[parts];
+          Reader::load(row, d + p * kFloats, columns - d - p * kFloats, some);
+          for (int64_t i = 0; i < parts; ++i) read[p + i] = some[i];
+        }
       }
       #pragma GCC unroll 16
       for (int64_t g = 0; g < count; ++g) {
         const Floats weight(weights[g * kBlock + n]);
         #pragma GCC unroll 16
-        for (int64_t p = 0; p < vectors; ++p) {
-          totals[g][p] = at::vec::fmadd(weight, read[p / parts][p % parts], totals[g][p]);
-        }
+        for (int64_t p = 0; p < vectors; ++p) totals[g][p] = at::vec::fmadd(weight, read[p], totals[g][p]);
       }
     }
     #pragma GCC unroll 16
@@ -286,7 +264,10 @@ void add(
       #pragma GCC unroll 16
       for (int64_t p = 0; p < vectors; ++p) totals[g][p].store(sums + g * size + d + p * kFloats);
     }
-  }
+  };
+  int64_t d = 0;
+  for (; d < columns - kFloats; d += step) add_columns(d, constant<step / kFloats>());
+  if (d < columns) add_columns(d, constant<1>());
 }
 
 // --- codes -----------------------------------------------------------------------------------------------------------
@@ -782,6 +763,14 @@ void add_channels(
   }
 }
 
+// Whether the values of a block are read behind its keys, row by row and of as many bytes: one asks for the other. Others
+// ask for what they will read themselves, of the next block.
+inline bool in_turns(const Call& call) {
+  const Source &keys = call.keys[0], &values = call.values[0];
+  return call.key_heads * call.key_pieces * call.value_pieces == 1 && keys.columns == values.columns &&
+      !keys.bits && !values.bits && !call.plain_heads;
+}
+
 // The scores [group, kBlock] of the `rows` positions from `n` on.
 template <typename T>
 void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
@@ -792,7 +781,9 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
     const int64_t head = part.head * call.key_heads + k, next = std::min(n + rows, part.end - 1);
     const Source& source = call.keys[piece];
     const Block keys = block_of<T>(call, source, part.b, head, n);
-    const int64_t ahead = block_of<T>(call, source, part.b, head, next).first - keys.first;
+    const Block after =
+        in_turns(call) ? block_of<T>(call, call.values[0], part.b, head, n) : block_of<T>(call, source, part.b, head, next);
+    const int64_t ahead = after.first - keys.first;
     float* const weights = scratch.weights + k * shared * kBlock;
     const float* const queries = scratch.queries + k * shared * size + place_of(call.keys, piece);
     if (keys.scale) {
@@ -800,7 +791,10 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
       continue;
     }
     const auto score_tile = [&](auto tile, auto count, int64_t g) {
-      score<count, tile, Numbers<T>>(keys, rows, ahead, source.columns, queries + g * size, size, weights + g * kBlock);
+      with_reader<T>(source, [&](auto reader) {
+        using Reader = decltype(reader);
+        score<count, tile, Reader>(keys, rows, ahead, source.columns, queries + g * size, size, weights + g * kBlock);
+      });
     };
     if (shared > kTile) {
       in_tiles<kManyQueries>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kFewRows>(), count, g); });
@@ -817,7 +811,8 @@ void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, S
   for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
     const Source& source = call.values[piece];
     const Block values = block_of<T>(call, source, part.b, part.head, n);
-    const int64_t ahead = block_of<T>(call, source, part.b, part.head, next).first - values.first;
+    const Source& read_next = in_turns(call) ? call.keys[0] : source;
+    const int64_t ahead = block_of<T>(call, read_next, part.b, part.head, next).first - values.first;
     float* const sums = scratch.left + place_of(call.values, piece);
     const auto add_rows = [&](auto reader, const Block& block, int64_t ahead, int64_t columns) {
       in_tiles<kQueries>(call.group, 0, [&](auto count, int64_t g) {
@@ -832,7 +827,7 @@ void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, S
       const Block made{reinterpret_cast<const char*>(scratch.rows), size * int64_t(sizeof(float)), {}, {}};
       add_rows(Numbers<float>(), made, 0, columns_of(call, piece));
     } else if (!values.scale) {
-      add_rows(Numbers<T>(), values, ahead, source.columns);
+      with_reader<T>(source, [&](auto reader) { add_rows(reader, values, ahead, source.columns); });
     } else if (source.groups) {
       add_codes<T>(source, values, ahead, scratch.weights, call.group, scratch, sums, size);
     } else {
@@ -853,9 +848,10 @@ void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
   for (int64_t g = 0; g < group; ++g) {
     const T* from = part.query + g * call.query_head;
     for (int64_t piece = 0; piece < call.key_pieces; ++piece) {
-      float* const to = scratch.queries + g * scratch.query_size + place_of(call.keys, piece);
       const Source& source = call.keys[piece];
-      for (int64_t d = source.skipped; d < source.columns; ++d) to[d] = static_cast<float>(*from++) * call.scaling;
+      float* const to = scratch.queries + g * scratch.query_size + place_of(call.keys, piece);
+      with_reader<T>(source, [&](auto reader) { scaled(reader, from, source, call.scaling, to); });
+      from += source.columns - source.skipped;
     }
   }
   const int64_t paged = call.paged ? call.paged[part.b] : 0;
@@ -896,9 +892,9 @@ void combine(const Call& call, float* left, int64_t g, T* output) {
   const float scale = total > 0.0f ? 1.0f / total : 0.0f;
   for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
     const float* const own = sums + place_of(call.values, piece);
-    for (int64_t d = call.values[piece].skipped; d < columns_of(call, piece); ++d) {
-      *output++ = static_cast<T>(own[d] * scale);
-    }
+    const Source& source = call.values[piece];
+    const auto column = [&](int64_t d) { return call.plain_heads ? d : place_in<T>(source, d); };
+    for (int64_t d = source.skipped; d < columns_of(call, piece); ++d) *output++ = static_cast<T>(own[column(d)] * scale);
   }
 }
 

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs
 from .history import History
 from .repeat import Arguments, call
+from .step import kernel_source
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Heads = Tensor | History
@@ -370,7 +370,7 @@ def _additive(mask: Tensor) -> Tensor:
 def compiled_kernels() -> dict[torch.dtype, Callable[[Any], bool]] | None:
     """Return the functions of attention.cpp by dtype, each of which returns whether what is to be read lies there; None
     where nothing can be compiled."""
-    library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
+    library = compile_cpp(kernel_source(__file__), "-w", "-ffp-contract=fast")
     if library is None:
         return None
     kernels = {}

@@ -246,7 +246,7 @@ class QuantizedLayer(KiviLayer):
 
 
 def on_large_pages(memory: Tensor) -> Tensor:
-    """Ask Linux to hold new memory in pages of 2 MB: it is read faster, since the processor looks up fewer addresses than
+    """Ask Linux to hold new memory in pages of 2 MB: it is read faster, as the processor looks up fewer addresses than
     of pages of 4 kB. Where the system does not know this, or has it switched off, nothing changes."""
     advise = _advise()
     if memory.device.type == "cpu" and memory.nbytes >= LARGE_PAGE and advise is not None:

@@ -2,11 +2,6 @@
 //
 // Sums are in float32, results are rounded once. Strides are in elements; the last dimension of every tensor is contiguous.
 
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,46 +12,23 @@
 
 namespace {
 
-using Floats = at::vec::Vectorized<float>;
-constexpr int64_t kFloats = Floats::size();
-
-// Elements in a vector of T, and vectors of float that hold as many.
-template <typename T>
-constexpr int64_t kWidth = at::vec::Vectorized<T>::size();
-template <typename T>
-constexpr int64_t kParts = kWidth<T> / kFloats;
-
-constexpr int64_t kLine = 64;
-// Memory that begins at a line of the cache: vectors that lie across two lines are slower.
-struct alignas(kLine) Line {
-  float floats[kLine / sizeof(float)];
-};
 // How far ahead of a product its weights are asked for: rows are too short, and too many are read at once, for what the
 // processor foresees by itself.
 constexpr int64_t kAhead = 20 << 10;
 // Rows of input that a weight is read for at once.
-constexpr int64_t kRows = 8;
+constexpr int64_t kRows = kFloats == 16 ? 8 : 6;
 // Less work than this, in multiplications, is done before another thread has begun.
 constexpr int64_t kAlone = 1 << 15;
 
-// The next `left` elements, or as many as a vector of T has, as floats; zeros in place of those there are not.
 template <typename T>
-inline void load(const T* from, int64_t left, Floats (&to)[kParts<T>]) {
-  using Raw = at::vec::Vectorized<T>;
-  const Raw raw = left >= kWidth<T> ? Raw::loadu(from) : Raw::loadu(from, left);
-  if constexpr (std::is_same_v<T, float>) {
-    to[0] = raw;
-  } else {
-    std::tie(to[0], to[1]) = at::vec::convert_to_float<T>(raw);
-  }
-}
+constexpr int64_t kWidth = Numbers<T>::kWidth;
+template <typename T>
+constexpr int64_t kParts = Numbers<T>::kParts;
 
-// The same of one vector of floats.
+// A vector of floats of the next `left` elements; zeros in place of those there are not.
 template <typename T>
 inline Floats floats(const T* from, int64_t left) {
-  Floats read[kParts<T>];
-  load(from, std::min(left, kFloats), read);
-  return read[0];
+  return Numbers<T>::load_last(reinterpret_cast<const char*>(from), 0, std::min(left, kFloats));
 }
 
 // The first `left` of these numbers, or all.
@@ -70,34 +42,6 @@ inline void store(const Floats& from, T* to, int64_t left) {
   }
 }
 
-inline float sum(const Floats& of) {
-  return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return a + b; }, of);
-}
-
-// The sums of as many vectors as a vector has elements, in their order; neighbors are added in pairs until one is left.
-inline Floats sums_of(Floats (&of)[kFloats]) {
-  for (int64_t count = kFloats / 2; count; count /= 2) {
-    for (int64_t i = 0; i < count; ++i) {
-      const auto [even, odd] = at::vec::deinterleave2(of[2 * i], of[2 * i + 1]);
-      of[i] = even + odd;
-    }
-  }
-  return of[0];
-}
-
-// Calls `tile` with a constant of at most `most` and the first of them, for all of `count`: tiles of sizes as even as
-// can be.
-template <int64_t most, int64_t size = most, typename Tile>
-inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
-  const int64_t tiles = (count + most - 1) / most;
-  if constexpr (size > 1) {
-    if (count < tiles * size) return in_tiles<most, size - 1>(count, first, tile);
-  }
-  if (!count) return;
-  tile(std::integral_constant<int64_t, size>{}, first);
-  in_tiles<most>(count - size, first + size, tile);
-}
-
 // --- matrix products ----------------------------------------------------------------------------------------------------
 
 // One of the maps of the same input; the same, in the same order, as `_Map` in step.py.
@@ -108,17 +52,18 @@ struct Map {
 };
 
 // Rows of weights whose sums with `count` rows of input are kept in registers; a power of two.
+template <typename T>
 constexpr int64_t weights_at_once(int64_t count) {
-  const int64_t most = (kFloats == 16 ? 32 : 12) / count;
-  return most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
+  const int64_t most = (kFloats == 16 ? kParts<T> == 2 ? 24 : 32 : 12) / count;
+  return most >= 8 ? 8 : most >= 4 ? 4 : 2;
 }
 
 // `count` rows of input [count, size] times kFloats rows of weights, of which there are `outputs`: [count, kFloats].
 template <int64_t count, typename T>
 void multiply_tile(
     const T* weight, int64_t outputs, int64_t inputs, const float* input, int64_t size, Floats* sums) {
-  constexpr int64_t rows = weights_at_once(count), parts = kParts<T>;
-  Floats products[count][kFloats];
+  constexpr int64_t rows = weights_at_once<T>(count), parts = kParts<T>;
+  Floats products[count][kFloats / 2];
   for (int64_t n = 0; n < kFloats; n += rows) {
     const T* at[rows];
     Floats totals[count][rows];
@@ -132,30 +77,30 @@ void multiply_tile(
       Floats read[rows][parts];
       #pragma GCC unroll 8
       for (int64_t r = 0; r < rows; ++r) {
-        load(at[r] + d, inputs - d, read[r]);
+        Folded<T>::load(reinterpret_cast<const char*>(at[r]), d, inputs - d, read[r]);
         __builtin_prefetch(reinterpret_cast<const char*>(at[r] + d) + kAhead, 0, 1);  // into the second cache
       }
       #pragma GCC unroll 8
       for (int64_t g = 0; g < count; ++g) {
         #pragma GCC unroll 8
         for (int64_t p = 0; p < parts; ++p) {
-          const Floats one = Floats::loadu(input + g * size + d + p * kFloats);
+          const Floats one = kept(Floats::loadu(input + g * size + d + p * kFloats));
           #pragma GCC unroll 8
           for (int64_t r = 0; r < rows; ++r) totals[g][r] = at::vec::fmadd(read[r][p], one, totals[g][r]);
         }
       }
     }
     #pragma GCC unroll 8
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t g = 0; g < count; ++g) {
       #pragma GCC unroll 8
-      for (int64_t g = 0; g < count; ++g) products[g][n + r] = totals[g][r];
+      for (int64_t r = 0; r < rows; r += 2) products[g][(n + r) / 2] = pair_sums(totals[g][r], totals[g][r + 1]);
     }
   }
   #pragma GCC unroll 8
   for (int64_t g = 0; g < count; ++g) sums[g] = sums_of(products[g]);
 }
 
-// Rows of input as floats, with zeros behind them up to `size`; valid until the next call in this thread.
+// Rows of input as floats, as weights are read, with zeros behind them up to `size`; valid until the next call in this thread.
 template <typename T>
 const float* as_floats(const T* input, int64_t rows, int64_t inputs, int64_t size) {
   static thread_local std::vector<Line> kept;
@@ -164,7 +109,7 @@ const float* as_floats(const T* input, int64_t rows, int64_t inputs, int64_t siz
   for (int64_t m = 0; m < rows; ++m) {
     Floats read[kParts<T>];
     for (int64_t d = 0; d < inputs; d += kWidth<T>) {
-      load(input + m * inputs + d, inputs - d, read);
+      Folded<T>::load(reinterpret_cast<const char*>(input + m * inputs), d, inputs - d, read);
       for (int64_t p = 0; p < kParts<T>; ++p) read[p].store(to + m * size + d + p * kFloats);
     }
   }

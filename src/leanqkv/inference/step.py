@@ -272,10 +272,15 @@ def kernels_for(given: Tensor, other: Tensor) -> Any | None:
     return compiled_kernels().get(given.dtype)
 
 
+def kernel_source(file: str) -> str:
+    """Return the C++ source beside a Python file, behind what all kernels are made of."""
+    return "".join(path.read_text() for path in (Path(file).with_name("vectors.h"), Path(file).with_suffix(".cpp")))
+
+
 @functools.cache
 def compiled_kernels() -> dict[torch.dtype, Any]:
     """Return the functions of step.cpp by dtype; none where nothing can be compiled."""
-    library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text(), "-w", "-ffp-contract=fast")
+    library = compile_cpp(kernel_source(__file__), "-w", "-ffp-contract=fast")
     if library is None:
         return {}
     pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

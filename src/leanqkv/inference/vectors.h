@@ -1,0 +1,118 @@
+// What both kernels are made of: vectors of floats, and how rows of other numbers become these. It is put before their source.
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+
+namespace {
+
+using Floats = at::vec::Vectorized<float>;
+constexpr int64_t kFloats = Floats::size();
+
+constexpr int64_t kLine = 64;
+constexpr int64_t kLineFloats = kLine / int64_t(sizeof(float));
+// Sums that begin at a line of the cache: vectors that lie across two lines are slower.
+struct alignas(kLine) Line {
+  float floats[kLineFloats];
+};
+
+// How rows are read: `load` makes floats of kWidth columns from the d-th on; zeros of columns beyond the `left` ones that
+// there are. `place` says where in these floats a column is. Pointers are to bytes.
+template <typename T>
+struct Numbers {
+  static constexpr int64_t kWidth = at::vec::Vectorized<T>::size(), kParts = kWidth / kFloats;
+  static int64_t place(int64_t d, int64_t columns) { return d; }
+  static int64_t bytes(int64_t columns) { return columns * int64_t(sizeof(T)); }
+  static at::vec::Vectorized<T> raw(const char* row, int64_t d, int64_t left) {
+    const T* const from = reinterpret_cast<const T*>(row) + d;
+    return left >= kWidth ? at::vec::Vectorized<T>::loadu(from) : at::vec::Vectorized<T>::loadu(from, left);
+  }
+  static void load(const char* row, int64_t d, int64_t left, Floats (&to)[kParts]) {
+    if constexpr (std::is_same_v<T, float>) {
+      to[0] = raw(row, d, left);
+    } else {
+      std::tie(to[0], to[1]) = at::vec::convert_to_float<T>(raw(row, d, left));
+    }
+  }
+  // The last columns, of which there are no more than kFloats, in their order.
+  static Floats load_last(const char* row, int64_t d, int64_t left) {
+    Floats to[kParts];
+    Numbers::load(row, d, left, to);
+    return to[0];
+  }
+};
+
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+// Of bfloat16, every second column and then those between them: a bfloat16 is the upper half of a float, so that two
+// columns in four bytes are two floats by one operation each, and need not be moved apart.
+struct Halves : Numbers<c10::BFloat16> {
+  static int64_t place(int64_t d, int64_t columns) {
+    const int64_t first = d / kWidth * kWidth;
+    return columns - first <= kFloats ? d : first + d % 2 * kFloats + (d - first) / 2;
+  }
+  static void load(const char* row, int64_t d, int64_t left, Floats (&to)[kParts]) {
+    using Ints = at::vec::Vectorized<int32_t>;
+    const Ints both(raw(row, d, left));
+    to[0] = at::vec::cast<float>(both << Ints(16));
+    to[1] = at::vec::cast<float>(both & Ints(int32_t(0xffff0000)));
+  }
+};
+template <typename T>
+using Folded = std::conditional_t<std::is_same_v<T, c10::BFloat16>, Halves, Numbers<T>>;
+#else
+template <typename T>
+using Folded = Numbers<T>;
+#endif
+
+inline float sum(const Floats& of) {
+  return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return a + b; }, of);
+}
+
+// Sums of neighbors, of one vector and then of the other.
+inline Floats pair_sums(const Floats& one, const Floats& other) {
+  const auto [even, odd] = at::vec::deinterleave2(one, other);
+  return even + odd;
+}
+
+// The sums of as many vectors as a vector has elements, in their order, of which the pair sums are given.
+inline Floats sums_of(Floats (&of)[kFloats / 2]) {
+  for (int64_t count = kFloats / 4; count; count /= 2) {
+    for (int64_t i = 0; i < count; ++i) of[i] = pair_sums(of[2 * i], of[2 * i + 1]);
+  }
+  return of[0];
+}
+
+// Keeps a number in a register. Compilers read it from memory for each of its uses, of which a processor reads but two at
+// once.
+inline Floats kept(Floats number) {
+#ifdef CPU_CAPABILITY_AVX512
+  __m512 raw = number;
+  asm("" : "+v"(raw));
+  number = raw;
+#endif
+  return number;
+}
+
+template <int64_t value>
+using constant = std::integral_constant<int64_t, value>;
+
+// Calls `tile` with a constant of at most `most` and the first of them, for all of `count`: tiles of sizes as even as can
+// be.
+template <int64_t most, int64_t size = most, typename Tile>
+inline void in_tiles(int64_t count, int64_t first, const Tile& tile) {
+  const int64_t tiles = (count + most - 1) / most;
+  if constexpr (size > 1) {
+    if (count < tiles * size) return in_tiles<most, size - 1>(count, first, tile);
+  }
+  if (!count) return;
+  tile(constant<size>(), first);
+  in_tiles<most>(count - size, first + size, tile);
+}
+
+}  // namespace
