@@ -79,6 +79,11 @@ constexpr int64_t kQueries = kFloats == 16 ? 12 : 4;
 // The score of what is not to be seen.
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
+// NaN is larger than any number.
+inline float largest(const Floats& of) {
+  return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return at::vec::maximum(a, b); }, of);
+}
+
 // A cache longer than its contents lies in runs too short for what the processor foresees by itself.
 inline void ask_for(const char* row, int64_t bytes) {
   for (int64_t d = 0; d < bytes; d += kLine) __builtin_prefetch(row + d);
@@ -295,33 +300,53 @@ inline int64_t filled(int64_t depth, int64_t bits) { return (depth + 32 / bits -
 // multiplied with four codes at once. Of 16-bit numbers two parts, of float three are finer than the numbers are.
 template <int parts>
 struct Factors {
-  static constexpr int64_t kTiles = parts == 2 ? 3 : 2;  // of queries, with four vectors of lanes each
-  const float* from;
+  static constexpr int64_t kTiles = parts == 2 ? 5 : 3;  // of queries, with two vectors of lanes each
+  const float* from;  // [count, size], with zeros behind the depth
   int64_t size;
-  int8_t* ints;  // [count, parts, depth]
+  int8_t* ints;  // [count, parts, stride]
+  int64_t depth, stride;  // padded
   float scale[kTiles];
-  int64_t depth;
 
   void prepare(int64_t count) {
-    constexpr int64_t bits = 7 * (parts - 1);
-    const float most = float((127 << bits) - 1);
+    const float most = float((127 << 7 * (parts - 1)) - 1);
     for (int64_t g = 0; g < count; ++g) {
       const float* const own = from + g * size;
-      Floats high(0.0f);
-      for (int64_t d = 0; d < depth; d += kFloats) high = at::vec::maximum(high, Floats::loadu(own + d, std::min(kFloats, depth - d)).abs());
-      const float highest =
-          at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return at::vec::maximum(a, b); }, high);
+      // The bits of a float without its sign are in the order of their numbers, and those of NaN above all.
+      __m512i high = _mm512_setzero_si512();
+      for (int64_t d = 0; d < stride; d += kFloats) {
+        high = _mm512_max_epi32(high, _mm512_and_si512(_mm512_loadu_si512(own + d), _mm512_set1_epi32(0x7fffffff)));
+      }
+      const int32_t bits = _mm512_reduce_max_epi32(high);
+      float highest;
+      std::memcpy(&highest, &bits, sizeof(bits));
       scale[g] = highest / most;
       const __m512 back = _mm512_set1_ps(highest > 0.0f ? most / highest : 0.0f);
-      for (int64_t d = 0; d < depth; d += kFloats) {
-        const __mmask16 mask = (1u << std::min(kFloats, depth - d)) - 1;
-        __m512i rest = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(mask, _mm512_maskz_loadu_ps(mask, own + d), back));
-        for (int part = parts - 1; part >= 0; --part) {
-          // The lowest seven bits as -64 to 63, so that the parts before take the rest.
-          const __m512i low = part ? _mm512_srai_epi32(_mm512_slli_epi32(rest, 25), 25) : rest;
-          _mm512_mask_cvtepi32_storeu_epi8(ints + (g * parts + part) * depth + d, mask, low);
-          rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, low), 7);
+      const auto whole = [&](int64_t d) { return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(own + d), back)); };
+      for (int64_t d = 0; d < stride; d += 2 * kFloats) {
+        int8_t* const to = ints + g * parts * stride + d;
+        if constexpr (parts == 2) {
+          cut(_mm512_packs_epi32(whole(d), whole(d + kFloats)), to);
+        } else {
+          cut(whole(d), to), cut(whole(d + kFloats), to + kFloats);
         }
+      }
+    }
+  }
+
+  // The lowest seven bits as -64 to 63, so that the parts before take the rest.
+  void cut(__m512i rest, int8_t* to) const {
+    if constexpr (parts == 2) {  // of 16 bits, in fours that are in turns of the first and the second vector
+      const __m512i low = _mm512_srai_epi16(_mm512_slli_epi16(rest, 9), 9);
+      const __m512i both = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_sub_epi16(rest, low), 7), low);
+      const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+      const __m512i parted = _mm512_permutexvar_epi32(order, both);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(parted));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + stride), _mm512_extracti64x4_epi64(parted, 1));
+    } else {
+      for (int part = parts - 1; part >= 0; --part) {
+        const __m512i low = part ? _mm512_srai_epi32(_mm512_slli_epi32(rest, 25), 25) : rest;
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + part * stride), _mm512_cvtepi32_epi8(low));
+        rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, low), 7);
       }
     }
   }
@@ -362,7 +387,7 @@ inline void multiply_lanes(
         #pragma GCC unroll 8
         for (int part = 0; part < parts; ++part) {
           int32_t four;
-          std::memcpy(&four, factors.ints + (g * parts + part) * factors.depth + d + 4 * place, 4);
+          std::memcpy(&four, factors.ints + (g * parts + part) * factors.stride + d + 4 * place, 4);
           const __m512i factor = _mm512_set1_epi32(four);
           #pragma GCC unroll 8
           for (int v = 0; v < vectors; ++v) {
@@ -396,12 +421,14 @@ void multiply(
     int64_t queries, int8_t* ints, float* out, int64_t out_size) {
   constexpr int parts = std::is_same_v<T, float> ? 3 : 2;
   in_tiles<Factors<parts>::kTiles>(queries, 0, [&](auto count, int64_t g) {
-    Factors<parts> factors{from + g * size, size, ints, {}, depth};
+    Factors<parts> factors{from + g * size, size, ints, depth, padded(depth), {}};
     factors.prepare(count);
     float* const own = out + g * out_size;
     int64_t l = 0;
-    for (; l + 64 <= lanes; l += 64) {
-      multiply_lanes<count, 4, bits>(codes + 4 * l, row, ahead, 64, factors, own + l, out_size);
+    if constexpr (count <= 2) {
+      for (; l + 64 <= lanes; l += 64) {
+        multiply_lanes<count, 4, bits>(codes + 4 * l, row, ahead, 64, factors, own + l, out_size);
+      }
     }
     for (; l < lanes; l += 32) {
       multiply_lanes<count, 2, bits>(codes + 4 * l, row, ahead, lanes - l, factors, own + l, out_size);
@@ -493,8 +520,7 @@ inline void transpose(const uint8_t* codes, int64_t row, int64_t columns, uint8_
 void weigh(float* scores, float& highest, float& total, float* sums, int64_t size) {
   Floats high = Floats::loadu(scores);
   for (int64_t n = kFloats; n < kBlock; n += kFloats) high = at::vec::maximum(high, Floats::loadu(scores + n));
-  const float of_block =
-      at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return at::vec::maximum(a, b); }, high);
+  const float of_block = largest(high);
   if (!(of_block <= highest)) {
     const float share = std::exp(highest - of_block);
     for (int64_t d = 0; d < size; d += kFloats) (Floats::loadu(sums + d) * Floats(share)).store(sums + d);
