@@ -38,6 +38,10 @@ PARTS: dict[str, tuple[Callable[[], AbstractContextManager], Callable[[], Abstra
         lambda: patch("leanqkv.inference.decoder.use_programs", lambda _: None),
         nullcontext,
     ),
+    "every step as it is written": (
+        lambda: patch("leanqkv.inference.decoder.RepeatedLayers", lambda model, _: model._run_layers),
+        nullcontext,
+    ),
     "a cache that grows": (
         nullcontext,
         lambda: patch("leanqkv.inference.decoder.allocate_cache", lambda config, *_: DynamicCache(config=config)),
