@@ -39,7 +39,7 @@ PARTS: dict[str, tuple[Callable[[], AbstractContextManager], Callable[[], Abstra
         nullcontext,
     ),
     "every step as it is written": (
-        lambda: patch("leanqkv.inference.decoder.RepeatedLayers", lambda model, _: model._run_layers),
+        lambda: patch("leanqkv.inference.decoder.RepeatedLayers", lambda model, *_: model._run_layers),
         nullcontext,
     ),
     "a cache that grows": (

@@ -12,7 +12,7 @@ LENGTHS, NEW = (9, 3, 17, 1, 9, 12), (12, 5, 20, 9, 1, 30)
 
 
 def build(shape: str, *mechanisms: str, **fields) -> LeanForCausalLM:
-    config = tiny(shape, *mechanisms, max_position_embeddings=64, **fields)
+    config = tiny(shape, *mechanisms, **{"max_position_embeddings": 64, **fields})
     model = randomize(LeanForCausalLM(config), std=0.2).eval()
     model.generation_config.pad_token_id = 0
     return model

@@ -29,7 +29,18 @@ REPEATED = {
         "gqa+skipv1",
         "mqa",
     ),
-    *("latent-keys", "latent-values", "shared blocks", "skipv0", "skipv1", "skipv1-yoco", "skipv2", "skipv3", "skipv4"),
+    *(
+        "latent-keys",
+        "latent-values",
+        "prefix",
+        "shared blocks",
+        "skipv0",
+        "skipv1",
+        "skipv1-yoco",
+        "skipv2",
+        "skipv3",
+        "skipv4",
+    ),
     *("svformer", "values-from-keys", "yoco-v"),
 }
 
@@ -50,12 +61,14 @@ def repeated(monkeypatch) -> list[Step]:
     return found
 
 
-def decode(decoder: Decoder, steps: int = STEPS, length: int = PROMPT, batch: int = BATCH) -> Tensor:
+def decode(
+    decoder: Decoder, steps: int = STEPS, length: int = PROMPT, batch: int = BATCH, mask: Tensor | None = None
+) -> Tensor:
     """The logits [steps, batch, vocab_size] of drawn tokens."""
     draw = torch.Generator().manual_seed(0)
     vocabulary = decoder.config.vocab_size
     prompt = torch.randint(1, vocabulary, (batch, length), generator=draw)
-    first = decoder.prefill(prompt, room=steps)
+    first = decoder.prefill(prompt, mask, room=steps)
     tokens = torch.randint(1, vocabulary, (steps, batch), generator=draw)
     return torch.stack([first, *(decoder.step(one) for one in tokens)])
 
@@ -76,6 +89,21 @@ def test_repeated_steps_are_those_that_are_written(case: Case, bits: str | None,
     assert found.equal(expected)
     # But for the first one, and those after the ends of blocks and parts; codes also at these ends.
     assert len(repeated) == (STEPS - (2 if bits is None else 4) if case.name in REPEATED else 0)
+
+
+@pytest.mark.parametrize("bits", [None, "8/4"])
+@pytest.mark.parametrize("mechanism", ["gqa", "skipv1", "latent-keys", "values-from-keys"])
+def test_rows_of_several_lengths(mechanism: str, bits: str | None, repeated):
+    """Padded rows, and in a quantized cache rows that fill their blocks at different times. What turns keys back is there
+    a table for every row, and longer in every step."""
+    model = build("llama", mechanism, max_position_embeddings=ROOM)
+    mask = torch.ones(BATCH, PROMPT, dtype=torch.long)
+    mask[0, :60], mask[2, :5] = 0, 0
+    found, expected = (
+        decode(one, mask=mask) for one in (Decoder(model, cache_bits=bits), as_written(Decoder(model, cache_bits=bits)))
+    )
+    assert found.equal(expected)
+    assert bool(repeated) == (mechanism != "values-from-keys")
 
 
 @pytest.mark.parametrize("batch", [1, 33])

@@ -21,7 +21,7 @@ from ..model.cache_quantized import SCALE_DTYPE
 from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs
 from .history import History
-from .repeat import Arguments, call
+from .repeat import Arguments, call, made_of
 from .step import kernel_source
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,7 +73,8 @@ class _Call(Arguments):
     def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
         fields = _Call.query, _Call.mask, _Call.cos, _Call.sin
         sources = *self.keys[: self.key_pieces], *self.values[: self.value_pieces], self.plain
-        growing = [ctypes.c_int64.from_buffer(self, _Call.length.offset)]
+        counts = [_Call.length, _Call.mask_batch] if self.mask_batch else [_Call.length]
+        growing = [ctypes.c_int64.from_buffer(self, count.offset) for count in counts]
         growing += [
             ctypes.c_int64.from_address(ctypes.addressof(source) + _Source.row_count.offset)
             for source in sources
@@ -361,6 +362,13 @@ def _fit(query: Tensor, key: Heads, values: Sequence[Heads], mask: Tensor | None
 
 def _additive(mask: Tensor) -> Tensor:
     """[batch or 1, 1, 1, key positions] in float32; what is not to be seen is -inf."""
+    if (made := made_of(mask)) is not None:
+        return made
+    return additive(mask)
+
+
+def additive(mask: Tensor) -> Tensor:
+    """Return a mask as the kernel takes it, contiguous, in float32; what is not to be seen is -inf."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
     return mask.float().contiguous()

@@ -112,11 +112,12 @@ class QuantizedLayer(KiviLayer):
             self._end()
             return super().update(key_states, value_states, *args, **kwargs)
         before = self._begin()
+        if self._same is None:
+            with known():
+                self._behind = before - self._paged
+        place = self._behind if self._same is None else self._same
         for paged, new in zip(self.paged, (key_states, value_states), strict=True):
-            if self._same is None:
-                paged.newest[self._rows, :, before - self._paged] = new[:, :, 0]
-            else:
-                write(new, paged.newest, self._same)
+            write(new, paged.newest, place)
         with known():
             self._lengths = lengths = before + 1
         seen, _ = self.get_mask_sizes(1)
@@ -146,12 +147,15 @@ class QuantizedLayer(KiviLayer):
         return self._until_full - 1
 
     def advance(self) -> None:
-        """As AllocatedLayer.advance, of rows that all write in one place."""
-        assert self._lengths is not None and self._same is not None
+        """As AllocatedLayer.advance."""
+        assert self._lengths is not None
         self._lengths += 1
         self.cumulative_length += 1
         self._until_full -= 1
-        self._same += 1
+        if self._same is None:
+            self._behind += 1
+        else:
+            self._same += 1
 
     @property
     def room_bytes(self) -> int:
@@ -165,7 +169,6 @@ class QuantizedLayer(KiviLayer):
         """Make room behind the pages for a block of every row; return how many positions each holds."""
         if self._lengths is None:
             count, rows = self.paged[0].newest.shape[2], len(self.paged[0].pages)
-            self._rows = torch.arange(rows)
             for paged in self.paged:
                 old, paged.newest = (
                     paged.newest,
@@ -225,7 +228,6 @@ class QuantizedLayer(KiviLayer):
         super().batch_select_indices(indices)
         if self._lengths is not None:
             newest = (self._lengths - self._paged)[indices]
-            self._rows = torch.arange(len(newest))
             self._lengths = self._count_pages() + newest
             self._note(newest)
 
@@ -235,7 +237,6 @@ class QuantizedLayer(KiviLayer):
         for paged, added in zip(self.paged, other.paged, strict=True):
             paged.pages += added.pages
             paged.newest = torch.cat((paged.newest, added.newest))
-        self._rows = torch.arange(len(newest))
         self._lengths = self._count_pages() + newest
         self._note(newest)
         self.cumulative_length = max(self.cumulative_length, other.cumulative_length)

@@ -23,7 +23,7 @@ from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.transformer import LeanModel
-from .attention import attend_one_query, attend_one_query_to_latent
+from .attention import additive, attend_one_query, attend_one_query_to_latent
 from .cache import allocate_cache, join_rows
 from .layer import use_programs
 from .linear import shared_copy, use_products
@@ -56,7 +56,7 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
         repeat = next(iter(kernels.values())).repeat
         for module in copied.modules():
             if isinstance(module, LeanModel):
-                module._run_layers = RepeatedLayers(module, repeat)  # type: ignore[method-assign]
+                module._run_layers = RepeatedLayers(module, repeat, additive)  # type: ignore[method-assign]
     return copied
 
 

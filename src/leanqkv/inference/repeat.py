@@ -67,6 +67,11 @@ def known() -> Iterator[None]:
         _of_thread.step = step
 
 
+def made_of(mask: Tensor) -> Tensor | None:
+    """Return what was made of a mask before the layers of this step, for all of them; None: nothing was."""
+    return getattr(_of_thread, "masks", {}).get(id(mask))
+
+
 def _noted() -> "Step | None":
     return getattr(_of_thread, "step", None)
 
@@ -175,16 +180,19 @@ class Step:
 
 
 def _shape(given: Tensor) -> tuple[Any, ...]:
-    """What steps have alike; tables of all positions of a cache grow, and are those of every row."""
+    """What steps have alike; masks grow, and tables of all positions of a cache, which are those of every row."""
     rows, length, *rest = given.shape
+    if given.dim() == 4:
+        return given.dtype, given.is_contiguous(), rows
     return given.dtype, given.is_contiguous(), rows, length if rows > 1 else length > 1, *rest
 
 
 class RepeatedLayers:
-    """Takes the place of a model's `_run_layers`, of which it repeats steps of single tokens without padding."""
+    """Takes the place of a model's `_run_layers`, of which it repeats steps of single tokens."""
 
-    def __init__(self, model: Any, repeat: Callable[[Any, int], int]):
-        self.model, self.plain, self.repeat = model, model._run_layers, repeat
+    def __init__(self, model: Any, repeat: Callable[[Any, int], int], additive: Callable[[Tensor], Tensor]):
+        """repeat: of step.cpp. additive: makes of a mask what the kernel for attention takes."""
+        self.model, self.plain, self.repeat, self.additive = model, model._run_layers, repeat, additive
         self.steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
         self.failed: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()
 
@@ -199,11 +207,13 @@ class RepeatedLayers:
         """As `_run_layers` of model/transformer.py."""
         given = hidden_states, masks, position_embeddings, past_key_values
         cache = past_key_values
-        if cache is None or not self._is_alike(hidden_states, masks, cache):
+        if cache is None or not self._is_alike(hidden_states, cache):
             if cache is not None:
                 self.steps.pop(cache, None)
             return self.plain(*given, **kwargs)
-        inputs = [hidden_states, *(table for tables in (position_embeddings or {}).values() for table in tables)]
+        made = {id(mask): self.additive(mask) for mask in masks.values() if isinstance(mask, Tensor)}
+        tables = [table for tables in (position_embeddings or {}).values() for table in tables]
+        inputs = [hidden_states, *tables, *made.values()]
         step = self.steps.get(cache)
         if step is not None and step.fits(inputs):
             return step.run(self.repeat, inputs), None
@@ -214,8 +224,11 @@ class RepeatedLayers:
             others.append(rest)
             return output
 
-        step = Step(cache)
-        output = step.note(compute, inputs)
+        step, _of_thread.masks = Step(cache), made
+        try:
+            output = step.note(compute, inputs)
+        finally:
+            _of_thread.masks = {}
         if step.complete and others == [None]:
             self.steps[cache], self.failed[cache] = step, 0
         else:
@@ -223,14 +236,13 @@ class RepeatedLayers:
             self.failed[cache] = self.failed.get(cache, 0) + 1
         return output, others[0]
 
-    def _is_alike(self, hidden_states: Tensor, masks: dict[int | None, Any], cache: Cache) -> bool:
+    def _is_alike(self, hidden_states: Tensor, cache: Cache) -> bool:
         """Whether steps of this kind may be alike."""
         blocks: Any = self.model.layers
         return (
             hidden_states.shape[1] == 1
             and torch.is_inference_mode_enabled()
             and not torch.compiler.is_compiling()
-            and all(mask is None for mask in masks.values())
             and self.failed.get(cache, 0) < TRIES
             and all(hasattr(layer, "advance") for layer in cache.layers)
             and not any(module._forward_hooks for block in blocks for module in (block, block.self_attn))

@@ -345,6 +345,7 @@ bool run(const Run& call) {
 struct Write {
   const char* from;  // [batch, heads, row]
   char* to;          // [batch, heads, places, row]
+  const int64_t* places;  // of every row of the batch; or null: `place`
   int64_t batch, heads, row;  // bytes of a row
   int64_t from_batch, from_head, to_batch, to_head;  // strides, in bytes
   int64_t place;
@@ -386,8 +387,9 @@ FUNCTIONS(float16, c10::Half)
 
 extern "C" bool write_head_rows(const Write* call) {
   for (int64_t b = 0; b < call->batch; ++b) {
+    const int64_t place = call->places ? call->places[b] : call->place;
     for (int64_t h = 0; h < call->heads; ++h) {
-      char* const to = call->to + b * call->to_batch + h * call->to_head + call->place * call->row;
+      char* const to = call->to + b * call->to_batch + h * call->to_head + place * call->row;
       std::memcpy(to, call->from + b * call->from_batch + h * call->from_head, call->row);
     }
   }

@@ -60,13 +60,13 @@ class _Write(Arguments):
     """The same, in the same order, as `Write` in step.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "target")),
+        *((name, ctypes.c_void_p) for name in ("source", "target", "places")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "row")),
         *((name, ctypes.c_int64) for name in ("from_batch", "from_head", "to_batch", "to_head", "place")),
     ]
 
     def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
-        return [], [ctypes.c_int64.from_buffer(self, _Write.place.offset)]
+        return [], [] if self.places else [ctypes.c_int64.from_buffer(self, _Write.place.offset)]
 
 
 class Product:
@@ -231,16 +231,21 @@ def fused_hidden(mlp: GatedMLP) -> Callable[[Tensor], Tensor]:
     return hidden
 
 
-def write(states: Tensor, buffer: Tensor, place: int) -> None:
-    """buffer[:, :, place] = states[:, :, 0], of buffers that the kernels take."""
+def write(states: Tensor, buffer: Tensor, place: int | Tensor) -> None:
+    """buffer[:, :, place] = states[:, :, 0], of buffers that the kernels take; `place` may be one for every row of the
+    batch, which the caller keeps and, where steps are repeated, advances."""
     kernels = kernels_for(states, buffer)
     if kernels is None or states.stride(-1) != 1 or not buffer.is_contiguous():
-        buffer[:, :, place] = states[:, :, 0]
+        if isinstance(place, Tensor):
+            buffer[torch.arange(len(buffer)), :, place] = states[:, :, 0]
+        else:
+            buffer[:, :, place] = states[:, :, 0]
         return
     size = buffer.itemsize
     strides = [size * stride for stride in (*states.stride()[:2], *buffer.stride()[:2])]
     shape = *buffer.shape[:2], size * buffer.shape[-1]
-    call(kernels.write, _Write(states.data_ptr(), buffer.data_ptr(), *shape, *strides, place))
+    places, one = (place.data_ptr(), 0) if isinstance(place, Tensor) else (None, place)
+    call(kernels.write, _Write(states.data_ptr(), buffer.data_ptr(), places, *shape, *strides, one))
 
 
 def fuse(model: nn.Module) -> None:
