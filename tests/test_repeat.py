@@ -94,8 +94,8 @@ def test_repeated_steps_are_those_that_are_written(case: Case, bits: str | None,
 @pytest.mark.parametrize("bits", [None, "8/4"])
 @pytest.mark.parametrize("mechanism", ["gqa", "skipv1", "latent-keys", "values-from-keys"])
 def test_rows_of_several_lengths(mechanism: str, bits: str | None, repeated):
-    """Padded rows, and in a quantized cache rows that fill their blocks at different times. What turns keys back is there
-    a table for every row, and longer in every step."""
+    """Padded rows, and in a quantized cache rows that fill their blocks at different times. What turns keys back is
+    then a table for every row, and longer in every step."""
     model = build("llama", mechanism, max_position_embeddings=ROOM)
     mask = torch.ones(BATCH, PROMPT, dtype=torch.long)
     mask[0, :60], mask[2, :5] = 0, 0
