@@ -19,29 +19,10 @@ from leanqkv.inference.step import compiled_kernels
 PROMPT, STEPS, BATCH, ROOM = 118, 16, 3, 256
 # Every step of these is made of the kernels of usual layers; of all others some operator of PyTorch's is a part.
 REPEATED = {
-    *(
-        "baseline",
-        "biases and qk_norm",
-        "borrowed-values",
-        "borrowed-values:heads=…",
-        "cla-v",
-        "gqa",
-        "gqa+skipv1",
-        "mqa",
-    ),
-    *(
-        "latent-keys",
-        "latent-values",
-        "prefix",
-        "shared blocks",
-        "skipv0",
-        "skipv1",
-        "skipv1-yoco",
-        "skipv2",
-        "skipv3",
-        "skipv4",
-    ),
-    *("svformer", "values-from-keys", "yoco-v"),
+    *("baseline", "biases and qk_norm", "borrowed-values", "borrowed-values:heads=…", "cla", "cla-v", "fusedkv-lite"),
+    *("gqa", "gqa+skipv1", "identity-key", "identity-query", "identity-value", "latent-keys", "latent-values", "mqa"),
+    *("prefix", "shared blocks", "skipv0", "skipv1", "skipv1-yoco", "skipv2", "skipv3", "skipv4", "svformer"),
+    *("values-from-keys", "yoco", "yoco-v"),
 }
 
 pytestmark = pytest.mark.skipif(not compiled_kernels(), reason="there is no compiler")

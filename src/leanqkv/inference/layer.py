@@ -17,13 +17,14 @@ from ..model.latent_heads import LatentHeadsAttention
 from ..model.layers import GatedMLP
 from ..model.layout import LayerPlan
 from ..model.position import Rotation, rotation_of
+from ..model.projection_identity import IdentityProjection
 from ..model.transformer import LeanBlock
 from .joined import JoinedProjections
 from .linear import FewRowsLinear
 from .repeat import Arguments, call
 from .step import GATES, ROWS, FusedRMSNorm, HeadProduct, Product, kernels_for
 
-MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD = range(6)
+MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD, COPY = range(7)
 
 
 class _Operation(ctypes.Structure):
@@ -113,6 +114,10 @@ class Program:
         """Add a sum."""
         return self._add(ADD, first, second, output, self.widths[first])
 
+    def copy(self, first: int, output: int) -> int:
+        """Add a copy."""
+        return self._add(COPY, first, 0, output, self.widths[first])
+
     def _add(self, *operation: Any, held: Any = None) -> int:
         self._listed.append(_Operation(*operation))
         self._held.append(held)
@@ -154,36 +159,44 @@ def use_programs(model: nn.Module) -> None:
 
 
 class ProjectedHeads:
-    """Takes the place of an attention's `project_heads`: linear projections, norms of heads, rotary positions."""
+    """Takes the place of an attention's `project_heads`: linear projections and identities, norms of heads, rotary
+    positions."""
 
     out_of: HeadProduct | None = None  # what makes heads of what they attended to, where that is something else
 
-    def __init__(self, attention: LeanAttention, product: Product):
+    def __init__(self, attention: LeanAttention, product: Product, linear: Sequence[str], identities: Sequence[str]):
+        """linear, identities: of "qkv", those that the product makes, in its order, and those that are the input."""
         self.attention, self.product, self.head_dim = attention, product, attention.head_dim
-        names = [name for name in "qkv" if getattr(attention, f"{name}_proj") is not None]
-        self.heads = {name: width // self.head_dim for name, width in zip(names, product.outputs, strict=True)}
+        self.identities = identities
+        widths = [*product.outputs, *(product.inputs for _ in identities)]
+        self.heads = dict(zip((*linear, *identities), (width // self.head_dim for width in widths), strict=True))
         self.programs = self.make_programs(None)
         self.plain = attention.project_heads
 
     @classmethod
     def of(cls, attention: LeanAttention) -> "Self | None":
         """Return None for an attention whose heads are more than that."""
-        linear = [getattr(attention, f"{name}_proj") for name in "qkv"]
-        product = joint_product(attention, [layer for layer in linear if layer is not None])
+        made = {name: layer for name in "qkv" if (layer := getattr(attention, f"{name}_proj")) is not None}
+        identities = [name for name, layer in made.items() if _is_whole_input(layer, attention.config.hidden_size)]
+        linear = [name for name in made if name not in identities]
+        product = joint_product(attention, [made[name] for name in linear])
         norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-        if product is None or attention.q_proj is None or attention.g_proj is not None:
+        if product is None or "q" not in made or attention.g_proj is not None:
             return None
         readable = all(_is_readable(norm, attention.head_dim, product) for norm in norms)
-        return cls(attention, product) if readable else None
+        return cls(attention, product, linear, identities) if readable else None
 
     def make_programs(self, first_norm: nn.Module | None) -> dict[bool, Program]:
         """Programs without and with rotary positions, of the input, normed or to be normed, and the outputs."""
         programs = {}
         for turns in (False, True):
-            program = programs[turns] = Program([self.product.inputs, *self.product.outputs])
-            program.multiply(self.product, program.norm(first_norm, 0), 1)
+            widths = [number * self.head_dim for number in self.heads.values()]
+            program = programs[turns] = Program([self.product.inputs, *widths])
+            normed = program.norm(first_norm, 0)
+            program.multiply(self.product, normed, 1)
             for output, (name, number) in enumerate(self.heads.items(), 1):
-                program.norm(getattr(self.attention, f"{name}_norm", None), output, output, number)
+                made = program.copy(normed, output) if name in self.identities else output
+                program.norm(getattr(self.attention, f"{name}_norm", None), made, output, number)
                 if turns and name != "v":
                     program.turn(output, number)
         return programs
@@ -216,6 +229,8 @@ class ProjectedLatents(ProjectedHeads):
     def of(cls, attention: Any) -> "Self | None":
         """Return None where a latent cannot be absorbed."""
         found = super().of(attention)
+        if found is not None and list(found.heads) != ["q", "k", "v"]:
+            return None
         products, ups = vars(attention)["head_products"], (attention.k_up_proj, attention.v_up_proj)
         for up, product in zip(ups, products, strict=True):
             if up is not None and (
@@ -395,7 +410,10 @@ def _attend_latents(
 
 
 def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:
-    """Return the product of all of these plain linear layers, with which `module.project` was replaced; else None."""
+    """Return the product of all of these plain linear layers, with which `module.project` was replaced, or of the one
+    that there is; else None."""
+    if len(linear) == 1 and isinstance(linear[0], FewRowsLinear) and not is_rewritten(linear[0]):
+        return linear[0].product if linear[0].product.readable else None
     joined = vars(module).get("project")
     if not isinstance(joined, JoinedProjections) or joined._once is None or joined.layers != list(linear):
         return None
@@ -407,6 +425,13 @@ def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:
 def _is_readable_product(linear: nn.Module, product: Product) -> bool:
     """Whether this is a linear layer whose product the kernel computes, in the dtype of another product."""
     return isinstance(linear, FewRowsLinear) and not is_rewritten(linear) and linear.product.matches(product)
+
+
+def _is_whole_input(projection: nn.Module, width: int) -> bool:
+    """Whether this is an identity of an input so wide, and nothing else."""
+    if type(projection) is not IdentityProjection or is_rewritten(projection):
+        return False
+    return projection.width == width and projection.bias is None
 
 
 def _is_identity(module: nn.Module) -> bool:

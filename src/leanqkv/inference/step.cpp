@@ -249,7 +249,7 @@ void gate(const T* gate, const T* up, int64_t size, bool is_gelu, T* output, int
 
 // --- several operations in one call -------------------------------------------------------------------------------------
 
-enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd, kByHead };
+enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd, kByHead, kCopy };
 
 // What `by_head` multiplies by; the same, in the same order, as `_HeadMap` in step.py.
 struct HeadMap {
@@ -334,6 +334,9 @@ bool run(const Run& call) {
           const int64_t left = rows * width - d;
           store(floats(first + d, left) + floats(second + d, left), output + d, left);
         }
+        break;
+      case kCopy:
+        std::copy(first, first + rows * width, output);
     }
   }
   return true;
