@@ -25,6 +25,9 @@ REPEATED = {
     *("values-from-keys", "yoco", "yoco-v"),
 }
 
+# These too if there are no rotary positions, which heads that attention gives are turned back by.
+WITHOUT_ROTATION = {"keys-as-values", "keys-as-values+skipv1"}
+
 pytestmark = pytest.mark.skipif(not compiled_kernels(), reason="there is no compiler")
 
 
@@ -65,11 +68,12 @@ def as_written(decoder: Decoder) -> Decoder:
 @pytest.mark.parametrize("bits", [None, "8/4"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_repeated_steps_are_those_that_are_written(case: Case, bits: str | None, repeated):
-    model = case._replace(shape="llama").model(max_position_embeddings=ROOM).float()
+    model = case.model(max_position_embeddings=ROOM).float()
     found, expected = decode(Decoder(model, cache_bits=bits)), decode(as_written(Decoder(model, cache_bits=bits)))
     assert found.equal(expected)
     # But for the first one, and those after the ends of blocks and parts; codes also at these ends.
-    assert len(repeated) == (STEPS - (2 if bits is None else 4) if case.name in REPEATED else 0)
+    may = case.name in REPEATED or (case.shape == "gpt" and case.name in WITHOUT_ROTATION)
+    assert len(repeated) == (STEPS - (2 if bits is None else 4) if may else 0)
 
 
 @pytest.mark.parametrize("bits", [None, "8/4"])

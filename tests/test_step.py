@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 from leanqkv.inference import Decoder
 from leanqkv.inference.decoder import prepared
-from leanqkv.inference.step import ROWS, FusedRMSNorm, HeadProduct, Product, fused_hidden, fused_rotate
+from leanqkv.inference.step import ROWS, FusedNorm, HeadProduct, Product, fused_hidden, fused_rotate
 from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.layers import GatedMLP, OffsetRMSNorm
 from leanqkv.model.position import rotate
@@ -62,7 +62,7 @@ def test_a_row_with_nan_spoils_no_other(dtype: torch.dtype) -> None:
     x[2, 39] = torch.nan
     with torch.inference_mode():
         (found,) = Product([(weight, None)])(x)
-        normed = FusedRMSNorm(nn.RMSNorm(40, eps=1e-6).to(dtype))(x)
+        normed = FusedNorm(nn.RMSNorm(40, eps=1e-6).to(dtype))(x)
     for result in (found, normed):
         assert result[2].isnan().all() and result[[0, 1, 3, 4, 5]].isfinite().all()
 
@@ -112,7 +112,7 @@ def test_pytorch_computes_the_rest(way: str) -> None:
 def test_norms(dtype: torch.dtype, offset: float, width: int) -> None:
     norm = OffsetRMSNorm(width, 1e-5, offset) if offset else nn.RMSNorm(width, eps=1e-5)
     norm.weight = nn.Parameter(drawn(width, dtype=dtype, seed=3))
-    fused = FusedRMSNorm(norm)
+    fused = FusedNorm(norm)
     for shape in ((1,), (3, 1), (2, 5, 3)):
         x = drawn(*shape, width, dtype=dtype, seed=len(shape))
         wide = x.double()
@@ -121,6 +121,25 @@ def test_norms(dtype: torch.dtype, offset: float, width: int) -> None:
         with torch.inference_mode():
             assert_rounded(fused(x), expected, expected.abs(), width)
             assert_rounded(fused(x.transpose(0, -2).contiguous().transpose(0, -2)), expected, expected.abs(), width)
+
+
+@every_dtype
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [2, 20, 64, 577])
+def test_layer_norms(dtype: torch.dtype, bias: bool, width: int) -> None:
+    norm = nn.LayerNorm(width, eps=1e-5, bias=bias)
+    norm.weight = nn.Parameter(drawn(width, dtype=dtype, seed=3))
+    if bias:
+        norm.bias = nn.Parameter(drawn(width, dtype=dtype, seed=4))
+    fused = FusedNorm(norm)
+    for shape in ((1,), (2, 5, 3)):
+        x = drawn(*shape, width, dtype=dtype, seed=len(shape)) + 2  # a mean that is not next to zero
+        wide = x.double()
+        far = wide - wide.mean(-1, keepdim=True)
+        scale = (far.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+        added = norm.bias.double() if bias else torch.zeros(1).double()
+        with torch.inference_mode():
+            assert_rounded(fused(x), far * scale + added, (wide.abs() + wide.mean()) * scale.abs() + added.abs(), width)
 
 
 @every_dtype
@@ -136,13 +155,17 @@ def test_rotary_positions(dtype: torch.dtype, head_dim: int, turned: int, batch:
 
 
 @every_dtype
-@pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new"])
-def test_gates(dtype: torch.dtype, name: str) -> None:
-    model = build("llama", hidden_act=name)
-    mlp = model.model.layers[0].mlp
+@pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu"])
+@pytest.mark.parametrize("shape", ["llama", "gpt"])
+def test_activations(dtype: torch.dtype, name: str, shape: str) -> None:
+    """Of gates, and alone."""
+    mlp = build(shape, hidden_act=name).model.layers[0].mlp
     gates = torch.cat((drawn(33, dtype=dtype) * 4, torch.tensor([-30000.0, -30.0, 0.0, 30.0, 30000.0]).to(dtype)))
-    up = drawn(len(gates), dtype=dtype, seed=1)
-    mlp.project = lambda hidden_states: (gates, up)
+    up = drawn(len(gates), dtype=dtype, seed=1) if shape == "llama" else torch.ones_like(gates)
+    if shape == "llama":
+        mlp.project = lambda hidden_states: (gates, up)
+    else:
+        mlp.up_proj = nn.Identity()
     with torch.inference_mode():
         found = fused_hidden(mlp)(gates)
     act = ACT2FN["gelu_pytorch_tanh" if name == "gelu_new" else name]
@@ -172,7 +195,13 @@ MODELS = {
     "residual multiplier": ("llama", (), {"residual_multiplier": 0.5}, (True, False)),
     "no skip": ("llama", (), {"mlp_skip": False}, (True, False)),
     "parallel": ("llama", (), {"block_type": "parallel"}, (True, False)),
-    "GPT": ("gpt", (), {}, (True, False)),
+    "GPT": ("gpt", (), {}, (True, True)),
+    "GPT with biases": (
+        "gpt",
+        ("skipv1",),
+        {"norm_bias": True, "mlp_bias": True, "attention_bias": True},
+        (True, True),
+    ),
     "identity query": ("llama", ("identity-query",), {}, (True, True)),
     "identity key, norms of heads": ("llama", ("identity-key",), {"qk_norm": True}, (True, True)),
     "identities without positions": (
@@ -259,7 +288,7 @@ def test_the_model_stays_as_it_is() -> None:
     copied = prepared(model)
     assert {name: (type(module), set(vars(module))) for name, module in model.named_modules()} == before
     assert {id(weight) for weight in copied.parameters()} == {id(weight) for weight in model.parameters()}
-    assert isinstance(copied.model.layers[0].mlp, GatedMLP) and isinstance(copied.model.norm, FusedRMSNorm)
+    assert isinstance(copied.model.layers[0].mlp, GatedMLP) and isinstance(copied.model.norm, FusedNorm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

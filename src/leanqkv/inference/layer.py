@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..model.attention import KeyValues, LeanAttention, update_cache
 from ..model.latent import frequencies_of, is_rewritten
 from ..model.latent_heads import LatentHeadsAttention
-from ..model.layers import GatedMLP
+from ..model.layers import MLP, GatedMLP
 from ..model.layout import LayerPlan
 from ..model.position import Rotation, rotation_of
 from ..model.projection_identity import IdentityProjection
@@ -22,9 +22,9 @@ from ..model.transformer import LeanBlock
 from .joined import JoinedProjections
 from .linear import FewRowsLinear
 from .repeat import Arguments, call
-from .step import GATES, ROWS, FusedRMSNorm, HeadProduct, Product, kernels_for
+from .step import ACTIVATIONS, ROWS, FusedNorm, HeadProduct, Product, kernels_for
 
-MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD, COPY = range(7)
+MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD, COPY, ACTIVATE = range(8)
 
 
 class _Operation(ctypes.Structure):
@@ -32,7 +32,8 @@ class _Operation(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "first", "second", "output", "width", "count")),
-        *(("data", ctypes.c_void_p), ("offset", ctypes.c_float), ("eps", ctypes.c_float)),
+        *(("data", ctypes.c_void_p), ("bias", ctypes.c_void_p)),
+        *(("offset", ctypes.c_float), ("eps", ctypes.c_float)),
     ]
 
 
@@ -86,12 +87,11 @@ class Program:
 
     def norm(self, norm: nn.Module | None, first: int, output: int | None = None, heads: int = 1) -> int:
         """Add a norm, of so many heads each on its own; None and an identity add nothing."""
-        if not isinstance(norm, FusedRMSNorm):
+        if not isinstance(norm, FusedNorm):
             return first
-        weight = norm.weight.detach()
         output = self.buffer(self.widths[first]) if output is None else output
-        given = NORM, first, 0, output, len(weight), heads, weight.data_ptr(), norm.offset, norm.eps
-        return self._add(*given, held=weight)
+        given = NORM, first, norm.centered, output, len(norm.weight), heads, *norm.addresses, norm.offset, norm.eps
+        return self._add(*given, held=(norm.weight.detach(), None if norm.bias is None else norm.bias.detach()))
 
     def turn(self, first: int, heads: int, output: int | None = None, frequencies: Tensor | None = None) -> int:
         """Add the rotation of so many heads, by default in place; their complex columns may name their frequencies."""
@@ -106,9 +106,13 @@ class Program:
         output = self.buffer(heads * outputs) if output is None else output
         return self._add(BY_HEAD, first, 0, output, inputs, heads, product.address, held=product)
 
-    def gate(self, gate: int, up: int, is_gelu: bool) -> int:
+    def gate(self, gate: int, up: int, activation: int) -> int:
         """Add `act(gate) * up`, in the place of the gate."""
-        return self._add(GATE, gate, up, gate, self.widths[gate], is_gelu)
+        return self._add(GATE, gate, up, gate, self.widths[gate], activation)
+
+    def activate(self, first: int, activation: int) -> int:
+        """Add an activation, in place."""
+        return self._add(ACTIVATE, first, 0, first, self.widths[first], activation)
 
     def add(self, first: int, second: int, output: int) -> int:
         """Add a sum."""
@@ -278,7 +282,7 @@ class ProjectedLatents(ProjectedHeads):
 
 
 class RestOfBlock:
-    """Takes the place of a block's `after_attention`: norms, a gated MLP, plain skips."""
+    """Takes the place of a block's `after_attention`: norms, an MLP, plain skips."""
 
     def __init__(self, block: LeanBlock, product: Product):
         self.block, self.product = block, product
@@ -290,10 +294,12 @@ class RestOfBlock:
         """Return None for a block that does more than that behind its attention."""
         config, mlp = block.config, block.mlp
         skips = config.attention_skip and config.mlp_skip and config.residual_multiplier == 1
-        if config.block_type != "serial" or not skips or block.mlp_connection is not None or type(mlp) is not GatedMLP:
+        known = type(mlp) in (MLP, GatedMLP)
+        if config.block_type != "serial" or not skips or block.mlp_connection is not None or not known:
             return None
         norms = block.attention_output_layernorm, block.post_attention_layernorm, block.mlp_output_layernorm
-        product, down = joint_product(mlp, [mlp.gate_proj, mlp.up_proj]), mlp.down_proj
+        first = [mlp.gate_proj, mlp.up_proj] if isinstance(mlp, GatedMLP) else [mlp.up_proj]
+        product, down = joint_product(mlp, first), mlp.down_proj
         if product is None or not _is_readable_product(down, product) or not _is_identity(block.dropout):
             return None
         if "hidden" not in vars(mlp) or any(is_rewritten(module) for module in (mlp, mlp.activation)):
@@ -316,7 +322,8 @@ class RestOfBlock:
         attended = program.norm(block.attention_output_layernorm, attended)
         read = program.add(0, attended, program.buffer(width))
         gate = program.multiply(self.product, program.norm(block.post_attention_layernorm, read))
-        hidden = program.gate(gate, gate + 1, GATES[type(block.mlp.activation)])
+        kind = ACTIVATIONS[type(block.mlp.activation)]
+        hidden = program.gate(gate, gate + 1, kind) if len(self.product.maps) == 2 else program.activate(gate, kind)
         down = program.norm(block.mlp_output_layernorm, program.multiply(block.mlp.down_proj.product, hidden))
         program.add(read, down, 2)
         return program
@@ -440,7 +447,7 @@ def _is_identity(module: nn.Module) -> bool:
 
 def _is_readable(norm: nn.Module, width: int, product: Product) -> bool:
     """Whether the kernel can read this norm of so many columns, in the dtype of the product's weights."""
-    if not isinstance(norm, FusedRMSNorm) or is_rewritten(norm):
+    if not isinstance(norm, FusedNorm) or is_rewritten(norm):
         return False
     return len(norm.weight) == width and norm.weight.dtype == product.weight.dtype and norm.weight.device.type == "cpu"
 

@@ -171,22 +171,30 @@ void by_head(
 
 // --- norms, rotary positions, gates -------------------------------------------------------------------------------------
 
-// `input * (offset + weight) / rms(input)`, [rows, width]; see OffsetRMSNorm in model/layers.py.
+// `input * (offset + weight) / rms(input) + bias`, [rows, width]; see OffsetRMSNorm in model/layers.py. A LayerNorm takes
+// off the mean before. The bias may be null.
 template <typename T>
 void norm(
-    const T* input, int64_t rows, int64_t width, const T* weight, float offset, float eps, T* output, int64_t threads) {
+    const T* input, int64_t rows, int64_t width, const T* weight, const T* bias, bool centered, float offset, float eps,
+    T* output, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > kAlone)
   for (int64_t m = 0; m < rows; ++m) {
     const T* const from = input + m * width;
+    Floats all(0.0f);
+    for (int64_t d = 0; centered && d < width; d += kFloats) all = all + floats(from + d, width - d);
+    const float mean = sum(all) / float(width);
     Floats squares(0.0f);
     for (int64_t d = 0; d < width; d += kFloats) {
-      const Floats read = floats(from + d, width - d);
-      squares = at::vec::fmadd(read, read, squares);
+      const Floats read = floats(from + d, width - d) - Floats(mean);
+      const Floats there = Floats::set(Floats(0.0f), read, std::min(width - d, kFloats));
+      squares = at::vec::fmadd(there, there, squares);
     }
     const Floats scale(1.0f / std::sqrt(sum(squares) / float(width) + eps));
     for (int64_t d = 0; d < width; d += kFloats) {
       const Floats factor = floats(weight + d, width - d) + Floats(offset);
-      store(floats(from + d, width - d) * scale * factor, output + m * width + d, width - d);
+      const Floats added = bias ? floats(bias + d, width - d) : Floats(0.0f);
+      const Floats read = floats(from + d, width - d) - Floats(mean);
+      store(at::vec::fmadd(read * scale, factor, added), output + m * width + d, width - d);
     }
   }
 }
@@ -233,23 +241,29 @@ void turn(const Turn& call) {
   }
 }
 
-// `act(gate) * up` of so many numbers: SiLU is x sigmoid(x), and GELU with a tanh is x sigmoid(2 z),
-// z = sqrt(2 / pi) (x + 0.044715 x^3).
+// `act(gate) * up` of so many numbers, or without `up` the activation alone: SiLU is x sigmoid(x), GELU x times the
+// probability that a normal number is below x, and GELU with a tanh x sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3).
+enum Activation : int64_t { kSilu, kGeluTanh, kGelu };
+
+inline Floats activated(const Floats& x, int64_t activation) {
+  const Floats one(1.0f);
+  if (activation == kGelu) return x * Floats(0.5f) * (one + (x * Floats(0.70710678118654752f)).erf());
+  if (activation == kSilu) return x / (one + (x * Floats(-1.0f)).exp());
+  return x / (one + (x * at::vec::fmadd(Floats(-0.07135481282812f), x * x, Floats(-1.5957691216057308f))).exp());
+}
+
 template <typename T>
-void gate(const T* gate, const T* up, int64_t size, bool is_gelu, T* output, int64_t threads) {
-  const Floats one(1.0f), linear(is_gelu ? -1.5957691216057308f : -1.0f), cubic(-0.07135481282812f);
+void gate(const T* gate, const T* up, int64_t size, int64_t activation, T* output, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (size > kAlone)
   for (int64_t d = 0; d < size; d += kFloats) {
-    const int64_t left = size - d;
-    const Floats x = floats(gate + d, left), y = floats(up + d, left);
-    const Floats slope = is_gelu ? at::vec::fmadd(cubic, x * x, linear) : linear;
-    store(x / (one + (x * slope).exp()) * y, output + d, left);
+    const Floats y = up ? floats(up + d, size - d) : Floats(1.0f);
+    store(activated(floats(gate + d, size - d), activation) * y, output + d, size - d);
   }
 }
 
 // --- several operations in one call -------------------------------------------------------------------------------------
 
-enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd, kByHead, kCopy };
+enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd, kByHead, kCopy, kActivate };
 
 // What `by_head` multiplies by; the same, in the same order, as `_HeadMap` in step.py.
 struct HeadMap {
@@ -260,10 +274,11 @@ struct HeadMap {
 
 // An operation on buffers, which are named by number; the same, in the same order, as `_Operation` in step.py.
 struct Operation {
-  int64_t kind, first, second, output;
+  int64_t kind, first, second, output;  // second: of a norm, whether it takes off the mean
   int64_t width;        // of a row of the first buffer; of a head of those normed, turned or multiplied each by its own
-  int64_t count;        // maps, whose outputs are buffers that follow each other; heads; or whether a gate is a GELU
+  int64_t count;        // maps, whose outputs are buffers that follow each other; heads; or the activation
   const void* data;     // maps, the norm's weight, or the frequencies that heads are turned by
+  const void* bias;     // of a norm; or null
   float offset, eps;    // of a norm
 };
 
@@ -308,7 +323,9 @@ bool run(const Run& call) {
         break;
       case kNorm: {
         const T* const weight = static_cast<const T*>(one->data);
-        norm<T>(first, rows * one->count, width, weight, one->offset, one->eps, output, threads);
+        norm<T>(
+            first, rows * one->count, width, weight, static_cast<const T*>(one->bias), one->second, one->offset, one->eps,
+            output, threads);
         break;
       }
       case kTurn: {
@@ -337,6 +354,9 @@ bool run(const Run& call) {
         break;
       case kCopy:
         std::copy(first, first + rows * width, output);
+        break;
+      case kActivate:
+        gate<T>(first, nullptr, rows * width, one->count, output, threads);
     }
   }
   return true;
@@ -374,14 +394,14 @@ struct Noted {
     by_head<T>(weight, bias, heads, outputs, inputs, input, batch, group, output, threads);                            \
   }                                                                                                                    \
   extern "C" void norm_##name(                                                                                         \
-      const T* input, int64_t rows, int64_t width, const T* weight, float offset, float eps, T* output,                \
-      int64_t threads) {                                                                                               \
-    norm<T>(input, rows, width, weight, offset, eps, output, threads);                                                 \
+      const T* input, int64_t rows, int64_t width, const T* weight, const T* bias, int64_t centered, float offset,     \
+      float eps, T* output, int64_t threads) {                                                                         \
+    norm<T>(input, rows, width, weight, bias, centered, offset, eps, output, threads);                                 \
   }                                                                                                                    \
   extern "C" void turn_##name(const Turn* call) { turn<T>(*call); }                                                    \
   extern "C" void gate_##name(                                                                                         \
-      const T* input, const T* up, int64_t size, int64_t is_gelu, T* output, int64_t threads) {                        \
-    gate<T>(input, up, size, is_gelu, output, threads);                                                                \
+      const T* input, const T* up, int64_t size, int64_t activation, T* output, int64_t threads) {                     \
+    gate<T>(input, up, size, activation, output, threads);                                                             \
   }                                                                                                                    \
   extern "C" bool run_##name(const Run* call) { return run<T>(*call); }
 FUNCTIONS(float32, float)

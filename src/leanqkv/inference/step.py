@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.activations import GELUTanh, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from ..compat import compile_cpp
 from ..model.attention import Attention
 from ..model.latent import Absorbing, absorb, is_absorbable, is_rewritten, restore
-from ..model.layers import GatedMLP, OffsetRMSNorm
+from ..model.layers import MLP, GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
 from .repeat import Arguments, call, not_noted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of input up to which the kernel multiplies faster than PyTorch.
 ROWS = 32
-# Activations of gates, and whether it is the GELU.
-GATES: dict[type[nn.Module], bool] = {nn.SiLU: False, SiLUActivation: False, GELUTanh: True}
+# Activations that the kernel computes; the numbers are those of `Activation` in step.cpp.
+ACTIVATIONS: dict[type[nn.Module], int] = {nn.SiLU: 0, SiLUActivation: 0, GELUTanh: 1, GELUActivation: 2}
+NORMS = nn.RMSNorm, OffsetRMSNorm, nn.LayerNorm
 
 
 class _Map(ctypes.Structure):
@@ -170,13 +171,22 @@ def use_head_products(attention: Any) -> None:
         attention.restore = restore_heads
 
 
-class FusedRMSNorm(nn.Module):
-    """An nn.RMSNorm, or one whose weight has an offset."""
+class FusedNorm(nn.Module):
+    """An nn.RMSNorm, or one whose weight has an offset, or an nn.LayerNorm."""
 
-    def __init__(self, norm: nn.RMSNorm):
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, norm: Any):
         super().__init__()
-        self.weight, self.offset, self.eps = norm.weight, getattr(norm, "offset", 0.0), norm.eps
+        self.weight, self.bias, self.eps = norm.weight, getattr(norm, "bias", None), norm.eps
+        self.offset, self.centered = getattr(norm, "offset", 0.0), isinstance(norm, nn.LayerNorm)
         self._plain = norm.forward
+
+    @property
+    def addresses(self) -> tuple[int, int | None]:
+        """Of weight and bias."""
+        return self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
 
     def forward(self, x: Tensor) -> Tensor:
         width = len(self.weight)
@@ -185,8 +195,8 @@ class FusedRMSNorm(nn.Module):
             return self._plain(x)
         x = x.contiguous()
         output = torch.empty_like(x)
-        weight = self.weight.data_ptr(), self.offset, self.eps
-        kernels.norm(x.data_ptr(), x.numel() // width, width, *weight, output.data_ptr(), torch.get_num_threads())
+        given = *self.addresses, self.centered, self.offset, self.eps
+        kernels.norm(x.data_ptr(), x.numel() // width, width, *given, output.data_ptr(), torch.get_num_threads())
         return output
 
 
@@ -213,19 +223,19 @@ def fused_rotate(heads: Tensor, position_embeddings: Rotation) -> Tensor:
     return output
 
 
-def fused_hidden(mlp: GatedMLP) -> Callable[[Tensor], Tensor]:
+def fused_hidden(mlp: MLP) -> Callable[[Tensor], Tensor]:
     """Return what takes the place of `mlp.hidden`."""
-    is_gelu = GATES[type(mlp.activation)]
+    kind = ACTIVATIONS[type(mlp.activation)]
 
     def hidden(hidden_states: Tensor) -> Tensor:
-        gate, up = mlp.project(hidden_states)
-        kernels = kernels_for(gate, up)
+        gate, up = mlp.project(hidden_states) if isinstance(mlp, GatedMLP) else (mlp.up_proj(hidden_states), None)
+        kernels = kernels_for(gate, gate if up is None else up)
         if kernels is None:
-            return mlp.activation(gate) * up
-        gate, up = gate.contiguous(), up.contiguous()
+            return mlp.activation(gate) if up is None else mlp.activation(gate) * up
+        gate, up = gate.contiguous(), None if up is None else up.contiguous()
         output = torch.empty_like(gate)
-        pointers = gate.data_ptr(), up.data_ptr()
-        kernels.gate(*pointers, gate.numel(), is_gelu, output.data_ptr(), torch.get_num_threads())
+        pointers = gate.data_ptr(), None if up is None else up.data_ptr()
+        kernels.gate(*pointers, gate.numel(), kind, output.data_ptr(), torch.get_num_threads())
         return output
 
     return hidden
@@ -255,13 +265,17 @@ def fuse(model: nn.Module) -> None:
             module.rotate = fused_rotate
         if isinstance(module, Absorbing):
             use_head_products(module)
-        if isinstance(module, GatedMLP) and type(module.activation) in GATES and not is_rewritten(module.activation):
-            module.hidden = fused_hidden(module)  # type: ignore[method-assign, assignment]
+        if type(module) in (MLP, GatedMLP) and _is_activation(module.activation):
+            module.hidden = fused_hidden(module)  # type: ignore[arg-type, assignment]
         for name, child in module.named_children():
             if type(child) is nn.Dropout and not is_rewritten(child):
                 setattr(module, name, nn.Identity())
-            elif type(child) in (nn.RMSNorm, OffsetRMSNorm) and _is_plain_norm(child):
-                setattr(module, name, FusedRMSNorm(child))  # type: ignore[arg-type]
+            elif type(child) in NORMS and _is_plain_norm(child):
+                setattr(module, name, FusedNorm(child))
+
+
+def _is_activation(module: Any) -> bool:
+    return type(module) in ACTIVATIONS and not is_rewritten(module)
 
 
 def _is_plain_norm(norm: Any) -> bool:
@@ -292,7 +306,7 @@ def compiled_kernels() -> dict[torch.dtype, Any]:
     arguments = {
         "multiply": [pointer, number, number, pointer, number, pointer, number],
         "by_head": [pointer, pointer, number, number, number, pointer, number, number, pointer, number],
-        "norm": [pointer, number, number, pointer, real, real, pointer, number],
+        "norm": [pointer, number, number, pointer, pointer, number, real, real, pointer, number],
         "turn": [pointer],
         "gate": [pointer, pointer, number, number, pointer, number],
         "run": [pointer],
