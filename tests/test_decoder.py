@@ -1,6 +1,8 @@
 """The decoder: the tokens of `model.generate`, from a cache that is allocated once."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -465,3 +467,19 @@ def test_bfloat16_steps_are_the_models_own():
     steps += [decoder.step(ids[:, place]) for place in range(12, 20)]
     logits = torch.stack(steps, dim=1).double()
     assert (logits - exact).abs().max() <= 2 * (low - exact).abs().max()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux")
+def test_large_tensors_of_a_cache_are_to_lie_in_large_pages():
+    maps = Path("/proc/self/smaps")
+    if "AnonHugePages" not in maps.read_text():
+        pytest.skip("this Linux has no large pages")
+    layer = AllocatedLayer(2**14)
+    keys, values = layer.update(*[torch.randn(1, 8, 3, 64)] * 2)
+    assert keys.equal(values)
+    for tensor in (keys, values):
+        inside = tensor.untyped_storage().data_ptr() + tensor.untyped_storage().nbytes() // 2
+        parts = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", maps.read_text(), flags=re.MULTILINE)[1:]
+        bounds = [[int(bound, 16) for bound in part.split()[0].split("-")] for part in parts]
+        (own,) = [part for part, (first, end) in zip(parts, bounds, strict=True) if first <= inside < end]
+        assert " hg" in next(line for line in own.splitlines() if line.startswith("VmFlags:"))
