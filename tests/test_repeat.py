@@ -187,3 +187,16 @@ def test_a_cache_that_is_dropped_leaves_nothing_behind():
     gc.collect()
     assert not layers.steps
     assert held() is None
+
+
+def test_what_never_repeats_is_not_noted_for_ever(monkeypatch):
+    """Of three caches three steps each; a model that repeats some goes on."""
+    noted: list[Step] = []
+    note = Step.note
+    monkeypatch.setattr(Step, "note", lambda self, *given: (noted.append(self), note(self, *given))[1])
+    never = Decoder(build("llama", "mla"))
+    for _ in range(5):
+        decode(never, steps=6, length=9)
+    assert len(noted) == 9
+    decode(Decoder(build("llama")), steps=6, length=9)
+    assert len(noted) == 10

@@ -23,7 +23,8 @@ from ..model.position import Rotations
 _of_thread = threading.local()
 # Operators that give memory and compute nothing.
 EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
-# Steps in a row that are noted in vain until a cache's steps are no longer noted: at times one does more than others.
+# Steps in a row that are noted in vain until a cache's steps are no longer noted, since at times one does more than
+# others; and caches in a row until none's are.
 TRIES = 3
 
 
@@ -195,6 +196,7 @@ class RepeatedLayers:
         self.model, self.plain, self.repeat, self.additive = model, model._run_layers, repeat, additive
         self.steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
         self.failed: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()
+        self.vain = 0  # caches in a row
 
     def __call__(
         self,
@@ -230,10 +232,11 @@ class RepeatedLayers:
         finally:
             _of_thread.masks = {}
         if step.complete and others == [None]:
-            self.steps[cache], self.failed[cache] = step, 0
+            self.steps[cache], self.failed[cache], self.vain = step, 0, 0
         else:
             self.steps.pop(cache, None)
             self.failed[cache] = self.failed.get(cache, 0) + 1
+            self.vain += self.failed[cache] == TRIES
         return output, others[0]
 
     def _is_alike(self, hidden_states: Tensor, cache: Cache) -> bool:
@@ -243,7 +246,7 @@ class RepeatedLayers:
             hidden_states.shape[1] == 1
             and torch.is_inference_mode_enabled()
             and not torch.compiler.is_compiling()
-            and self.failed.get(cache, 0) < TRIES
+            and self.failed.get(cache, 0) < TRIES > self.vain
             and all(hasattr(layer, "advance") for layer in cache.layers)
             and not any(module._forward_hooks for block in blocks for module in (block, block.self_attn))
         )
