@@ -200,3 +200,17 @@ def test_what_never_repeats_is_not_noted_for_ever(monkeypatch):
     assert len(noted) == 9
     decode(Decoder(build("llama")), steps=6, length=9)
     assert len(noted) == 10
+
+
+def test_parts_of_a_head_begin_where_they_would(repeated):
+    """With more threads than heads: one part of 255 positions, two of 256."""
+    model, threads = build("llama", "mqa", max_position_embeddings=300), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found, expected = (
+            decode(one, steps=12, length=250, batch=1) for one in (Decoder(model), as_written(Decoder(model)))
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert found.equal(expected)
+    assert repeated
