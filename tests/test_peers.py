@@ -20,7 +20,14 @@ SOURCE = {"layers": 3, "heads": 2, "head_dim": 64, "columns": 256}
 
 @pytest.mark.parametrize(
     ("share", "source", "parts", "columns"),
-    [(0.84, 384, 1, 322), (0.75, 384, 1, 288), (0.28, 384, 1, 107), (0.28, 384, 30, 3225), (0.07, 100, 1, 7)],
+    [
+        (0.84, 384, 1, 322),
+        (0.75, 384, 1, 288),
+        (0.28, 384, 1, 107),
+        (0.28, 384, 30, 3225),
+        (0.07, 100, 1, 7),
+        (0.29, 100, 1, 29),
+    ],
 )
 def test_columns_are_the_most_within_the_share(share, source, parts, columns):
     assert peers.columns_for(share, source, parts) == columns
@@ -39,20 +46,21 @@ def test_palu_takes_up_to_four_heads_together():
 
 def test_palu_gets_the_most_ranks_within_the_share():
     """As its own code, of equal ranks, which are rounded to the nearest."""
-    asked = []
+    asked, whole = [], 13 * SOURCE["columns"]
 
     def rank_search(model, tokenizer, args):
         asked.append(args.param_ratio_target)
         rank = max(1, round(128 * args.param_ratio_target))
-        ranks = {f"{name}.{layer}": [rank] for layer in range(3) for name in ("k_proj", "v_proj")}
-        return ranks, 6 * rank, 6 * 128
+        ranks = {f"{name}.{layer}": [rank] for layer in range(13) for name in ("k_proj", "v_proj")}
+        return ranks, 26 * rank, whole
 
-    search, job = SimpleNamespace(rank_search=rank_search), SimpleNamespace(source=SOURCE)
-    for share in (1.0, 0.84, 0.75, 0.5, 0.28, 0.01):
+    search, job = SimpleNamespace(rank_search=rank_search), SimpleNamespace(source={**SOURCE, "layers": 13})
+    # The last one is of 54 columns, whose share of all is rounded.
+    for share in (1.0, 0.84, 0.75, 0.5, 0.28, 0.01, 54 / whole):
         ranks, args = peers.palu_ranks(search, SimpleNamespace(), "uniform", share, job)
         assert ranks["k_proj.0"] == [int(128 * share)] and args.search_method == "uniform"
         assert args.param_ratio_target <= share
-    assert all(float(768 * ratio).is_integer() for ratio in asked)
+    assert all(float(whole * ratio).is_integer() for ratio in asked)
     with pytest.raises(LeanError, match=r"no ranks for 0.1% of the cache"):
         peers.palu_ranks(search, SimpleNamespace(), "uniform", 0.001, job)
 
