@@ -26,7 +26,7 @@ def leverage(combine: Tensor, restore: Tensor, heads: int) -> Tensor:
 
 
 def whole_heads_first(
-    combine: Tensor, restore: Tensor, gains: Tensor, order: Sequence[Tensor]
+    combine: Tensor, restore: Tensor, gains: Tensor, order: Tensor | Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, int]:
     """Return the same latent, `combine` and `restore`, in a basis of whole heads and the rest, and how many are whole.
 

@@ -150,10 +150,10 @@ def columns_of(gains: Tensor, rank: int) -> list[int]:
 def key_latent(stored: Mapping[str, Tensor], key: Tensor, rank: int) -> KeyLatent:
     """Return the best latent of `rank` real columns; key: [heads, head_dim, inputs], W_K with its bias, in float64."""
     if stored["gains"].dim() == 1:
-        best = stored["combine"][:, :rank], stored["restore"][:rank]
-        rows = torch.arange(len(best[0])).unflatten(0, (len(key), -1))
-        order = rows[leverage(*best, len(key)).argsort(descending=True)]
-        combine, restore, _ = whole_heads_first(*best, stored["gains"][:rank], order)
+        combine, restore = stored["combine"][:, :rank], stored["restore"][:rank]
+        rows = torch.arange(len(combine)).unflatten(0, (len(key), -1))
+        order = rows[leverage(combine, restore, len(key)).argsort(descending=True)]
+        combine, restore, _ = whole_heads_first(combine, restore, stored["gains"][:rank], order)
         latent, up = combine.T @ key.flatten(0, 1), restore.T
         return KeyLatent(latent, up, up @ latent, None, None)
     # Copies: in a file they lie at multiples of 8 bytes, and PyTorch reads complex numbers as if it were 16.

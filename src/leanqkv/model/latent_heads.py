@@ -54,7 +54,7 @@ class LatentKeys(Projection):
     own: tuple[int, ...] | None = None
 
     @property
-    def frequencies(self) -> Frequencies | None:
+    def frequencies(self) -> Frequencies | None:  # type: ignore[override]
         """Of every complex column, in their order; None without rotary positions."""
         if self.columns is None:
             return None
