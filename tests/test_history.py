@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 from leanqkv.inference.attention import (
-    RUN,
-    Reads,
-    column_runs,
     one_query_attention,
     one_query_attention_to_both,
     one_query_attention_to_pieces,
@@ -133,70 +130,6 @@ def test_heads_of_several_histories_and_one_head_for_all(dtype, needs_compiler):
     found = one_query_attention(query, key.expand(-1, 3, -1, -1), [value], None, scaling)
     exact = [filled.exact[0].expand(-1, 3, -1, -1), filled.exact[1]]
     assert_close(found, expected_of(query, *exact, seen_of((131, 71), 131), scaling))
-
-
-def read_by(heads: int, columns: int, seed: int) -> Tensor:
-    """Which columns each head reads, [heads, columns]: some blocks, none, all but the last, and scattered ones."""
-    generator = torch.Generator().manual_seed(seed)
-    read = torch.rand(heads, -(-columns // RUN), generator=generator) < 0.5
-    read[:, -1] = False  # of nobody
-    read[0, 0] = True
-    return read.repeat_interleave(RUN, 1)[:, :columns] & (torch.rand(heads, columns, generator=generator) < 0.7)
-
-
-@every_dtype
-@pytest.mark.parametrize("bits", [None, (8, 8), (4, 4), (2, 8)], ids=str)
-@pytest.mark.parametrize("widths", [(180, 150), (2 * 100, 70), (90, 260)], ids=str)
-@pytest.mark.parametrize("alone", ["", "key", "value"])
-def test_columns_that_a_head_does_not_read(dtype, bits, widths, alone, needs_compiler):
-    """Of one head of keys, of values or of both; where the cache lies as it is, what nobody reads is not a number."""
-    heads, group, pieces = 3, 2, 2 if widths[0] == 200 else 1
-    counts = [heads if alone == other else 1 for other in ("value", "key")]
-    shapes = [*zip(counts, widths, strict=True)]
-    if bits is None:
-        tensors = [drawn(2, count, 131, width, dtype=dtype, seed=width) for count, width in shapes]
-        exact, seen = [states.clone() for states in tensors], None
-    else:
-        filled = Filled(lambda: QuantizedLayer(*bits), (130, 70), shapes, dtype)
-        tensors, exact, seen = list(filled.histories), list(filled.exact), seen_of((131, 71), 131)
-    reads = [read_by(heads, widths[0] // pieces, 0), read_by(heads, widths[1], 1)]
-    runs = [column_runs(read) for read in reads]
-    assert runs[0] is not None and runs[1] is not None
-    reads[0] = reads[0].repeat(1, pieces)
-    one = [count == 1 for count in counts]
-    query = drawn(2, heads * group, 1, widths[0], dtype=dtype, seed=3)
-    if one[0]:
-        query = query * reads[0].repeat_interleave(group, 0)[:, None]
-    given, both = (
-        [states.expand(-1, heads, -1, -1) if shared else states for states, shared in zip(of, one, strict=True)]
-        for of in (tensors, exact)
-    )
-    scaling = scaling_of(query, both[0])
-    expected = expected_of(query, *both, seen, scaling)
-    if one[1]:
-        expected = expected * reads[1].repeat_interleave(group, 0)
-    if bits is None:
-        for states, shared, width, count in zip(tensors, one, widths, (pieces, 1), strict=True):
-            last = (width // count - 1) // RUN * RUN
-            if shared:
-                states.unflatten(-1, (count, -1))[..., last:] = torch.nan
-    found = one_query_attention(query, given[0], [given[1]], None, scaling, Reads(*runs, pieces))
-    assert found is not None
-    if one[1]:
-        blocks = reads[1].unflatten(1, (1, -1)).any(1)
-        outside = ~torch.nn.functional.pad(blocks, (0, -widths[1] % RUN)).unflatten(1, (-1, RUN)).any(2)
-        outside = outside.repeat_interleave(RUN, 1)[:, : widths[1]].repeat_interleave(group, 0)
-        assert (found[:, 0][:, outside] == 0).all()
-        found = found * reads[1].repeat_interleave(group, 0)
-    assert_close(found, expected, widths[0])
-
-
-def test_runs_of_columns() -> None:
-    """Neighboring blocks are one run; where heads read nearly all, all read all."""
-    read = torch.zeros(3, 100, dtype=torch.bool)
-    read[0, 40], read[0, 99], read[2, 31:65] = True, True, True
-    assert column_runs(read).tolist() == [4, 8, 8, 10, 32, 64, 96, 100, 0, 96]  # type: ignore[union-attr]
-    assert column_runs(torch.ones(3, 100, dtype=torch.bool)) is None
 
 
 @every_dtype

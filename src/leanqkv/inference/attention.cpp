@@ -60,11 +60,6 @@ struct Call {
   int64_t batch, heads, group, length, threads, chunks;
   int64_t key_pieces, value_pieces;
   int64_t key_heads;  // of each head of values; they share its `group` queries evenly
-  // Columns of every piece of keys that the queries of a head of keys read, and of values those of each `value_heads`-th part
-  // of the queries, in runs from one column to another, both at multiples of kRun but for the end: where the runs of each
-  // head begin in what follows, and where the last ends; and these. Or null: all columns.
-  const int64_t *key_runs, *value_runs;
-  int64_t value_heads;
   int64_t plain_heads, turned, frequencies;
   int64_t query_batch, query_head, table_batch, table_row, mask_batch, output_batch, output_head;
   int64_t padded_right;  // whether the first of mask, cos and sin are a shorter row's, and not the last
@@ -98,20 +93,6 @@ inline void ask_for(const char* row, int64_t bytes) {
 constexpr int64_t kStep = 2 * kFloats, kPadding = 32;
 static_assert(kPadding % kStep == 0);
 inline int64_t padded(int64_t size) { return (size + kPadding - 1) / kPadding * kPadding; }
-
-// Runs of columns begin at multiples of it: so many are read at once at the most, and so many codes lie behind each other.
-constexpr int64_t kRun = 32;
-
-// Calls `use` with where each run of a head begins and ends, of so many columns, of which the first `skipped` do not count.
-template <typename Use>
-inline void for_runs(const int64_t* runs, int64_t head, int64_t columns, int64_t skipped, const Use& use) {
-  if (!runs) return use(int64_t(0), columns);
-  for (int64_t i = runs[head]; i < runs[head + 1]; i += 2) {
-    // Those that are skipped move the others: up to a run more is read.
-    const int64_t end = runs[i + 1] + skipped;
-    use(runs[i], std::min(skipped ? (end + kRun - 1) / kRun * kRun : end, columns));
-  }
-}
 
 // Calls `use` with how numbers of a source are read: beside codes, in the order of their columns.
 template <typename T, typename Use>
@@ -700,11 +681,11 @@ struct Scratch {
   }
 };
 
-// Adds the scores [count, kBlock] of queries [count, size] with a page of codes of keys, of the columns that they read.
+// Adds the scores [count, kBlock] of queries [count, size] with a page of codes of keys.
 template <typename T>
 void score_codes(
     const Source& source, const Block& keys, int64_t ahead, const float* queries, int64_t count, int64_t size,
-    const int64_t* runs, int64_t head, Scratch& scratch, float* weights) {
+    Scratch& scratch, float* weights) {
   using Scales = Numbers<c10::BFloat16>;
   Floats scale[Scales::kParts], low[Scales::kParts];
   const auto *const scales = reinterpret_cast<const char*>(keys.scale), *const lows = reinterpret_cast<const char*>(keys.low);
@@ -730,25 +711,22 @@ void score_codes(
   with_bits(source.bits, [&](auto bits) {
     const auto* const codes = reinterpret_cast<const uint8_t*>(keys.first);
     auto* const ints = reinterpret_cast<int8_t*>(scratch.integers);
-    for_runs(runs, head, source.columns, source.skipped, [&](int64_t start, int64_t end) {
-      const int64_t depth = filled(end - start, bits);
-      const uint8_t* const from = codes + start / (4 * kPlaces<bits>) * keys.row;
-      multiply<T, bits>(from, keys.row, ahead, kBlock, depth, factors + start, size, count, ints, weights, kBlock);
-    });
+    const int64_t depth = filled(source.columns, bits);
+    multiply<T, bits>(codes, keys.row, ahead, kBlock, depth, factors, size, count, ints, weights, kBlock);
   });
 }
 
-// Adds those columns of a page of codes of values to the sums [count, size], each position times its weight [count, kBlock].
+// Adds a page of codes of values to the sums [count, size], each position times its weight [count, kBlock].
 template <typename T>
 void add_codes(
-    const Source& source, const Block& values, int64_t ahead, int64_t first, int64_t end, const float* weights,
-    int64_t count, Scratch& scratch, float* sums, int64_t size) {
+    const Source& source, const Block& values, int64_t ahead, const float* weights, int64_t count, Scratch& scratch,
+    float* sums, int64_t size) {
   float scales[kBlock], lows[kBlock];
   float* const factors = scratch.factors;
   ask_for(reinterpret_cast<const char*>(values.scale) + ahead, 2 * kBlock * source.groups);
   ask_for(reinterpret_cast<const char*>(values.low) + ahead, 2 * kBlock * source.groups);
-  for (int64_t group = first / source.width; group * source.width < end; ++group) {
-    const int64_t start = std::max(group * source.width, first), lanes = std::min((group + 1) * source.width, end) - start;
+  for (int64_t group = 0; group < source.groups; ++group) {
+    const int64_t start = group * source.width, lanes = std::min(source.width, source.columns - start);
     if (source.groups == 1) {
       to_floats<Numbers<c10::BFloat16>>(reinterpret_cast<const char*>(values.scale), kBlock, scales);
       to_floats<Numbers<c10::BFloat16>>(reinterpret_cast<const char*>(values.low), kBlock, lows);
@@ -815,7 +793,7 @@ void add_channels(
 // ask for what they will read themselves, of the next block.
 inline bool in_turns(const Call& call) {
   const Source &keys = call.keys[0], &values = call.values[0];
-  return call.key_heads * call.key_pieces * call.value_pieces * call.value_heads == 1 && keys.columns == values.columns &&
+  return call.key_heads * call.key_pieces * call.value_pieces == 1 && keys.columns == values.columns &&
       !keys.bits && !values.bits && !call.plain_heads;
 }
 
@@ -835,65 +813,51 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
     float* const weights = scratch.weights + k * shared * kBlock;
     const float* const queries = scratch.queries + k * shared * size + place_of(call.keys, piece);
     if (keys.scale) {
-      score_codes<T>(source, keys, ahead, queries, shared, size, call.key_runs, head, scratch, weights);
+      score_codes<T>(source, keys, ahead, queries, shared, size, scratch, weights);
       continue;
     }
-    for_runs(call.key_runs, head, source.columns, source.skipped, [&](int64_t start, int64_t end) {
-      const auto score_tile = [&](auto tile, auto count, int64_t g) {
-        with_reader<T>(source, [&](auto reader) {
-          using Reader = decltype(reader);
-          const Block own{keys.first + Reader::bytes(start), keys.row, {}, {}};
-          const float* const from = queries + g * size + start;
-          score<count, tile, Reader>(own, rows, ahead, end - start, from, size, weights + g * kBlock);
-        });
-      };
-      if (shared > kTile) {
-        in_tiles<kManyQueries>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kFewRows>(), count, g); });
-      } else {
-        in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kTile>(), count, g); });
-      }
-    });
+    const auto score_tile = [&](auto tile, auto count, int64_t g) {
+      with_reader<T>(source, [&](auto reader) {
+        using Reader = decltype(reader);
+        score<count, tile, Reader>(keys, rows, ahead, source.columns, queries + g * size, size, weights + g * kBlock);
+      });
+    };
+    if (shared > kTile) {
+      in_tiles<kManyQueries>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kFewRows>(), count, g); });
+    } else {
+      in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) { score_tile(constant<kTile>(), count, g); });
+    }
   }
 }
 
 // Adds the values of the `rows` positions from `n` on, each times its weight.
 template <typename T>
 void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
-  const int64_t size = sums_size(call), next = std::min(n + rows, part.end - 1), shared = call.group / call.value_heads;
+  const int64_t size = sums_size(call), next = std::min(n + rows, part.end - 1);
   for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
     const Source& source = call.values[piece];
     const Block values = block_of<T>(call, source, part.b, part.head, n);
     const Source& read_next = in_turns(call) ? call.keys[0] : source;
     const int64_t ahead = block_of<T>(call, read_next, part.b, part.head, next).first - values.first;
-    Block made = values;
-    if (call.plain_heads) {
-      for (int64_t i = 0; i < rows; ++i) turn_back(call, part, n + i, values, i, scratch.turn, scratch.rows + i * size);
-      made = {reinterpret_cast<const char*>(scratch.rows), size * int64_t(sizeof(float)), {}, {}};
-    }
-    for (int64_t v = 0; v < call.value_heads; ++v) {
-      const float* const weights = scratch.weights + v * shared * kBlock;
-      float* const sums = scratch.left + v * shared * size + place_of(call.values, piece);
-      if (made.scale && !source.groups) {
-        add_channels<T>(source, values, weights, shared, scratch, sums, size);
-        continue;
-      }
-      for_runs(call.value_runs, v, columns_of(call, piece), source.skipped, [&](int64_t start, int64_t end) {
-        const auto add_rows = [&](auto reader, int64_t ahead) {
-          using Reader = decltype(reader);
-          const Block own{made.first + Reader::bytes(start), made.row, {}, {}};
-          in_tiles<kQueries>(shared, 0, [&](auto count, int64_t g) {
-            float* const to = sums + g * size + start;
-            add<count, Reader>(own, rows, ahead, end - start, weights + g * kBlock, to, size);
-          });
-        };
-        if (call.plain_heads) {
-          add_rows(Numbers<float>(), 0);
-        } else if (values.scale) {
-          add_codes<T>(source, values, ahead, start, end, weights, shared, scratch, sums, size);
-        } else {
-          with_reader<T>(source, [&](auto reader) { add_rows(reader, ahead); });
-        }
+    float* const sums = scratch.left + place_of(call.values, piece);
+    const auto add_rows = [&](auto reader, const Block& block, int64_t ahead, int64_t columns) {
+      in_tiles<kQueries>(call.group, 0, [&](auto count, int64_t g) {
+        const float* const weights = scratch.weights + g * kBlock;
+        add<count, decltype(reader)>(block, rows, ahead, columns, weights, sums + g * size, size);
       });
+    };
+    if (call.plain_heads) {
+      for (int64_t i = 0; i < rows; ++i) {
+        turn_back(call, part, n + i, values, i, scratch.turn, scratch.rows + i * size);
+      }
+      const Block made{reinterpret_cast<const char*>(scratch.rows), size * int64_t(sizeof(float)), {}, {}};
+      add_rows(Numbers<float>(), made, 0, columns_of(call, piece));
+    } else if (!values.scale) {
+      with_reader<T>(source, [&](auto reader) { add_rows(reader, values, ahead, source.columns); });
+    } else if (source.groups) {
+      add_codes<T>(source, values, ahead, scratch.weights, call.group, scratch, sums, size);
+    } else {
+      add_channels<T>(source, values, scratch.weights, call.group, scratch, sums, size);
     }
   }
 }

@@ -10,17 +10,15 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..compat import compile_cpp
 from ..model.attention_latent import attend_to_latent
 from ..model.cache_quantized import SCALE_DTYPE
-from ..model.latent import index_of
+from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs
 from .history import History
 from .repeat import Arguments, call, made_of
@@ -34,10 +32,6 @@ CHUNK_TOKENS = 128
 SHARED_TOKENS = 512
 # The most pieces that a head lies in; the same as kPieces in attention.cpp.
 PIECES = 3
-# Columns of a latent that a head reads are given in runs of so many; the same as kRun in attention.cpp.
-RUN = 32
-# Where heads read more than this share of a latent, all read all of it: queries that read the same do it faster.
-MOST_READ = 0.85
 
 
 class _Source(ctypes.Structure):
@@ -65,9 +59,7 @@ class _Call(Arguments):
         *((name, ctypes.c_int64) for name in ("page", "tail", "batch", "heads", "group", "length")),
         *((name, ctypes.c_int64) for name in ("threads", "chunks")),
         *((name, ctypes.c_int64) for name in ("key_pieces", "value_pieces")),
-        ("key_heads", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("key_runs", "value_runs")),
-        *((name, ctypes.c_int64) for name in ("value_heads", "plain_heads", "turned", "frequencies")),
+        *((name, ctypes.c_int64) for name in ("key_heads", "plain_heads", "turned", "frequencies")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
         ("scaling", ctypes.c_float),
@@ -91,47 +83,6 @@ class _Call(Arguments):
         return [ctypes.c_void_p.from_buffer(self, field.offset) for field in fields], growing
 
 
-class Reads(NamedTuple):
-    """Which columns of latents the heads read, see `column_runs`; None: all of them.
-
-    keys: of the latent of keys, which lies in `pieces` as wide, each of which they read alike.
-    """
-
-    keys: Tensor | None = None
-    values: Tensor | None = None
-    pieces: int = 1
-
-    @classmethod
-    def of(cls, attention: Any) -> "Reads":
-        """Return those of an attention with `head_products`: it reads what its maps do not multiply by zero."""
-        into, out_of = attention.head_products
-        pieces = 1 if into is None or attention.k_up_proj.weight.dim() == 2 else 2
-        keys = None if into is None else (into.weight != 0).any(2).unflatten(1, (pieces, -1)).any(1)
-        values = None if out_of is None else (out_of.weight != 0).any(1)
-        keys, values = (None if read is None else column_runs(read) for read in (keys, values))
-        return cls(keys, values, pieces)
-
-
-ALL = Reads()
-
-
-def column_runs(read: Tensor) -> Tensor | None:
-    """Return where the runs of each head begin, and the last end, and behind that their first columns and ends; None
-    where that is next to all columns.
-
-    read: [heads, columns], whether a head reads a column.
-    """
-    heads, columns = read.shape
-    blocks = F.pad(read, (0, -columns % RUN)).unflatten(1, (-1, RUN)).any(2)
-    starts, runs = [heads + 1], []
-    for head in blocks.tolist():
-        edges = [place for place, pair in enumerate(pairwise([False, *head, False])) if pair[0] != pair[1]]
-        runs += [min(place * RUN, columns) for place in edges]
-        starts.append(heads + 1 + len(runs))
-    length = sum(end - start for start, end in zip(runs[::2], runs[1::2], strict=True))
-    return torch.tensor([*starts, *runs]) if length <= MOST_READ * heads * columns else None
-
-
 def attend_one_query(
     attention: nn.Module,
     query: Tensor,
@@ -142,11 +93,10 @@ def attend_one_query(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `model.attention.attend`, in whose place it is put: by the kernel where that applies."""
-    reads = getattr(attention, "reads", ALL)
     if isinstance(values, LatentAndKeys):
-        output = one_query_attention_to_both(query, key, values, mask, scaling, reads)
+        output = one_query_attention_to_both(query, key, values, mask, scaling)
     else:
-        output = one_query_attention(query, key, values, mask, scaling, reads)
+        output = one_query_attention(query, key, values, mask, scaling)
     if output is not None:
         return output, None
     return attend_to_inputs(attention, query, key, values, mask, scaling, **kwargs)
@@ -178,19 +128,13 @@ def length_chunks(heads: int, length: int, threads: int) -> int:
 
 
 def one_query_attention(
-    query: Tensor,
-    key: Tensor,
-    values: Sequence[Tensor],
-    attention_mask: Tensor | None,
-    scaling: float,
-    reads: Reads = ALL,
+    query: Tensor, key: Tensor, values: Sequence[Tensor], attention_mask: Tensor | None, scaling: float
 ) -> Tensor | None:
     """Attention by the kernel, [batch, positions, heads, width of the values], or None where it does not apply.
 
     query: [batch, heads, 1, head_dim]; key: [batch, heads / group size, key positions, head_dim].
     values: of consecutive key heads, each [batch, its heads, key positions, width]: a layer's own values
     lie in one tensor and borrowed ones in another.
-    reads: which columns of heads that are one latent are read.
     """
     kernel = _kernel(query, (query, key, *values))
     if kernel is None or not _fit(query, key, values, attention_mask):
@@ -201,7 +145,7 @@ def one_query_attention(
     for value in values:
         stop, first = start + value.shape[1], start * group
         part = query[:, first : stop * group], key[:, start:stop], value, output[:, 0, first:]
-        kernel(_call(part[0], [part[1]], [part[2]], part[3], mask, scaling, reads=reads))
+        kernel(_call(part[0], [part[1]], [part[2]], part[3], mask, scaling))
         start = stop
     return output
 
@@ -258,12 +202,7 @@ def _beside(one: Heads, other: Heads) -> Heads | None:
 
 
 def one_query_attention_to_both(
-    query: Tensor,
-    key: Tensor,
-    both: LatentAndKeys,
-    attention_mask: Tensor | None,
-    scaling: float,
-    reads: Reads = ALL,
+    query: Tensor, key: Tensor, both: LatentAndKeys, attention_mask: Tensor | None, scaling: float
 ) -> Tensor | None:
     """The same for a latent and keys in the place of values, [batch, positions, heads, both.columns]."""
     if both.keys.shape[2] == both.new.shape[1]:  # those of a first token alone
@@ -279,7 +218,7 @@ def one_query_attention_to_both(
         return None
     output = query.new_empty(len(query), 1, query.shape[1], both.columns)
     mask = None if attention_mask is None else _additive(attention_mask)
-    kernel(_call(query, [key], values, output[:, 0], mask, scaling, both, reads))
+    kernel(_call(query, [key], values, output[:, 0], mask, scaling, both))
     return output
 
 
@@ -312,7 +251,6 @@ def _call(
     mask: Tensor | None,
     scaling: float,
     both: LatentAndKeys | None = None,
-    reads: Reads = ALL,
 ) -> _Call:
     """The kernel's arguments, which name the memory of these tensors.
 
@@ -321,21 +259,10 @@ def _call(
     """
     key, value = keys[0], values[0]
     batch, num_heads, length = len(query), query.shape[1], key.shape[2]
-    heads, key_heads, value_heads = value.shape[1], 1, 1
-    key_runs = reads.keys if _is_shared(key) else None
-    value_runs = reads.values if _is_shared(value) else None
+    heads, key_heads = value.shape[1], 1
     if _is_shared(value):  # one head of values for all keys
-        key_heads = 1 if _is_shared(key) and key_runs is None else heads
-        heads, value_heads = 1, 1 if value_runs is None else heads
-    if key_runs is not None:
-        width = key.shape[-1] // reads.pieces
-        keys = [key[..., start : start + width] for start in range(0, key.shape[-1], width)]
+        heads, key_heads = 1, 1 if _is_shared(key) else heads
     made = _Call(query=query.data_ptr(), output=output.data_ptr(), key_pieces=len(keys), value_pieces=len(values))
-    made.key_runs, made.value_runs, made.value_heads = (
-        None if key_runs is None else key_runs.data_ptr(),
-        None if value_runs is None else value_runs.data_ptr(),
-        value_heads,
-    )
     for sources, pieces in ((made.keys, keys), (made.values, values)):
         sources[: len(pieces)] = [_source(piece) for piece in pieces]
     if isinstance(key, History):
@@ -353,7 +280,7 @@ def _call(
         made.cos, made.sin = cos.data_ptr(), sin.data_ptr()
         made.turned, made.frequencies = cos.shape[-1], cos.shape[-1] // 2
         if both.frequencies is not None:
-            index = index_of(both.frequencies, cos.device)  # which is kept
+            index = frequencies_of(both.frequencies, cos.device)  # which is kept
             made.frequency, made.turned = index.data_ptr(), 2 * len(index)
         made.table_batch, made.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
     made.batch, made.heads, made.group, made.length, made.key_heads = (
