@@ -1,19 +1,16 @@
 """What a smaller cache does to speed: decoding steps and prompts against the same model's cache of 16 bits, in turns.
 
-Quantized caches, latents, and both, of a checkpoint, whose latents `leanqkv convert` makes, and of `llama-130m` with
-random weights, which it converts as well; the calibration is short, as it does for speed. What a mechanism or a
-precision keeps of the bytes is the plan's. The contents of the cache are random. Beside the time of a step stands what
-reading its bytes and multiplying would take by themselves, at the rates of this machine.
+Quantized caches, latents, and both, of two shapes: SmolLM2-135M's, of grouped heads, and `llama-130m`. What a mechanism
+or a precision keeps of the bytes is the plan's. Weights and the contents of the cache are random. Beside the time of a
+step stands what reading its bytes and multiplying would take by themselves, at the rates of this machine.
 
-    OMP_NUM_THREADS=2 python benchmarks/decode_caches.py SmolLM2.gguf --dtype bf16 --out results/decode/caches-bf16.json
+    OMP_NUM_THREADS=2 python benchmarks/decode_caches.py --dtype bf16 --out results/decode/caches-bf16.json
     python benchmarks/decode_caches.py --tables results/decode/caches-bf16.json
 """
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,83 +20,56 @@ from decode_variants import copy_bandwidth, in_turns
 
 from leanqkv import LeanForCausalLM
 from leanqkv.cache_bits import CacheBits
-from leanqkv.checkpoints.open import load_model, open_causal_lm
-from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.inference import Decoder, allocate_cache
 from leanqkv.presets import preset
 
-LLAMA = "llama-130m"
-# Text and tokens that latents are calibrated on.
-TEXT, TOKENS = Path(__file__).parents[1] / "docs/reference-conversion.md", 2048
-# By name, a form of the cache: what the checkpoint is converted to, the share of the cache, and bits.
-CACHES: dict[str, tuple[str, str, str]] = {
-    "16 bits": ("", "", "16"),
-    "8/4 bits": ("", "", "8/4"),
-    "4 bits": ("", "", "4"),
-    "latents 84%": ("latents", "84%", "16"),
-    "separate latents 84%": ("separate-latents", "84%", "16"),
-    "separate latents 50%": ("separate-latents", "50%", "16"),
-    "separate latents 84%, 4 bits": ("separate-latents", "84%", "4"),
+SHAPES = {
+    "SmolLM2-135M": "llama-130m+hidden_size=576+intermediate_size=1536+num_hidden_layers=30+num_attention_heads=9"
+    "+num_key_value_heads=3+head_dim=64+vocab_size=49152+tie_word_embeddings=true",
+    "llama-130m": "llama-130m",
+}
+# By name, a form of the cache: the share of the heads' columns that latents keep, whether values are made of keys too,
+# and bits.
+CACHES: dict[str, tuple[float | None, bool, str]] = {
+    "16 bits": (None, False, "16"),
+    "8/4 bits": (None, False, "8/4"),
+    "4 bits": (None, False, "4"),
+    "latents 84%": (0.84, True, "16"),
+    "separate latents 84%": (0.84, False, "16"),
+    "separate latents 50%": (0.5, False, "16"),
+    "separate latents 84%, 4 bits": (0.84, False, "4"),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CELLS, PROMPTS = ((8, 4096), (1, 4096), (1, 512)), (512, 4096)
 
 
-def checkpoints(source: str | None, place: Path) -> dict[tuple[str, str], Path]:
-    """Write a checkpoint, LLAMA where none is named, and what it is converted to; by kind and share."""
-    whole = place / "whole"
-    if source is None:
-        torch.manual_seed(0)
-        model = LeanForCausalLM(preset(LLAMA, max_position_embeddings=8192))
-        model.save_pretrained(whole)
-        train_tokenizer(iter([TEXT.read_text()]), 512).save_pretrained(whole)
-    else:
-        harness.run_commands([harness.Command(whole, ("import", source))], 1)
-    found = {("", ""): whole}
-    found |= {(kind, share): place / f"{kind}-{share.rstrip('%')}" for kind, share, _ in CACHES.values() if kind}
-    given = ("--calibration", TEXT, "--tokens", TOKENS)
-    commands = [
-        harness.Command(out, ("convert", whole, "--to", kind, "--cache", share, *given))
-        for (kind, share), out in found.items()
-        if kind
-    ]
-    harness.run_commands(commands, 2)
-    return found
-
-
-def decoders(source: str | None, dtype: torch.dtype, place: Path) -> Iterator[tuple[str, Decoder, dict[str, Any]]]:
+def decoders(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Decoder, dict[str, Any]]]:
     """Yield every form of the cache with a decoder, and what it costs: see `costs`."""
-    models = {
-        key: load_model(open_causal_lm(directory), dtype).eval()
-        for key, directory in checkpoints(source, place).items()
-    }
-    whole = models["", ""].config.plan
-    for name, (kind, share, bits) in CACHES.items():
-        model, chosen = models[kind, share], CacheBits.of(bits)
+    whole = preset(SHAPES[shape])
+    columns, built = whole.num_key_value_heads * whole.head_dim, dict[tuple[float | None, bool], Any]()
+    for name, (share, reads_keys, bits) in CACHES.items():
+        rank = round((share or 0) * columns / 2) * 2
+        if (share, reads_keys) not in built:
+            torch.manual_seed(0)
+            latents = (
+                f"+latent-keys:rank={rank}+latent-values:rank={rank},keys={str(reads_keys).lower()}" if share else ""
+            )
+            config = preset(f"{SHAPES[shape]}{latents}+max_position_embeddings=8192")
+            built[share, reads_keys] = LeanForCausalLM(config).to(dtype).eval()
+        model, chosen = built[share, reads_keys], CacheBits.of(bits)
         held = chosen.bytes_per_token(model.config.plan, dtype)
+        # A query is multiplied with the columns of keys, and its weight with those of values; or with the latents' own,
+        # behind which stand the keys that values are made of.
+        read = rank * (3 if reads_keys else 2) if share else 2 * whole.head_dim
         cost = {
-            "share": held / whole.kv_bytes_per_token(dtype),
+            "share": held / whole.plan.kv_bytes_per_token(dtype),
             "cache_bytes": held,
             "weight_bytes": weight_bytes(model),
-            "multiplications": multiplications(model),
+            "multiplications": whole.num_hidden_layers * whole.num_attention_heads * read,
             # Codes are multiplied four at once, with factors in so many parts (attention.cpp).
             "per_multiplication": (3 if dtype is torch.float32 else 2) / 4 if chosen.quantized else 1.0,
         }
         yield name, Decoder(model, cache_bits=chosen), cost
-
-
-def multiplications(model: LeanForCausalLM) -> int:
-    """Return those of a cached position: a query with the columns of keys, its weight with those of values.
-
-    Behind latent values may stand the keys that they are made of.
-    """
-    config, columns = model.config, 0
-    for layer in config.plan.layers:
-        keys, values = layer.key_rank or config.head_dim, layer.value_rank or config.head_dim
-        if layer.values_read_keys:
-            values += layer.key_rank or layer.computed_key_heads * config.head_dim
-        columns += keys + values
-    return config.num_attention_heads * columns
 
 
 def weight_bytes(model: LeanForCausalLM) -> int:
@@ -145,11 +115,9 @@ def row(times: dict[str, list[float]], costs: dict[str, dict[str, Any]], **where
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, list[dict[str, Any]]] = {"decode": [], "prefill": []}
     rates = {"copy_gigabytes_per_second": copy_bandwidth(), "multiplications_per_second": multiplications_per_second()}
-    sources = {Path(options.source).name.split(".")[0]: options.source} if options.source else {}
-    sources |= {} if options.only_checkpoint else {LLAMA: None}
-    with torch.inference_mode(), tempfile.TemporaryDirectory() as place:
-        for shape, source in sources.items():
-            made = list(decoders(source, DTYPES[options.dtype], Path(place, shape)))
+    with torch.inference_mode():
+        for shape in options.shape:
+            made = list(decoders(shape, DTYPES[options.dtype]))
             sides, costs = {name: one for name, one, _ in made}, {name: cost for name, _, cost in made}
             for batch, context in CELLS:
                 repetitions, token = max(2, 16 // batch), torch.zeros(batch, dtype=torch.long)
@@ -218,8 +186,7 @@ def _find(rows: list[dict[str, Any]], *of: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = harness.command_line(__doc__)
-    parser.add_argument("source", nargs="?", metavar="MODEL", help="a checkpoint or a .gguf file")
-    parser.add_argument("--only-checkpoint", action="store_true", help=f"leave {LLAMA} out")
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompt-rounds", type=int, default=2)
