@@ -31,6 +31,8 @@ from leanqkv.evaluate.harness import load_tasks, paired_answers, task_scores
 from leanqkv.report.text import signed
 
 SOURCE = "source"
+# Of McNemar's test, below which a change is shown as one.
+SURE = 0.05
 
 
 def models(source: Any, options: argparse.Namespace, tokens: Any) -> Iterator[tuple[str, Any, CacheBits, list[Any]]]:
@@ -79,21 +81,25 @@ def measure(options: argparse.Namespace) -> harness.Record:
 
 
 def cells(row: dict[str, Any], *names: str) -> list[str]:
-    """Return a line of the table: of every task the accuracy, and what changed beside the source."""
+    """Return a line of the table: of the source each task's accuracy, of others what changed, in percent."""
     shown = [row["model"], f"{row['share']:.0%}"]
     for name in names:
         figures, change = row["tasks"][name], row["paired"][name]["acc"]
-        shown.append(f"{100 * figures['acc']:.1f}% ± {100 * figures['acc_stderr']:.1f}")
-        counts = f"{signed(100 * change['difference'], 1)} ({change['lost']}, {change['won']}; p = {change['p']:.2g})"
-        shown.append("" if row["model"] == SOURCE else counts)
+        if row["model"] == SOURCE:
+            shown.append(f"{100 * figures['acc']:.1f} ± {100 * figures['acc_stderr']:.1f}")
+            continue
+        text = f"{signed(100 * change['difference'], 1)} ± {100 * change['stderr']:.1f}"
+        sure = f"**{text}**" if change["p"] < SURE else text
+        shown.append(f"{sure} ({change['lost']}, {change['won']})")
     return shown
 
 
 def tables(record: harness.Record) -> str:
-    """Return accuracies with standard errors, and the changes beside the source."""
+    """Return accuracies and changes with standard errors, and how many answers were lost and won; bold: p < SURE."""
     names = list(record["rows"][0]["tasks"])
-    headers = ["model", "cache", *(head for name in names for head in (name, "change (lost, won)"))]
-    return harness.table(headers, [cells(row, *names) for row in record["rows"]], "lr" + "lr" * len(names))
+    return harness.table(
+        ["model", "cache", *names], [cells(row, *names) for row in record["rows"]], "lr" + "r" * len(names)
+    )
 
 
 def main() -> None:
