@@ -150,7 +150,9 @@ def key_latent(stored: Mapping[str, Tensor], key: Tensor, rank: int) -> KeyLaten
         combine, restore = stored["combine"][:, :rank], stored["restore"][:rank]
         latent, up = combine.T @ key.flatten(0, 1), restore.T
         return KeyLatent(latent, up, up @ latent, None)
-    combine, restore = (torch.view_as_complex(stored[name].contiguous()) for name in ("combine", "restore"))
+    # Copies: tensors of a file begin at multiples of 8 bytes, and some of PyTorch's complex kernels need 16.
+    pairs = (stored[name].clone(memory_format=torch.contiguous_format) for name in ("combine", "restore"))
+    combine, restore = (torch.view_as_complex(pair) for pair in pairs)
     columns = columns_of(stored["gains"], rank)
     by_frequency = torch.complex(*key.chunk(2, dim=1)).transpose(0, 1)  # [frequencies, heads, inputs]
     parts, ups = [], []

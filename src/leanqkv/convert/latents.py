@@ -97,7 +97,8 @@ class Latents(Reduction):
         kind += "latents" if keys else "latent-values"
         self.name, self.measures = f"{kind}-{100 * share:.10g}{_at(at_context)}", f"best-{kind}"
         self.cut = may_be_cut(config, layers)
-        self.from_keys = [not separate and can_read_keys(config, layer) for layer in config.plan.layers]
+        could = [can_read_keys(config, layer) for layer in config.plan.layers]
+        self.could_read_keys, self.from_keys = any(could), [not separate and can for can in could]
         self._may_cut_keys = keys
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)

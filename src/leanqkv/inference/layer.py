@@ -167,6 +167,7 @@ class ProjectedHeads:
     positions."""
 
     out_of: HeadProduct | None = None  # what makes heads of what they attended to, where that is something else
+    takes_identities = True
 
     def __init__(self, attention: LeanAttention, product: Product, linear: Sequence[str], identities: Sequence[str]):
         """linear, identities: of "qkv", those that the product makes, in its order, and those that are the input."""
@@ -186,6 +187,8 @@ class ProjectedHeads:
         product = joint_product(attention, [made[name] for name in linear])
         norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
         if product is None or "q" not in made or attention.g_proj is not None:
+            return None
+        if identities and not cls.takes_identities:
             return None
         readable = all(_is_readable(norm, attention.head_dim, product) for norm in norms)
         return cls(attention, product, linear, identities) if readable else None
@@ -228,6 +231,8 @@ class ProjectedHeads:
 
 class ProjectedLatents(ProjectedHeads):
     """The same for an attention with latents, each of which is absorbed: queries are on the latent of keys."""
+
+    takes_identities = False
 
     @classmethod
     def of(cls, attention: Any) -> "Self | None":
