@@ -266,7 +266,7 @@ def run_transmla(job: Job) -> None:
             if rank < 1:
                 continue
             model = lora.low_rank_qkv(copy.deepcopy(turned), None, loader, None, kv_lora_rank=rank, **options)
-            if rank == 2 * width - ROPE:
+            if rank == 2 * width - ROPE and amount == job.lengths[0]:
                 found = job.checked(model)
                 job.check("TransMLA's latent of all other columns", found, job.checked(turned))
             columns = max(layer.self_attn.kv_a_proj_with_mqa.out_features for layer in model.model.layers)
