@@ -23,7 +23,8 @@ import torch
 from leanqkv import LeanForCausalLM
 from leanqkv.compare.records import ComparisonRecord, Run, load_comparison
 from leanqkv.compare.statistics import PairedDifference, over_seeds
-from leanqkv.data import collate, prepare_data
+from leanqkv.data.batches import collate
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
 from leanqkv.evaluate.loss import token_losses
 from leanqkv.evaluate.paired import spread_windows

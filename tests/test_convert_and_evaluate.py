@@ -20,9 +20,10 @@ from leanqkv.checkpoints.card import origin
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.commands import converting
 from leanqkv.convert.conversion import Conversion
-from leanqkv.data import evaluation_text
+from leanqkv.data.evaluation import evaluation_text
 from leanqkv.data.tokenizer import train_tokenizer
-from leanqkv.evaluate import paired, paired_scores, spread_windows
+from leanqkv.evaluate import paired
+from leanqkv.evaluate.paired import paired_scores, spread_windows
 from leanqkv.report import conversion as report
 from leanqkv.report.conversion import KIND
 

@@ -13,11 +13,11 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
 from leanqkv.cache_bits import PLAIN, VALID, CacheBits
-from leanqkv.data import EvaluationText
+from leanqkv.data.evaluation import EvaluationText
 from leanqkv.data.tokenizer import train_tokenizer
-from leanqkv.evaluate import cached_states
-from leanqkv.frontier import PRECISIONS as QUANTIZED
+from leanqkv.evaluate.states import cached_states
 from leanqkv.frontier.measure import calibration_samples
+from leanqkv.frontier.points import PRECISIONS as QUANTIZED
 from leanqkv.frontier.scoring import Scorer, decode_speed
 from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.report.frontier import KIND, best_within, read_points, recommendations

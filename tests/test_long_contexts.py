@@ -21,21 +21,12 @@ from leanqkv.convert import activations
 from leanqkv.convert.calibrated import calibrated
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.targets import SkipV1Options
-from leanqkv.data import MaskedTokens
-from leanqkv.evaluate import (
-    by_position,
-    cached_states,
-    loss,
-    masked_losses,
-    paired_figures,
-    paired_scores,
-    spread_windows,
-    strided,
-    strided_losses,
-    strided_scores,
-    strided_windows,
-)
-from leanqkv.evaluate.paired import mean_over_windows
+from leanqkv.data.objectives import MaskedTokens
+from leanqkv.evaluate import loss, strided
+from leanqkv.evaluate.loss import masked_losses
+from leanqkv.evaluate.paired import mean_over_windows, paired_figures, paired_scores, spread_windows
+from leanqkv.evaluate.states import cached_states
+from leanqkv.evaluate.strided import by_position, strided_losses, strided_scores, strided_windows
 from leanqkv.model.masked_lm import LeanForMaskedLM
 
 LENGTH, HEADS, VOCABULARY = 128, 4, 512

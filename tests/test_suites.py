@@ -21,7 +21,7 @@ from leanqkv.compare.records import Run, load_comparison
 from leanqkv.compare.statistics import over_seeds
 from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry
 from leanqkv.compare.suites import SUITES, choose, load_suite
-from leanqkv.presets import recipe
+from leanqkv.presets.recipes import recipe
 from leanqkv.report.comparison import markdown, reading, terminal_report
 from leanqkv.report.comparison_page import KIND
 from leanqkv.report.papers import METRICS, number, outcome, rank_correlation

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .model.registry import ConfigError
     from .model.shapes import ParameterCount
     from .model.transformer import LeanModel
-    from .presets import Recipe, preset, recipe
+    from .presets import preset
+    from .presets.recipes import Recipe, recipe
 
 __version__ = "0.1.0"
 
@@ -58,7 +59,8 @@ _NAMES = {
     "model.registry": ("ConfigError",),
     "model.shapes": ("ParameterCount",),
     "model.transformer": ("LeanModel",),
-    "presets": ("Recipe", "preset", "recipe"),
+    "presets": ("preset",),
+    "presets.recipes": ("Recipe", "recipe"),
 }
 
 

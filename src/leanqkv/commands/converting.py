@@ -18,10 +18,14 @@ from ..checkpoints.card import origin
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..convert.conversion import Conversion, calibration_tokens, check_sequence_length
 from ..convert.estimate import Estimate
-from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
+from ..data.evaluation import EvaluationText, evaluation_text, unseen_split
+from ..data.prepare import prepare_data
+from ..data.token_files import TokenData
 from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
-from ..evaluate import last_states, paired_record, sequence_losses, spread_windows
+from ..evaluate.loss import sequence_losses
+from ..evaluate.paired import paired_record, spread_windows
+from ..evaluate.states import last_states
 from ..model.shapes import count_parameters
 from ..progress import Bar, console, continued_when_repeated, progress_bar, terminal
 from ..report.conversion import KIND, layer_lines

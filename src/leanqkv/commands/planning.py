@@ -6,7 +6,8 @@ from typing import Any
 from rich.table import Table
 
 from ..errors import LeanError
-from ..presets import preset, recipe
+from ..presets import preset
+from ..presets.recipes import recipe
 from ..progress import console, progress_bar
 from ..train.processes import check_shard
 from ..train.run_plan import ACCELERATORS, Accelerator, RunPlan, plan_run

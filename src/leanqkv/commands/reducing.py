@@ -9,13 +9,14 @@ from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, open_causal_lm
 from ..convert.conversion import calibration_tokens, check_sequence_length
 from ..convert.latents import check_context
-from ..data import EvaluationText, evaluation_text, prepare_data, unseen_split
+from ..data.evaluation import EvaluationText, evaluation_text, unseen_split
+from ..data.prepare import prepare_data
 from ..environment import command_line
 from ..errors import LeanError
-from ..evaluate import obstacle
+from ..evaluate.states import obstacle
 from ..files import write_json
-from ..frontier import PRECISIONS, candidates
 from ..frontier.measure import RECORD, Frontier, calibration_samples
+from ..frontier.points import PRECISIONS, candidates
 from ..progress import console, continued_when_repeated, progress_bar
 from ..report.frontier import KIND, recommendations
 from ..report.page import NO_PAGE

@@ -13,22 +13,10 @@ from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vocabulary
-from ..data import EvaluationText, MaskedTokens, evaluation_text
+from ..data.evaluation import EvaluationText, evaluation_text
+from ..data.objectives import MaskedTokens
 from ..environment import made_on
 from ..errors import LeanError
-from ..evaluate import (
-    by_position,
-    cached_states,
-    last_states,
-    loss_figures,
-    masked_figures,
-    masked_losses,
-    obstacle,
-    paired_record,
-    spread_windows,
-    strided_scores,
-    strided_windows,
-)
 from ..evaluate.harness import (
     TOKENS_AT_A_TIME,
     TaskScores,
@@ -37,13 +25,17 @@ from ..evaluate.harness import (
     paired_answers,
     task_scores,
 )
+from ..evaluate.loss import masked_figures, masked_losses
+from ..evaluate.paired import paired_record, spread_windows
+from ..evaluate.states import cached_states, last_states, obstacle
+from ..evaluate.strided import by_position, loss_figures, strided_scores, strided_windows
 from ..files import RECORD_FORMAT, write_json
 from ..model.cache_quantized import BLOCK
 from ..model.shapes import count_parameters
 from ..progress import console, progress_bar, terminal
 from ..report import conversion
 from ..report.text import ABSENT, Table, plus_minus, signed
-from ..train import Precision, parse_precision
+from ..train.precision import Precision, parse_precision
 from .texts import ComparedScoring, TaskScoring, TextScoring
 
 

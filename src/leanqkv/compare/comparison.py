@@ -9,24 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..environment import available_cores, check_device, default_device, hardware, place_of
+from ..environment import available_cores, check_device, default_device, free_memory, hardware, place_of
 from ..errors import LeanError, needs
 from ..files import partial_name
 from ..job import Job
 from ..model.shapes import count_parameters
 from ..records import COMPARISON as PLAN
-from ..train import (
-    Precision,
-    RunSpec,
-    Step,
-    choose_micro_batch,
-    free_memory,
-    parse_precision,
-)
 from ..train.directory import RECORD
-from ..train.micro_batch import fastest_precision, split_batch
+from ..train.micro_batch import Step, choose_micro_batch, fastest_precision, split_batch
+from ..train.precision import Precision, parse_precision
 from ..train.processes import check_shard, connect, first_decides, in_torchrun, process_count
-from ..train.spec import RunSettings
+from ..train.spec import RunSettings, RunSpec
 from ..train.tasks import Data, check_fit
 from .jobs import PlannedRun, Update, run_jobs
 from .launch import Cluster, Launcher

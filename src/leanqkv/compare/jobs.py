@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import LeanError
-from ..train import RunSpec, train
+from ..train.spec import RunSpec
 from ..train.tasks import Data
+from ..train.training import train
 from ..workers import children_ignore_interrupts, end_with_parent
 
 

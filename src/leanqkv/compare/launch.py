@@ -16,9 +16,9 @@ from ..errors import LeanError
 from ..files import write_json
 from ..job import is_locked
 from ..records import read_record
-from ..train import train
 from ..train.directory import claim, complete_checkpoints
 from ..train.tasks import Data
+from ..train.training import train
 from ..workers import children_ignore_interrupts, end_with_parent
 from .jobs import PlannedRun, Update
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from ..presets import Recipe, preset, recipe, recipe_differences
+from ..presets import preset
+from ..presets.recipes import Recipe, recipe, recipe_differences
 from ..ranges import POSITIVE, SEED, check_each
 from ..train.spec import RunSettings
 

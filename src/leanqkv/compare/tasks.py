@@ -15,7 +15,7 @@ from ..environment import check_device, made_on
 from ..errors import LeanError
 from ..evaluate.harness import load_tasks, mean_accuracy, task_scores, tasks_hash
 from ..files import RECORD_FORMAT, read_json, write_json
-from ..train import parse_precision
+from ..train.precision import parse_precision
 from ..train.processes import connect, first_decides
 
 FILE = "tasks.json"

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checkpoints.open import Checkpoint
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import Progress, source_hashes, write_model
-from ..data import TokenData
+from ..data.token_files import TokenData
 from ..environment import check_device, versions
 from ..errors import LeanError
 from ..files import check_free, remove, write_json

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..data import IGNORED, Tokens, collate
+from ..data.batches import IGNORED, collate
 from ..data.objectives import EVALUATION, MaskedTokens, inputs, prefix_mask, targets
+from ..data.token_files import Tokens
 from ..errors import LeanError
 from .states import States, own_states
 

@@ -12,8 +12,10 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from ..data import IGNORED, EvaluationText, MaskedTokens, NextToken, Tokens
-from ..data.objectives import EVALUATION, targets
+from ..data.batches import IGNORED
+from ..data.evaluation import EvaluationText
+from ..data.objectives import EVALUATION, MaskedTokens, NextToken, targets
+from ..data.token_files import Tokens
 from ..errors import LeanError
 from .loss import LOGITS_AT_A_TIME, masked_figures, scoring, window_prefix
 from .states import States, last_states

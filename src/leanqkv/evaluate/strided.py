@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data import Tokens, collate
+from ..data.batches import collate
+from ..data.token_files import Tokens
 from ..errors import LeanError
 from .loss import batch_losses, window_prefix
 from .states import States, own_states

@@ -15,9 +15,9 @@ from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import source_hashes, write_model
 from ..convert.sweeps import Sweeps
-from ..data import EvaluationText
+from ..data.evaluation import EvaluationText
 from ..environment import record_header, versions
-from ..evaluate import spread_windows
+from ..evaluate.paired import spread_windows
 from ..files import make_directory, remove, write_json
 from ..job import Job, locked
 from ..model.config import LeanConfig

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..cache_bits import PLAIN, CacheBits
-from ..data import EvaluationText
-from ..evaluate import cached_states, paired_records, spread_windows
+from ..data.evaluation import EvaluationText
 from ..evaluate.loss import scoring
+from ..evaluate.paired import paired_records, spread_windows
+from ..evaluate.states import cached_states
 from ..inference import Decoder
 from ..inference.cache import allocate_cache
 from ..model.config import LeanConfig

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..compare.records import ComparisonRecord, Result
 from ..compare.trend import FRACTIONS, FURTHER, trend
-from ..presets import recipe_differences
+from ..presets.recipes import recipe_differences
 from .after_training import task_tables, uptraining_tables
 from .papers import suite_claims, suite_tables
 from .text import ABSENT, Table, compact, listed, mean_with_deviation, percent, seeds, signed, with_interval

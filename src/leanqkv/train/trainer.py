@@ -21,7 +21,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import shard_on_cpus
-from ..data import MaskedTokens
+from ..data.objectives import MaskedTokens
 from ..errors import LeanError
 from .directory import complete
 from .optimizer import make_optimizer, make_schedule
