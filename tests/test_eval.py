@@ -13,6 +13,7 @@ import torch
 from corpus import write_corpus
 from local_tasks import QUESTIONS, write_tasks
 from shapes import randomize, tiny
+from text_losses import strided_losses
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,7 +23,7 @@ from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data.evaluation import evaluation_text
 from leanqkv.data.prepare import prepare_data
 from leanqkv.data.tokenizer import END_OF_TEXT, train_tokenizer
-from leanqkv.evaluate.strided import loss_figures, strided_losses, strided_windows
+from leanqkv.evaluate.strided import loss_figures, strided_windows
 
 ROUNDING = 1e-12
 VOCABULARY = 300

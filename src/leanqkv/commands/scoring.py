@@ -13,7 +13,7 @@ from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vocabulary
-from ..data.evaluation import EvaluationText, evaluation_text
+from ..data.evaluation import EvaluationText
 from ..data.objectives import MaskedTokens
 from ..environment import made_on
 from ..errors import LeanError
@@ -25,10 +25,10 @@ from ..evaluate.harness import (
     paired_answers,
     task_scores,
 )
-from ..evaluate.loss import masked_figures, masked_losses
+from ..evaluate.loss import masked_figures
 from ..evaluate.paired import paired_record, spread_windows
 from ..evaluate.states import cached_states, last_states, obstacle
-from ..evaluate.strided import by_position, loss_figures, strided_scores, strided_windows
+from ..evaluate.strided import NEXT_TOKEN, by_position, loss_figures, strided_windows, window_losses
 from ..files import RECORD_FORMAT, write_json
 from ..model.cache_quantized import BLOCK
 from ..model.shapes import count_parameters
@@ -36,6 +36,7 @@ from ..progress import console, progress_bar, terminal
 from ..report import conversion
 from ..report.text import ABSENT, Table, plus_minus, signed
 from ..train.precision import Precision, parse_precision
+from .options import read_text
 from .texts import ComparedScoring, TaskScoring, TextScoring
 
 
@@ -126,25 +127,20 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
     strided_windows(2, context, stride)  # raises before anything is read
     objective = _masks(scored.checkpoint) if masked else None
     assert options.data is not None
-    with progress_bar("reading the text") as bar:
-        text = evaluation_text(
-            options.data,
-            tokenizer=scored.checkpoint.directory,
-            vocab_size=config.vocab_size,
-            split=options.split,
-            text_field=options.text_field,
-            max_documents=options.max_documents,
-            progress=bar.describe,
-        )
+    how: dict[str, Any] = {"text_field": options.text_field, "max_documents": options.max_documents}
+    text = read_text(scored.checkpoint, options.data, options.split, **how)
     size = "" if text.bytes is None else f", {text.bytes:,} bytes"
     if text.around is not None and text.around.begin is not None:
         size += f"; every window begins with token {text.around.begin}, as the tokenizer begins a text"
     console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}")
     about = {"stride": stride} if objective is None else {"targets": objective.record()}
-    about |= _cache(scored, min(context, len(text.tokens) - 1))
+    tokens, length = len(text.tokens), min(context, len(text.tokens) - 1)
+    about |= _cache(scored, length)
+    windows = spread_windows(tokens, context, tokens) if masked else strided_windows(tokens, context, stride)
+    how = {"objective": objective or NEXT_TOKEN, "autocast": lambda: scored.precision.autocast(scored.device)}
     if scored.other is not None:
-        return {**about, **_compare(scored, replace(scored, checkpoint=scored.other), text, context, stride, objective)}
-    figures = _score(scored, text, context, stride, objective)
+        return {**about, **_compare(scored, replace(scored, checkpoint=scored.other), text, windows, length, **how)}
+    figures = _score(scored, text, windows, length, **how)
     return {"text": text.record(), "context_length": context, **about, "figures": figures}
 
 
@@ -179,27 +175,19 @@ def _masks(checkpoint: Checkpoint) -> MaskedTokens:
 
 
 def _score(
-    scored: Scored, text: EvaluationText, context: int, stride: int, objective: MaskedTokens | None
+    scored: Scored, text: EvaluationText, windows: list[tuple[int, int]], length: int, **how: Any
 ) -> dict[str, Any]:
-    """Score a text with one model, print the figures, and return them."""
+    """Score a text with one model as `window_losses` does, print the figures, and return them."""
     model = scored.load()
-    figures: dict[str, Any]
-    how: dict[str, Any] = {"autocast": lambda: scored.precision.autocast(scored.device)}
-    if objective is not None:
-        windows = spread_windows(len(text.tokens), context, len(text.tokens))
-        length = min(context, len(text.tokens) - 1)
-        with progress_bar("windows scored") as bar:
-            how |= {"batch_size": scored.batch_size, "progress": bar}
-            figures = masked_figures(masked_losses(model, text.tokens, windows, length, objective, **how))
-        count = figures["masked_tokens"]
-        console.print(f"loss of masked tokens {figures['loss']:.4f} nats, of {count:,} of {len(text.tokens):,} tokens")
-        return figures
+    states = cached_states(scored.cache_bits) if scored.cache_bits.quantized else None
     with progress_bar("tokens scored") as bar:
-        how |= {"context_length": context, "stride": stride, "batch_size": scored.batch_size, "progress": bar}
-        if scored.cache_bits.quantized:
-            how["states"] = cached_states(scored.cache_bits)
-        losses, positions = strided_scores(model, text.tokens, **how)
-    figures = {**loss_figures(losses, text.bytes)}
+        how |= {"batch_size": scored.batch_size, "states": states, "progress": bar}
+        losses, positions = window_losses(model, text.tokens, windows, length, **how)
+    if isinstance(how["objective"], MaskedTokens):
+        count = f"{len(losses):,} of {len(text.tokens):,} tokens"
+        console.print(f"loss of masked tokens {losses.mean().item():.4f} nats, of {count}")
+        return masked_figures(losses)
+    figures: dict[str, Any] = loss_figures(losses, text.bytes)
     bits = "" if text.bytes is None else f", {figures['bits_per_byte']:.4f} bits per byte"
     console.print(f"loss {figures['loss']:.4f} nats per token, perplexity {figures['perplexity']:.4g}{bits}")
     if parts := by_position(positions, lambda here: {"loss": losses[here].mean().item()}):
@@ -245,26 +233,13 @@ def _check_same_text(first: Path, second: Path) -> None:
 
 
 def _compare(
-    scored: Scored, other: Scored, text: EvaluationText, context: int, stride: int, objective: MaskedTokens | None
+    scored: Scored, other: Scored, text: EvaluationText, windows: list[tuple[int, int]], length: int, **how: Any
 ) -> dict[str, Any]:
     """Score a text with both models, print what the first one loses, and return a record's entries on it."""
     before, after = other.load(), scored.load()
-    windows = strided_windows(len(text.tokens), context, stride)
-    drawn: dict[str, Any] = {}
-    if objective is not None:
-        windows, drawn = spread_windows(len(text.tokens), context, len(text.tokens)), {"objective": objective}
+    states = last_states, [cached_states(scored.cache_bits)]
     with progress_bar("tokens scored") as bar:
-        figures = paired_record(
-            before,
-            after,
-            text,
-            windows,
-            min(context, len(text.tokens) - 1),
-            **drawn,
-            states=(last_states, [cached_states(scored.cache_bits)]),
-            autocast=lambda: scored.precision.autocast(scored.device),
-            progress=bar,
-        )
+        figures = paired_record(before, after, text, windows, length, states=states, progress=bar, **how)
     configs = [one.checkpoint.config for one in (other, scored)]
     sizes = {
         "parameters": [count_parameters(config).total for config in configs],

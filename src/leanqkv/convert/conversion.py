@@ -31,15 +31,17 @@ REPORT = "conversion.json"
 Result = tuple[LeanConfig, Mapping[str, Tensor], dict[str, Any]]
 
 
-def check_sequence_length(config: LeanConfig, length: int) -> None:
-    """Check that the model has positions for sequences of `length` tokens.
+def sequence_length(config: LeanConfig, asked: int | None) -> int:
+    """Return the length of calibration sequences: the one asked for, else 512 tokens, or all positions.
 
     Raises:
-        LeanError: `length` exceeds the model's positions.
+        LeanError: it exceeds the model's positions.
     """
     positions = config.max_position_embeddings
-    if positions is not None and length > positions:
+    length = asked or min(512, positions)
+    if length > positions:
         raise LeanError(f"a `sequence_length` of {length:,} is beyond the model's {positions:,} positions. Choose less")
+    return length
 
 
 def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length: int) -> np.ndarray:
@@ -50,7 +52,7 @@ def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length:
     Raises:
         LeanError: the data has tokens beyond the model's vocabulary, or too little text; or sequences are too long.
     """
-    check_sequence_length(config, length)
+    sequence_length(config, length)
     if data.vocab_size > config.vocab_size:
         raise LeanError(
             f"the data has {data.vocab_size:,} tokens, the model a vocabulary of {config.vocab_size:,}: they do not "
@@ -180,13 +182,7 @@ class Conversion:
             settings = asdict(self.options)
             return target, tensors, {**taken, "method": settings.pop("method"), "settings": settings, **fits}, 0.0
         options = asdict(self.options)
-        decides: dict[str, Any] = {
-            "to": self.to,
-            "source": source_hashes(self.source),
-            "tokens": _hash(tokens),
-            "versions": versions(),
-            **options,
-        }
+        job = {"to": self.to, "source": source_hashes(self.source), "tokens": _hash(tokens), "versions": versions()}
         sweeps = Sweeps(
             self.source.config,
             finite(self.source.tensors),
@@ -194,7 +190,7 @@ class Conversion:
             work,
             [self._made],
             device=self._device,
-            job=decides,
+            job={**job, **options},
             progress=progress,
             message=message,
         )

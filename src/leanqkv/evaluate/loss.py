@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..data.batches import IGNORED, collate
-from ..data.objectives import EVALUATION, MaskedTokens, inputs, prefix_mask, targets
+from ..data.objectives import MaskedTokens, inputs, prefix_mask, targets
 from ..data.token_files import Tokens
-from ..errors import LeanError
-from .states import States, own_states
+from .states import States
 
 # Logits that are in memory at a time, in numbers: 128 MB in float32.
 LOGITS_AT_A_TIME = 2**25
@@ -138,40 +137,6 @@ def target_scores(model: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> tor
 def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(precise, wanted, reduction="none")
-
-
-def masked_losses(
-    model: nn.Module,
-    tokens: Tokens,
-    windows: Sequence[tuple[int, int]],
-    length: int,
-    objective: MaskedTokens,
-    *,
-    batch_size: int = 8,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> torch.Tensor:
-    """Return the cross-entropy in nats of every masked token, float64, with dropout off.
-
-    Args:
-        windows, length: as `spread_windows` returns them; each has masks of its own, always the same ones.
-
-    Raises:
-        LeanError: a loss that is not finite.
-    """
-    found = []
-    for at in range(0, len(windows), batch_size):
-        part = windows[at : at + batch_size]
-        streams = [(0, EVALUATION, number) for number in range(at, at + len(part))]
-        batch = objective.batch(tokens, [start for start, _ in part], length, streams)
-        losses, predicted = batch_losses(model, [batch], autocast, states=own_states(model))
-        if not losses.isfinite().all():
-            raise LeanError(
-                f"the loss is not finite behind token {part[0][0] + 1:,}: the model's logits are NaN or infinite"
-            )
-        found.append(losses[predicted])
-        progress(at + len(part), len(windows))
-    return torch.cat(found)
 
 
 def masked_figures(losses: torch.Tensor) -> dict[str, float | int | None]:

@@ -19,13 +19,12 @@ from ..data.token_files import Tokens
 from ..errors import LeanError
 from .loss import LOGITS_AT_A_TIME, masked_figures, scoring, window_prefix
 from .states import States, last_states
-from .strided import by_position, loss_figures
+from .strided import NEXT_TOKEN, by_position, loss_figures
 
 CONFIDENCE = 0.95
 # Of the logits in memory, so many are compared at a time on a CPU, whose cache then holds what is made of them on the
 # way.
 COMPARED_AT_A_TIME = 2**19
-NEXT_TOKEN = NextToken()
 
 
 @dataclass(frozen=True)
