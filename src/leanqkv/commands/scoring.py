@@ -66,17 +66,8 @@ class Scored:
 
     def record(self) -> dict[str, Any]:
         """Return a record's entries on the model and the machine; no path of this machine."""
-        with progress_bar("hashing the weights"):
-            digest = weights_hash(self.checkpoint.directory)
-        return {
-            "role": "evaluation",
-            "name": self.checkpoint.directory.resolve().name,
-            "config": self.checkpoint.config.as_overrides(),
-            "weights_sha256": digest,
-            "precision": str(self.precision),
-            **made_on(self.device),
-            "batch_size": self.batch_size,
-        }
+        made = {"precision": str(self.precision), **made_on(self.device), "batch_size": self.batch_size}
+        return {"role": "evaluation", **_about(self.checkpoint), **made}
 
 
 def score(
@@ -248,12 +239,15 @@ def _compare(
     console.print(conversion.terminal({**sizes, "evaluation": figures}))
     if parts := figures.get("by_position"):
         console.print(conversion.position_table(parts).terminal())
-    return {**figures, **sizes, "figures": figures["after"], "against": _about_other(other.checkpoint)}
+    return {**figures, **sizes, "figures": figures["after"], "against": _about(other.checkpoint)}
 
 
-def _about_other(other: Checkpoint) -> dict[str, Any]:
-    about = {"name": other.directory.resolve().name, "config": other.config.as_overrides()}
-    return {**about, "weights_sha256": weights_hash(other.directory)}
+def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return a record's entries on a model; no path of this machine."""
+    with progress_bar("hashing the weights"):
+        digest = weights_hash(checkpoint.directory)
+    name, config = checkpoint.directory.resolve().name, checkpoint.config.as_overrides()
+    return {"name": name, "config": config, "weights_sha256": digest}
 
 
 def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
@@ -285,7 +279,7 @@ def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
         before = _score_tasks(plain, tokenizer, tasks, options.limit)
         pairs = {name: paired_answers(before.answers[name], answers) for name, answers in scores.answers.items()}
         console.print(_pair_table(before.figures, scores.figures, pairs))
-        record |= {"before": before.figures, "paired": pairs, "against": _about_other(scored.other)}
+        record |= {"before": before.figures, "paired": pairs, "against": _about(scored.other)}
     return {"tasks": scores.figures, "mean_acc": mean, **record}
 
 
