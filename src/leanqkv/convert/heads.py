@@ -109,7 +109,6 @@ def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
     """
     check_convertible(config)
     heads = config.num_key_value_heads
-    assert heads is not None
     if not 0 < ratio <= 1 or floor(ratio * heads) in (0, heads):
         raise LeanError(
             f"a ratio of {ratio} replaces {floor(ratio * heads)} of {heads} value heads. At least one must go and "

@@ -174,8 +174,8 @@ class LeanConfig(PreTrainedConfig):
     intermediate_size: int = 3072
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: FilledIn = None  # type: ignore[assignment]
+    head_dim: FilledIn = None  # type: ignore[assignment]
     max_position_embeddings: FilledIn = None  # type: ignore[assignment]
     position_embedding_type: str = "learned"
     rope_parameters: dict | None = None
@@ -342,7 +342,6 @@ class LeanConfig(PreTrainedConfig):
             if self.rope_layers or self.window_rope_parameters:
                 raise ConfigError("rope_layers and window_rope_parameters: a latent has one rotary key in all layers")
             if self.qk_rope_head_dim is None:
-                assert self.head_dim is not None
                 self.qk_rope_head_dim = self.head_dim // 2
         self._check_layers("rope_layers")
         self.rope_parameters = self._checked_rope("rope_parameters", self.rope_parameters or {})

@@ -352,7 +352,7 @@ def _function(config: LeanConfig) -> dict[str, Any]:
     settings["sliding_window"] = [layer.window for layer in layers]
     settings["rope_parameters"] = [layer.rope and write_rope(getattr(config, layer.rope), True) for layer in layers]
     if config.attention_multiplier is None:
-        settings["attention_multiplier"] = config.head_dim**-0.5  # type: ignore[operator]
+        settings["attention_multiplier"] = config.head_dim**-0.5
     return settings
 
 

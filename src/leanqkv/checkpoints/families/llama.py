@@ -62,7 +62,7 @@ def _read_granite(stock: PreTrainedConfig) -> dict[str, Any]:
 def _write_granite(config: LeanConfig) -> dict[str, Any]:
     multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
     if config.attention_multiplier is None:
-        multipliers["attention_multiplier"] = config.head_dim**-0.5  # type: ignore[operator]
+        multipliers["attention_multiplier"] = config.head_dim**-0.5
     return multipliers
 
 
