@@ -23,9 +23,8 @@ from ..data.prepare import prepare_data
 from ..data.token_files import TokenData
 from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
-from ..evaluate.loss import sequence_losses
 from ..evaluate.paired import paired_record, spread_windows
-from ..evaluate.states import last_states
+from ..evaluate.strided import window_losses
 from ..model.shapes import count_parameters
 from ..progress import Bar, console, continued_when_repeated, progress_bar, terminal
 from ..report.conversion import KIND, layer_lines
@@ -162,10 +161,9 @@ class Comparison:
         rows = sample[np.linspace(0, len(sample) - 1, count).astype(int)]
         with progress_bar("comparing calibration and evaluation text"):
             model = load_model(self.source, torch.float32)
-            starts, how = [i * width for i in range(len(rows))], {"states": last_states, "batch_size": 1}
-            calibration = sequence_losses(model, rows.reshape(-1), starts, width - 1, **how)  # type: ignore[arg-type]
-            places, length = [start for start, _ in windows], windows[0][1]
-            evaluation = sequence_losses(model, self.text.tokens, places, length, **how)  # type: ignore[arg-type]
+            sampled = [(i * width, width - 1) for i in range(len(rows))]
+            calibration, _ = window_losses(model, rows.reshape(-1), sampled, width - 1, batch_size=1)
+            evaluation, _ = window_losses(model, self.text.tokens, windows, windows[0][1], batch_size=1)
         bytes_per_token = data.bytes_per_token, self.text.bytes / len(self.text.tokens)
         first, second = (
             losses.mean().item() / math.log(2) / size

@@ -1,45 +1,11 @@
 """`leanqkv plan-run`: what a run needs, before machines are rented for it."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from .options import NAME_HELP, ContextLength, MicroBatchSize, RecipeOptions, recipe_overrides
-
-
-@dataclass(frozen=True)
-class MachineOptions:
-    """What a run is planned for.
-
-    Options:
-        accelerator: a100 or h100, of 80 GB each.
-        flops: Peak of another device, in operations per second, as 150e12.
-        memory: Memory of that device in GB.
-    """
-
-    accelerator: str = "a100"
-    flops: float | None = None
-    memory: float | None = None
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """How the run is done there.
-
-    Options:
-        devices: Number of devices.
-        utilization: Share of the peak FLOPs that the run reaches.
-        shard: fsdp: plan for `leanqkv train --shard fsdp`.
-        gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
-    """
-
-    devices: int = 8
-    utilization: float = 0.4
-    context_length: ContextLength = None
-    micro_batch_size: MicroBatchSize = None
-    shard: str | None = None
-    gradient_checkpointing: Annotated[bool, typer.Option()] = False
+from .options import NAME_HELP, RecipeOptions, recipe_overrides
+from .texts import MachineOptions, PlanOptions
 
 
 def plan_run(

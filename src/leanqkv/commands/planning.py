@@ -12,7 +12,7 @@ from ..progress import console, progress_bar
 from ..train.processes import check_shard
 from ..train.run_plan import ACCELERATORS, Accelerator, RunPlan, plan_run
 from ..train.tasks import check_context
-from .plan_run import MachineOptions, PlanOptions
+from .texts import MachineOptions, PlanOptions
 
 
 def show_plans(

@@ -156,7 +156,7 @@ class Conversion:
             source = self.source.config
             report = {"to": self.to, "source": source.as_overrides(), "calibration_tokens": 0, **made}
             report |= _sizes(source, target, getattr(self.options, "at_context", None))
-            decided = {"report": dict(report), "tokens_sha256": None if tokens is None else _hash(tokens)}
+            decided = {"report": dict(report), "tokens_sha256": None if tokens is None else tokens_hash(tokens)}
             report |= {"seconds": round(time.perf_counter() - started + earlier, 2), **(about or {})}
 
             def finish_directory(directory: Path) -> None:
@@ -182,7 +182,12 @@ class Conversion:
             settings = asdict(self.options)
             return target, tensors, {**taken, "method": settings.pop("method"), "settings": settings, **fits}, 0.0
         options = asdict(self.options)
-        job = {"to": self.to, "source": source_hashes(self.source), "tokens": _hash(tokens), "versions": versions()}
+        job = {
+            "to": self.to,
+            "source": source_hashes(self.source),
+            "tokens": tokens_hash(tokens),
+            "versions": versions(),
+        }
         sweeps = Sweeps(
             self.source.config,
             finite(self.source.tensors),
@@ -211,7 +216,8 @@ def _calibration_directory(out: Path, wanted: bool) -> Iterator[Path]:
     remove(directory)
 
 
-def _hash(tokens: np.ndarray) -> str:
+def tokens_hash(tokens: np.ndarray) -> str:
+    """Return the SHA-256 of calibration tokens."""
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
 
 

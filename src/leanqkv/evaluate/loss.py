@@ -54,34 +54,17 @@ def sequence_losses(
     context_length: int,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
-    states: States | None = None,
 ) -> torch.Tensor:
     """Return the mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
 
-    Every sequence is `context_length` targets, less those that only begin a text. `states`: see `batch_losses`.
-    """
-    losses, predicted = token_losses(model, tokens, starts, context_length, batch_size, autocast, states)
-    return losses.sum(1) / predicted.sum(1)
-
-
-def token_losses(
-    model: nn.Module,
-    tokens: Tokens,
-    starts: Sequence[int] | np.ndarray,
-    context_length: int,
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-    states: States | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropy in nats of each target, with dropout off, and whether it is one that is predicted.
-
-    Both are [len(starts), context_length], float64 and bool. The loss of a target that is not predicted is 0.
+    Every sequence is `context_length` targets, less those that only begin a text.
     """
     batches = (
         collate(tokens, starts[first : first + batch_size], context_length)
         for first in range(0, len(starts), batch_size)
     )
-    return batch_losses(model, batches, autocast, states=states)
+    losses, predicted = batch_losses(model, batches, autocast)
+    return losses.sum(1) / predicted.sum(1)
 
 
 def batch_losses(
@@ -91,7 +74,8 @@ def batch_losses(
     scored: int = 0,
     states: States | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return losses and which targets are predicted as `token_losses` does, of batches of an objective.
+    """Return the cross-entropy in nats of each target of batches of an objective, and whether it is one that is
+    predicted, both [sequences, length], float64 and bool. The loss of a target that is not predicted is 0.
 
     Args:
         scored: so many last targets of every sequence; 0: all.
