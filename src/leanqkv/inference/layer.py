@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.attention import KeyValues, LeanAttention, update_cache
-from ..model.latent import frequencies_of, is_rewritten
+from ..model.latent import index_of, is_rewritten
 from ..model.latent_heads import LatentHeadsAttention
 from ..model.layers import MLP, GatedMLP
 from ..model.layout import LayerPlan
@@ -167,6 +167,7 @@ class ProjectedHeads:
     positions."""
 
     out_of: HeadProduct | None = None  # what makes heads of what they attended to, where that is something else
+    takes_identities = True
 
     def __init__(self, attention: LeanAttention, product: Product, linear: Sequence[str], identities: Sequence[str]):
         """linear, identities: of "qkv", those that the product makes, in its order, and those that are the input."""
@@ -186,6 +187,8 @@ class ProjectedHeads:
         product = joint_product(attention, [made[name] for name in linear])
         norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
         if product is None or "q" not in made or attention.g_proj is not None:
+            return None
+        if identities and not cls.takes_identities:
             return None
         readable = all(_is_readable(norm, attention.head_dim, product) for norm in norms)
         return cls(attention, product, linear, identities) if readable else None
@@ -229,6 +232,8 @@ class ProjectedHeads:
 class ProjectedLatents(ProjectedHeads):
     """The same for an attention with latents, each of which is absorbed: queries are on the latent of keys."""
 
+    takes_identities = False
+
     @classmethod
     def of(cls, attention: Any) -> "Self | None":
         """Return None where a latent cannot be absorbed."""
@@ -247,8 +252,8 @@ class ProjectedLatents(ProjectedHeads):
         """The outputs are query, key and value as they are projected, and query and key as attention takes them."""
         attention: Any = self.attention
         self.into, self.out_of = attention.head_products
-        columns = getattr(attention.k_up_proj, "columns", None)
-        index = None if columns is None else frequencies_of(columns, torch.device("cpu"))
+        frequencies = getattr(attention.k_up_proj, "frequencies", None)
+        index = None if frequencies is None else index_of(frequencies, torch.device("cpu"))
         query_width, key_width, _ = widths = self.product.outputs
         query_heads = query_width // self.head_dim
         self.key_width = self.head_dim if self.into is None else key_width
