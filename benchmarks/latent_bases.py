@@ -31,7 +31,7 @@ from leanqkv.convert.heads import felt_output
 from leanqkv.convert.latents import Latents
 from leanqkv.convert.low_rank import approximate
 from leanqkv.convert.sweeps import Sweeps
-from leanqkv.data import prepare_data
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
 
 # Of the mean square of a column, what keeps a regression on columns that repeat each other solvable.

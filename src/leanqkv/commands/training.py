@@ -101,7 +101,6 @@ def _specify(
     check_trackers(run.report_to or ())
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
-    assert context is not None
     teacher_config = read_teacher(teacher, name, config, context)
     prepared = prepare(data, [config])
     evaluated = run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences)

@@ -25,7 +25,7 @@ from .jobs import PlannedRun, Update, run_jobs
 from .launch import Cluster, Launcher
 from .places import as_begun, to_train_here
 from .suite import Comparison, shortened
-from .tasks import TaskRuns, Tasks, score_runs
+from .tasks import Tasks, score_runs
 from .uptraining import check_uptrained, converted_starts
 
 COMPARISON = "compare.json"
@@ -92,7 +92,7 @@ def run_comparison(
         runs.train_here([*scratch, *started])
     if tasks is not None:
         here = (lambda score, *of: score(*of)) if launcher is None else launcher.wait_for
-        here(score_runs, TaskRuns([job.out for job in finals.values()], tasks, comparison.shard), device)
+        here(score_runs, [job.out for job in finals.values()], tasks, comparison.shard, device)
 
 
 class _Runs(NamedTuple):
