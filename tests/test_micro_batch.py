@@ -75,9 +75,9 @@ MEASURE = """
 import re
 from pathlib import Path
 from leanqkv import preset
-from leanqkv.train import Precision, Step
 from leanqkv.train import precision
-from leanqkv.train.precision import time_steps
+from leanqkv.train.micro_batch import Step
+from leanqkv.train.precision import Precision, time_steps
 
 precision.TIMED_STEPS = 1
 
