@@ -14,6 +14,7 @@ from ..errors import LeanError, needs
 from ..files import partial_name
 from ..job import Job
 from ..model.shapes import count_parameters
+from ..presets.recipes import shortened
 from ..records import COMPARISON as PLAN
 from ..train.directory import RECORD
 from ..train.micro_batch import Step, choose_micro_batch, fastest_precision, split_batch
@@ -24,7 +25,7 @@ from ..train.tasks import Data, check_fit
 from .jobs import PlannedRun, Update, run_jobs
 from .launch import Cluster, Launcher
 from .places import as_begun, to_train_here
-from .suite import Comparison, shortened
+from .suite import Comparison
 from .tasks import Tasks, score_runs
 from .uptraining import check_uptrained, converted_starts
 
