@@ -13,6 +13,7 @@ from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vocabulary
+from ..convert.conversion import sizes_of
 from ..data.evaluation import EvaluationText
 from ..data.objectives import MaskedTokens
 from ..environment import made_on
@@ -31,7 +32,6 @@ from ..evaluate.states import cached_states, last_states, obstacle
 from ..evaluate.strided import NEXT_TOKEN, by_position, loss_figures, strided_windows, window_losses
 from ..files import RECORD_FORMAT, write_json
 from ..model.cache_quantized import BLOCK
-from ..model.shapes import count_parameters
 from ..progress import console, progress_bar, terminal
 from ..report import conversion
 from ..report.text import ABSENT, Table, plus_minus, signed
@@ -231,11 +231,7 @@ def _compare(
     states = last_states, [cached_states(scored.cache_bits)]
     with progress_bar("tokens scored") as bar:
         figures = paired_record(before, after, text, windows, length, states=states, progress=bar, **how)
-    configs = [one.checkpoint.config for one in (other, scored)]
-    sizes = {
-        "parameters": [count_parameters(config).total for config in configs],
-        "kv_bytes_per_token_bf16": [config.plan.kv_bytes_per_token(torch.bfloat16) for config in configs],
-    }
+    sizes = sizes_of(other.checkpoint.config, scored.checkpoint.config)
     console.print(conversion.terminal({**sizes, "evaluation": figures}))
     if parts := figures.get("by_position"):
         console.print(conversion.position_table(parts).terminal())

@@ -18,7 +18,6 @@ from ..job import is_locked
 from ..records import read_record
 from ..train.directory import claim, complete_checkpoints
 from ..train.tasks import Data
-from ..train.training import train
 from ..workers import children_ignore_interrupts, end_with_parent
 from .jobs import PlannedRun, Update
 
@@ -120,7 +119,7 @@ def _in_process(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple
 
 def _train(job: PlannedRun, data: Data, settings: Mapping[str, Any], threads: int) -> None:
     torch.set_num_threads(threads)
-    train(job.spec, data, job.out, initial=job.initial, **settings)
+    job.train(data, **settings)
 
 
 class Launcher:

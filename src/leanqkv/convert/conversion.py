@@ -155,7 +155,7 @@ class Conversion:
             target, tensors, made, earlier = self._calibrate(tokens, work, calibrating, message)
             source = self.source.config
             report = {"to": self.to, "source": source.as_overrides(), "calibration_tokens": 0, **made}
-            report |= _sizes(source, target, getattr(self.options, "at_context", None))
+            report |= sizes_of(source, target, getattr(self.options, "at_context", None))
             decided = {"report": dict(report), "tokens_sha256": None if tokens is None else tokens_hash(tokens)}
             report |= {"seconds": round(time.perf_counter() - started + earlier, 2), **(about or {})}
 
@@ -221,8 +221,8 @@ def tokens_hash(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
 
 
-def _sizes(config: LeanConfig, target: LeanConfig, context: int | None) -> dict[str, Any]:
-    """Parameters and KV bytes, before and after: of a token while no window is full, and of a context."""
+def sizes_of(config: LeanConfig, target: LeanConfig, context: int | None = None) -> dict[str, Any]:
+    """Return parameters and KV bytes, before and after: of a token while no window is full, and of a context."""
     configs = config, target
     sizes: dict[str, Any] = {
         "parameters": [count_parameters(config).total for config in configs],

@@ -133,8 +133,7 @@ def _start(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _encode(batch: Sequence[str]) -> list[np.ndarray]:
-    backend, around, dtype = _setting
-    return encode(backend, around, dtype, batch)
+    return encode(*_setting, batch)
 
 
 def token_type(tokenizer: PreTrainedTokenizerFast) -> str:
