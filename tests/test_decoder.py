@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from decoding import PROMPT, build, names
-from shapes import tokens
+from shapes import assert_near, tokens
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
@@ -22,7 +22,7 @@ from leanqkv.inference.attention import (
     one_query_attention,
     one_query_attention_to_both,
 )
-from leanqkv.inference.cache import AllocatedLayer
+from leanqkv.inference.cache import AllocatedLayer, keep_rows, make_room, token_bytes
 from leanqkv.inference.linear import FewRowsLinear, shared_copy, use_products
 from leanqkv.model.latent_heads import LatentAndKeys
 
@@ -95,6 +95,28 @@ def test_the_cache_is_what_the_formula_says(mechanisms):
     decoder = Decoder(model)
     decoder.generate(tokens(2, PROMPT), max_new_tokens=NEW)
     assert cache_bytes(decoder.cache) == 2 * (PROMPT + NEW - 1) * model.config.plan.kv_bytes_per_token(torch.float32)
+
+
+@pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("gqa", "skipkv1"), ("latent-keys", "latent-values")], ids=str)
+@pytest.mark.parametrize("length", [1, 7, 30])
+def test_a_window_is_moved_within_its_memory(mechanisms, length):
+    """Over several of its ends: the logits of the whole text at once, and no more kept than the plan says."""
+    model = build("llama", *mechanisms, sliding_window=9, max_position_embeddings=256).float()
+    ids, decoder = tokens(2, length + 170, model.config.vocab_size), Decoder(model)
+    with torch.no_grad():
+        expected = model(ids).logits
+    found = [decoder.prefill(ids[:, :length], room=170)]
+    memory = set()
+    for place in range(length, ids.shape[1] - 1):
+        found.append(decoder.step(ids[:, place]))
+        memory |= {layer.keys.untyped_storage().data_ptr() for layer in decoder.cache.layers}
+        assert token_bytes(decoder.cache) == 2 * model.config.plan.kv_bytes(place + 1, torch.float32)
+    assert_near(torch.stack(found, dim=1), expected[:, length - 1 : -1], 1e-4)
+    assert len(memory) < 170  # not new memory for every step
+    kept, rest = decoder.cache, ids[1:, -1]
+    keep_rows(kept, torch.tensor([1]), 0)
+    make_room(kept, 1)
+    assert_near(decoder.step(rest), expected[1:, -1], 1e-4)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, PROMPT, 100])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from leanqkv.evaluate.paired import spread_windows
 from leanqkv.evaluate.states import cached_states
 from leanqkv.frontier.measure import calibration_samples
 from leanqkv.frontier.points import PRECISIONS as QUANTIZED
+from leanqkv.frontier.points import candidates
 from leanqkv.frontier.scoring import Scorer, decode_speed
 from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.report.frontier import KIND, best_within, read_points, recommendations
@@ -243,3 +245,17 @@ def test_the_precisions_are_those_that_are_asked_for(place: Path, unwrapped) -> 
         assert {(point["key_bits"], point["value_bits"]) for point in record["points"]} == expected
         assert record["refused"] == {}
     assert unwrapped(*asked, "2,3") == (2, "", f"error: --cache-bits is {VALID}; found '3'")
+
+
+@pytest.mark.parametrize("fields, same", [({}, False), ({"qk_norm": True}, True), ({"sliding_window": 4}, True)])
+def test_separate_latents_are_measured_where_they_are_others(fields: dict[str, Any], same: bool) -> None:
+    """Values are made of keys neither with norms of these nor behind windows: both kinds are one there."""
+    config = tiny("llama", **fields)
+    found, refused = candidates(config, {}, {"latents": (0.84, 0.75), "separate-latents": (0.84, 0.7)})
+    labels = [one.label for one in found]
+    assert labels == ["source", "latents 84%", "latents 75%", *([] if same else ["separate-latents 84%"]), *labels[-1:]]
+    assert labels[-1] == "separate-latents 70%"  # of which there are no latents to be the same as
+    assert list(refused) == ["separate-latents 84%"] * same
+    assert all("the same as latents 84%" in words for words in refused.values())
+    alone, _ = candidates(config, {}, {"separate-latents": (0.84,)})
+    assert [one.label for one in alone] == ["source", "separate-latents 84%"]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM
 from leanqkv.convert.heads import split_heads
-from leanqkv.convert.latent_keys import key_latent
 from leanqkv.convert.latent_values import step_of, value_latents, value_width
 from leanqkv.convert.latents import Latents
 from leanqkv.convert.low_rank import approximate
@@ -83,10 +82,7 @@ def test_latent_heads(fields: dict, reads: str) -> None:
     weight, bias = tensors[f"{name}.v_proj.weight"], tensors.get(f"{name}.v_proj.bias")
     key = tensors[f"{name}.k_proj.weight"]
     key_bias = tensors.get(f"{name}.k_proj.bias", torch.zeros(1).double())
-    chosen = torch.eye(columns).double()
-    if reads == "latent keys":
-        each = {name.removeprefix("keys."): tensor for name, tensor in stored.items() if name != "gram"}
-        chosen = key_latent(each, chosen.unflatten(0, (heads, width)), key_rank).latent.T
+    chosen = combine[:, :key_rank] if reads == "latent keys" else torch.eye(columns).double()
     found = made.reduce(layer)
     written = found.attention_tensors(found.output)
     normed, patterns = normal(2, 5, config.hidden_size), normal(2, config.num_attention_heads, 5, 5).softmax(-1)

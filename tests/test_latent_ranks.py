@@ -346,16 +346,8 @@ def with_ranks(
     of_keys = [normal(frequencies, heads).square().sort(descending=True).values for _ in gains]
     if config.position_embedding_type != "rope":
         of_keys = [normal(made.width).square().sort(descending=True).values for _ in gains]
-    made.choose(lambda layer: {"gains": gains[layer], **heads_alone(of_keys[layer])})
+    made.choose(lambda layer: {"gains": gains[layer], "keys.gains": of_keys[layer]})
     return made
-
-
-def heads_alone(gains: Tensor) -> dict[str, Tensor]:
-    """The measurements of keys whose best latents mix no heads; gains: [frequencies, heads], or [width]."""
-    each = torch.eye(gains.shape[-1], dtype=torch.float64)
-    if gains.dim() == 2:
-        each = torch.view_as_real(torch.complex(each, 0 * each).expand(len(gains), -1, -1))
-    return {"keys.gains": gains, "keys.combine": each, "keys.restore": each}
 
 
 def smallest_share(config: LeanConfig, layers: tuple[int, ...] | None, keys: bool) -> float:
@@ -458,6 +450,6 @@ def test_an_error_of_the_keys_counts_ten_times(factor: float, keys_stay: bool) -
     config = tiny("gpt")
     made = Latents(config, {}, 0.625)
     gains = torch.ones(made.width, dtype=torch.float64)
-    made.choose(lambda layer: {"gains": gains, **heads_alone(factor * gains)})
+    made.choose(lambda layer: {"gains": gains, "keys.gains": factor * gains})
     whole, least = [made.width] * config.num_hidden_layers, [step_of(made.width)] * config.num_hidden_layers
     assert (made.key_ranks, made.ranks) == ((whole, least) if keys_stay else (least, whole))

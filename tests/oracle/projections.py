@@ -50,13 +50,11 @@ def latent_key(
     width: int,
     columns: list[int] | None = None,
     rank: int | None = None,
-    own: list[int] | None = None,
 ) -> Projected:
     """c = X W_c (+ b). Without rotary positions `rank` real columns, half of the heads' width by default; K = c W_u.
     With them P complex columns, each of a frequency, K_h,f = sum over the columns j of frequency f of u_h,j c_j. By
     default every frequency has half of the heads; of `rank` / 2 columns the first f have the share f / all, rounded
-    down. The first own_f of a frequency come before all others, in turns: the first of each, then the second of each.
-    Dimensions f and f + d_k / 2 of a head are a complex number, before it is turned by the position."""
+    down. Dimensions f and f + d_k / 2 of a head are a complex number, before it is turned by the position."""
     latent, up = linear(x, tensors, name), tensors[name.replace("k_proj", "k_up_proj") + ".weight"]
     if up.ndim == 2:
         assert latent.shape[1] == (width // 2 if rank is None else rank)
@@ -68,14 +66,13 @@ def latent_key(
     elif columns is None:
         columns = [(heads + 1) // 2] * frequencies
     assert sum(columns) == total and list(up.shape) == [heads, total, 2]
-    own = own or [0] * frequencies
-    order = [f for turn in range(max(own)) for f in range(frequencies) if own[f] > turn]
-    order += [f for f in range(frequencies) for _ in range(columns[f] - own[f])]
     real_and_imaginary = []
     for head in up:
-        key = [torch.zeros(len(x), dtype=torch.complex128)] * frequencies
-        for j, f in enumerate(order):
-            key[f] = key[f] + torch.complex(*head[j]) * torch.complex(latent[:, j], latent[:, total + j])
+        key, j = [torch.zeros(len(x), dtype=torch.complex128)] * frequencies, 0
+        for f, number in enumerate(columns):
+            for _ in range(number):
+                key[f] = key[f] + torch.complex(*head[j]) * torch.complex(latent[:, j], latent[:, total + j])
+                j += 1
         real_and_imaginary += [number.real for number in key] + [number.imag for number in key]
     return torch.stack(real_and_imaginary, dim=1), 1.0
 

@@ -4,7 +4,7 @@ The record grows by one part at a time: --parts measures those that are named an
 are.
 
     python plugins/vllm/benchmarks/serving.py --parts tokens memory --out results/vllm/serving.json
-    python plugins/vllm/benchmarks/serving.py --parts throughput --out results/vllm/serving.json
+    python plugins/vllm/benchmarks/serving.py --parts throughput --checkpoint MODEL.gguf --out results/vllm/serving.json
     python plugins/vllm/benchmarks/serving.py --parts throughput --dtype float32 --out results/vllm/float32.json
     python plugins/vllm/benchmarks/serving.py --tables results/vllm/serving.json
 """
@@ -147,15 +147,15 @@ def measure_memory() -> list[dict[str, Any]]:
     return rows
 
 
-def measure_throughput(checkpoint: str | None, dtype: str) -> list[dict[str, Any]]:
+def measure_throughput(checkpoint: str | None, dtype: str, random: bool) -> list[dict[str, Any]]:
     """New tokens per second, engines of one process taking steps in turn: what disturbs one disturbs all.
 
     A second process has the engines in the reverse order, so that their place in it does not count for one of them.
-    LLAMA's shape with random weights; and a checkpoint, if one is named.
+    LLAMA's shape with `random` weights, if asked for; and a checkpoint, if one is named.
     """
     rows = []
     with tempfile.TemporaryDirectory() as place:
-        shapes = {LLAMA: _random_models(Path(place, "random"))}
+        shapes = {LLAMA: _random_models(Path(place, "random"))} if random else {}
         if checkpoint is not None:
             shapes[Path(checkpoint).name.split(".")[0]] = _models_of(checkpoint, Path(place, "checkpoint"))
         together = [(shape, setting) for shape in shapes for setting in MEMORIES]
@@ -330,7 +330,7 @@ def _metric(metrics: str, name: str) -> float:
 PARTS = {
     "tokens": lambda options: measure_tokens(),
     "memory": lambda options: measure_memory(),
-    "throughput": lambda options: measure_throughput(options.checkpoint, options.dtype),
+    "throughput": lambda options: measure_throughput(options.checkpoint, options.dtype, not options.only_checkpoint),
     "clients": lambda options: measure_clients(),
 }
 
@@ -425,6 +425,7 @@ def main() -> None:
         return
     parser = harness.command_line(__doc__)
     parser.add_argument("--checkpoint", metavar="MODEL", help="also time this model: a GGUF file or a directory")
+    parser.add_argument("--only-checkpoint", action="store_true", help=f"leave {LLAMA} out of the throughput")
     parser.add_argument("--dtype", default="bfloat16", help="of the throughput")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     harness.run(parser, measure, tables)

@@ -9,7 +9,7 @@ the heads of one frequency, by complex factors, and its columns are chosen frequ
 2025, https://arxiv.org/abs/2502.07864, rotates heads in the same way). Without rotary positions it mixes everything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from ..model.config import LeanConfig
 from ..model.layout import LayerPlan
 from .activations import Recorder
-from .latent_basis import leverage, whole_heads_first
 from .low_rank import approximate
 from .sweeps import Grams
 
@@ -125,14 +124,12 @@ class KeyLatent:
         up: k_up_proj's weight: [heads, complex columns, 2] with rotary positions, else [width, columns].
         key: [width, inputs]: what the key heads are together.
         columns: complex ones of each frequency; None without rotary positions.
-        own: how many of them are a head's own.
     """
 
     latent: Tensor
     up: Tensor
     key: Tensor
     columns: list[int] | None
-    own: list[int] | None
 
 
 def column_gains(stored: Mapping[str, Tensor]) -> Tensor:
@@ -150,45 +147,24 @@ def columns_of(gains: Tensor, rank: int) -> list[int]:
 def key_latent(stored: Mapping[str, Tensor], key: Tensor, rank: int) -> KeyLatent:
     """Return the best latent of `rank` real columns; key: [heads, head_dim, inputs], W_K with its bias, in float64."""
     if stored["gains"].dim() == 1:
-        best = stored["combine"][:, :rank], stored["restore"][:rank]
-        rows = torch.arange(len(best[0])).unflatten(0, (len(key), -1))
-        order = rows[leverage(*best, len(key)).argsort(descending=True)]
-        combine, restore, _ = whole_heads_first(*best, stored["gains"][:rank], order)
+        combine, restore = stored["combine"][:, :rank], stored["restore"][:rank]
         latent, up = combine.T @ key.flatten(0, 1), restore.T
-        return KeyLatent(latent, up, up @ latent, None, None)
-    # Copies: in a file they lie at multiples of 8 bytes, and PyTorch reads complex numbers as if it were 16.
-    combine, restore = (
-        torch.view_as_complex(stored[name].clone(memory_format=torch.contiguous_format))
-        for name in ("combine", "restore")
-    )
+        return KeyLatent(latent, up, up @ latent, None)
+    # Copies: tensors of a file begin at multiples of 8 bytes, and some of PyTorch's complex kernels need 16.
+    pairs = (stored[name].clone(memory_format=torch.contiguous_format) for name in ("combine", "restore"))
+    combine, restore = (torch.view_as_complex(pair) for pair in pairs)
     columns = columns_of(stored["gains"], rank)
-    best = [(combine[f, :, :count], restore[f, :count]) for f, count in enumerate(columns)]
-    held = torch.stack([leverage(*of, len(key)) for of in best]).sum(0)
-    order = held.argsort(descending=True)[:, None]  # of all frequencies alike: a head's own columns lie side by side
     by_frequency = torch.complex(*key.chunk(2, dim=1)).transpose(0, 1)  # [frequencies, heads, inputs]
-    parts, ups, own = [], [], []
-    for f, of in enumerate(best):
-        combine, restore, count = whole_heads_first(*of, stored["gains"][f, : columns[f]], order)
+    parts, ups = [], []
+    for frequency, count in enumerate(columns):
         # A key is a row here, so heads are mixed by the transposes.
-        parts.append(combine.mT @ by_frequency[f])
-        ups.append(restore.mT)  # [heads, count]
-        own.append(count)
+        parts.append(combine[frequency, :, :count].mT @ by_frequency[frequency])
+        ups.append(restore[frequency, :count].mT)  # [heads, count]
     made = torch.stack([up @ part for up, part in zip(ups, parts, strict=True)], dim=1)  # [heads, frequencies, inputs]
-    place = places_of(columns, own)
-    latent, up = torch.cat(parts)[place], torch.cat(ups, dim=1)[:, place]
+    latent, up = torch.cat(parts), torch.cat(ups, dim=1)
     return KeyLatent(
         torch.cat((latent.real, latent.imag)),
         torch.view_as_real(up.resolve_conj()).contiguous(),
         torch.cat((made.real, made.imag), dim=1).flatten(0, 1),
         columns,
-        own,
     )
-
-
-def places_of(columns: Sequence[int], own: Sequence[int]) -> list[int]:
-    """Return where a latent's columns, in their order (see `LatentKeys`), lie among those frequency by frequency."""
-    most = max(own)
-    order = [
-        (number if number < own[f] else most, f, number) for f, count in enumerate(columns) for number in range(count)
-    ]
-    return sorted(range(len(order)), key=order.__getitem__)

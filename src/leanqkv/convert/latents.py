@@ -24,8 +24,7 @@ from .heads import (
     split_heads,
     value_with_bias,
 )
-from .latent_basis import leverage, whole_heads_first
-from .latent_keys import KeyGrams, KeyLatent, column_gains, key_latent, keys_stay
+from .latent_keys import KeyGrams, KeyLatent, column_gains, columns_of, key_latent, keys_stay
 from .latent_values import ValueGram, choose_ranks, step_of, value_gains, value_latents, value_width
 from .low_rank import EIGENVECTORS, LARGE
 from .sweeps import Grams, ReducedHeads, Reduction
@@ -98,7 +97,8 @@ class Latents(Reduction):
         kind += "latents" if keys else "latent-values"
         self.name, self.measures = f"{kind}-{100 * share:.10g}{_at(at_context)}", f"best-{kind}"
         self.cut = may_be_cut(config, layers)
-        self.from_keys = [not separate and can_read_keys(config, layer) for layer in config.plan.layers]
+        could = [can_read_keys(config, layer) for layer in config.plan.layers]
+        self.could_read_keys, self.from_keys = any(could), [not separate and can for can in could]
         self._may_cut_keys = keys
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)
@@ -165,10 +165,8 @@ class Latents(Reduction):
         return {"type": "latent", "rank": self.ranks[layer], **({"keys": True} if self.from_keys[layer] else {})}
 
     def _key_mechanism(self, layer: int) -> dict[str, Any]:
-        rank = self.key_ranks[layer]
-        found = key_latent(self._keys(layer), self._each_number(), rank)
-        columns = {"rank": rank} if found.columns is None else {"columns": found.columns, "own": found.own}
-        return {"type": "latent", **columns}
+        gains, rank = self._keys(layer)["gains"], self.key_ranks[layer]
+        return {"type": "latent", **({"rank": rank} if gains.dim() == 1 else {"columns": columns_of(gains, rank)})}
 
     def reduce(self, layer: int) -> ReducedHeads:
         """Return a layer's heads, made from its latents."""
@@ -194,9 +192,7 @@ class Latents(Reduction):
         gram = self._of_values(layer, self._measured(layer)["gram"], cached)
         felt = felt_output(self.config, self.tensors, layer)
         found = value_latents(gram, felt, None if self._inputs(layer) else columns, rank)
-        rows = torch.arange(self.width).unflatten(0, (-1, self.config.head_dim))
-        order = rows[leverage(found.combine, found.restore, len(rows)).argsort(descending=True)]
-        combine, restore, _ = whole_heads_first(found.combine, found.restore, found.gains, order)
+        combine, restore = found.combine, found.restore
         by_keys = torch.zeros(self.width, self.config.hidden_size + 1, dtype=torch.float64)
         if cached is not None:
             by_keys = found.from_keys.T @ cached  # [width, hidden_size (+ 1)]
@@ -226,11 +222,8 @@ class Latents(Reduction):
         or None for all of them; key: the latent that they become."""
         if key is None:
             return self._key(layer).flatten(0, 1), None
-        return key.latent, key_latent(self._keys(layer), self._each_number(), self.key_ranks[layer]).latent.T
-
-    def _each_number(self) -> Tensor:
-        """Keys in the place of W_K, each number of which is an input, [heads, head_dim, width]."""
-        return torch.eye(self.width, dtype=torch.float64).unflatten(0, (-1, self.config.head_dim))
+        themselves = torch.eye(self.width, dtype=torch.float64).unflatten(0, (-1, self.config.head_dim))
+        return key.latent, key_latent(self._keys(layer), themselves, self.key_ranks[layer]).latent.T
 
     def _reduce_keys(self, layer: int) -> KeyLatent | None:
         """Return the latent of a layer's keys; None: the source's keys stay."""

@@ -133,7 +133,8 @@ def _start(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _encode(batch: Sequence[str]) -> list[np.ndarray]:
-    return encode(*_setting, batch)
+    backend, around, dtype = _setting
+    return encode(backend, around, dtype, batch)
 
 
 def token_type(tokenizer: PreTrainedTokenizerFast) -> str:

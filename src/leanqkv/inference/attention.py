@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..compat import compile_cpp
 from ..model.attention_latent import attend_to_latent
 from ..model.cache_quantized import SCALE_DTYPE
-from ..model.latent import index_of
+from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs
 from .history import History
 from .repeat import Arguments, call, made_of
@@ -280,7 +280,7 @@ def _call(
         made.cos, made.sin = cos.data_ptr(), sin.data_ptr()
         made.turned, made.frequencies = cos.shape[-1], cos.shape[-1] // 2
         if both.frequencies is not None:
-            index = index_of(both.frequencies, cos.device)  # which is kept
+            index = frequencies_of(both.frequencies, cos.device)  # which is kept
             made.frequency, made.turned = index.data_ptr(), 2 * len(index)
         made.table_batch, made.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
     made.batch, made.heads, made.group, made.length, made.key_heads = (

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..cache_bits import PLAIN, CacheBits
-from ..model.cache import cached_tensors
+from ..model.cache import LeanDynamicWindowLayer, cached_tensors
 from ..model.cache_quantized import BLOCK, KiviLayer, Paged, kivi_layers
 from ..model.config import LeanConfig
 from .history import History, Places
@@ -93,6 +93,80 @@ class AllocatedLayer(DynamicLayer):
     def reset(self) -> None:
         self._buffers = None
         super().reset()
+
+
+class AllocatedWindowLayer(LeanDynamicWindowLayer):
+    """Keeps the last `sliding_window - 1` tokens as transformers' layer does, and new ones are written behind them in
+    place. Attention reads from the beginning of the memory: what has left the window is hidden by the mask, until the
+    window goes back to the beginning where the memory ends."""
+
+    def __init__(self, window: int):
+        super().__init__(window)
+        self.capacity, self._end = window - 1 + BLOCK, 0
+        self._buffers: tuple[Tensor, Tensor] | None = None  # of which `keys` and `values` are the last places held
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """As AllocatedLayer.update; several new tokens are put behind the window in new memory."""
+        if key_states.shape[-2] != 1 or not self.is_initialized or self.record_past:
+            self._buffers = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
+        if not self._has_place:
+            self._end = self.keys.shape[-2]
+            self._buffers = self._begun_with(self.keys), self._begun_with(self.values)
+        assert self._buffers is not None
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            write(new, buffer, self._end)
+        self.advance()
+        return tuple(buffer.narrow(2, 0, self._end) for buffer in self._buffers)  # type: ignore[return-value]
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether the next token can be written behind the last: not where other tensors took the place of these."""
+        if self._buffers is None or self._end == self.capacity:
+            return False
+        return all(_ends(*pair, self._end) for pair in zip((self.keys, self.values), self._buffers, strict=True))
+
+    def _begun_with(self, window: Tensor) -> Tensor:
+        buffer = on_large_pages(window.new_empty((*window.shape[:2], self.capacity, window.shape[-1])))
+        buffer[:, :, : self._end] = window
+        return buffer
+
+    @property
+    def mark(self) -> Any:
+        """As AllocatedLayer.mark."""
+        return self.keys
+
+    @property
+    def steps(self) -> int:
+        """As AllocatedLayer.steps."""
+        return self.capacity - self._end if self._has_place else 0
+
+    def advance(self) -> None:
+        """As AllocatedLayer.advance."""
+        assert self._buffers is not None
+        self._end += 1
+        self.cumulative_length += 1
+        first = max(self._end - self.sliding_window + 1, 0)
+        self.keys, self.values = (buffer.narrow(2, first, self._end - first) for buffer in self._buffers)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many positions attention reads, with the new ones, and how many it does not."""
+        if query_length != 1 or not self._has_place or self.record_past:
+            return super().get_mask_sizes(query_length)
+        return self._end + 1, self.cumulative_length - self._end
+
+    def reset(self) -> None:
+        self._buffers = None
+        super().reset()
+
+
+def _ends(held: Tensor | None, buffer: Tensor, place: int) -> bool:
+    """Whether these are places of the buffer, the last of which is before `place`."""
+    if held is None or held.shape[:2] != buffer.shape[:2]:
+        return False
+    first = buffer.narrow(2, place - held.shape[2], 1)
+    return not buffer.numel() or (held.data_ptr() == first.data_ptr() and held.stride() == first.stride())
 
 
 class QuantizedLayer(KiviLayer):
@@ -279,15 +353,15 @@ def allocate_cache(config: LeanConfig, capacity: int, bits: CacheBits = PLAIN) -
     """An empty cache for `capacity` tokens, to be given as `past_key_values`.
 
     A layer makes its tensors, as many heads as its plan says, when the first tokens come. Layers with a sliding window
-    keep transformers' own way. A quantized cache, of these `bits`, grows."""
+    have room for it and a block more. A quantized cache, of these `bits`, grows."""
     if bits.quantized:
         cache = bits.cache(config)
         cache.layers = kivi_layers(config.plan, bits.key_bits, bits.value_bits, QuantizedLayer)
         return cache
     cache = DynamicCache(config=config)
     cache.layers = [
-        AllocatedLayer(capacity) if planned.window is None else layer
-        for planned, layer in zip(config.plan.layers, cache.layers, strict=True)
+        AllocatedLayer(capacity) if planned.window is None else AllocatedWindowLayer(planned.window)
+        for planned in config.plan.layers
     ]
     return cache
 

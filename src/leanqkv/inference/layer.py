@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.attention import KeyValues, LeanAttention, update_cache
-from ..model.latent import index_of, is_rewritten
+from ..model.latent import frequencies_of, is_rewritten
 from ..model.latent_heads import LatentHeadsAttention
 from ..model.layers import MLP, GatedMLP
 from ..model.layout import LayerPlan
@@ -252,8 +252,8 @@ class ProjectedLatents(ProjectedHeads):
         """The outputs are query, key and value as they are projected, and query and key as attention takes them."""
         attention: Any = self.attention
         self.into, self.out_of = attention.head_products
-        frequencies = getattr(attention.k_up_proj, "frequencies", None)
-        index = None if frequencies is None else index_of(frequencies, torch.device("cpu"))
+        columns = getattr(attention.k_up_proj, "columns", None)
+        index = None if columns is None else frequencies_of(columns, torch.device("cpu"))
         query_width, key_width, _ = widths = self.product.outputs
         query_heads = query_width // self.head_dim
         self.key_width = self.head_dim if self.into is None else key_width

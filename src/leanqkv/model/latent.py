@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .position import Rotation
 
-Frequencies = tuple[int, ...]  # of a latent's complex columns, one after the other
+Columns = tuple[int, ...]  # complex ones of a latent, by frequency
 
 # Where a module keeps what is registered to run when it does.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -96,29 +96,25 @@ def _is_complex(up: nn.Module) -> bool:
 class ComplexUp(nn.Module):
     """The key heads of a latent of complex columns: `k_h,f = sum of u_h,j c_j` over the columns j of frequency f.
 
-    Args:
-        frequencies: of the P columns; count: of the heads.
-
     Attributes:
         weight: u, [heads, P, 2], real and imaginary parts.
     """
 
     products = 2  # multiplications of every number of the weight, at one position
 
-    def __init__(self, num_heads: int, frequencies: Frequencies, count: int):
+    def __init__(self, num_heads: int, columns: Columns):
         super().__init__()
-        self.frequencies, self.count, self.out_features = frequencies, count, 2 * num_heads * count
-        self.weight = nn.Parameter(torch.empty(num_heads, len(frequencies), 2))
+        self.columns, self.out_features = columns, 2 * num_heads * len(columns)
+        self.weight = nn.Parameter(torch.empty(num_heads, sum(columns), 2))
 
     @property
     def initial_std(self) -> Tensor:
         """Of a new weight, [P, 1]: a key has the variance of a latent column, of however many columns it is made."""
-        each = [[(2 * self.frequencies.count(frequency)) ** -0.5] for frequency in self.frequencies]
-        return torch.tensor(each, device="cpu")
+        return torch.tensor([[(2 * number) ** -0.5] for number in self.columns for _ in range(number)], device="cpu")
 
     def forward(self, latent: Tensor) -> Tensor:
         """Key heads side by side, [..., heads * head_dim], of a latent [..., 2 P]."""
-        places = _index(_places, (self.frequencies, self.count), latent.device)
+        places = _index(_places, self.columns, latent.device)
         columns = latent.unflatten(-1, (2, -1))[..., places]  # [..., 2, frequencies, most columns of one]
         # Where a frequency has fewer columns, the place is -1: any column, times the zeros that are the weight's last.
         real, imaginary = F.pad(self.weight.to(latent.dtype), (0, 0, 0, 1))[:, places].unbind(-1)
@@ -130,7 +126,7 @@ class ComplexUp(nn.Module):
 
         `Re(conj(q) u c) = Re(conj(conj(u) q) c)`.
         """
-        chosen = query.unflatten(-1, (2, -1))[..., index_of(self.frequencies, query.device)]
+        chosen = query.unflatten(-1, (2, -1))[..., frequencies_of(self.columns, query.device)]
         grouped = chosen.unflatten(1, (len(self.weight), -1))  # [batch, heads, group, positions, 2, P]
         real, imaginary = self.weight.to(query.dtype)[:, None, None].unbind(-1)
         q_real, q_imaginary = grouped.unbind(-2)
@@ -138,37 +134,43 @@ class ComplexUp(nn.Module):
         return torch.cat(parts, dim=-1).flatten(1, 2)
 
 
-def rotation_of_columns(rotation: Rotation, frequencies: Frequencies) -> Rotation:
+def rotation_of_columns(rotation: Rotation, columns: Columns) -> Rotation:
     """Cosines and sines of a latent's columns, each [batch, positions, 2 P], for `rotate`."""
     cos, sin = (
-        table.unflatten(-1, (2, -1))[..., index_of(frequencies, table.device)].flatten(-2) for table in rotation
+        table.unflatten(-1, (2, -1))[..., frequencies_of(columns, table.device)].flatten(-2) for table in rotation
     )
     return cos, sin
 
 
-def index_of(frequencies: Frequencies, device: torch.device) -> Tensor:
+def frequencies_of(columns: Columns, device: torch.device) -> Tensor:
     """Return the frequency of every column, [P]."""
-    return _index(list, (frequencies,), device)
+    return _index(_frequencies, columns, device)
 
 
-def _places(frequencies: Frequencies, count: int) -> list[list[int]]:
+def _frequencies(columns: Columns) -> list[int]:
+    return [f for f, number in enumerate(columns) for _ in range(number)]
+
+
+def _places(columns: Columns) -> list[list[int]]:
     """The columns of every frequency, [frequencies, most columns of one]; -1 for those that it has fewer."""
-    of = [[place for place, frequency in enumerate(frequencies) if frequency == f] for f in range(count)]
-    most = max(map(len, of))
-    return [places + [-1] * (most - len(places)) for places in of]
+    most, places, end = max(columns), [], 0
+    for number in columns:
+        places.append([*range(end, end + number), *[-1] * (most - number)])
+        end += number
+    return places
 
 
-def _index(make: Callable[..., list], given: tuple, device: torch.device) -> Tensor:
-    """An index made of `given`, once for every device: no buffer of a module, which would be lost on the meta one."""
+def _index(make: Callable[[Columns], list], columns: Columns, device: torch.device) -> Tensor:
+    """An index made of `columns`, once for every device: no buffer of a module, which would be lost on the meta one."""
     if torch.compiler.is_compiling():
-        return torch.tensor(make(*given), device=device)
-    return _kept_index(make, given, device)
+        return torch.tensor(make(columns), device=device)
+    return _kept_index(make, columns, device)
 
 
 @cache
-def _kept_index(make: Callable[..., list], given: tuple, device: torch.device) -> Tensor:
+def _kept_index(make: Callable[[Columns], list], columns: Columns, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # it is used in training as well
-        return torch.tensor(make(*given), device=device)
+        return torch.tensor(make(columns), device=device)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .attention import KeyValues, LeanAttention, attend, autocast, update_cache
-from .latent import Absorbing, ComplexUp, Frequencies, absorbing_pays, expand, rotation_of_columns
+from .latent import Absorbing, Columns, ComplexUp, absorbing_pays, expand, rotation_of_columns
 from .layout import LayerPlan
 from .position import Rotation, Rotations, rotate, rotation_back, rotation_of
 from .registry import ConfigError, Projection
@@ -34,15 +34,12 @@ class LatentKeys(Projection):
     """`k_proj` makes the latent, and `k_up_proj` the key heads of it.
 
     With rotary positions the latent, [batch, positions, 2 P], has the real parts of P complex columns and then the
-    imaginary ones, each in the order of `frequencies`; dimension i of a head and i + head_dim / 2 are a complex
+    imaginary ones, each in the order of their frequencies; dimension i of a head and i + head_dim / 2 are a complex
     number too. Without rotary positions it has `rank` real columns and key heads are any linear map of them.
 
     Options:
         columns: complex columns of each of the head_dim / 2 frequencies, from 0 to the number of key heads; by default
             half of the heads. For layers with rotary positions.
-        own: how many of these columns come first: the first of every frequency that has one, then the second ones, and
-            so on. A key head whose own they are then finds them side by side. By default none, and columns are in the
-            order of their frequencies.
         rank: real columns, by default half of the width of the key heads; with rotary positions they are spread evenly
             over the frequencies.
     """
@@ -51,16 +48,6 @@ class LatentKeys(Projection):
     attention = "latent_heads"
     columns: tuple[int, ...] | None = None
     rank: int | None = None
-    own: tuple[int, ...] | None = None
-
-    @property
-    def frequencies(self) -> Frequencies | None:
-        """Of every complex column, in their order; None without rotary positions."""
-        if self.columns is None:
-            return None
-        own = self.own or (0,) * len(self.columns)
-        first = [f for place in range(max(own)) for f, number in enumerate(own) if number > place]
-        return (*first, *(f for f, number in enumerate(self.columns) for _ in range(number - own[f])))
 
     def in_layer(self, config, num_heads: int, rope: str | None) -> "LatentKeys":
         if reason := self._clash_in_layer(config, num_heads, rope):
@@ -81,8 +68,6 @@ class LatentKeys(Projection):
             return "qk_norm norms every head's key, and the keys are never made when decoding from the latent"
         if self.columns is not None and self.rank is not None:
             return "columns and rank both say how wide the latent is; give one of them"
-        if self.own is not None and self.columns is None:
-            return "own says which of the columns come first, and there are none; give columns too"
         width = num_heads * config.head_dim
         if rope is not None:
             return self._rotary_clash(config, num_heads, getattr(config, rope))
@@ -104,12 +89,7 @@ class LatentKeys(Projection):
             return f"columns must be {frequencies} numbers, one for each frequency; found {len(self.columns)}"
         if (found := next((number for number in self.columns if not 0 <= number <= num_heads), None)) is not None:
             return f"columns must be from 0 to {num_heads}, the number of key heads; found {found}"
-        if not any(self.columns):
-            return "columns are 0 for every frequency; give at least one column"
-        own = self.columns if self.own is None else self.own
-        if len(own) != frequencies or any(not 0 <= a <= b for a, b in zip(own, self.columns, strict=True)):
-            return f"own must be {frequencies} numbers, each from 0 to the frequency's columns; found {list(own)}"
-        return None
+        return None if any(self.columns) else "columns are 0 for every frequency; give at least one column"
 
     def latent_rank(self, config, num_heads: int) -> int:
         """Return the real columns that are cached, of a mechanism that `in_layer` gave."""
@@ -120,8 +100,8 @@ class LatentKeys(Projection):
 
     def build_up(self, config, num_heads: int, key_columns: int) -> nn.Module:
         """Return the map of the latent to the key heads; their bias is part of the latent."""
-        if self.frequencies is not None:
-            return ComplexUp(num_heads, self.frequencies, config.head_dim // 2)
+        if self.columns is not None:
+            return ComplexUp(num_heads, self.columns)
         up = nn.Linear(key_columns, num_heads * config.head_dim, bias=False)
         up.initial_std = up.in_features**-0.5
         return up
@@ -182,7 +162,7 @@ class LatentAndKeys(NamedTuple):
     keys: Tensor
     new: Tensor
     back: Rotation | None
-    frequencies: Frequencies | None = None
+    frequencies: Columns | None = None
 
     @property
     def columns(self) -> int:
@@ -237,7 +217,7 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         if self.k_up_proj is None:
             key = self._split_heads(new_keys, self.k_norm, rotation)
         else:
-            key = self._latent_head(new_keys, layer.key_frequencies, rotation)
+            key = self._latent_head(new_keys, layer.key_columns, rotation)
         value = self._split_heads(value, None, None) if self.v_up_proj is None else self._latent_head(value, None, None)
         own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
         key, values = own.keys, own.values
@@ -271,7 +251,7 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
             return None
         assert own.keys is not None and own.values is not None
         back = rotation_back(layer, position_embeddings)
-        return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key_frequencies)
+        return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key_columns)
 
     def _absorbs_values(self, query: Tensor, key: Tensor, columns: int) -> bool:
         """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""
@@ -284,9 +264,9 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         """Whether heads attend to a latent itself; see `absorbing_pays`."""
         return absorbing_pays(up, query, positions, columns)
 
-    def _latent_head(self, projected: Tensor, frequencies: Frequencies | None, rotation: Rotation | None) -> Tensor:
+    def _latent_head(self, projected: Tensor, columns: Columns | None, rotation: Rotation | None) -> Tensor:
         """[batch, positions, columns] to the one head that is cached of it, its complex columns rotated."""
         head = projected[:, None]
-        if frequencies is not None and rotation is not None:
-            head = self.rotate(head, rotation_of_columns(rotation, frequencies))
+        if columns is not None and rotation is not None:
+            head = self.rotate(head, rotation_of_columns(rotation, columns))
         return autocast(head)

@@ -186,9 +186,9 @@ class BlockWeights:
         return self.value.reads_keys
 
     @property
-    def key_frequencies(self) -> tuple[int, ...] | None:
-        """Of every complex column of the keys' latent; None: there are none."""
-        return self.key.frequencies
+    def key_columns(self) -> tuple[int, ...] | None:
+        """Complex columns of the keys' latent, by frequency; None: there are none."""
+        return self.key.columns
 
     def build_mixer(self, config) -> Any:
         """Return the module that new values pass through before they are cached (see HeadLayout), or None."""

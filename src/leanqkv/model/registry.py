@@ -39,7 +39,7 @@ class Projection(Mechanism):
     reuses_keys = False  # a value that is the key
     reads_keys = False  # a value that is made of keys too
     passes_input = False  # the input itself is in it, multiplied by no weight
-    frequencies: tuple[int, ...] | None = None  # of the complex columns of a key's latent
+    columns: tuple[int, ...] | None = None  # complex ones of a key's latent, by frequency
     attention = "heads"  # the attention that can compute it, in mechanisms.py
 
     def in_layer(self, config, num_heads: int, rope: str | None) -> "Projection":

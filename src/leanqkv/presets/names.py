@@ -28,7 +28,7 @@ _MODEL_SLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 # Lists, though they may have one entry.
-LISTS = ("layers", "columns", "own", "window_layers", "rope_layers")
+LISTS = ("layers", "columns", "window_layers", "rope_layers")
 
 
 @dataclass(frozen=True)
