@@ -45,8 +45,8 @@ NEW, REQUESTS, LONGEST = 70, 16, 250
 # So little that requests are preempted: pages for about 1,600 tokens of the baseline.
 SCARCE = 1600
 MEMORY = 64 * 2**20
-# Rounds in each of two orders of the engines, and new tokens of a request in the round before them.
-ROUNDS, WARM_UP = 2, 8
+# New tokens of a request in the round before those that count.
+WARM_UP = 8
 LLAMA = "llama-130m"
 # Tokens of the baseline that there is memory for in a measurement of throughput; None: as much as 64 requests need.
 MEMORIES: tuple[int | None, ...] = (None, 1600)
@@ -147,7 +147,7 @@ def measure_memory() -> list[dict[str, Any]]:
     return rows
 
 
-def measure_throughput(checkpoint: str | None, dtype: str, random: bool) -> list[dict[str, Any]]:
+def measure_throughput(checkpoint: str | None, dtype: str, random: bool, rounds: int) -> list[dict[str, Any]]:
     """New tokens per second, engines of one process taking steps in turn: what disturbs one disturbs all.
 
     A second process has the engines in the reverse order, so that their place in it does not count for one of them.
@@ -164,7 +164,7 @@ def measure_throughput(checkpoint: str | None, dtype: str, random: bool) -> list
                 models = dict(shapes[shape])
                 if tokens is not None:
                     del models[NOT_OF_SCARCITY]
-                first, second = (_in_a_process(order, tokens, dtype) for order in (models, _reversed(models)))
+                first, second = (_in_a_process(order, tokens, dtype, rounds) for order in (models, _reversed(models)))
                 for name in models:
                     row = {"shape": shape, "model": name, "memory": tokens, "dtype": dtype}
                     rows.append({**row, "rounds": [*first[name], *second[name]]})
@@ -211,10 +211,10 @@ def _reversed(models: dict[str, Path]) -> dict[str, Path]:
     return dict(reversed(models.items()))
 
 
-def _in_a_process(models: dict[str, Path], tokens: int | None, dtype: str) -> dict[str, list[dict[str, Any]]]:
-    """Time models with memory for that many tokens of the baseline; None: for all."""
-    given = {name: str(directory) for name, directory in models.items()}
-    done = _run([sys.executable, __file__, "--together", json.dumps([given, tokens, dtype])])
+def _in_a_process(models: dict[str, Path], *given: Any) -> dict[str, list[dict[str, Any]]]:
+    """Time models; given: as `time_together` takes it."""
+    places = {name: str(directory) for name, directory in models.items()}
+    done = _run([sys.executable, __file__, "--together", json.dumps([places, *given])])
     return json.loads(done.splitlines()[-1])
 
 
@@ -225,8 +225,11 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def time_together(models: dict[str, str], tokens: int | None, dtype: str) -> None:
-    """Print what 64 requests of 128 tokens take for 128 new tokens each, after a short round that is not measured."""
+def time_together(models: dict[str, str], tokens: int | None, dtype: str, rounds: int) -> None:
+    """Print what 64 requests of 128 tokens take for 128 new tokens each, round by round, after a short one.
+
+    tokens: of the baseline, for which there is memory; None: for all.
+    """
     given = {"dtype": dtype, "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
     given |= {"enforce_eager": False, "enable_prefix_caching": False}
     draw = torch.Generator().manual_seed(0)
@@ -243,10 +246,10 @@ def time_together(models: dict[str, str], tokens: int | None, dtype: str) -> Non
                 own |= {"block_size": 64, "additional_config": {"cache_bits": CODED[name]}}
             engines.append(stack.enter_context(engine(Path(directory), **own)))
         run_in_turns(engines, prompts, 0, WARM_UP)
-        rounds = [run_in_turns(engines, prompts, number, 128) for number in range(1, ROUNDS + 1)]
+        found = [run_in_turns(engines, prompts, number, 128) for number in range(1, rounds + 1)]
     kept = ("seconds", "steps", "preempted", "most_at_once")
-    found = {name: [{key: one[place][key] for key in kept} for one in rounds] for place, name in enumerate(models)}
-    print(json.dumps(found))
+    times = {name: [{key: one[place][key] for key in kept} for one in found] for place, name in enumerate(models)}
+    print(json.dumps(times))
 
 
 def measure_clients() -> list[dict[str, Any]]:
@@ -330,7 +333,9 @@ def _metric(metrics: str, name: str) -> float:
 PARTS = {
     "tokens": lambda options: measure_tokens(),
     "memory": lambda options: measure_memory(),
-    "throughput": lambda options: measure_throughput(options.checkpoint, options.dtype, not options.only_checkpoint),
+    "throughput": lambda options: measure_throughput(
+        options.checkpoint, options.dtype, not options.only_checkpoint, options.rounds
+    ),
     "clients": lambda options: measure_clients(),
 }
 
@@ -427,6 +432,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", metavar="MODEL", help="also time this model: a GGUF file or a directory")
     parser.add_argument("--only-checkpoint", action="store_true", help=f"leave {LLAMA} out of the throughput")
     parser.add_argument("--dtype", default="bfloat16", help="of the throughput")
+    parser.add_argument("--rounds", type=int, default=2, help="in each of two orders of the engines")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     harness.run(parser, measure, tables)
 
