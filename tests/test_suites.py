@@ -127,7 +127,8 @@ def test_committed_comparisons_are_what_their_suites_still_ask_for(plan):
     assert content["notes"] == [*suite.notes]
     for label, written in content.get("entries", {}).items():
         one = suite.entries[label]
-        assert written == {"model": one.model, "recipe": one.recipe, "row": one.row}
+        uptrained = {} if one.uptrain is None else {"uptrain": one.uptrain}
+        assert written == {"model": one.model, "recipe": one.recipe, "row": one.row, **uptrained}
 
 
 # --- what is printed agrees with itself and with what is built --------------------------------------------------------
