@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from leanqkv import LeanForCausalLM, preset
-from leanqkv.data import prepare_data
+from leanqkv.data.prepare import prepare_data
 from leanqkv.environment import made_on
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
 

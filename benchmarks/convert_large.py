@@ -23,7 +23,7 @@ from eliminate_large import make, run, size
 from leanqkv import LeanConfig
 from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.convert.activations import Layers
-from leanqkv.data import prepare_data
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
 from leanqkv.files import read_json
 from leanqkv.model.shapes import parameter_shapes

@@ -23,10 +23,11 @@ import torch
 from leanqkv import LeanForCausalLM
 from leanqkv.compare.records import ComparisonRecord, Run, load_comparison
 from leanqkv.compare.statistics import PairedDifference, over_seeds
-from leanqkv.data import collate, prepare_data
+from leanqkv.data.batches import collate
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
-from leanqkv.evaluate.loss import token_losses
 from leanqkv.evaluate.paired import spread_windows
+from leanqkv.evaluate.strided import window_losses
 from leanqkv.files import read_json
 from leanqkv.progress import progress_bar
 from leanqkv.report.text import ABSENT, with_interval
@@ -94,8 +95,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with progress_bar("models") as bar:
         for done, (folder, run) in enumerate(runs.items()):
             model = LeanForCausalLM.from_pretrained(folder)
-            losses, _ = token_losses(model, tokens, starts, length, 32)
-            means = {kind: float((weight * losses).sum()) for kind, weight in weights.items()}
+            losses, _ = window_losses(model, tokens, [(start, length) for start in starts], length, batch_size=32)
+            means = {kind: float((weight * losses.view(weight.shape)).sum()) for kind, weight in weights.items()}
             rows[folder.name] = {"run": folder.name, "model": run.name, "seed": run.seed, "loss": means}
             bar(done + 1, len(runs))
     return common | {"rows": sorted(rows.values(), key=lambda row: (names.index(row["model"]), row["seed"]))}

@@ -22,9 +22,9 @@ import harness
 import torch
 
 from leanqkv.checkpoints.open import load_model, open_causal_lm
-from leanqkv.data import EvaluationText, evaluation_text, unseen_split
+from leanqkv.data.evaluation import EvaluationText, evaluation_text, unseen_split
 from leanqkv.errors import LeanError
-from leanqkv.evaluate import paired_record, spread_windows
+from leanqkv.evaluate.paired import paired_record, spread_windows
 from leanqkv.files import make_directory, read_json, write_json
 from leanqkv.report.text import signed
 

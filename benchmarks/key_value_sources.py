@@ -36,7 +36,7 @@ from leanqkv.convert.latent_values import ValueGram, value_latents, value_width
 from leanqkv.convert.merged_values import PairGrams, fit_pair
 from leanqkv.convert.output_fit import Fit, fit_output, token_weights
 from leanqkv.convert.sweeps import HELD_OUT
-from leanqkv.data import prepare_data
+from leanqkv.data.prepare import prepare_data
 
 BATCH = 4
 WORDS = {

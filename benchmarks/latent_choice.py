@@ -22,10 +22,10 @@ from leanqkv.checkpoints.write import source_hashes, write_model
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.latents import Latents
 from leanqkv.convert.sweeps import Converted, Sweeps
-from leanqkv.data import EvaluationText, evaluation_text, prepare_data, unseen_split
+from leanqkv.data.evaluation import EvaluationText, evaluation_text, unseen_split
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
-from leanqkv.evaluate import PairedScores, paired_scores, spread_windows
-from leanqkv.evaluate.paired import mean_over_windows
+from leanqkv.evaluate.paired import PairedScores, mean_over_windows, paired_scores, spread_windows
 from leanqkv.report.text import signed
 
 BATCH = 4

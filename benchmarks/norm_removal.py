@@ -16,9 +16,10 @@ import harness
 from harness import Command
 
 from leanqkv.checkpoints.open import load_model, open_checkpoint
-from leanqkv.data import batch_plan, prepare_data
+from leanqkv.data.batches import batch_plan
+from leanqkv.data.prepare import prepare_data
 from leanqkv.eliminate import eliminate_directory, parse_request
-from leanqkv.evaluate import sequence_losses
+from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.files import read_json
 
 # The fields of a shape, what goes from it, and of which layers.

@@ -23,10 +23,10 @@ from torch import Tensor
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.convert.activations import Layers
 from leanqkv.convert.conversion import calibration_tokens
-from leanqkv.data import EvaluationText, evaluation_text, prepare_data, unseen_split
+from leanqkv.data.evaluation import EvaluationText, evaluation_text, unseen_split
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
-from leanqkv.evaluate import paired_record, spread_windows
-from leanqkv.evaluate.paired import last_states
+from leanqkv.evaluate.paired import last_states, paired_record, spread_windows
 from leanqkv.model import attention
 from leanqkv.model.position import rotate
 from leanqkv.report.text import signed

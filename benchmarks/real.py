@@ -32,10 +32,11 @@ from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.checkpoints.write import source_hashes
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.targets import METHODS, LatentsOptions
-from leanqkv.data import EvaluationText, evaluation_text, prepare_data, unseen_split
+from leanqkv.data.evaluation import EvaluationText, evaluation_text, unseen_split
+from leanqkv.data.prepare import prepare_data
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
-from leanqkv.evaluate import paired_record, spread_windows
+from leanqkv.evaluate.paired import paired_record, spread_windows
 from leanqkv.files import hash_files, make_directory, read_json, write_json
 from leanqkv.model.shapes import count_parameters
 from leanqkv.report.text import signed

@@ -26,14 +26,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from leanqkv import LeanConfig, preset
-from leanqkv.data import collate
+from leanqkv.data.batches import collate
 from leanqkv.errors import LeanError
 from leanqkv.files import read_json
 from leanqkv.memory import PeakMemory
-from leanqkv.presets import Recipe, recipe
+from leanqkv.presets.recipes import Recipe, recipe
 from leanqkv.progress import progress_bar
-from leanqkv.train import Precision, Step
+from leanqkv.train.micro_batch import Step
 from leanqkv.train.optimizer import make_optimizer, make_schedule
+from leanqkv.train.precision import Precision
 from leanqkv.train.tasks import task_of
 
 ROOT = Path(__file__).parents[1]

@@ -18,10 +18,14 @@ import harness
 import torch
 
 from leanqkv import LeanForCausalLM, preset, recipe
-from leanqkv.data import TokenData, collate, make_batch_plan, prepare_data
+from leanqkv.data.batches import collate, make_batch_plan
+from leanqkv.data.prepare import prepare_data
+from leanqkv.data.token_files import TokenData
 from leanqkv.environment import default_device
-from leanqkv.train import RunSpec, parse_precision, train
 from leanqkv.train.optimizer import make_optimizer, make_schedule
+from leanqkv.train.precision import parse_precision
+from leanqkv.train.spec import RunSpec
+from leanqkv.train.training import train
 
 
 def training_run(spec: RunSpec, data: TokenData, device: str) -> list[float]:

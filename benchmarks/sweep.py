@@ -23,7 +23,8 @@ from leanqkv.compare.comparison import run_comparison
 from leanqkv.compare.jobs import Update
 from leanqkv.compare.launch import Cluster
 from leanqkv.compare.suite import Comparison, Entry
-from leanqkv.data import TokenData, prepare_data
+from leanqkv.data.prepare import prepare_data
+from leanqkv.data.token_files import TokenData
 from leanqkv.files import read_json
 from leanqkv.presets import preset
 from leanqkv.progress import progress_bar

@@ -25,7 +25,7 @@ from leanqkv.checkpoints.write import source_hashes, write_model
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.latents import Latents
 from leanqkv.convert.sweeps import Sweeps
-from leanqkv.data import prepare_data
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
 from leanqkv.evaluate.harness import load_tasks, paired_answers, task_scores
 from leanqkv.report.text import signed

@@ -24,7 +24,7 @@ import harness
 import psutil
 
 from leanqkv.checkpoints.tokenizer import load_tokenizer
-from leanqkv.data import open_corpus
+from leanqkv.data.corpus import open_corpus
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.environment import available_cores
 from leanqkv.errors import LeanError

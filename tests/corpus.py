@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from leanqkv import preset, recipe
-from leanqkv.data import TokenData, prepare_data
-from leanqkv.train import RunSpec
+from leanqkv.data.prepare import prepare_data
+from leanqkv.data.token_files import TokenData
+from leanqkv.train.spec import RunSpec
 
 SHAPE = (
     "+hidden_size=32+intermediate_size=64+num_hidden_layers=2+num_attention_heads=2+vocab_size=300"

@@ -4,7 +4,7 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
 from leanqkv.inference.batch import Row, Scheduler
-from leanqkv.presets import MECHANISMS
+from leanqkv.presets.catalog import MECHANISMS
 
 PROMPT = 9
 # Of rows decoded together.

@@ -24,7 +24,7 @@ from leanqkv import LeanForCausalLM
 from leanqkv.compare.comparison import run_comparison
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suite import Comparison, Entry
-from leanqkv.data import collate
+from leanqkv.data.batches import collate
 from leanqkv.files import read_json
 from leanqkv.report.text import with_interval
 

@@ -18,9 +18,9 @@ from leanqkv.compare.suite import Entry
 from leanqkv.compare.suites import SUITES
 from leanqkv.compare.uptraining import check_uptrained
 from leanqkv.convert.conversion import Conversion
-from leanqkv.data import batch_plan, collate
-from leanqkv.evaluate import sequence_losses
+from leanqkv.data.batches import batch_plan, collate
 from leanqkv.evaluate.harness import load_tasks, task_scores
+from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.report.comparison import markdown
 from leanqkv.report.comparison_page import KIND
 

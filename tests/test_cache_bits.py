@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from leanqkv import LeanError, LeanForCausalLM, cache_bytes
 from leanqkv.cache_bits import PLAIN, CacheBits
 from leanqkv.checkpoints.tokenizer import load_tokenizer
-from leanqkv.data import evaluation_text
-from leanqkv.evaluate import obstacle, strided_windows
+from leanqkv.data.evaluation import evaluation_text
+from leanqkv.evaluate.states import obstacle
+from leanqkv.evaluate.strided import strided_windows
 from leanqkv.inference import Decoder
 from leanqkv.inference.bench import measure
 from leanqkv.inference.cache import token_bytes

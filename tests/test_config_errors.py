@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from leanqkv import ConfigError, LeanConfig, LeanError, plan, preset
-from leanqkv.presets import MECHANISMS
+from leanqkv.presets.catalog import MECHANISMS
 
 # Mechanisms, fields, what the message must contain.
 REFUSED = table("configurations/fields")

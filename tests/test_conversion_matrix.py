@@ -13,7 +13,8 @@ from shapes import tokens
 from leanqkv import LeanError
 from leanqkv.convert.calibrated import calibrated
 from leanqkv.convert.targets import SkipV1Options
-from leanqkv.presets import MECHANISMS, parse_name
+from leanqkv.presets.catalog import MECHANISMS
+from leanqkv.presets.names import parse_name
 
 # Slots whose refusal names no `type`.
 WORDS = {"heads": "value heads", "depth_average": "depth_average"}

@@ -20,9 +20,10 @@ from leanqkv.checkpoints.card import origin
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.commands import converting
 from leanqkv.convert.conversion import Conversion
-from leanqkv.data import evaluation_text
+from leanqkv.data.evaluation import evaluation_text
 from leanqkv.data.tokenizer import train_tokenizer
-from leanqkv.evaluate import paired, paired_scores, spread_windows
+from leanqkv.evaluate import paired
+from leanqkv.evaluate.paired import paired_scores, spread_windows
 from leanqkv.report import conversion as report
 from leanqkv.report.conversion import KIND
 
@@ -249,7 +250,7 @@ def test_texts_of_different_kinds_are_warned_of(place, unwrapped):
 
 def test_a_short_evaluation_text_makes_the_texts_no_slower_to_compare(place, unwrapped, monkeypatch):
     """As many calibration tokens are scored as of any other text, from all over them."""
-    rows, losses = [], converting.sequence_losses
+    rows, losses = [], converting.window_losses
 
     def seen(model, tokens, starts, *rest, **how):
         rows.append(tokens.reshape(len(starts), -1) if len(tokens) % 32 == 0 else None)
@@ -260,7 +261,7 @@ def test_a_short_evaluation_text_makes_the_texts_no_slower_to_compare(place, unw
     monkeypatch.setattr(
         converting.Comparison, "compare_domains", lambda self, *at: sample.append(at[0]) or compare(self, *at)
     )
-    monkeypatch.setattr(converting, "sequence_losses", seen)
+    monkeypatch.setattr(converting, "window_losses", seen)
     monkeypatch.setattr(converting, "COMPARED_TOKENS", 320)
     Path("short.txt").write_text("the quick brown fox")
     assert unwrapped(*FROM_CORPUS, "--evaluate", "short.txt")[0] == 0

@@ -14,8 +14,10 @@ import torch
 
 from experiments.vision.task import image_plan, make_image_plan
 from leanqkv import LeanError
-from leanqkv.data import batch_plan, check_plan, collate, make_batch_plan, open_corpus, prepare_data
 from leanqkv.data import prepare as prepare_module
+from leanqkv.data.batches import batch_plan, check_plan, collate, make_batch_plan
+from leanqkv.data.corpus import open_corpus
+from leanqkv.data.prepare import prepare_data
 from leanqkv.data.tokenizer import train_tokenizer
 
 TEXT = [f"line {i}: the quick brown fox number {i * i} jumps over the lazy dog\n" for i in range(400)]

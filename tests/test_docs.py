@@ -25,7 +25,8 @@ from leanqkv.cli import alone, app
 from leanqkv.compare.records import load_comparison
 from leanqkv.compare.suites import SUITES
 from leanqkv.model import mechanisms
-from leanqkv.presets import MECHANISMS, recipe
+from leanqkv.presets.catalog import MECHANISMS
+from leanqkv.presets.recipes import recipe
 from leanqkv.report import bench as inference
 from leanqkv.report import frontier
 from leanqkv.report.comparison import markdown

@@ -13,15 +13,17 @@ import torch
 from corpus import write_corpus
 from local_tasks import QUESTIONS, write_tasks
 from shapes import randomize, tiny
+from text_losses import strided_losses
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanqkv import LeanError, LeanForCausalLM, progress
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.checkpoints.tokenizer import load_tokenizer
-from leanqkv.data import evaluation_text, prepare_data
+from leanqkv.data.evaluation import evaluation_text
+from leanqkv.data.prepare import prepare_data
 from leanqkv.data.tokenizer import END_OF_TEXT, train_tokenizer
-from leanqkv.evaluate import loss_figures, strided_losses, strided_windows
+from leanqkv.evaluate.strided import loss_figures, strided_windows
 
 ROUNDING = 1e-12
 VOCABULARY = 300

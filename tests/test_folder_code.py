@@ -14,7 +14,7 @@ from shapes import randomize, tiny, tokens
 
 import leanqkv
 from leanqkv import LeanConfig, LeanForCausalLM, LeanForImageClassification, LeanForMaskedLM, LeanModel, preset
-from leanqkv.presets import MECHANISMS
+from leanqkv.presets.catalog import MECHANISMS
 
 CODE = Path(leanqkv.__file__).parent / "model"
 # Files more than a baseline's. A mechanism has one of its own; nothing else is there.

@@ -14,12 +14,13 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
 from leanqkv.cache_bits import PLAIN, VALID, CacheBits
-from leanqkv.data import EvaluationText
+from leanqkv.data.evaluation import EvaluationText
 from leanqkv.data.tokenizer import train_tokenizer
-from leanqkv.evaluate import cached_states
-from leanqkv.frontier import PRECISIONS as QUANTIZED
-from leanqkv.frontier import candidates
+from leanqkv.evaluate.paired import spread_windows
+from leanqkv.evaluate.states import cached_states
 from leanqkv.frontier.measure import calibration_samples
+from leanqkv.frontier.points import PRECISIONS as QUANTIZED
+from leanqkv.frontier.points import candidates
 from leanqkv.frontier.scoring import Scorer, decode_speed
 from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.report.frontier import KIND, best_within, read_points, recommendations
@@ -191,7 +192,7 @@ def test_every_precision_has_its_own_score() -> None:
     source, model = (randomize(LeanForCausalLM(config), std=0.3, seed=seed).eval() for seed in (0, 1))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 400).astype("uint16")
     text = EvaluationText("random numbers", "whole", tokens)
-    scorer = Scorer(source, [text, text], 384, 192)
+    scorer = Scorer(source, [(text, spread_windows(len(tokens), 192, 2))] * 2, 192)
     alone = [scorer.compare(model, [precision], lambda *_: None) for precision in PRECISIONS]
     together = scorer.compare(model, PRECISIONS, lambda *_: None)
     assert together == [one for [one] in alone] and together[0] != together[1] != together[2]

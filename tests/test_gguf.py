@@ -27,9 +27,9 @@ from refusing import refused
 from shapes import assert_near, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.checkpoints.gguf import GgufCheckpoint
 from leanqkv.checkpoints.gguf_tokenizer import CUTTINGS, load_tokenizer
+from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.errors import LeanError
 

@@ -10,7 +10,7 @@ from shapes import assert_near, randomize, tiny, tokens
 
 from leanqkv import LeanError, LeanForCausalLM
 from leanqkv.convert.grouped_heads import ratios, with_grouped_heads
-from leanqkv.frontier import candidates
+from leanqkv.frontier.points import candidates
 from leanqkv.model.shapes import parameter_shapes
 
 

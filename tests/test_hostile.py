@@ -27,9 +27,9 @@ from leanqkv.cli import alone, app
 from leanqkv.compare.suite import Comparison, Entry
 from leanqkv.convert.targets import SkipV1Options
 from leanqkv.data.tokenizer import train_tokenizer
-from leanqkv.presets import recipe
+from leanqkv.presets.recipes import recipe
 from leanqkv.ranges import RANGES
-from leanqkv.train import RunSpec
+from leanqkv.train.spec import RunSpec
 
 MODEL = f"tiny{SHAPE}".replace("embeddings=32", "embeddings=64")
 OUT = ("--out", "result")

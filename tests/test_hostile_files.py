@@ -169,7 +169,7 @@ def test_a_full_disk_while_the_token_cache_is_filled(folder, cli, monkeypatch):
 @pytest.mark.parametrize("shape", ["gpt", "llama"])
 @torch.no_grad()
 def test_a_model_is_the_one_that_from_pretrained_loads(tmp_path, shape, dtype):
-    from leanqkv.checkpoints import load_model, open_checkpoint
+    from leanqkv.checkpoints.open import load_model, open_checkpoint
 
     saved = randomize(LeanForCausalLM(tiny(shape, "skipv1")).to(dtype), std=0.2)
     saved.generation_config.eos_token_id = 7

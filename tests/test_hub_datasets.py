@@ -8,7 +8,9 @@ import pytest
 from corpus import content, document, forget
 
 from leanqkv import LeanError
-from leanqkv.data import open_corpus, prepare_data, tokenizing
+from leanqkv.data import tokenizing
+from leanqkv.data.corpus import open_corpus
+from leanqkv.data.prepare import prepare_data
 
 
 @pytest.fixture

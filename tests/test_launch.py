@@ -17,7 +17,7 @@ from leanqkv import LeanError
 from leanqkv.compare.comparison import run_comparison
 from leanqkv.compare.launch import Cluster, InJob, Launcher
 from leanqkv.compare.records import load_comparison
-from leanqkv.data import open_corpus
+from leanqkv.data.corpus import open_corpus
 
 pytest.importorskip("submitit")
 

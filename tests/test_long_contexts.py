@@ -11,6 +11,7 @@ from converting import source
 from pairing import model, text
 from reducing import EPS, KINDS, SMALL, sample_of, sweep
 from shapes import assert_near, randomize, tiny, tokens
+from text_losses import strided_losses
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,21 +22,11 @@ from leanqkv.convert import activations
 from leanqkv.convert.calibrated import calibrated
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.targets import SkipV1Options
-from leanqkv.data import MaskedTokens
-from leanqkv.evaluate import (
-    by_position,
-    cached_states,
-    loss,
-    masked_losses,
-    paired_figures,
-    paired_scores,
-    spread_windows,
-    strided,
-    strided_losses,
-    strided_scores,
-    strided_windows,
-)
-from leanqkv.evaluate.paired import mean_over_windows
+from leanqkv.data.objectives import MaskedTokens
+from leanqkv.evaluate import loss, strided
+from leanqkv.evaluate.paired import mean_over_windows, paired_figures, paired_scores, spread_windows
+from leanqkv.evaluate.states import cached_states
+from leanqkv.evaluate.strided import by_position, strided_windows, window_losses
 from leanqkv.model.masked_lm import LeanForMaskedLM
 
 LENGTH, HEADS, VOCABULARY = 128, 4, 512
@@ -91,15 +82,15 @@ def test_logits_are_made_a_piece_at_a_time(task: str, monkeypatch) -> None:
     own = "masked_lm" if task == "masked_lm" else "causal_lm"
     config = tiny("llama", task=own, vocab_size=VOCABULARY, max_position_embeddings=2 * LENGTH)
     scored = randomize((LeanForMaskedLM if own == "masked_lm" else LeanForCausalLM)(config))
-    ids, length = tokens(1, 8 * LENGTH + 1, VOCABULARY)[0].numpy(), 2 * LENGTH
+    ids, length = tokens(1, 10 * LENGTH + 1, VOCABULARY)[0].numpy(), 2 * LENGTH
     states = cached_states(CacheBits(8, 4)) if task == "quantized" else None
     drawn = MaskedTokens(mask=0, vocabulary=VOCABULARY, special=())
 
     def score() -> Tensor:
         if own == "masked_lm":
-            windows = spread_windows(len(ids), length, 4)
-            return masked_losses(scored, ids, windows, length, drawn, batch_size=4)
-        return strided_losses(scored, ids, context_length=length, stride=length, states=states)
+            windows = spread_windows(len(ids), length, 5)
+            return window_losses(scored, ids, windows, length, objective=drawn, batch_size=4)[0]
+        return strided_losses(scored, ids[: 4 * length + 1], context_length=length, stride=length, states=states)
 
     whole, most = largest(score)
     assert most >= 0.14 * 4 * length * VOCABULARY
@@ -116,7 +107,7 @@ def test_scores_by_position(monkeypatch) -> None:
     windows = strided_windows(len(ids), 32, 12)
     [scores] = paired_scores(before, after, ids, windows, 32)
     figures = paired_figures(scores, None)
-    losses, positions = strided_scores(after, ids, context_length=32, stride=12)
+    losses, positions = window_losses(after, ids, windows, 32)
     by_hand = [(number, place) for number, (_, count) in enumerate(windows) for place in range(32 - count, 32)]
     assert positions.tolist() == scores.position.tolist() == [place for _, place in by_hand]
     alone = by_position(positions, lambda here: {"loss": losses[here].mean().item()})

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from leanqkv import LeanError
-from leanqkv.data import evaluation_text, prepare_data, stored_tokens
+from leanqkv.data.evaluation import evaluation_text
+from leanqkv.data.prepare import prepare_data
+from leanqkv.data.token_files import stored_tokens
 
 
 def write_megatron(path, documents, dtype="uint16", code=8):

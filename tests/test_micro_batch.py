@@ -12,10 +12,11 @@ import torch
 
 import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import LeanError, LeanForCausalLM, preset
+from leanqkv.environment import free_memory
 from leanqkv.memory import PeakMemory
-from leanqkv.train import Step, choose_micro_batch, free_memory, parse_precision
-from leanqkv.train.micro_batch import USABLE_SHARE, split_batch
+from leanqkv.train.micro_batch import USABLE_SHARE, Step, choose_micro_batch, split_batch
 from leanqkv.train.norm_removal import make_removable
+from leanqkv.train.precision import parse_precision
 from leanqkv.train.tasks import task_of
 from leanqkv.train.trainer import checkpoint_activations, divergence
 
@@ -74,9 +75,9 @@ MEASURE = """
 import re
 from pathlib import Path
 from leanqkv import preset
-from leanqkv.train import Precision, Step
 from leanqkv.train import precision
-from leanqkv.train.precision import time_steps
+from leanqkv.train.micro_batch import Step
+from leanqkv.train.precision import Precision, time_steps
 
 precision.TIMED_STEPS = 1
 

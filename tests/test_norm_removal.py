@@ -11,14 +11,14 @@ from shapes import randomize, tiny, tokens
 from torch import nn
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, preset
-from leanqkv.checkpoints import load_model, open_checkpoint
 from leanqkv.checkpoints.disabled_norms import fold_norms
+from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.checkpoints.tensors import weights_hash
-from leanqkv.data import batch_plan
-from leanqkv.evaluate import sequence_losses
-from leanqkv.train import train
+from leanqkv.data.batches import batch_plan
+from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.train.norm_removal import RemovableNorm, make_removable, removal_schedule, remove_norms
 from leanqkv.train.tasks import task_of
+from leanqkv.train.training import train
 
 pytestmark = pytest.mark.slow
 

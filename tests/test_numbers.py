@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanqkv import LeanConfig, LeanForCausalLM, count_parameters, kv_bytes_per_token, preset
 from leanqkv.eliminate import weight_table
-from leanqkv.presets import BASES, recipe
+from leanqkv.presets.catalog import BASES
+from leanqkv.presets.recipes import recipe
 
 # base and mechanisms, overrides, total, non-embedding
 COUNTS: list[tuple[tuple[str, ...], dict[str, Any], int, int]] = [

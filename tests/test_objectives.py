@@ -12,14 +12,15 @@ from shapes import randomize, tiny
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from leanqkv import LeanError, LeanForCausalLM, LeanForMaskedLM, preset
-from leanqkv.checkpoints import load_model, open_checkpoint
+from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.compare.suites import SUITES, choose, load_suite
-from leanqkv.data import MaskedTokens, prepare_data
+from leanqkv.data.objectives import MaskedTokens
+from leanqkv.data.prepare import prepare_data
 from leanqkv.data.tokenizer import train_tokenizer, with_mask_token
 from leanqkv.evaluate.observe import logit_spread, observe
-from leanqkv.train import train
 from leanqkv.train.tasks import MaskedTask, PrefixTask, prepare, task_of
 from leanqkv.train.trainer import LeanTrainer
+from leanqkv.train.training import train
 
 FIELDS = {"masked": "+task=masked_lm", "prefix": "+mask_type=prefix"}
 CLASSES = {"masked": LeanForMaskedLM, "prefix": LeanForCausalLM}

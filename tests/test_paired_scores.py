@@ -11,8 +11,9 @@ from scipy import stats
 from torch.nn import functional as F
 
 from leanqkv import LeanError
-from leanqkv.evaluate import paired, paired_figures, paired_scores, spread_windows, strided_windows
-from leanqkv.evaluate.paired import mean_over_windows
+from leanqkv.evaluate import paired
+from leanqkv.evaluate.paired import mean_over_windows, paired_figures, paired_scores, spread_windows
+from leanqkv.evaluate.strided import strided_windows
 
 ROUNDING = 1e-12
 

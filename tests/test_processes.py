@@ -20,10 +20,10 @@ from two_processes import two_process_step
 import leanqkv.workers
 from leanqkv import preset
 from leanqkv.compare.comparison import slug
-from leanqkv.presets import MECHANISMS
-from leanqkv.train import Step, parse_precision
+from leanqkv.presets.catalog import MECHANISMS
 from leanqkv.train.directory import complete
-from leanqkv.train.micro_batch import USABLE_SHARE
+from leanqkv.train.micro_batch import USABLE_SHARE, Step
+from leanqkv.train.precision import parse_precision
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,11 @@ import pytest
 from corpus import write_corpus
 
 from leanqkv import LeanError
-from leanqkv.data import evaluation_text, open_corpus, prepare_data, unseen_split
 from leanqkv.data import prose as prose_module
+from leanqkv.data.corpus import open_corpus
+from leanqkv.data.evaluation import evaluation_text, unseen_split
 from leanqkv.data.mixture import PIECE, _spread, parse_mixture, token_counts
+from leanqkv.data.prepare import prepare_data
 from leanqkv.data.prose import docstrings, paragraphs_of, prose
 
 DOCSTRING = """Return the sum of ``a`` and :func:`~numpy.b`, as everybody would expect it.

@@ -5,7 +5,7 @@ import pytest
 import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv import preset
 from leanqkv.model.shapes import count_parameters
-from leanqkv.presets import recipe
+from leanqkv.presets.recipes import recipe
 from leanqkv.train.run_plan import ACCELERATORS, Accelerator, plan_run
 
 COMMON = {"context_length": 128, "device": ACCELERATORS["a100"], "devices": 2, "utilization": 0.5}

@@ -258,7 +258,7 @@ def test_fifty_at_once(server):
 @pytest.fixture
 def application(tmp_path):
     """A model, and a function that asks the application on it directly: no second process is needed."""
-    from leanqkv.checkpoints import load_model, open_checkpoint
+    from leanqkv.checkpoints.open import load_model, open_checkpoint
     from leanqkv.checkpoints.tokenizer import load_tokenizer
     from leanqkv.inference.serve import build_app
 
@@ -359,7 +359,7 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(place, cli, monkeypat
 @pytest.fixture
 def live(tmp_path, monkeypatch):
     """A server on a thread of this process, with small limits."""
-    from leanqkv.checkpoints import load_model, open_checkpoint
+    from leanqkv.checkpoints.open import load_model, open_checkpoint
     from leanqkv.checkpoints.tokenizer import load_tokenizer
     from leanqkv.inference import connections, serve
 

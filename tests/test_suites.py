@@ -21,7 +21,7 @@ from leanqkv.compare.records import Run, load_comparison
 from leanqkv.compare.statistics import over_seeds
 from leanqkv.compare.suite import PAPER, SCALES, SMALL, TINY, Entry
 from leanqkv.compare.suites import SUITES, choose, load_suite
-from leanqkv.presets import recipe
+from leanqkv.presets.recipes import recipe
 from leanqkv.report.comparison import markdown, reading, terminal_report
 from leanqkv.report.comparison_page import KIND
 from leanqkv.report.papers import METRICS, number, outcome, rank_correlation
@@ -127,7 +127,8 @@ def test_committed_comparisons_are_what_their_suites_still_ask_for(plan):
     assert content["notes"] == [*suite.notes]
     for label, written in content.get("entries", {}).items():
         one = suite.entries[label]
-        assert written == {"model": one.model, "recipe": one.recipe, "row": one.row}
+        uptrained = {} if one.uptrain is None else {"uptrain": one.uptrain}
+        assert written == {"model": one.model, "recipe": one.recipe, "row": one.row, **uptrained}
 
 
 # --- what is printed agrees with itself and with what is built --------------------------------------------------------

@@ -9,8 +9,12 @@ import pytest
 from corpus import content, document, forget
 
 from leanqkv import LeanError
-from leanqkv.data import collate, evaluation_text, open_corpus, prepare_data, tokenizing
 from leanqkv.data import corpus as corpus_module
+from leanqkv.data import tokenizing
+from leanqkv.data.batches import collate
+from leanqkv.data.corpus import open_corpus
+from leanqkv.data.evaluation import evaluation_text
+from leanqkv.data.prepare import prepare_data
 from leanqkv.data.token_files import TokenFiles
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from shapes import randomize, tiny
+from text_losses import strided_losses
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
@@ -22,9 +23,13 @@ from leanqkv import LeanError, LeanForCausalLM
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.checkpoints.tokenizer import SAMPLE, check_ids, framing, load_tokenizer
 from leanqkv.convert.conversion import calibration_tokens
-from leanqkv.data import IGNORED, collate, evaluation_text, prepare_data
+from leanqkv.data.batches import IGNORED, collate
+from leanqkv.data.evaluation import evaluation_text
+from leanqkv.data.prepare import prepare_data
 from leanqkv.data.tokenizer import encode_prompt
-from leanqkv.evaluate import paired_record, sequence_losses, strided_losses, strided_windows
+from leanqkv.evaluate.loss import sequence_losses
+from leanqkv.evaluate.paired import paired_record
+from leanqkv.evaluate.strided import strided_windows
 
 WORDS = "in 2024 there were 10000 lazy dogs, def f(x): return x + 1 你好 日本   ok\n"
 DOCUMENTS = [f"{number} {WORDS[number:]}{WORDS[::-1]}" for number in range(3)]

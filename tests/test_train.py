@@ -20,20 +20,21 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from leanqkv import LeanError, LeanForCausalLM, preset, recipe
-from leanqkv.checkpoints import load_model, open_checkpoint
+from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.commands.options import outcome
-from leanqkv.data import collate, make_batch_plan
+from leanqkv.data.batches import collate, make_batch_plan
 from leanqkv.errors import TimeIsUpError
-from leanqkv.evaluate import sequence_losses
+from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.evaluate.observe import logit_spreads
 from leanqkv.files import write_json
 from leanqkv.job import locked
-from leanqkv.presets import recipe_differences
-from leanqkv.train import choose_precision, parse_precision, train
+from leanqkv.presets.recipes import recipe_differences
 from leanqkv.train import trainer as trainer_module
 from leanqkv.train.directory import begun_run, claim, clean
 from leanqkv.train.optimizer import make_optimizer, make_schedule
+from leanqkv.train.precision import choose_precision, parse_precision
 from leanqkv.train.trainer import Watch, summarize
+from leanqkv.train.training import train
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,11 @@ from shapes import randomize
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, preset
 from leanqkv.checkpoints.tensors import weights_hash
 from leanqkv.convert.methods import mean_v, with_first_layer_values
-from leanqkv.data import batch_plan, collate, make_batch_plan, prepare_data
+from leanqkv.data.batches import batch_plan, collate, make_batch_plan
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import TimeIsUpError
-from leanqkv.evaluate import sequence_losses
-from leanqkv.train import train
+from leanqkv.evaluate.loss import sequence_losses
+from leanqkv.train.training import train
 
 pytestmark = pytest.mark.slow
 

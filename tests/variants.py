@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from shapes import randomize, tiny
 
 from leanqkv import LeanConfig, LeanForCausalLM
-from leanqkv.presets import MECHANISMS
+from leanqkv.presets.catalog import MECHANISMS
 
 PAD = 0
 FOUR = {"num_hidden_layers": 4}  # so that the middle layer is not the first

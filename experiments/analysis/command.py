@@ -9,7 +9,7 @@ import typer
 from leanqkv.commands.compare import learning_rates
 from leanqkv.commands.options import ContextLength, DataOptions, Device, TextOptions, prepare
 from leanqkv.commands.publishing import publish
-from leanqkv.data import TokenData, stored_tokens
+from leanqkv.data.token_files import TokenData, stored_tokens
 from leanqkv.environment import check_device
 from leanqkv.errors import LeanError
 from leanqkv.files import check_place

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.checkpoints.tensors import weights_hash
-from leanqkv.data import TokenData, Tokens, check_plan, collate, make_batch_plan
+from leanqkv.data.batches import check_plan, collate, make_batch_plan
+from leanqkv.data.token_files import TokenData, Tokens
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
 from leanqkv.evaluate.observe import logit_spread, logit_spreads, observe

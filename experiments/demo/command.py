@@ -8,7 +8,7 @@ import torch
 
 from leanqkv.commands.compare import train_with_display
 from leanqkv.commands.options import DataOptions, Device, prepare
-from leanqkv.data import check_plan
+from leanqkv.data.batches import check_plan
 from leanqkv.environment import check_device
 from leanqkv.errors import LeanError
 from leanqkv.job import Job, check_out

@@ -12,12 +12,13 @@ import torch
 from leanqkv.checkpoints.open import load_config, load_model, open_checkpoint
 from leanqkv.compare.suite import Comparison, Entry
 from leanqkv.convert.conversion import REPORT, Conversion, calibration_tokens
-from leanqkv.data import TokenData, batch_plan, collate
+from leanqkv.data.batches import batch_plan, collate
+from leanqkv.data.token_files import TokenData
 from leanqkv.eliminate import eliminate_directory, parse_request, verify
 from leanqkv.eliminate.elimination import CERTIFICATE
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
-from leanqkv.evaluate import sequence_losses
+from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.inference import Decoder
 from leanqkv.job import Job
 from leanqkv.model.cache import cache_bytes

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import auto_classes, startup  # noqa: F401
+from . import auto_classes, startup
 
 if TYPE_CHECKING:
     import torch
@@ -20,30 +20,10 @@ if TYPE_CHECKING:
     from .model.registry import ConfigError
     from .model.shapes import ParameterCount
     from .model.transformer import LeanModel
-    from .presets import Recipe, preset, recipe
+    from .presets import preset
+    from .presets.recipes import Recipe, recipe
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ConfigError",
-    "LeanConfig",
-    "LeanError",
-    "LeanForCausalLM",
-    "LeanForImageClassification",
-    "LeanForMaskedLM",
-    "LeanModel",
-    "LeanQuantizedCache",
-    "ParameterCount",
-    "Plan",
-    "Recipe",
-    "cache_bytes",
-    "count_parameters",
-    "eliminate",
-    "kv_bytes_per_token",
-    "plan",
-    "preset",
-    "recipe",
-]
 
 # By module: a name is imported when it is first used, because torch and transformers take seconds to load.
 _NAMES = {
@@ -58,8 +38,10 @@ _NAMES = {
     "model.registry": ("ConfigError",),
     "model.shapes": ("ParameterCount",),
     "model.transformer": ("LeanModel",),
-    "presets": ("Recipe", "preset", "recipe"),
+    "presets": ("preset",),
+    "presets.recipes": ("Recipe", "recipe"),
 }
+__all__ = sorted({"count_parameters", "eliminate", "kv_bytes_per_token", "plan"}.union(*_NAMES.values()))
 
 
 def __getattr__(name: str) -> Any:

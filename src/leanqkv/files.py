@@ -234,15 +234,10 @@ def read_yaml(file: Path) -> Any:
     return yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def add_file(digest: Any, file: Path) -> None:
-    """Feed the bytes of `file` to a hash object of hashlib."""
-    with file.open("rb") as stream:
-        hashlib.file_digest(stream, lambda: digest)
-
-
 def hash_files(*files: Path) -> str:
     """Return the SHA-256 of the files' bytes, one file after the other."""
     digest = hashlib.sha256()
     for file in files:
-        add_file(digest, file)
+        with file.open("rb") as stream:
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()

@@ -178,7 +178,7 @@ def _plan_lines(config: LeanConfig) -> list[str]:
     lines.append(f"parameters: {count.total:,} ({count.non_embedding:,} without embeddings and output head)")
     if config.bidirectional:
         return [*lines, "KV cache: none, the model reads its whole input at once"]
-    mha = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim  # type: ignore[operator]
+    mha = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     size = plan.kv_bytes_per_token(torch.bfloat16)
     until = ""
     if window := max((layer.window for layer in plan.layers if layer.window is not None and layer.cached), default=0):

@@ -180,10 +180,8 @@ def is_locked(directory: Path) -> bool:
     """Whether a process has locked `directory`, of this machine or of another one that shares its disk."""
     if not (directory / LOCK).exists():
         return False
-    lock = FileLock(directory / LOCK, timeout=0)
     try:
-        lock.acquire()
+        with FileLock(directory / LOCK, timeout=0):
+            return False
     except Timeout:
         return True
-    lock.release()
-    return False

@@ -20,7 +20,7 @@ from variants import ALL, PAD, Variant
 from leanqkv import LeanConfig, LeanForCausalLM, cache_bytes, count_parameters, kv_bytes_per_token, plan
 from leanqkv.model.mechanisms import KEY_VALUES, KEYS, QUERIES, VALUES
 from leanqkv.model.shapes import parameter_shapes
-from leanqkv.presets import MECHANISMS
+from leanqkv.presets.catalog import MECHANISMS
 
 NEW = 8  # tokens generated
 every = pytest.mark.parametrize("variant", ALL, ids=str)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from shapes import assert_near, tiny
 
-from leanqkv.data import AfterPrefix, MaskedTokens
-from leanqkv.data.objectives import EVALUATION, TRAINING, targets
+from leanqkv.data.objectives import EVALUATION, TRAINING, AfterPrefix, MaskedTokens, targets
 from leanqkv.evaluate.loss import batch_losses
 
 from .loss import loss

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 from shapes import randomize, tiny
 
 from leanqkv import LeanConfig, LeanForCausalLM
-from leanqkv.presets import MECHANISMS, parse_name
+from leanqkv.presets.catalog import MECHANISMS
+from leanqkv.presets.names import parse_name
 
 # Of the same layer, of the layer below and of the first one, not the last heads; no name can hold them.
 ROWS = [[0, 2, 0, 0], [1, 0, 0, 3], [1, 3, 1, 1], [2, 1, 0, 1], [2, 2, 2, 0], [3, 1, 2, 3]]

@@ -25,12 +25,15 @@ from leanqkv.checkpoints.stream import Stream
 from leanqkv.commands.checkpoints import export_checkpoint, import_checkpoint
 from leanqkv.commands.inspect import inspect
 from leanqkv.commands.options import console
-from leanqkv.data import TokenData, collate, prepare_data
+from leanqkv.data.batches import collate
+from leanqkv.data.prepare import prepare_data
+from leanqkv.data.token_files import TokenData
 from leanqkv.eliminate import certify, eliminate_directory, parse_request, transform
 from leanqkv.eliminate.projections import Removal, why_not
 from leanqkv.model.shapes import count_parameters
-from leanqkv.presets import Recipe
-from leanqkv.train import Precision, RunSpec
+from leanqkv.presets.recipes import Recipe
+from leanqkv.train.precision import Precision
+from leanqkv.train.spec import RunSpec
 from leanqkv.train.tasks import TextTask, check_teacher
 from leanqkv.train.trainer import LeanTrainer
 from product.mechanisms import Case

@@ -29,7 +29,8 @@ from experiments.analysis.similarity import head_similarity, off_diagonal_mean, 
 from experiments.analysis.subjects import open_subjects
 from leanqkv import LeanForCausalLM
 from leanqkv.checkpoints.open import load_model, open_causal_lm
-from leanqkv.data import collate, make_batch_plan, prepare_data
+from leanqkv.data.batches import collate, make_batch_plan
+from leanqkv.data.prepare import prepare_data
 from leanqkv.evaluate.observe import logit_spread, observe
 
 pytestmark = pytest.mark.slow

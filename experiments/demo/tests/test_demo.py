@@ -12,7 +12,7 @@ from corpus import SHAPE, write_corpus
 
 from experiments.demo import phases
 from leanqkv import count_parameters, kv_bytes_per_token, preset, progress
-from leanqkv.checkpoints import load_config
+from leanqkv.checkpoints.open import load_config
 from leanqkv.eliminate import verify
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,8 @@ Karbevski 2026, section 2.2. https://github.com/MarkoKarbevski/beyond_query_line
 from dataclasses import dataclass
 from typing import Any
 
-from leanqkv.presets import MECHANISMS, preset
+from leanqkv.presets import preset
+from leanqkv.presets.catalog import MECHANISMS
 
 from ..check import Check, Finding, Parts, Progress
 from ..report import Record, number, plain_axes, table

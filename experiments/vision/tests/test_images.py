@@ -23,11 +23,13 @@ from leanqkv import (
     preset,
     recipe,
 )
-from leanqkv.checkpoints import load_model, open_checkpoint
+from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.compare.records import load_comparison
 from leanqkv.report.comparison import markdown
 from leanqkv.report.comparison_page import KIND
-from leanqkv.train import RunSpec, choose_precision, train
+from leanqkv.train.precision import choose_precision
+from leanqkv.train.spec import RunSpec
+from leanqkv.train.training import train
 
 # --- data -------------------------------------------------------------------------------------------------------------
 

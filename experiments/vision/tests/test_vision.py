@@ -30,7 +30,7 @@ from leanqkv import (
     preset,
     recipe,
 )
-from leanqkv.checkpoints import load_model, open_checkpoint
+from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.model.shapes import count_parameters, parameter_shapes
 
 TINY = {

@@ -80,7 +80,6 @@ def with_norm_offset(
 
 def _with_block(config: LeanConfig, options: Any, module: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the whole weight, [heads * head_dim, hidden_size], of a projection that stores no identity block."""
-    assert config.head_dim is not None
     width: int = config.head_dim if options.width is None else options.width
     stored = tensors[f"{module}.weight"].unflatten(0, (-1, width))
     block = torch.eye(width, dtype=stored.dtype).expand(len(stored), -1, -1)

@@ -16,16 +16,20 @@ from rich.table import Table
 
 from ..checkpoints.card import origin
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
-from ..convert.conversion import Conversion, calibration_tokens, check_sequence_length
+from ..convert.conversion import Conversion, calibration_tokens, sequence_length
 from ..convert.estimate import Estimate
-from ..data import EvaluationText, TokenData, evaluation_text, prepare_data, unseen_split
+from ..data.evaluation import EvaluationText, unseen_split
+from ..data.prepare import prepare_data
+from ..data.token_files import TokenData
 from ..environment import command_line, free_memory, made_on
 from ..errors import LeanError
-from ..evaluate import last_states, paired_record, sequence_losses, spread_windows
+from ..evaluate.paired import paired_record, spread_windows
+from ..evaluate.strided import window_losses
 from ..model.shapes import count_parameters
 from ..progress import Bar, console, continued_when_repeated, progress_bar, terminal
 from ..report.conversion import KIND, layer_lines
 from ..report.page import NO_PAGE
+from .options import read_text
 from .texts import ConversionTexts
 
 EVALUATED_TOKENS = 16_384
@@ -54,8 +58,7 @@ def convert_checkpoint(
     opened = open_checkpoint(source) if texts.evaluate is None else open_causal_lm(source)
     conversion = Conversion(opened, to, **given)
     conversion.check_text(texts.calibration is not None)
-    length = texts.sequence_length or min(512, opened.config.max_position_embeddings or 512)
-    check_sequence_length(opened.config, length)
+    length = sequence_length(opened.config, texts.sequence_length)
     tokens = texts.tokens or max(min(max(40 * opened.config.hidden_size, 24_576), 131_072), 4 * length)
     if dry_run:
         with progress_bar("timing one layer"):
@@ -65,7 +68,8 @@ def convert_checkpoint(
     comparison = read_evaluation(opened, texts.evaluate, texts.evaluate_tokens, length, texts.calibration)
     about, sample = about_conversion(source, out, given.get("device", "cpu")), None
     if texts.calibration is not None:
-        sample, data = read_tokens(opened, texts.calibration, tokens, length)
+        data = read_calibration(opened, texts.calibration)
+        sample = calibration_tokens(data, opened.config, tokens, length)
         about["calibration"] = {**data.record(), "sequence_length": length}
         if comparison is not None:
             about["calibration"]["source_bits_per_byte"] = comparison.compare_domains(sample, data)
@@ -157,10 +161,9 @@ class Comparison:
         rows = sample[np.linspace(0, len(sample) - 1, count).astype(int)]
         with progress_bar("comparing calibration and evaluation text"):
             model = load_model(self.source, torch.float32)
-            starts, how = [i * width for i in range(len(rows))], {"states": last_states, "batch_size": 1}
-            calibration = sequence_losses(model, rows.reshape(-1), starts, width - 1, **how)  # type: ignore[arg-type]
-            places, length = [start for start, _ in windows], windows[0][1]
-            evaluation = sequence_losses(model, self.text.tokens, places, length, **how)  # type: ignore[arg-type]
+            sampled = [(i * width, width - 1) for i in range(len(rows))]
+            calibration, _ = window_losses(model, rows.reshape(-1), sampled, width - 1, batch_size=1)
+            evaluation, _ = window_losses(model, self.text.tokens, windows, windows[0][1], batch_size=1)
         bytes_per_token = data.bytes_per_token, self.text.bytes / len(self.text.tokens)
         first, second = (
             losses.mean().item() / math.log(2) / size
@@ -194,15 +197,8 @@ def read_evaluation(
             f"--evaluate holds source and result in float32: {needed / 1e9:,.1f} GB of memory, and "
             f"{free / 1e9:,.1f} GB are free. Leave it out, and score both with leanqkv eval"
         )
-    with progress_bar("reading the evaluation text") as bar:
-        split = unseen_split(evaluate, calibration)
-        text = evaluation_text(
-            evaluate,
-            tokenizer=source.directory,
-            vocab_size=source.config.vocab_size,
-            split=split,
-            progress=bar.describe,
-        )
+    split = unseen_split(evaluate, calibration)
+    text = read_text(source, evaluate, split)
     if tokens is not None and tokens > (there := len(text.tokens) - 1):
         raise LeanError(
             f"--evaluate-tokens {tokens:,} are asked for, the {split} text of {evaluate} has {there:,}. Give more "
@@ -213,17 +209,11 @@ def read_evaluation(
 
 def about_conversion(source: Path, out: Path, device: str) -> dict[str, Any]:
     """Return the report's entries on how it was made; no path of this machine."""
-    return {
-        "name": out.resolve().name,
-        **origin(source),
-        "command": command_line(),
-        **made_on(device),
-    }
+    return {"name": out.resolve().name, **origin(source), "command": command_line(), **made_on(device)}
 
 
-def read_tokens(source: Checkpoint, text: str, tokens: int, length: int) -> tuple[np.ndarray, TokenData]:
-    """Return calibration tokens [sequences, length] of the tokenizer beside `source`, and their text."""
+def read_calibration(source: Checkpoint, text: str) -> TokenData:
+    """Return a text to calibrate on, in tokens of the tokenizer beside `source`."""
     size, tokenizer = source.config.vocab_size, str(source.directory)
     with progress_bar("reading the calibration text") as bar:
-        data = prepare_data(text, vocab_size=size, tokenizer=tokenizer, progress=bar.describe)
-    return calibration_tokens(data, source.config, tokens, length), data
+        return prepare_data(text, vocab_size=size, tokenizer=tokenizer, progress=bar.describe)

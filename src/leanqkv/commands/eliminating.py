@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tokenizer import check_ids, framing, load_tokenizer
-from ..data import read_pieces
+from ..data.corpus import read_pieces
 from ..eliminate import eliminate_directory, parse_request, verify
 from ..environment import give_back_freed_memory
 from ..errors import LeanError

@@ -8,7 +8,8 @@ from rich.table import Table
 from ..model.depth_average import DEFAULTS
 from ..model.mechanisms import CONNECTIONS, KEY_VALUES, OUTPUT_GATES
 from ..model.shapes import count_parameters
-from ..presets import BASES, MECHANISMS, MechanismPreset, preset
+from ..presets import preset
+from ..presets.catalog import BASES, MECHANISMS, MechanismPreset
 from ..presets.edit import TABLES
 from ..progress import console
 

@@ -19,7 +19,9 @@ from ..ranges import check_options
 from ..records import loss_name
 
 if TYPE_CHECKING:
+    from ..checkpoints.open import Checkpoint
     from ..compare.launch import Cluster
+    from ..data.evaluation import EvaluationText
     from ..model.config import LeanConfig
     from ..train.tasks import Data as PreparedData
 
@@ -277,6 +279,16 @@ def prepare(options: DataOptions, configs: "Sequence[LeanConfig]") -> "PreparedD
         data = prepare(configs, options.data, bar.describe, **text)
     console.print(f"data: {data.description}; {data.sizes()}")
     return data
+
+
+def read_text(source: "Checkpoint", name: str, split: str, **options: Any) -> "EvaluationText":
+    """Return a text to score, in the tokens of a checkpoint; `options` are those of `evaluation_text`."""
+    from ..data.evaluation import evaluation_text
+
+    size, tokenizer = source.config.vocab_size, source.directory
+    with progress_bar("reading the evaluation text") as bar:
+        options |= {"split": split, "progress": bar.describe}
+        return evaluation_text(name, tokenizer=tokenizer, vocab_size=size, **options)
 
 
 def outcome(record: dict[str, Any]) -> str:

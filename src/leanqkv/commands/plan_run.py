@@ -4,21 +4,15 @@ from typing import Annotated
 
 import typer
 
-from .options import NAME_HELP, ContextLength, MicroBatchSize, RecipeOptions, recipe_overrides
+from .options import NAME_HELP, RecipeOptions, recipe_overrides
+from .texts import MachineOptions, PlanOptions
 
 
 def plan_run(
     names: Annotated[list[str], typer.Argument(help=NAME_HELP)],
     recipe: RecipeOptions,
-    accelerator: str = "a100",
-    flops: float | None = None,
-    memory: float | None = None,
-    devices: int = 8,
-    utilization: float = 0.4,
-    context_length: ContextLength = None,
-    micro_batch_size: MicroBatchSize = None,
-    shard: str | None = None,
-    gradient_checkpointing: Annotated[bool, typer.Option()] = False,
+    machine: MachineOptions,
+    plan: PlanOptions,
 ) -> None:
     """Estimate memory, FLOPs, time and disk of a training run. Nothing is trained or written.
 
@@ -29,26 +23,7 @@ def plan_run(
     leanqkv plan-run llama-1b+skipv1 --accelerator h100 --devices 32 --shard fsdp --gradient-checkpointing
 
     leanqkv plan-run llama-130m --flops 165e12 --memory 24 --devices 1
-
-    Options:
-        accelerator: a100 or h100, of 80 GB each.
-        flops: Peak of another device, in operations per second, as 150e12.
-        memory: Memory of that device in GB.
-        devices: Number of devices.
-        utilization: Share of the peak FLOPs that the run reaches.
-        shard: fsdp: plan for `leanqkv train --shard fsdp`.
-        gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
     """
     from .planning import show_plans
 
-    show_plans(
-        names,
-        recipe_overrides(**vars(recipe)),
-        (accelerator, flops, memory),
-        devices=devices,
-        utilization=utilization,
-        context_length=context_length,
-        micro_batch_size=micro_batch_size,
-        shard=shard,
-        gradient_checkpointing=gradient_checkpointing,
-    )
+    show_plans(names, recipe_overrides(**vars(recipe)), machine, plan)

@@ -6,51 +6,42 @@ from typing import Any
 from rich.table import Table
 
 from ..errors import LeanError
-from ..presets import preset, recipe
+from ..presets import preset
+from ..presets.recipes import recipe
 from ..progress import console, progress_bar
 from ..train.processes import check_shard
 from ..train.run_plan import ACCELERATORS, Accelerator, RunPlan, plan_run
 from ..train.tasks import check_context
+from .texts import MachineOptions, PlanOptions
 
 
 def show_plans(
     names: Sequence[str],
     overrides: Mapping[str, Any],
-    accelerator: tuple[str, float | None, float | None],
-    *,
-    devices: int,
-    utilization: float,
-    context_length: int | None,
-    **options: Any,
+    machine: MachineOptions,
+    options: PlanOptions,
 ) -> None:
-    """Print what runs of these models need.
-
-    Args:
-        overrides: of their recipes.
-        accelerator: its name, and another peak and memory than its own.
-        options: as `run_plan.plan_run` takes them.
-    """
-    check_shard(options["shard"])
-    device, plans = _device(*accelerator), {}
+    """Print what runs of these models need; `overrides` are of their recipes."""
+    check_shard(options.shard)
+    device, plans = _device(machine), {}
     with progress_bar("counting") as bar:
         for done, name in enumerate(names):
             config = preset(name)
-            context = context_length or config.max_position_embeddings
-            if context is None:
-                raise LeanError(f"{name} has any number of positions; give `context_length`")
+            context = options.context_length or config.max_position_embeddings
             check_context(name, config, context)
-            sizes: Any = {"context_length": context, "devices": devices, "utilization": utilization}
-            plans[name] = plan_run(config, recipe(name, **overrides), device=device, **sizes, **options)
+            how = {**vars(options), "context_length": context}
+            plans[name] = plan_run(config, recipe(name, **overrides), device=device, **how)
             bar(done + 1, len(names))
-    _print(plans, device, devices, utilization)
+    _print(plans, device, options.devices, options.utilization)
 
 
-def _device(name: str, flops: float | None, memory: float | None) -> Accelerator:
+def _device(machine: MachineOptions) -> Accelerator:
     """Return the device that options name.
 
     Raises:
         LeanError: one that is not known.
     """
+    name, flops, memory = machine.accelerator, machine.flops, machine.memory
     if name not in ACCELERATORS:
         raise LeanError(f"`accelerator` is {name!r}; give {' or '.join(ACCELERATORS)}, or `flops` and `memory`")
     known = ACCELERATORS[name]

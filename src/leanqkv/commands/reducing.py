@@ -2,23 +2,24 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ..cache_bits import PLAIN, CacheBits
-from ..checkpoints.open import Checkpoint, open_causal_lm
-from ..convert.conversion import calibration_tokens, check_sequence_length
+from ..checkpoints.open import open_causal_lm
+from ..convert.conversion import calibration_tokens, sequence_length
 from ..convert.latents import check_context
-from ..data import EvaluationText, evaluation_text, prepare_data, unseen_split
+from ..data.evaluation import unseen_split
 from ..environment import command_line
 from ..errors import LeanError
-from ..evaluate import obstacle
+from ..evaluate.states import obstacle
 from ..files import write_json
-from ..frontier import PRECISIONS, candidates
 from ..frontier.measure import RECORD, Frontier, calibration_samples
+from ..frontier.points import PRECISIONS, candidates
 from ..progress import console, continued_when_repeated, progress_bar
 from ..report.frontier import KIND, recommendations
 from ..report.page import NO_PAGE
+from .converting import read_calibration
+from .options import read_text
 from .texts import FrontierTexts
 
 
@@ -43,8 +44,7 @@ def measure_frontier(
         LeanError: the source, a precision or the texts cannot be used, or `out` holds something else.
     """
     opened = open_causal_lm(source)
-    length = texts.sequence_length or min(512, opened.config.max_position_embeddings or 512)
-    check_sequence_length(opened.config, length)
+    length = sequence_length(opened.config, texts.sequence_length)
     check_context(opened.config, at_context)
     found, refused = candidates(opened.config, opened.tensors, kinds, at_context)
     measurable = [PLAIN]
@@ -55,7 +55,14 @@ def measure_frontier(
             refused[bits.name] = reason
         else:
             raise LeanError(f"`cache_bits={bits}`: {reason}")
-    scored, taken = _scored(opened, texts), _samples(opened, texts, length)
+    # Of texts that are calibrated on, the part that the calibration never sees.
+    scored = [read_text(opened, name, unseen_split(name, texts.calibration)) for name in texts.evaluate]
+    data = read_calibration(opened, texts.calibration)
+    taken = calibration_samples(
+        lambda count: calibration_tokens(data, opened.config, count * length, length),
+        texts.calibrations,
+        max(1, texts.tokens // length),
+    )
     limit = opened.config.cached_positions
     timed = [context for context in contexts if limit is None or context + 64 <= limit]
     with continued_when_repeated(), progress_bar("reading") as bar:
@@ -81,27 +88,3 @@ def measure_frontier(
     for line in recommendations(record):
         console.print(line, highlight=False)
     console.print(f"{page or NO_PAGE}, {out / RECORD}", highlight=False, soft_wrap=True)
-
-
-def _scored(opened: Checkpoint, texts: FrontierTexts) -> list[EvaluationText]:
-    """Return the texts to score; of those that are calibrated on, the part that the calibration never sees."""
-    size, found = opened.config.vocab_size, []
-    with progress_bar("reading the evaluation text") as bar:
-        for name in texts.evaluate:
-            split = unseen_split(name, texts.calibration)
-            tokenizer = opened.directory
-            found.append(
-                evaluation_text(name, tokenizer=tokenizer, vocab_size=size, split=split, progress=bar.describe)
-            )
-    return found
-
-
-def _samples(opened: Checkpoint, texts: FrontierTexts, length: int) -> np.ndarray:
-    size, tokenizer = opened.config.vocab_size, str(opened.directory)
-    with progress_bar("reading the calibration text") as bar:
-        data = prepare_data(texts.calibration, vocab_size=size, tokenizer=tokenizer, progress=bar.describe)
-    return calibration_samples(
-        lambda count: calibration_tokens(data, opened.config, count * length, length),
-        texts.calibrations,
-        max(1, texts.tokens // length),
-    )

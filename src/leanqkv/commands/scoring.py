@@ -13,22 +13,11 @@ from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..checkpoints.tensors import weights_hash
 from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vocabulary
-from ..data import EvaluationText, MaskedTokens, evaluation_text
+from ..convert.conversion import sizes_of
+from ..data.evaluation import EvaluationText
+from ..data.objectives import MaskedTokens
 from ..environment import made_on
 from ..errors import LeanError
-from ..evaluate import (
-    by_position,
-    cached_states,
-    last_states,
-    loss_figures,
-    masked_figures,
-    masked_losses,
-    obstacle,
-    paired_record,
-    spread_windows,
-    strided_scores,
-    strided_windows,
-)
 from ..evaluate.harness import (
     TOKENS_AT_A_TIME,
     TaskScores,
@@ -37,13 +26,17 @@ from ..evaluate.harness import (
     paired_answers,
     task_scores,
 )
+from ..evaluate.loss import masked_figures
+from ..evaluate.paired import paired_record, spread_windows
+from ..evaluate.states import cached_states, last_states, obstacle
+from ..evaluate.strided import NEXT_TOKEN, by_position, loss_figures, strided_windows, window_losses
 from ..files import RECORD_FORMAT, write_json
 from ..model.cache_quantized import BLOCK
-from ..model.shapes import count_parameters
 from ..progress import console, progress_bar, terminal
 from ..report import conversion
 from ..report.text import ABSENT, Table, plus_minus, signed
-from ..train import Precision, parse_precision
+from ..train.precision import Precision, parse_precision
+from .options import read_text
 from .texts import ComparedScoring, TaskScoring, TextScoring
 
 
@@ -73,17 +66,8 @@ class Scored:
 
     def record(self) -> dict[str, Any]:
         """Return a record's entries on the model and the machine; no path of this machine."""
-        with progress_bar("hashing the weights"):
-            digest = weights_hash(self.checkpoint.directory)
-        return {
-            "role": "evaluation",
-            "name": self.checkpoint.directory.resolve().name,
-            "config": self.checkpoint.config.as_overrides(),
-            "weights_sha256": digest,
-            "precision": str(self.precision),
-            **made_on(self.device),
-            "batch_size": self.batch_size,
-        }
+        made = {"precision": str(self.precision), **made_on(self.device), "batch_size": self.batch_size}
+        return {"role": "evaluation", **_about(self.checkpoint), **made}
 
 
 def score(
@@ -134,25 +118,20 @@ def score_text(scored: Scored, options: TextScoring) -> dict[str, Any]:
     strided_windows(2, context, stride)  # raises before anything is read
     objective = _masks(scored.checkpoint) if masked else None
     assert options.data is not None
-    with progress_bar("reading the text") as bar:
-        text = evaluation_text(
-            options.data,
-            tokenizer=scored.checkpoint.directory,
-            vocab_size=config.vocab_size,
-            split=options.split,
-            text_field=options.text_field,
-            max_documents=options.max_documents,
-            progress=bar.describe,
-        )
+    how: dict[str, Any] = {"text_field": options.text_field, "max_documents": options.max_documents}
+    text = read_text(scored.checkpoint, options.data, options.split, **how)
     size = "" if text.bytes is None else f", {text.bytes:,} bytes"
     if text.around is not None and text.around.begin is not None:
         size += f"; every window begins with token {text.around.begin}, as the tokenizer begins a text"
     console.print(f"text: {text.description}, {options.split}; {len(text.tokens):,} tokens{size}")
     about = {"stride": stride} if objective is None else {"targets": objective.record()}
-    about |= _cache(scored, min(context, len(text.tokens) - 1))
+    tokens, length = len(text.tokens), min(context, len(text.tokens) - 1)
+    about |= _cache(scored, length)
+    windows = spread_windows(tokens, context, tokens) if masked else strided_windows(tokens, context, stride)
+    how = {"objective": objective or NEXT_TOKEN, "autocast": lambda: scored.precision.autocast(scored.device)}
     if scored.other is not None:
-        return {**about, **_compare(scored, replace(scored, checkpoint=scored.other), text, context, stride, objective)}
-    figures = _score(scored, text, context, stride, objective)
+        return {**about, **_compare(scored, replace(scored, checkpoint=scored.other), text, windows, length, **how)}
+    figures = _score(scored, text, windows, length, **how)
     return {"text": text.record(), "context_length": context, **about, "figures": figures}
 
 
@@ -187,27 +166,19 @@ def _masks(checkpoint: Checkpoint) -> MaskedTokens:
 
 
 def _score(
-    scored: Scored, text: EvaluationText, context: int, stride: int, objective: MaskedTokens | None
+    scored: Scored, text: EvaluationText, windows: list[tuple[int, int]], length: int, **how: Any
 ) -> dict[str, Any]:
-    """Score a text with one model, print the figures, and return them."""
+    """Score a text with one model as `window_losses` does, print the figures, and return them."""
     model = scored.load()
-    figures: dict[str, Any]
-    how: dict[str, Any] = {"autocast": lambda: scored.precision.autocast(scored.device)}
-    if objective is not None:
-        windows = spread_windows(len(text.tokens), context, len(text.tokens))
-        length = min(context, len(text.tokens) - 1)
-        with progress_bar("windows scored") as bar:
-            how |= {"batch_size": scored.batch_size, "progress": bar}
-            figures = masked_figures(masked_losses(model, text.tokens, windows, length, objective, **how))
-        count = figures["masked_tokens"]
-        console.print(f"loss of masked tokens {figures['loss']:.4f} nats, of {count:,} of {len(text.tokens):,} tokens")
-        return figures
+    states = cached_states(scored.cache_bits) if scored.cache_bits.quantized else None
     with progress_bar("tokens scored") as bar:
-        how |= {"context_length": context, "stride": stride, "batch_size": scored.batch_size, "progress": bar}
-        if scored.cache_bits.quantized:
-            how["states"] = cached_states(scored.cache_bits)
-        losses, positions = strided_scores(model, text.tokens, **how)
-    figures = {**loss_figures(losses, text.bytes)}
+        how |= {"batch_size": scored.batch_size, "states": states, "progress": bar}
+        losses, positions = window_losses(model, text.tokens, windows, length, **how)
+    if isinstance(how["objective"], MaskedTokens):
+        count = f"{len(losses):,} of {len(text.tokens):,} tokens"
+        console.print(f"loss of masked tokens {losses.mean().item():.4f} nats, of {count}")
+        return masked_figures(losses)
+    figures: dict[str, Any] = loss_figures(losses, text.bytes)
     bits = "" if text.bytes is None else f", {figures['bits_per_byte']:.4f} bits per byte"
     console.print(f"loss {figures['loss']:.4f} nats per token, perplexity {figures['perplexity']:.4g}{bits}")
     if parts := by_position(positions, lambda here: {"loss": losses[here].mean().item()}):
@@ -253,40 +224,26 @@ def _check_same_text(first: Path, second: Path) -> None:
 
 
 def _compare(
-    scored: Scored, other: Scored, text: EvaluationText, context: int, stride: int, objective: MaskedTokens | None
+    scored: Scored, other: Scored, text: EvaluationText, windows: list[tuple[int, int]], length: int, **how: Any
 ) -> dict[str, Any]:
     """Score a text with both models, print what the first one loses, and return a record's entries on it."""
     before, after = other.load(), scored.load()
-    windows = strided_windows(len(text.tokens), context, stride)
-    drawn: dict[str, Any] = {}
-    if objective is not None:
-        windows, drawn = spread_windows(len(text.tokens), context, len(text.tokens)), {"objective": objective}
+    states = last_states, [cached_states(scored.cache_bits)]
     with progress_bar("tokens scored") as bar:
-        figures = paired_record(
-            before,
-            after,
-            text,
-            windows,
-            min(context, len(text.tokens) - 1),
-            **drawn,
-            states=(last_states, [cached_states(scored.cache_bits)]),
-            autocast=lambda: scored.precision.autocast(scored.device),
-            progress=bar,
-        )
-    configs = [one.checkpoint.config for one in (other, scored)]
-    sizes = {
-        "parameters": [count_parameters(config).total for config in configs],
-        "kv_bytes_per_token_bf16": [config.plan.kv_bytes_per_token(torch.bfloat16) for config in configs],
-    }
+        figures = paired_record(before, after, text, windows, length, states=states, progress=bar, **how)
+    sizes = sizes_of(other.checkpoint.config, scored.checkpoint.config)
     console.print(conversion.terminal({**sizes, "evaluation": figures}))
     if parts := figures.get("by_position"):
         console.print(conversion.position_table(parts).terminal())
-    return {**figures, **sizes, "figures": figures["after"], "against": _about_other(other.checkpoint)}
+    return {**figures, **sizes, "figures": figures["after"], "against": _about(other.checkpoint)}
 
 
-def _about_other(other: Checkpoint) -> dict[str, Any]:
-    about = {"name": other.directory.resolve().name, "config": other.config.as_overrides()}
-    return {**about, "weights_sha256": weights_hash(other.directory)}
+def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return a record's entries on a model; no path of this machine."""
+    with progress_bar("hashing the weights"):
+        digest = weights_hash(checkpoint.directory)
+    name, config = checkpoint.directory.resolve().name, checkpoint.config.as_overrides()
+    return {"name": name, "config": config, "weights_sha256": digest}
 
 
 def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
@@ -318,7 +275,7 @@ def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
         before = _score_tasks(plain, tokenizer, tasks, options.limit)
         pairs = {name: paired_answers(before.answers[name], answers) for name, answers in scores.answers.items()}
         console.print(_pair_table(before.figures, scores.figures, pairs))
-        record |= {"before": before.figures, "paired": pairs, "against": _about_other(scored.other)}
+        record |= {"before": before.figures, "paired": pairs, "against": _about(scored.other)}
     return {"tasks": scores.figures, "mean_acc": mean, **record}
 
 

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..cache_bits import CacheBits
 from ..errors import LeanError
-from .options import MaxDocuments, TextField
+from .options import ContextLength, MaxDocuments, MicroBatchSize, TextField
 
 TOKENS, EVALUATED_TOKENS, SAMPLES = 12_288, 4096, 3
 
@@ -109,3 +112,37 @@ class ComparedScoring:
 
     def __post_init__(self) -> None:
         CacheBits.of(self.cache_bits)
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """What a run is planned for.
+
+    Options:
+        accelerator: a100 or h100, of 80 GB each.
+        flops: Peak of another device, in operations per second, as 150e12.
+        memory: Memory of that device in GB.
+    """
+
+    accelerator: str = "a100"
+    flops: float | None = None
+    memory: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How the run is done there.
+
+    Options:
+        devices: Number of devices.
+        utilization: Share of the peak FLOPs that the run reaches.
+        shard: fsdp: plan for `leanqkv train --shard fsdp`.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
+    """
+
+    devices: int = 8
+    utilization: float = 0.4
+    context_length: ContextLength = None
+    micro_batch_size: MicroBatchSize = None
+    shard: str | None = None
+    gradient_checkpointing: Annotated[bool, typer.Option()] = False

@@ -21,10 +21,10 @@ def tokenize(
 
     leanqkv tokenize gpt2-355m --data fineweb-edu:sample-10BT --tokenizer gpt2 --workers 32
     """
-    from .. import presets
+    from ..presets import preset
     from ..train.tasks import task_of
 
-    configs = [presets.preset(name) for name in names]
+    configs = [preset(name) for name in names]
     for name, config in zip(names, configs, strict=True):
         if config.task == "image_classification":
             raise LeanError(f"{name} is a model of images, and only text has tokens")

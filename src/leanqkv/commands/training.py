@@ -11,18 +11,20 @@ from ..environment import check_device, free_memory
 from ..errors import LeanError, TimeIsUpError
 from ..job import check_out
 from ..model.config import LeanConfig
-from ..presets import Recipe, preset, recipe
+from ..presets import preset
+from ..presets.recipes import Recipe, recipe
 from ..progress import console, progress_bar, training_display
 from ..records import BEGUN, loss_name, read_record
-from ..train import Precision, RunSpec, Step, choose_micro_batch, parse_precision
-from ..train import train as train_run
 from ..train.directory import AGAIN, RECORD, SPEC
-from ..train.micro_batch import fastest_precision
+from ..train.micro_batch import Step, choose_micro_batch, fastest_precision
 from ..train.norm_removal import check_removal, removal_schedule
+from ..train.precision import Precision, parse_precision
 from ..train.processes import connect, first_decides, is_first
+from ..train.spec import RunSpec
 from ..train.tasks import Data as PreparedData
 from ..train.tasks import check_fit, task_of
 from ..train.training import check_trackers, read_teacher
+from ..train.training import train as train_run
 from .options import DataOptions, RunOptions, TeacherOptions, TextOptions, outcome, prepare
 
 NO_TEACHER = TeacherOptions()
@@ -99,7 +101,6 @@ def _specify(
     check_trackers(run.report_to or ())
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
-    assert context is not None
     teacher_config = read_teacher(teacher, name, config, context)
     prepared = prepare(data, [config])
     evaluated = run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences)

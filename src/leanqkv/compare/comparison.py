@@ -9,30 +9,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..environment import available_cores, check_device, default_device, hardware, place_of
+from ..environment import available_cores, check_device, default_device, free_memory, hardware, place_of
 from ..errors import LeanError, needs
 from ..files import partial_name
 from ..job import Job
 from ..model.shapes import count_parameters
+from ..presets.recipes import shortened
 from ..records import COMPARISON as PLAN
-from ..train import (
-    Precision,
-    RunSpec,
-    Step,
-    choose_micro_batch,
-    free_memory,
-    parse_precision,
-)
 from ..train.directory import RECORD
-from ..train.micro_batch import fastest_precision, split_batch
+from ..train.micro_batch import Step, choose_micro_batch, fastest_precision, split_batch
+from ..train.precision import Precision, parse_precision
 from ..train.processes import check_shard, connect, first_decides, in_torchrun, process_count
-from ..train.spec import RunSettings
+from ..train.spec import RunSettings, RunSpec
 from ..train.tasks import Data, check_fit
 from .jobs import PlannedRun, Update, run_jobs
 from .launch import Cluster, Launcher
 from .places import as_begun, to_train_here
-from .suite import Comparison, shortened
-from .tasks import TaskRuns, Tasks, score_runs
+from .suite import Comparison
+from .tasks import Tasks, score_runs
 from .uptraining import check_uptrained, converted_starts
 
 COMPARISON = "compare.json"
@@ -84,14 +78,8 @@ def run_comparison(
     tasks = first_decides(lambda: Tasks.checked(comparison.tasks, comparison.limit, include_path))
     context = comparison.context_length or min(c.max_position_embeddings for c in comparison.configs.values())
     comparison = replace(comparison, context_length=context)
-    where: dict[str, Any] = {
-        "asked": parse_precision(precision),
-        "device": device,
-        "jobs": jobs,
-        "processes": processes,
-    }
-    where |= {"elsewhere": cluster is not None and cluster.elsewhere}
-    begun = first_decides(lambda: _begun(comparison, data, out, **where))
+    where = parse_precision(precision), device, jobs, cluster is not None and cluster.elsewhere, processes
+    begun = first_decides(lambda: _Directory(out, comparison, data.sha256, *where).begun(data))
     launcher = None if cluster is None else Launcher(cluster, out, comparison.shard)
     runs = _Runs.settled(begun, data, launcher, jobs, on_message, on_jobs, on_update)
 
@@ -105,20 +93,7 @@ def run_comparison(
         runs.train_here([*scratch, *started])
     if tasks is not None:
         here = (lambda score, *of: score(*of)) if launcher is None else launcher.wait_for
-        here(score_runs, TaskRuns([job.out for job in finals.values()], tasks, comparison.shard), device)
-
-
-def _begun(comparison: Comparison, data: Data, out: Path, **where: Any) -> "_Directory":
-    """Return the directory of a comparison that can be made, with its plan written; where: as _Directory takes it."""
-    assert comparison.context_length is not None
-    check_uptrained(comparison)
-    for label, config in comparison.configs.items():
-        recipe = comparison.recipes[label]
-        check_fit(label, config, data, comparison.context_length, recipe, comparison.evaluation_sequences)
-        split_batch(recipe.batch_size, comparison.micro_batch_size, where["processes"])  # refuses what is left over
-    directory = _Directory(out, comparison, data.sha256, **where)
-    directory.begin()
-    return directory
+        here(score_runs, [job.out for job in finals.values()], tasks, comparison.shard, device)
 
 
 class _Runs(NamedTuple):
@@ -282,15 +257,20 @@ class _Directory(Job):
             and {*there["seeds"]} <= {*self.spec["seeds"]}
         )
 
-    def begin(self) -> None:
+    def begun(self, data: Data) -> "_Directory":
         """Write the plan, unless a run of it could not be made.
 
         Raises:
-            LeanError: a recipe or a directory's name that cannot be, or what was settled by an earlier start does not
-                fit what is asked now.
+            LeanError: models, a recipe, data or a directory's name that cannot be, or what was settled by an earlier
+                start does not fit what is asked now.
         """
         comparison, names = self.comparison, []
+        assert comparison.context_length is not None
+        check_uptrained(comparison)
         for label, recipe in comparison.recipes.items():
+            config = comparison.configs[label]
+            check_fit(label, config, data, comparison.context_length, recipe, comparison.evaluation_sequences)
+            split_batch(recipe.batch_size, comparison.micro_batch_size, self.processes)  # refuses what is left over
             rates = comparison.learning_rates
             finals = product(comparison.seeds, rates or (recipe.learning_rate,))
             jobs = [self.job(label, seed, rate, "final") for seed, rate in finals]
@@ -306,6 +286,7 @@ class _Directory(Job):
         if len(longest := max(names, key=len)) > NAME_MAX:
             raise LeanError(f"a directory of {len(longest)} characters cannot be made: {longest}; give a shorter label")
         self.write()
+        return self
 
     @property
     def here(self) -> dict[str, Any] | None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import LeanError
-from ..train import RunSpec, train
+from ..train.spec import RunSpec
 from ..train.tasks import Data
+from ..train.training import train
 from ..workers import children_ignore_interrupts, end_with_parent
 
 
@@ -25,6 +26,10 @@ class PlannedRun:
     spec: RunSpec
     out: Path
     initial: Path | None = None
+
+    def train(self, data: Data, **settings: Any) -> dict[str, Any]:
+        """Train it, or go on, with these settings of `train`, and return its record."""
+        return train(self.spec, data, self.out, initial=self.initial, **settings)
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,7 @@ def run_jobs(
 
     if workers == 1:
         for job in jobs:
-            finish(
-                job, train(job.spec, data, job.out, initial=job.initial, progress=partial(progress, job), **settings)
-            )
+            finish(job, job.train(data, progress=partial(progress, job), **settings))
         return records
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
@@ -106,4 +109,4 @@ def _work(index: int, job: PlannedRun, data: Data, settings: dict[str, Any]) -> 
     def progress(*figures: Any) -> None:
         _steps.put((index, *figures))
 
-    return train(job.spec, data, job.out, initial=job.initial, progress=progress, **settings)
+    return job.train(data, progress=progress, **settings)

@@ -16,7 +16,6 @@ from ..errors import LeanError
 from ..files import write_json
 from ..job import is_locked
 from ..records import read_record
-from ..train import train
 from ..train.directory import claim, complete_checkpoints
 from ..train.tasks import Data
 from ..workers import children_ignore_interrupts, end_with_parent
@@ -120,7 +119,7 @@ def _in_process(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple
 
 def _train(job: PlannedRun, data: Data, settings: Mapping[str, Any], threads: int) -> None:
     torch.set_num_threads(threads)
-    train(job.spec, data, job.out, initial=job.initial, **settings)
+    job.train(data, **settings)
 
 
 class Launcher:

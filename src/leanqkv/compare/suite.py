@@ -7,12 +7,12 @@ from typing import Any
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
-from ..presets import Recipe, preset, recipe, recipe_differences
+from ..presets import preset
+from ..presets.recipes import LENGTHS, Recipe, recipe, recipe_differences, shortened
 from ..ranges import POSITIVE, SEED, check_each
 from ..train.spec import RunSettings
 
 TINY, SMALL, PAPER = SCALES = ("tiny", "small", "paper")
-LENGTHS = ("steps", "warmup_steps", "schedule_steps")
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,6 @@ class Entry:
         if self.uptrain is None:
             return whole
         return Recipe(**shortened(vars(whole), whole.steps, max(1, round(self.uptrain * whole.steps))))
-
-
-def shortened(fields: Mapping[str, Any], planned: int, steps: int) -> dict[str, Any]:
-    """Return fields of a recipe of `planned` steps with other `steps`: warm-up and cosine scale along."""
-    scaled = {name: round(fields[name] * steps / planned) for name in LENGTHS[1:] if fields.get(name) is not None}
-    return {**fields, **scaled, "steps": steps}
 
 
 # The first entry of a group is the baseline of the others.

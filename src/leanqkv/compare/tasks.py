@@ -15,7 +15,7 @@ from ..environment import check_device, made_on
 from ..errors import LeanError
 from ..evaluate.harness import load_tasks, mean_accuracy, task_scores, tasks_hash
 from ..files import RECORD_FORMAT, read_json, write_json
-from ..train import parse_precision
+from ..train.precision import parse_precision
 from ..train.processes import connect, first_decides
 
 FILE = "tasks.json"
@@ -46,33 +46,24 @@ class Tasks:
         return cls(names, limit, None if include_path is None else include_path.absolute(), digest)
 
 
-@dataclass(frozen=True)
-class TaskRuns:
-    """Runs to score, by directory, and how they were trained."""
-
-    runs: Sequence[Path]
-    tasks: Tasks
-    shard: str | None
-
-
-def score_runs(scored: TaskRuns, device: str | None) -> None:
+def score_runs(runs: Sequence[Path], tasks: Tasks, shard: str | None, device: str | None) -> None:
     """Score every run that has a model and no scores of the same tasks yet. Of several processes the first one does."""
     device = check_device(device)
-    connect(device, scored.shard)
-    first_decides(lambda: _score_all(scored, device))
+    connect(device, shard)
+    first_decides(lambda: _score_all(runs, tasks, device))
 
 
-def _score_all(scored: TaskRuns, device: str) -> None:
+def _score_all(runs: Sequence[Path], tasks: Tasks, device: str) -> None:
     loaded = None
-    for out in scored.runs:
+    for out in runs:
         if not (out / "config.json").exists():  # not trained here, or diverged
             continue
-        asked = {"names": list(scored.tasks.names), "limit": scored.tasks.limit, "tasks_sha256": scored.tasks.sha256}
+        asked = {"names": list(tasks.names), "limit": tasks.limit, "tasks_sha256": tasks.sha256}
         asked["weights_sha256"] = weights_hash(out)
         if (out / FILE).exists() and asked.items() <= read_json(out / FILE).items():
             continue
-        loaded = loaded or load_tasks(scored.tasks.names, scored.tasks.include_path)
-        write_json(out / FILE, {"record": RECORD_FORMAT, **asked, **_figures(out, loaded, scored.tasks.limit, device)})
+        loaded = loaded or load_tasks(tasks.names, tasks.include_path)
+        write_json(out / FILE, {"record": RECORD_FORMAT, **asked, **_figures(out, loaded, tasks.limit, device)})
 
 
 def _figures(out: Path, tasks: dict[str, dict[str, Any]], limit: int | None, device: str) -> dict[str, Any]:

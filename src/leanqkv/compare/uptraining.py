@@ -50,19 +50,16 @@ def converted_starts(
     Raises:
         LeanError: the conversion of a group's baseline is not the model of its entry.
     """
-    jobs, left_out = [], {}
+    jobs = []
     for group in comparison.groups:
-        for entry in group:
-            for seed in comparison.seeds if entry.uptrain is not None else ():
-                source, job = finals[group[0].label, seed], finals[entry.label, seed]
-                if not (source.out / RECORD).exists() or not (source.out / "config.json").exists():
-                    left_out[source.out.name] = (
-                        f"{source.out.name} has no model yet, from which others of its seed start"
-                    )
-                    continue
-                jobs.append(_from(job, _converted(source.out, directory / source.out.name), entry.label))
-    for text in left_out.values():
-        on_message(text)
+        uptrained = [entry.label for entry in group if entry.uptrain is not None]
+        for seed in comparison.seeds if uptrained else ():
+            source = finals[group[0].label, seed].out
+            if (source / RECORD).exists() and (source / "config.json").exists():
+                start = _converted(source, directory / source.name)
+                jobs += [_from(finals[label, seed], start, label) for label in uptrained]
+            else:
+                on_message(f"{source.name} has no model yet, from which others of its seed start")
     return jobs
 
 

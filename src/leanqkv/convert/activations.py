@@ -177,6 +177,14 @@ def correction(config: LeanConfig, source: Tensor, stream: Tensor) -> Tensor | f
     return (source - stream) / config.residual_multiplier
 
 
+def batches(shape: tuple[int, ...], most: int) -> Iterator[slice]:
+    """Yield the batches in which sequences [sequences, length] go through a layer: `most`, if not too many tokens."""
+    sequences, length, *_ = shape
+    step = max(1, min(most, TOKENS_AT_A_TIME // length))
+    for start in range(0, sequences, step):
+        yield slice(start, min(start + step, sequences))
+
+
 class Activations:
     """The residual streams of both models at one layer, from the embedding on; on disk, for all tokens.
 
@@ -208,10 +216,7 @@ class Activations:
 
     def batches(self) -> Iterator[slice]:
         """Yield the batches of sequences."""
-        count, length, _ = self.source.shape
-        step = max(1, min(self.batch_size, TOKENS_AT_A_TIME // length))
-        for start in range(0, count, step):
-            yield slice(start, start + step)
+        return batches(self.source.shape, self.batch_size)
 
     def rewind_source(self) -> None:
         """Set the source's stream back to the embedding, where the converted one still is."""

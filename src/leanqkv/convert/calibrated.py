@@ -32,11 +32,13 @@ from .heads import (
     assemble_tensors,
     check_reads_the_stream,
     immovable,
+    output_with_bias,
     split_heads,
     target_config,
+    value_with_bias,
 )
 from .least_squares import LayerTerm, add_gram, fit_values, ridge
-from .scratch import check_space, map_tensor
+from .scratch import ADVICE, check_space, map_tensor
 from .targets import SkipV1Options
 
 DEFAULTS = SkipV1Options()
@@ -131,7 +133,6 @@ class Calibration:
         progress: Progress = lambda done, total: None,
         message: Callable[[str], None] = lambda text: None,
     ):
-        assert config.num_key_value_heads is not None and config.head_dim is not None
         self.config, self.tensors, self.settings = config, tensors, settings
         self.directory, self._progress, self._message = directory, progress, message
         self.target = calibrated_target(config, settings.ratio)
@@ -147,12 +148,13 @@ class Calibration:
         self.fits_own = settings.refit_values and own_columns < LARGEST_GRAM and own_step < LARGEST_STEP
         self.chooses = settings.choose and None in self.ties[1:]
         self._passes, self._passes_done = config.num_hidden_layers * (2 * self.chooses + 2 * self.fits_shared + 3), 0
-        gram_bytes = 8 * config.num_hidden_layers * (shared_columns + config.attention_output_bias) ** 2
-        check_space(directory, 12 * tokens.size * config.hidden_size, gram_bytes * self.fits_shared)
+        grams = 8 * config.num_hidden_layers * (shared_columns + config.attention_output_bias) ** 2 * self.fits_shared
+        saved = f"save {grams / 1e6:,.1f} MB by `refit_lent=False`, " if grams else ""
+        check_space(directory, 12 * tokens.size * config.hidden_size + grams, f"{saved}or {ADVICE}")
         self._message("embedding the text")
         self._progress(0, self._passes)
         self.activations = Activations(config, self.target, tensors, tokens, settings.batch_size, directory)
-        self.first_layer_values = value_matrices(self._heads(0))[self.num_own :]
+        self.first_layer_values = value_with_bias(self._heads(0))[self.num_own :]
 
     def choose_orders(self) -> list[tuple[int, ...]]:
         """Return the order of every layer's heads; the first layer and tied heads keep theirs."""
@@ -171,7 +173,7 @@ class Calibration:
         The head keeps its pattern, and its W_O is fitted again; on the source's stream, which is at `layer`.
         """
         heads = self._heads(layer)
-        values, columns = value_matrices(heads), self.group * heads.output.shape[-1]
+        values, columns = value_with_bias(heads), self.group * heads.output.shape[-1]
         gram = torch.zeros(self.num_heads, self.num_shared, columns, columns, dtype=torch.float64)
         cross, own = torch.zeros_like(gram), torch.zeros(self.num_heads, columns, columns, dtype=torch.float64)
         for patterns, _, inputs, first in self.activations.attend(layer):
@@ -204,12 +206,10 @@ class Calibration:
             # The Gram matrices of all layers are needed at once: they wait on disk.
             gram = map_tensor(self.directory / f"gram{layer}", term.gram)
             terms.append(replace(term, gram=gram, weight=weight))
-
-        def on_iteration(iteration: int) -> None:
-            self._message(f"fitting shared values: iteration {iteration}")
-
-        strength, sweeps = self.settings.ridge, self.settings.sweeps
-        shared, _, _ = fit_values(terms, self.first_layer_values, strength, sweeps, SHARED_TOLERANCE, on_iteration)
+        shared, _, _ = fit_values(
+            *(terms, self.first_layer_values, self.settings.ridge, self.settings.sweeps, SHARED_TOLERANCE),
+            on_iteration=lambda iteration: self._message(f"fitting shared values: iteration {iteration}"),
+        )
         self.activations.rewind_source()
         return shared
 
@@ -296,7 +296,7 @@ class Calibration:
         return split_heads(self.config, self.tensors, layer)
 
     def _own_values(self, layer: int, order: tuple[int, ...]) -> Tensor:
-        return value_matrices(self._heads(layer))[list(order[: self.num_own])]
+        return value_with_bias(self._heads(layer))[list(order[: self.num_own])]
 
     def _output(self, layer: int, order: tuple[int, ...]) -> Tensor:
         """W_O by place, [rows, hidden_size], with its bias as the last row.
@@ -306,10 +306,7 @@ class Calibration:
         output = self._heads(layer).output[list(order)].transpose(2, 3).clone()
         if layer:
             output[self.num_own :] = 0
-        if not self.config.attention_output_bias:
-            return output.flatten(0, 2)
-        bias = self.tensors[f"model.layers.{layer}.self_attn.o_proj.bias"].double()
-        return torch.cat((output.flatten(0, 2), bias[None]))
+        return output_with_bias(self.config, self.tensors, layer, output)
 
     def _layers(self, phase: str, passes: int) -> Iterator[int]:
         """Yield every layer, and report the passes over the tokens that each takes."""
@@ -318,12 +315,6 @@ class Calibration:
             yield layer
             self._passes_done += passes
             self._progress(self._passes_done, self._passes)
-
-
-def value_matrices(heads: ValueHeads) -> Tensor:
-    """Return W_V [heads, hidden_size, head_dim], with the bias as one more row."""
-    value = heads.value.transpose(1, 2)
-    return value if heads.value_bias is None else torch.cat((value, heads.value_bias[:, None]), dim=1)
 
 
 def make_values(inputs: Tensor, matrices: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checkpoints.open import Checkpoint
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import Progress, source_hashes, write_model
-from ..data import TokenData
+from ..data.token_files import TokenData
 from ..environment import check_device, versions
 from ..errors import LeanError
 from ..files import check_free, remove, write_json
@@ -31,15 +31,17 @@ REPORT = "conversion.json"
 Result = tuple[LeanConfig, Mapping[str, Tensor], dict[str, Any]]
 
 
-def check_sequence_length(config: LeanConfig, length: int) -> None:
-    """Check that the model has positions for sequences of `length` tokens.
+def sequence_length(config: LeanConfig, asked: int | None) -> int:
+    """Return the length of calibration sequences: the one asked for, else 512 tokens, or all positions.
 
     Raises:
-        LeanError: `length` exceeds the model's positions.
+        LeanError: it exceeds the model's positions.
     """
     positions = config.max_position_embeddings
-    if positions is not None and length > positions:
+    length = asked or min(512, positions)
+    if length > positions:
         raise LeanError(f"a `sequence_length` of {length:,} is beyond the model's {positions:,} positions. Choose less")
+    return length
 
 
 def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length: int) -> np.ndarray:
@@ -50,7 +52,7 @@ def calibration_tokens(data: TokenData, config: LeanConfig, tokens: int, length:
     Raises:
         LeanError: the data has tokens beyond the model's vocabulary, or too little text; or sequences are too long.
     """
-    check_sequence_length(config, length)
+    sequence_length(config, length)
     if data.vocab_size > config.vocab_size:
         raise LeanError(
             f"the data has {data.vocab_size:,} tokens, the model a vocabulary of {config.vocab_size:,}: they do not "
@@ -153,8 +155,8 @@ class Conversion:
             target, tensors, made, earlier = self._calibrate(tokens, work, calibrating, message)
             source = self.source.config
             report = {"to": self.to, "source": source.as_overrides(), "calibration_tokens": 0, **made}
-            report |= _sizes(source, target, getattr(self.options, "at_context", None))
-            decided = {"report": dict(report), "tokens_sha256": None if tokens is None else _hash(tokens)}
+            report |= sizes_of(source, target, getattr(self.options, "at_context", None))
+            decided = {"report": dict(report), "tokens_sha256": None if tokens is None else tokens_hash(tokens)}
             report |= {"seconds": round(time.perf_counter() - started + earlier, 2), **(about or {})}
 
             def finish_directory(directory: Path) -> None:
@@ -180,12 +182,11 @@ class Conversion:
             settings = asdict(self.options)
             return target, tensors, {**taken, "method": settings.pop("method"), "settings": settings, **fits}, 0.0
         options = asdict(self.options)
-        decides: dict[str, Any] = {
+        job = {
             "to": self.to,
             "source": source_hashes(self.source),
-            "tokens": _hash(tokens),
+            "tokens": tokens_hash(tokens),
             "versions": versions(),
-            **options,
         }
         sweeps = Sweeps(
             self.source.config,
@@ -194,7 +195,7 @@ class Conversion:
             work,
             [self._made],
             device=self._device,
-            job=decides,
+            job={**job, **options},
             progress=progress,
             message=message,
         )
@@ -215,12 +216,13 @@ def _calibration_directory(out: Path, wanted: bool) -> Iterator[Path]:
     remove(directory)
 
 
-def _hash(tokens: np.ndarray) -> str:
+def tokens_hash(tokens: np.ndarray) -> str:
+    """Return the SHA-256 of calibration tokens."""
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
 
 
-def _sizes(config: LeanConfig, target: LeanConfig, context: int | None) -> dict[str, Any]:
-    """Parameters and KV bytes, before and after: of a token while no window is full, and of a context."""
+def sizes_of(config: LeanConfig, target: LeanConfig, context: int | None = None) -> dict[str, Any]:
+    """Return parameters and KV bytes, before and after: of a token while no window is full, and of a context."""
     configs = config, target
     sizes: dict[str, Any] = {
         "parameters": [count_parameters(config).total for config in configs],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters, parameter_shapes
-from .activations import PATTERNS_AT_A_TIME, TOKENS_AT_A_TIME, Layers
+from .activations import PATTERNS_AT_A_TIME, Layers, batches
 from .output_fit import MANY, RIDGES, SKETCHED
 from .sweeps import BATCH_SIZE, Reduction, check_enough, disk_bytes, every
 
@@ -86,11 +86,11 @@ def estimate(
 
 
 def _key_width(config: LeanConfig) -> int:
-    return config.num_key_value_heads * config.head_dim  # type: ignore[operator]
+    return config.num_key_value_heads * config.head_dim
 
 
 def _query_width(config: LeanConfig) -> int:
-    return config.num_attention_heads * config.head_dim  # type: ignore[operator]
+    return config.num_attention_heads * config.head_dim
 
 
 def _parameters(config: LeanConfig, part: str = "") -> int:
@@ -116,7 +116,7 @@ def _operations(config: LeanConfig, reduction: Reduction, length: int, tokens: i
 def _layer_bytes(config: LeanConfig, reduction: Reduction, length: int) -> int:
     """Return the most bytes of a layer's weights, activations and sums."""
     rows, hidden, width = _query_width(config), config.hidden_size, _key_width(config)
-    batch = max(1, min(BATCH_SIZE, TOKENS_AT_A_TIME // length)) * length
+    batch = next(batches((BATCH_SIZE, length), BATCH_SIZE)).stop * length
     activations = 4 * batch * (2 * (config.intermediate_size or 0) + 6 * hidden)
     activations += 4 * 4 * min(batch * config.num_attention_heads * length, PATTERNS_AT_A_TIME)
     sums = 8 * 2 * rows * (rows + hidden)

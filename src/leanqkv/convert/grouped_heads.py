@@ -20,7 +20,6 @@ from .targets import GroupedHeadsOptions
 def ratios(config: LeanConfig) -> list[float]:
     """Return the shares of the source's key heads that can go, the smallest first."""
     heads = config.num_key_value_heads
-    assert heads is not None
     return [1 - kept / heads for kept in range(heads - 1, 0, -1) if heads % kept == 0]
 
 
@@ -29,7 +28,7 @@ def convert(
 ) -> tuple[LeanConfig, LazyTensors, dict[str, Any]]:
     """Return `with_grouped_heads` and the entries of the report."""
     target, pooled = with_grouped_heads(config, tensors, options.ratio)
-    heads = pools(*(c.num_key_value_heads for c in (config, target)))  # type: ignore[arg-type]
+    heads = pools(*(c.num_key_value_heads for c in (config, target)))
     return target, pooled, {"ratio": options.ratio, "pools": heads}
 
 
@@ -45,7 +44,6 @@ def with_grouped_heads(
         LeanError: the source cannot be converted, or not to that many heads; says why.
     """
     check_convertible(config)
-    assert config.num_key_value_heads is not None
     heads = round(config.num_key_value_heads * (1 - ratio))
     choices = ratios(config)
     if not any(abs(ratio - choice) < 0.005 for choice in choices):

@@ -109,7 +109,6 @@ def target_config(config: LeanConfig, ratio: float) -> LeanConfig:
     """
     check_convertible(config)
     heads = config.num_key_value_heads
-    assert heads is not None
     if not 0 < ratio <= 1 or floor(ratio * heads) in (0, heads):
         raise LeanError(
             f"a ratio of {ratio} replaces {floor(ratio * heads)} of {heads} value heads. At least one must go and "
@@ -170,9 +169,6 @@ def assemble_tensors(
         converted: the heads of a layer, or None where the layer stays as it is.
     """
 
-    def reorder(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-        return tensor.unflatten(0, (len(order), -1))[list(order)].flatten(0, 1)
-
     def compute(name: str) -> Tensor:
         layer, _, module = name.removeprefix("model.layers.").partition(".self_attn.")
         projection = module.split(".")[0]
@@ -195,7 +191,7 @@ def assemble_tensors(
                 return tensors[name]
             case _:
                 assert not immovable(config.plan.layers[int(layer)])
-                return reorder(tensors[name], heads.order)
+                return tensors[name].unflatten(0, (len(heads.order), -1))[list(heads.order)].flatten(0, 1)
 
     return compute
 

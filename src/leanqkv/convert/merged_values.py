@@ -53,12 +53,6 @@ class Pair:
     restore: Tensor
 
 
-def merged_target(config: LeanConfig, pairs: Mapping[int, list[tuple[int, int]]]) -> LeanConfig:
-    """Return the source's configuration with the pairs of every layer merged."""
-    rows = [[layer, second, layer, first] for layer in sorted(pairs) for first, second in sorted(pairs[layer])]
-    return with_fields(config, key_value={"type": "borrowed_values", "heads": rows})
-
-
 def count_merges(config: LeanConfig, ratio: float, layers: tuple[int, ...] | None) -> int:
     """Return how many pairs are merged: as many as SkipV1Former of that ratio borrows heads in those layers.
 
@@ -68,7 +62,6 @@ def count_merges(config: LeanConfig, ratio: float, layers: tuple[int, ...] | Non
     check_convertible(config)
     check_reads_the_stream(config)
     heads, last = config.num_key_value_heads, config.num_hidden_layers
-    assert heads is not None
     if layers is not None and (wrong := [layer for layer in layers if not 0 <= layer < last]):
         raise LeanError(f"`layers`: the model has layers 0 to {last - 1}, found {wrong[0]}")
     number = last - 1 if layers is None else len(set(layers))
@@ -170,11 +163,11 @@ class MergedValues(Reduction):
     ):
         self.config, self.tensors, self.allowed = config, tensors, layers
         self.count = count_merges(config, ratio, layers)
+        self.heads, self.width = config.num_key_value_heads, config.head_dim
         self.chosen: dict[int, list[Pair]] = {}
 
     def grams(self, layer: int) -> PairGrams:
-        assert self.config.num_key_value_heads is not None and self.config.head_dim is not None
-        return PairGrams(self.config.num_key_value_heads, self.config.head_dim)
+        return PairGrams(self.heads, self.width)
 
     def measure(self, layer: int, grams: PairGrams, tokens: int) -> dict[str, Tensor]:
         """Return the cost of merging each pair of a layer's heads."""
@@ -196,9 +189,9 @@ class MergedValues(Reduction):
         layers = range(self.config.num_hidden_layers)
         self.chosen = choose_pairs([pair for layer in layers for pair in _pairs(measured(layer), layer)], self.count)
         self.first = min(self.chosen)
-        self.target = merged_target(
-            self.config, {layer: [pair.heads for pair in pairs] for layer, pairs in self.chosen.items()}
-        )
+        merged = sorted((layer, *pair.heads) for layer, pairs in self.chosen.items() for pair in pairs)
+        rows = [[layer, second, layer, first] for layer, first, second in merged]
+        self.target = with_fields(self.config, key_value={"type": "borrowed_values", "heads": rows})
 
     def reduce(self, layer: int) -> ReducedHeads:
         """Return a layer's heads with its pairs merged."""
@@ -210,29 +203,21 @@ class MergedValues(Reduction):
 
     def operations(self, length: int) -> tuple[float, float]:
         """Return those of every head's values under the patterns of all others, and those of every pair."""
-        heads, width = self.config.num_key_value_heads, self.config.head_dim
-        assert heads is not None and width is not None
-        per_token = self.config.num_attention_heads * (2 * length + 4 * width) * heads * width
-        return per_token, EIGENVECTORS * (2 * width) ** 3 * heads * (heads - 1) / 2
+        per_token = self.config.num_attention_heads * (2 * length + 4 * self.width) * self.heads * self.width
+        return per_token, EIGENVECTORS * (2 * self.width) ** 3 * self.heads * (self.heads - 1) / 2
 
     def held_bytes(self) -> int:
         """Return the bytes of a layer's Gram matrices and of its pairs, in float64."""
-        heads, width = self.config.num_key_value_heads, self.config.head_dim
-        assert heads is not None and width is not None
-        return 2 * 8 * heads**2 * width**2 + self.measured_bytes()
+        return 2 * 8 * self.heads**2 * self.width**2 + self.measured_bytes()
 
     def made_bytes(self) -> int:
         """Return the bytes of the value projections in float32."""
-        heads, width = self.config.num_key_value_heads, self.config.head_dim
-        assert heads is not None and width is not None
-        left = self.config.num_hidden_layers * heads - self.count
-        return 4 * left * width * (self.config.hidden_size + 1)
+        left = self.config.num_hidden_layers * self.heads - self.count
+        return 4 * left * self.width * (self.config.hidden_size + 1)
 
     def measured_bytes(self) -> int:
         """Return the bytes of every pair with its cost, in float64."""
-        heads, width = self.config.num_key_value_heads, self.config.head_dim
-        assert heads is not None and width is not None
-        return 8 * heads * (heads - 1) // 2 * (4 * width**2 + 1)
+        return 8 * self.heads * (self.heads - 1) // 2 * (4 * self.width**2 + 1)
 
 
 def merge_heads(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int, pairs: list[Pair]) -> ReducedHeads:

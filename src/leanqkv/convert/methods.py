@@ -100,7 +100,7 @@ def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: SkipV1Op
     target, converted = with_first_layer_values(config, tensors, FUNCTIONS[options.method], options.ratio)
     report: dict[str, Any] = {"method": options.method, "ratio": options.ratio}
     if options.method.startswith("mean"):
-        report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)  # type: ignore[arg-type]
+        report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)
     return target, converted, report
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import LeanError
 from ..files import disk_full_is_an_error
 
-ADVICE = "set TMPDIR to a larger disk"
+ADVICE = "set TMPDIR, the temporary directory, to one on a larger disk"
 
 
 class Stream:
@@ -50,17 +50,11 @@ def map_tensor(file: Path, tensor: Tensor) -> Tensor:
     return torch.from_numpy(np.memmap(file, array.dtype, mode="c", shape=array.shape))
 
 
-def check_space(directory: Path, streams: int, gram_matrices: int) -> None:
-    """Raise a LeanError if `directory` has no room for so many bytes of streams and of Gram matrices."""
-    needed, free = streams + gram_matrices, shutil.disk_usage(directory).free
+def check_space(directory: Path, needed: int, advice: str) -> None:
+    """Raise a LeanError with this advice if `directory` has no room for so many bytes."""
+    free = shutil.disk_usage(directory).free
     if needed > free:
-        tokens = "use fewer `tokens`"
-        options = (
-            f"{tokens}, or save {gram_matrices / 1e6:,.1f} MB by `refit_lent=False`"
-            if gram_matrices
-            else f"or {tokens}"
-        )
         raise LeanError(
-            f"calibration needs {needed / 1e6:,.1f} MB in the temporary directory {directory.parent}, which has "
-            f"{free / 1e6:,.1f} MB free. Set TMPDIR to a larger disk, {options}"
+            f"calibration needs {needed / 1e6:,.1f} MB in {directory.parent}, which has {free / 1e6:,.1f} MB free. Use "
+            f"fewer `tokens`, {advice}"
         )

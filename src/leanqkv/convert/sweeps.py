@@ -10,7 +10,6 @@ follows attention, by that of its output. Nothing is trained.
 Several reductions go through the same sweeps: the source is run once for all of them.
 """
 
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +32,9 @@ from ..job import Job
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..model.transformer import LeanBlock
-from .activations import TOKENS_AT_A_TIME, Layers, Recorder, correction
+from .activations import Layers, Recorder, batches, correction
 from .output_fit import Fit, felt_weights, fit_output, token_weights
-from .scratch import Stream
+from .scratch import Stream, check_space
 
 # Every fourth sequence is held out from the fit of W_O.
 HELD_OUT = 4
@@ -289,12 +288,12 @@ class Sweeps:
 
     def _fit(self, layer: int) -> None:
         """Write a layer's attention weights and its report under every reduction, and pass all streams on."""
-        heads = [one.reduce(layer) for one in self.reductions]
         block = self.source.block(layer)
-        fits = [
-            _LayerFit(each, self._features(one, len(each.output)))
-            for one, each in zip(self.reductions, heads, strict=True)
-        ]
+        fits = []
+        for one in self.reductions:
+            heads = one.reduce(layer)
+            file, shape = self.directory / f"features-{one.name}", (*self.tokens.shape, len(heads.output))
+            fits.append(_LayerFit(heads, Stream(file, shape, ADVICE)))
         for batch in self._batches():
             before = self._read("source", layer, batch)
             outputs = [recorder.heads for recorder in self.source.attend(block, layer, before)[1]]
@@ -352,15 +351,7 @@ class Sweeps:
         """Take over what an interrupted run of the same job has left, or begin; without a job nothing is taken over."""
         if self._job.spec["job"] and self._job.resume() and self._whole(self._job.content.get("done")):
             return
-        needed, free = (
-            disk_bytes(self.config, self.reductions, self.tokens.size),
-            shutil.disk_usage(self.directory).free,
-        )
-        if needed > free:
-            raise LeanError(
-                f"calibration needs {needed / 1e6:,.1f} MB in {self.directory.parent}, which has {free / 1e6:,.1f} MB "
-                f"free. Use fewer `tokens`, or {ADVICE}"
-            )
+        check_space(self.directory, disk_bytes(self.config, self.reductions, self.tokens.size), f"or {ADVICE}")
         self._job.write(done=0, seconds=0)  # from here on, the files of another job are invalid
 
     def _whole(self, done: Any) -> bool:
@@ -385,9 +376,7 @@ class Sweeps:
             return False
 
     def _batches(self) -> Iterator[slice]:
-        step = max(1, min(self.batch_size, TOKENS_AT_A_TIME // self.tokens.shape[1]))
-        for start in range(0, len(self.tokens), step):
-            yield slice(start, min(start + step, len(self.tokens)))
+        return batches(self.tokens.shape, self.batch_size)
 
     def _save(self, name: str, layer: int, tensors: dict[str, Tensor]) -> None:
         with disk_full_is_an_error(self.directory, ADVICE), replacing(self._file(name, layer)) as temporary:
@@ -396,9 +385,6 @@ class Sweeps:
     def _stream(self, name: str, layer: int) -> Stream:
         # A layer reads one file and writes the other, so an interruption leaves what it read as it was.
         return Stream(self.directory / f"{name}{layer % 2}", (*self.tokens.shape, self.config.hidden_size), ADVICE)
-
-    def _features(self, reduction: Reduction, columns: int) -> Stream:
-        return Stream(self.directory / f"features-{reduction.name}", (*self.tokens.shape, columns), ADVICE)
 
     def _read(self, name: str, layer: int, batch: slice) -> Tensor:
         return self._stream(name, layer)[batch].to(self.device)
@@ -442,7 +428,6 @@ def every(reduction: Reduction, tokens: int) -> int:
 
 def disk_bytes(config: LeanConfig, reductions: Sequence[Reduction], tokens: int) -> int:
     """Return the most bytes of all files: streams, measurements, and the attention weights of every reduction."""
-    assert config.head_dim is not None
     columns = config.num_attention_heads * config.head_dim + config.attention_output_bias
     of_a_reduction = 2 * config.hidden_size + columns
     streams = 4 * tokens * (2 * config.hidden_size + len(reductions) * of_a_reduction)

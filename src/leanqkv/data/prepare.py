@@ -68,8 +68,11 @@ def prepare_data(
         elif chosen is None:
             progress("training the tokenizer")
             chosen = train_tokenizer(islice(corpus.documents(), max_documents), vocab_size, progress)
-        if named is None:
-            _check_bytes_fit(vocabulary(chosen), vocab_size, left_free)
+        if named is None and (tokens := vocabulary(chosen)) > vocab_size:
+            raise LeanError(
+                f"a tokenizer of bytes has at least {tokens} tokens, the model only {vocab_size}"
+                f"{' beside a mask token' if left_free else ''}; set vocab_size, or give `tokenizer`"
+            )
         chosen.save_pretrained(directory / "tokenizer")
         facts = write_tokens(directory, corpus, chosen, progress, max_documents, workers, vocab_size=vocab_size)
         return {"description": corpus.description, "vocab_size": min(vocab_size, vocabulary(chosen)), **facts}
@@ -81,14 +84,6 @@ def prepare_data(
             f"one of the {workers} processes that tokenize was killed, perhaps for want of memory; the same command "
             "goes on, with fewer `workers` if it is memory"
         ) from None
-
-
-def _check_bytes_fit(tokens: int, vocab_size: int, left_free: int) -> None:
-    if tokens > vocab_size:
-        raise LeanError(
-            f"a tokenizer of bytes has at least {tokens} tokens, the model only {vocab_size}"
-            f"{' beside a mask token' if left_free else ''}; set vocab_size, or give `tokenizer`"
-        )
 
 
 def _identity(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> str:

@@ -110,7 +110,7 @@ def weight_table(config: LeanConfig) -> dict[str, float]:
     matrices = {"gated": 3, "mlp": 2, "moe": 3 * (config.num_local_experts or 1)}[config.mlp_type]
     per_layer = {
         "Q+P weights per layer": 2 * d * d,
-        "K+V weights per layer": 2 * d * d // heads * groups,  # type: ignore[operator]
+        "K+V weights per layer": 2 * d * d // heads * groups,
         "FFN weights per layer": matrices * d * config.intermediate_size,
     }
     embeddings = 2 * d * (config.vocab_size or 0)  # a model of images has no vocabulary

@@ -38,7 +38,7 @@ class HeadClasses:
         made: dict[Head, Head] = {}
         consumed: dict[Head, Head] = {}
         blocked: dict[Head, str] = {}
-        group = config.num_attention_heads // config.num_key_value_heads  # type: ignore[operator]
+        group = config.num_attention_heads // config.num_key_value_heads
         for layer in layers:
             for head, other in _added_heads(layer, side):
                 classes.merge((layer.layer, head), other)
@@ -61,9 +61,9 @@ def free_columns(config: LeanConfig, side: str) -> int:
     """Return how many of a head's last columns a change of basis may touch: those that no rotary position turns, in any
     layer."""
     if side == "values" or config.position_embedding_type != "rope":
-        return config.head_dim  # type: ignore[return-value]
+        return config.head_dim
     ropes = [rope for rope in (config.rope_parameters, config.window_rope_parameters) if rope]
-    return config.head_dim - max(_rotated_columns(config, rope) for rope in ropes)  # type: ignore[operator]
+    return config.head_dim - max(_rotated_columns(config, rope) for rope in ropes)
 
 
 def _rotated_columns(config: LeanConfig, rope: Mapping[str, Any]) -> int:
@@ -71,7 +71,7 @@ def _rotated_columns(config: LeanConfig, rope: Mapping[str, Any]) -> int:
 
     The "proportional" variant turns the first columns of each half; all others turn the first columns of the head.
     """
-    width: int = config.head_dim  # type: ignore[assignment]
+    width: int = config.head_dim
     share = rope.get("partial_rotary_factor", 1.0)
     return width // 2 + int(share * width // 2) if rope["rope_type"] == "proportional" else int(width * share)
 
@@ -102,7 +102,7 @@ def change_heads(
         class_of, block, change = changes[name]
         by_columns = name.endswith("o_proj.weight")
         rows = tensors[name].T if by_columns else tensors[name]
-        heads = rows.double().reshape(-1, config.head_dim, *rows.shape[1:]).clone()  # type: ignore[arg-type]
+        heads = rows.double().reshape(-1, config.head_dim, *rows.shape[1:]).clone()
         for head in range(len(heads)):
             basis = bases.get(class_of[block, head])
             if basis is not None:

@@ -71,7 +71,7 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
     if shape[0] != shape[1]:
         return f"it is not square ({shape[1]} by {shape[0]}), so it has no inverse{_fewer_heads(config, removal)}"
     identity = make_mechanism(TABLES[removal.slot], removal.slot, {"type": "identity"})
-    if clash := identity.clash(config, shape[0] // config.head_dim):  # type: ignore[operator]
+    if clash := identity.clash(config, shape[0] // config.head_dim):
         return clash
     if blocked := stream.blocked.get(_basis_of(removal, stream)):
         return f"its change of basis reaches further than its layer, and there {blocked}"

@@ -172,6 +172,7 @@ def task_scores(
     return TaskScores(figures, answers, scorer.cached / max(scorer.read, 1) if cache_bits.quantized else None)
 
 
+@dataclass(eq=False)
 class Likelihoods:
     """Log-likelihoods of answers, in place of lm-eval's, which holds the logits of all tokens of a batch.
 
@@ -179,21 +180,15 @@ class Likelihoods:
         read: sequences that the model has read; cached: how many of them read a quantized block of the cache.
     """
 
-    def __init__(
-        self,
-        model: LeanForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        length: int,
-        batch_size: int,
-        autocast_dtype: torch.dtype | None,
-        cache_bits: CacheBits,
-        progress: Callable[[int], None],
-    ):
-        self.model, self.tokenizer, self.length, self.batch_size = model, tokenizer, length, batch_size
-        self.cache_bits, self.states, self._progress = cache_bits, cached_states(cache_bits), progress
-        kind = next(model.parameters()).device.type
-        self._autocast = lambda: torch.autocast(kind, autocast_dtype, enabled=autocast_dtype is not None)
-        self.read = self.cached = 0
+    model: LeanForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    length: int
+    batch_size: int
+    autocast_dtype: torch.dtype | None
+    cache_bits: CacheBits
+    progress: Callable[[int], None]
+    read: int = 0
+    cached: int = 0
 
     def __call__(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -218,14 +213,15 @@ class Likelihoods:
                 for row, tokens in enumerate(batch):
                     ids[row, : len(tokens)] = torch.tensor(tokens)
                 self.check_ids(self.model, (ids,))
-                with self._autocast():
-                    hidden = self.states(self.model, ids.to(device))
+                dtype = self.autocast_dtype
+                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                    hidden = cached_states(self.cache_bits)(self.model, ids.to(device))
                     for row, tokens in enumerate(batch):
                         for number in rows[tokens]:
                             found[number] = self._score(hidden[row, : len(tokens)], requests[number][2])
                 self.read += len(batch)
                 self.cached += sum(len(tokens) > BLOCK for tokens in batch)
-                self._progress(self.read)
+                self.progress(self.read)
         return found
 
     def check_ids(self, _model: Any, inputs: Any) -> None:
@@ -237,7 +233,7 @@ class Likelihoods:
         if output.logits.isnan().any():
             raise LeanError(NAN)
         self.read += len(output.logits)
-        self._progress(self.read)
+        self.progress(self.read)
 
     def _score(self, hidden: torch.Tensor, answer: list[int]) -> tuple[float, bool]:
         wanted = torch.tensor(answer, device=hidden.device)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..data import IGNORED, Tokens, collate
-from ..data.objectives import EVALUATION, MaskedTokens, inputs, prefix_mask, targets
-from ..errors import LeanError
-from .states import States, own_states
+from ..data.batches import IGNORED, collate
+from ..data.objectives import MaskedTokens, inputs, prefix_mask, targets
+from ..data.token_files import Tokens
+from .states import States
 
 # Logits that are in memory at a time, in numbers: 128 MB in float32.
 LOGITS_AT_A_TIME = 2**25
@@ -54,34 +54,17 @@ def sequence_losses(
     context_length: int,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
-    states: States | None = None,
 ) -> torch.Tensor:
     """Return the mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
 
-    Every sequence is `context_length` targets, less those that only begin a text. `states`: see `batch_losses`.
-    """
-    losses, predicted = token_losses(model, tokens, starts, context_length, batch_size, autocast, states)
-    return losses.sum(1) / predicted.sum(1)
-
-
-def token_losses(
-    model: nn.Module,
-    tokens: Tokens,
-    starts: Sequence[int] | np.ndarray,
-    context_length: int,
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-    states: States | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropy in nats of each target, with dropout off, and whether it is one that is predicted.
-
-    Both are [len(starts), context_length], float64 and bool. The loss of a target that is not predicted is 0.
+    Every sequence is `context_length` targets, less those that only begin a text.
     """
     batches = (
         collate(tokens, starts[first : first + batch_size], context_length)
         for first in range(0, len(starts), batch_size)
     )
-    return batch_losses(model, batches, autocast, states=states)
+    losses, predicted = batch_losses(model, batches, autocast)
+    return losses.sum(1) / predicted.sum(1)
 
 
 def batch_losses(
@@ -91,7 +74,8 @@ def batch_losses(
     scored: int = 0,
     states: States | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return losses and which targets are predicted as `token_losses` does, of batches of an objective.
+    """Return the cross-entropy in nats of each target of batches of an objective, and whether it is one that is
+    predicted, both [sequences, length], float64 and bool. The loss of a target that is not predicted is 0.
 
     Args:
         scored: so many last targets of every sequence; 0: all.
@@ -137,40 +121,6 @@ def target_scores(model: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> tor
 def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(precise, wanted, reduction="none")
-
-
-def masked_losses(
-    model: nn.Module,
-    tokens: Tokens,
-    windows: Sequence[tuple[int, int]],
-    length: int,
-    objective: MaskedTokens,
-    *,
-    batch_size: int = 8,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> torch.Tensor:
-    """Return the cross-entropy in nats of every masked token, float64, with dropout off.
-
-    Args:
-        windows, length: as `spread_windows` returns them; each has masks of its own, always the same ones.
-
-    Raises:
-        LeanError: a loss that is not finite.
-    """
-    found = []
-    for at in range(0, len(windows), batch_size):
-        part = windows[at : at + batch_size]
-        streams = [(0, EVALUATION, number) for number in range(at, at + len(part))]
-        batch = objective.batch(tokens, [start for start, _ in part], length, streams)
-        losses, predicted = batch_losses(model, [batch], autocast, states=own_states(model))
-        if not losses.isfinite().all():
-            raise LeanError(
-                f"the loss is not finite behind token {part[0][0] + 1:,}: the model's logits are NaN or infinite"
-            )
-        found.append(losses[predicted])
-        progress(at + len(part), len(windows))
-    return torch.cat(found)
 
 
 def masked_figures(losses: torch.Tensor) -> dict[str, float | int | None]:

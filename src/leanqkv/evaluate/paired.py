@@ -12,18 +12,19 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from ..data import IGNORED, EvaluationText, MaskedTokens, NextToken, Tokens
-from ..data.objectives import EVALUATION, targets
+from ..data.batches import IGNORED
+from ..data.evaluation import EvaluationText
+from ..data.objectives import EVALUATION, MaskedTokens, NextToken, targets
+from ..data.token_files import Tokens
 from ..errors import LeanError
 from .loss import LOGITS_AT_A_TIME, masked_figures, scoring, window_prefix
 from .states import States, last_states
-from .strided import by_position, loss_figures
+from .strided import NEXT_TOKEN, by_position, loss_figures
 
 CONFIDENCE = 0.95
 # Of the logits in memory, so many are compared at a time on a CPU, whose cache then holds what is made of them on the
 # way.
 COMPARED_AT_A_TIME = 2**19
-NEXT_TOKEN = NextToken()
 
 
 @dataclass(frozen=True)

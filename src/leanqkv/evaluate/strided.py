@@ -1,18 +1,20 @@
-"""Loss over every token of a text, in overlapping windows."""
+"""Loss over the tokens of a text, in windows."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data import Tokens, collate
+from ..data.objectives import EVALUATION, NextToken
+from ..data.token_files import Tokens
 from ..errors import LeanError
 from .loss import batch_losses, window_prefix
 from .states import States, own_states
 
+NEXT_TOKEN = NextToken()
 # Positions of the first part of `by_position`.
 FIRST_POSITIONS = 512
 
@@ -42,59 +44,56 @@ def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple
     return windows
 
 
-def strided_losses(model: nn.Module, tokens: Tokens, **how: Any) -> Tensor:
-    """Return the losses of `strided_scores` alone."""
-    return strided_scores(model, tokens, **how)[0]
-
-
-def strided_scores(
+def window_losses(
     model: nn.Module,
     tokens: Tokens,
+    windows: Sequence[tuple[int, int]],
+    length: int,
     *,
-    context_length: int,
-    stride: int,
+    objective: NextToken = NEXT_TOKEN,
     batch_size: int = 8,
     states: States | None = None,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy in nats of every token but the first, float64 [len(tokens) - 1], with dropout off, and
-    the position in its window that predicts it, int64 of the same shape.
+    """Return the cross-entropy in nats of every token to predict, float64 [targets], with dropout off, and the position
+    in its window that predicts it, int64 of the same shape.
 
     Left out are tokens that only begin a text, and every window begins as the tokenizer begins one: see `collate`. The
     context of a window is the prefix of a model with prefixes.
 
     Args:
         tokens: [tokens], integers; at least two.
-        context_length, stride: see `strided_windows`.
+        windows, length: as `strided_windows` returns them, or `spread_windows`, and the targets in a window.
+        objective: which tokens are predicted; each window has masks of its own, always the same ones.
         batch_size: windows at a time.
         states: what makes the last hidden states; None: the model, without a cache.
         progress: called with the number of tokens scored so far and of all.
 
     Raises:
-        LeanError: a stride that does not fit; a loss that is not finite, with the first such token.
+        LeanError: a loss that is not finite, with the first such token.
     """
-    windows = strided_windows(len(tokens), context_length, stride)
-    length = min(context_length, len(tokens) - 1)
     losses: list[Tensor] = []
     positions: list[Tensor] = []
-    done = 0
+    done, total = 0, sum(count for _, count in windows)
     # The first window alone, since it scores more than the others.
-    for batch in windows[:1], *(windows[i : i + batch_size] for i in range(1, len(windows), batch_size)):
+    for at in 0, *range(1, len(windows), batch_size):
+        batch = windows[at : at + batch_size if at else 1]
         scored, starts = max(count for _, count in batch), [start for start, _ in batch]
-        made = {**collate(tokens, starts, length), **window_prefix(model, length, [count for _, count in batch])}
+        made = objective.batch(tokens, starts, length, [(0, EVALUATION, at + row) for row in range(len(batch))])
+        made |= window_prefix(model, length, [count for _, count in batch])
         rows = batch_losses(model, [made], autocast, scored, states or own_states(model))
-        for row, predicted, (_, count) in zip(*rows, batch, strict=True):
+        for row, predicted, (start, count) in zip(*rows, batch, strict=True):
             losses.append(row[-count:][predicted[-count:]])
             positions.append(torch.arange(length)[-count:][predicted[-count:]])
             if not (finite := row[-count:].isfinite()).all():
-                token = done + int((~finite).int().argmax()) + 2
+                token = start + length - count + int((~finite).int().argmax()) + 2
                 raise LeanError(
                     f"the loss is not finite at token {token:,} of {len(tokens):,}: the model's logits are NaN or "
                     "infinite there"
                 )
             done += count
-        progress(done, len(tokens) - 1)
+        progress(done, total)
     return torch.cat(losses), torch.cat(positions)
 
 

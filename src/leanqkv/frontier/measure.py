@@ -1,8 +1,8 @@
 """The frontier of one checkpoint, point by point: what is measured stays, and is not measured again."""
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import source_hashes, write_model
+from ..convert.conversion import tokens_hash
 from ..convert.sweeps import Sweeps
-from ..data import EvaluationText
+from ..data.evaluation import EvaluationText
 from ..environment import record_header, versions
-from ..evaluate import spread_windows
+from ..evaluate.paired import spread_windows
 from ..files import make_directory, remove, write_json
 from ..job import Job, locked
 from ..model.config import LeanConfig
@@ -65,16 +66,14 @@ class Frontier:
         self.source, self.candidates, self.precisions, self.samples = source, candidates, precisions, samples
         self.out, self.device = out, device or torch.device("cpu")
         self._progress, self._message = progress, message
-        self.contexts, self._texts, self._evaluated, self._length = contexts, texts, evaluated_tokens, length
-        self._scored = [
-            sum(scored for _, scored in spread_windows(len(text.tokens), length, max(1, evaluated_tokens // length)))
-            for text in texts
+        self.contexts, self._length = contexts, length
+        self._texts = [
+            (text, spread_windows(len(text.tokens), length, max(1, evaluated_tokens // length))) for text in texts
         ]
-        self._scorer: Scorer | None = None
         self._context = {} if at_context is None else {"at_context": at_context}
         self._job = {
             "source": source_hashes(source),
-            "calibration": hashlib.sha256(np.ascontiguousarray(samples, dtype="<i8").data).hexdigest(),
+            "calibration": tokens_hash(samples),
             "texts": [text.record() for text in texts],
             "evaluated_tokens": evaluated_tokens,
             "length": length,
@@ -191,13 +190,10 @@ class Frontier:
         """Those that a candidate is measured in: from the weights alone it loses too much to be worth quantizing."""
         return self.precisions if candidate.fitted or candidate.make is None else self.precisions[:1]
 
-    @property
+    @cached_property
     def scorer(self) -> Scorer:
         """The source and the texts, read when they are first needed."""
-        if self._scorer is None:
-            source = load_model(self.source, torch.float32).to(self.device)
-            self._scorer = Scorer(source, self._texts, self._evaluated, self._length)
-        return self._scorer
+        return Scorer(load_model(self.source, torch.float32).to(self.device), self._texts, self._length)
 
     def _file(self, candidate: Candidate, precision: CacheBits, number: int) -> Path:
         bits = f"{precision.key_bits}-{precision.value_bits}"
@@ -233,8 +229,8 @@ class Frontier:
                 "seconds": [read_record(file, TIMED, AGAIN)["seconds"] for file in fitting if file.exists()],
             },
             "seconds": sum(point["seconds"] for point in points),
-            "texts": [text.record() for text in self._texts],
-            "evaluated_tokens": min(self._scored),
+            "texts": self._job["texts"],
+            "evaluated_tokens": min(sum(scored for _, scored in windows) for _, windows in self._texts),
             "context_length": self._length,
             "points": points,
         }

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..cache_bits import PLAIN, CacheBits
-from ..data import EvaluationText
-from ..evaluate import cached_states, paired_records, spread_windows
+from ..data.evaluation import EvaluationText
 from ..evaluate.loss import scoring
+from ..evaluate.paired import paired_records
+from ..evaluate.states import cached_states
 from ..inference import Decoder
 from ..inference.cache import allocate_cache
 from ..model.config import LeanConfig
@@ -22,23 +24,23 @@ PROMPT, CONTINUATION = 64, 256
 BATCH, BATCH_TOKENS = 8, 4096
 # Tokens that are generated with and without a cache, which have to be the same.
 CHECKED = 16
+# Each one's first token, and the number of its targets, as `spread_windows` returns them.
+Windows = Sequence[tuple[int, int]]
 
 
 class Scorer:
     """The source, and the texts on which candidates are compared with it. Its hidden states are computed once.
 
     Args:
-        tokens: to score of every text; length: of a window.
+        texts: each with the windows to score; length: of a window.
     """
 
-    def __init__(self, source: Any, texts: Sequence[EvaluationText], tokens: int, length: int):
-        self.source, self.length = source, length
-        self.texts = [(text, spread_windows(len(text.tokens), length, max(1, tokens // length))) for text in texts]
+    def __init__(self, source: Any, texts: Sequence[tuple[EvaluationText, Windows]], length: int):
+        self.source, self.texts, self.length = source, texts, length
         positions = source.config.cached_positions or PROMPT + CONTINUATION
         self.prompt = min(PROMPT, positions // 4)
         self.continuation = min(CONTINUATION, positions - self.prompt)
         self._states: dict[bytes, Tensor] = {}
-        self._continuation: Tensor | None = None
 
     def compare(
         self, model: Any, precisions: Sequence[CacheBits], progress: Callable[[int, int], None]
@@ -73,12 +75,14 @@ class Scorer:
 
     def agreement(self, model: Any, precision: CacheBits) -> float:
         """Return the share of the source's greedy continuation that is the candidate's likeliest token too."""
-        if self._continuation is None:
-            self._continuation = self._generate(self.source, self.continuation, min_new_tokens=self.continuation)
-        ids = self._continuation
+        ids = self._greedy
         with scoring(model):
             logits = model.logits(cached_states(precision)(model, ids[:, :-1])[0, self.prompt - 1 :])
         return float((logits.argmax(-1) == ids[0, self.prompt :]).double().mean())
+
+    @cached_property
+    def _greedy(self) -> Tensor:
+        return self._generate(self.source, self.continuation, min_new_tokens=self.continuation)
 
     def same_without_cache(self, model: Any) -> bool:
         """Whether greedy tokens are the same with a cache and without."""

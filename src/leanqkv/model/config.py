@@ -174,8 +174,8 @@ class LeanConfig(PreTrainedConfig):
     intermediate_size: int = 3072
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: FilledIn = None  # type: ignore[assignment]
+    head_dim: FilledIn = None  # type: ignore[assignment]
     max_position_embeddings: FilledIn = None  # type: ignore[assignment]
     position_embedding_type: str = "learned"
     rope_parameters: dict | None = None
@@ -342,7 +342,6 @@ class LeanConfig(PreTrainedConfig):
             if self.rope_layers or self.window_rope_parameters:
                 raise ConfigError("rope_layers and window_rope_parameters: a latent has one rotary key in all layers")
             if self.qk_rope_head_dim is None:
-                assert self.head_dim is not None
                 self.qk_rope_head_dim = self.head_dim // 2
         self._check_layers("rope_layers")
         self.rope_parameters = self._checked_rope("rope_parameters", self.rope_parameters or {})
@@ -397,59 +396,60 @@ class LeanConfig(PreTrainedConfig):
             )
 
     def _check_shape(self) -> None:
+        for name, default in EXPERTS.items():
+            if self.mlp_type == "moe" and getattr(self, name) is None:
+                setattr(self, name, default)
+        if clash := self._clash():
+            raise ConfigError(clash)
+        if self.mlp_type != "moe":
+            self.router_aux_loss_coef = 0.0  # a number: clients multiply by it
+        self._check_layers("window_layers")
+
+    def _clash(self) -> str | None:
+        """Return which settings do not go together, and why; None where all do."""
         if self.norm_placement != "before" and self.norm_type == "none":
-            raise ConfigError(f"norm_placement {self.norm_placement!r} has no effect with norm_type 'none'")
+            return f"norm_placement {self.norm_placement!r} has no effect with norm_type 'none'"
         if self.norm_placement != "before" and self.block_type != "serial":
-            raise ConfigError(f"norm_placement {self.norm_placement!r} needs block_type 'serial': {self.block_type!r}")
+            return f"norm_placement {self.norm_placement!r} needs block_type 'serial': {self.block_type!r}"
         if self.qk_norm not in (False, True, "width"):
-            raise ConfigError(f"qk_norm must be true, false or 'width', found {self.qk_norm!r}")
+            return f"qk_norm must be true, false or 'width', found {self.qk_norm!r}"
         if self.norm_offset and (self.norm_type != "rmsnorm" or not -inf < self.norm_offset < inf):
-            raise ConfigError(
-                f"norm_offset needs norm_type 'rmsnorm' and a finite number: {self.norm_type!r}, {self.norm_offset}"
-            )
+            return f"norm_offset needs norm_type 'rmsnorm' and a finite number: {self.norm_type!r}, {self.norm_offset}"
         if self.norm_bias and self.norm_type not in ("layernorm", "dyt"):
-            raise ConfigError(f"norm_bias needs norm_type 'layernorm' or 'dyt': {self.norm_type!r} has no bias")
+            return f"norm_bias needs norm_type 'layernorm' or 'dyt': {self.norm_type!r} has no bias"
         if self.block_type != "serial" and self.attention_skip != self.mlp_skip:
-            raise ConfigError(
+            return (
                 "a parallel block has one skip connection around attention and MLP together; attention_skip and "
                 f"mlp_skip must be equal, found {self.attention_skip} and {self.mlp_skip}"
             )
         if self.num_hidden_groups is not None and self.num_hidden_layers % self.num_hidden_groups:
-            raise ConfigError(
+            return (
                 f"num_hidden_groups ({self.num_hidden_groups}) must divide num_hidden_layers "
                 f"({self.num_hidden_layers}): each block serves as many layers"
             )
         if self.group_order != "runs" and self.num_hidden_groups is None:
-            raise ConfigError(f"group_order {self.group_order!r} has no effect without num_hidden_groups")
-        for name, default in EXPERTS.items():
-            if self.mlp_type == "moe" and getattr(self, name) is None:
-                setattr(self, name, default)
-            if self.mlp_type != "moe" and getattr(self, name) is not None:
-                if name == "router_aux_loss_coef" and self.router_aux_loss_coef == 0:
-                    continue
-                raise ConfigError(f"{name} needs mlp_type 'moe', found {self.mlp_type!r}")
-        if self.mlp_type != "moe":
-            self.router_aux_loss_coef = 0.0  # a number: clients multiply by it
-        if (self.num_experts_per_tok or 0) > (self.num_local_experts or 0):
-            raise ConfigError(
-                f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_local_experts "
-                f"({self.num_local_experts})"
-            )
+            return f"group_order {self.group_order!r} has no effect without num_hidden_groups"
+        for name in EXPERTS if self.mlp_type != "moe" else ():
+            if getattr(self, name) is not None and (name, getattr(self, name)) != ("router_aux_loss_coef", 0):
+                return f"{name} needs mlp_type 'moe', found {self.mlp_type!r}"
+        chosen, experts = self.num_experts_per_tok or 0, self.num_local_experts or 0
+        if chosen > experts:
+            return f"num_experts_per_tok ({chosen}) is more than num_local_experts ({experts})"
         if self.mlp_type == "moe" and self.mlp_bias:
-            raise ConfigError("mlp_bias: experts have no biases; leave it out with mlp_type 'moe'")
+            return "mlp_bias: experts have no biases; leave it out with mlp_type 'moe'"
         if self.task == "causal_lm" and self.mask_type == "bidirectional":
-            raise ConfigError(
+            return (
                 "a causal_lm cannot attend bidirectionally: it would see the token it is to predict; use task=masked_lm"
             )
         if self.task != "causal_lm" and self.mask_type != "bidirectional":
-            raise ConfigError(f"task {self.task!r} attends bidirectionally, found mask_type {self.mask_type!r}")
+            return f"task {self.task!r} attends bidirectionally, found mask_type {self.mask_type!r}"
         if self.sliding_window == 1:
-            raise ConfigError("sliding_window must be at least 2: within 1 a token attends to itself alone")
+            return "sliding_window must be at least 2: within 1 a token attends to itself alone"
         if self.sliding_window is not None and self.mask_type != "causal":
-            raise ConfigError(f"sliding_window needs mask_type 'causal', found {self.mask_type!r}")
+            return f"sliding_window needs mask_type 'causal', found {self.mask_type!r}"
         if self.window_layers is not None and self.sliding_window is None:
-            raise ConfigError(f"window_layers {self.window_layers} need a sliding_window")
-        self._check_layers("window_layers")
+            return f"window_layers {self.window_layers} need a sliding_window"
+        return None
 
     @property
     def rotary_head_dim(self) -> int:

@@ -102,7 +102,8 @@ def _make_layers(config) -> list[LayerPlan]:
     key_value = make_mechanism(KEY_VALUES, "key_value", config.key_value)
     if reason := key_value.clash(config, counts):
         raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
-    averaged, connections, gate = _averaged(config, num_layers), _connections(config), _output_gate(config)
+    averaged, connections, gate = _averaged(config, num_layers), _connections(config), config.output_gate
+    gate = gate and make_mechanism(OUTPUT_GATES, "output_gate", gate)
     layers = []
     for i in range(num_layers):
         query, key, value, output = (mechanisms[i] for mechanisms in chosen.values())
@@ -166,10 +167,6 @@ def _averaged(config, num_layers: int) -> dict[int, tuple[int, ...]]:
     if reason := depth_average.clash(config.depth_average, num_layers):
         raise ConfigError(f"depth_average: {reason}")
     return depth_average.inputs_after(config.depth_average, num_layers)
-
-
-def _output_gate(config) -> Any:
-    return None if config.output_gate is None else make_mechanism(OUTPUT_GATES, "output_gate", config.output_gate)
 
 
 def _connections(config) -> Any:

@@ -10,6 +10,7 @@ from .catalog import BASES, MECHANISMS
 from .names import parse_name
 
 OPTIMIZERS = ("adamw", "muon")
+LENGTHS = ("steps", "warmup_steps", "schedule_steps")
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,16 @@ def recipe(name: str, **overrides: Any) -> Recipe:
         by_base = data.recipes[parsed.recipes[mechanism]] if mechanism in parsed.recipes else data.recipe
         own = replace(own, **by_base.get(parsed.base, {}))
     own = replace(own, **TUNED.get((parsed.base, frozenset(mechanisms)), {}))
-    scaled: dict[str, Any] = {}
-    if "steps" in overrides:
-        scaled["warmup_steps"] = round(own.warmup_steps * overrides["steps"] / own.steps)
-        if own.schedule_steps is not None:
-            scaled["schedule_steps"] = round(own.schedule_steps * overrides["steps"] / own.steps)
+    scaled = shortened(vars(own), own.steps, overrides.get("steps", own.steps))
     if "learning_rate" in overrides:
         scaled["min_learning_rate"] = overrides["learning_rate"] * (own.min_learning_rate / own.learning_rate)
     return replace(own, **{**scaled, **overrides})
+
+
+def shortened(fields: Mapping[str, Any], planned: int, steps: int) -> dict[str, Any]:
+    """Return fields of a recipe of `planned` steps with other `steps`: warm-up and cosine scale along."""
+    scaled = {name: round(fields[name] * steps / planned) for name in LENGTHS[1:] if fields.get(name) is not None}
+    return {**fields, **scaled, "steps": steps}
 
 
 def recipe_differences(groups: Iterable[Sequence[Mapping[str, Any]]]) -> list[str]:

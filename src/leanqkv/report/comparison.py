@@ -12,9 +12,9 @@ from rich.text import Text
 
 from ..compare.records import ComparisonRecord, Result
 from ..compare.trend import FRACTIONS, FURTHER, trend
-from ..presets import recipe_differences
+from ..presets.recipes import recipe_differences
 from .after_training import task_tables, uptraining_tables
-from .papers import suite_claims, suite_tables
+from .papers import suite_of, suite_tables
 from .text import ABSENT, Table, compact, listed, mean_with_deviation, percent, seeds, signed, with_interval
 
 # Fewer are warned of: at two seeds Student's t is 12.7, at three 4.3.
@@ -93,10 +93,10 @@ def warnings(comparison: ComparisonRecord) -> list[str]:
 def terminal_report(comparison: ComparisonRecord) -> RenderableType:
     """Return the result in 100 columns; of a suite also the papers' numbers beside it and its outcomes."""
     parts: list[RenderableType] = [terminal_table(comparison)]
-    for table in further_tables(comparison):
+    for table in own_tables(comparison) + suite_tables(comparison):
         rows = [[_folded(name), *cells] for name, *cells in table.rows]
         parts += ["", replace(table, rows=rows).terminal()]
-    if claims := suite_claims(comparison):
+    if claims := suite_of(comparison).claims:
         parts += ["", Text("\n".join(claims))]
     return Group(*parts)
 
@@ -122,18 +122,17 @@ def markdown(comparison: ComparisonRecord) -> str:
     """Return the same tables for GitHub."""
     result = result_table(comparison)
     parts = [result.markdown(), f"{result.note}\n"]
-    for table in further_tables(comparison):
+    for table in own_tables(comparison) + suite_tables(comparison):
         parts += [f"{table.title}\n", table.markdown()]
         parts += [f"{table.note}\n"] if table.note else []
-    if claims := suite_claims(comparison):
+    if claims := suite_of(comparison).claims:
         parts.append("".join(f"- {claim}\n" for claim in claims))
     return "\n".join(parts)
 
 
-def further_tables(comparison: ComparisonRecord) -> list[Table]:
-    """Return what there is beside the result: by length, uptrained models, downstream tasks, the papers' numbers."""
-    own = [*length_tables(comparison), *uptraining_tables(comparison), *task_tables(comparison)]
-    return own + suite_tables(comparison)
+def own_tables(comparison: ComparisonRecord) -> list[Table]:
+    """Return what there is beside the result: by length, uptrained models, downstream tasks."""
+    return [*length_tables(comparison), *uptraining_tables(comparison), *task_tables(comparison)]
 
 
 def length_tables(comparison: ComparisonRecord) -> list[Table]:

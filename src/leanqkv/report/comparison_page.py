@@ -5,16 +5,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from ..compare.records import AGAIN, ComparisonRecord, Result, load_comparison
 from ..compare.statistics import Band, average, difference_curve, paired_difference
-from ..compare.suites import SUITES
 from . import comparison as text
 from . import figures
-from .after_training import mean_accuracies, task_tables, uptraining_series, uptraining_tables
-from .page import Code, Figure, Kind, Note, Page, Section
-from .papers import both_differences, suite_claims, suite_tables
+from .after_training import mean_accuracies, uptraining_series
+from .page import Code, Figure, Kind, Note, Page, Section, described, in_words
+from .papers import both_differences, suite_of, suite_tables
 from .text import ABSENT, Table, listed, signed
 
 UPTRAINING = "Level lines are the losses of whole runs from random weights; the points are models uptrained so long."
@@ -29,7 +27,7 @@ def page(comparison: ComparisonRecord) -> Page:
     warnings = [Note(warning, "warning") for warning in text.warnings(comparison)]
     unit = f"{text.interval_note(comparison)} {comparison.measure.unit}; s.d. is the standard deviation over seeds."
     recipes = _recipes(comparison)
-    papers = [*(Section(table.title, [table]) for table in suite_tables(comparison)), suite_claims(comparison)]
+    papers = [*(Section(table.title, [table]) for table in suite_tables(comparison)), suite_of(comparison).claims]
     measured = [
         _facts(comparison),
         Section("To reproduce", [Code(comparison.command)]),
@@ -42,8 +40,7 @@ def page(comparison: ComparisonRecord) -> Page:
         text.reading(comparison),
         [
             Section("Result", [result, *warnings, Note(unit)]),
-            *(Section(table.title, [table]) for table in text.length_tables(comparison)),
-            *(Section(table.title, [table]) for table in (*uptraining_tables(comparison), *task_tables(comparison))),
+            *(Section(table.title, [table]) for table in text.own_tables(comparison)),
             Section("Beside the papers", papers),
             Section("Figures", [*_figures(comparison)]),
             Section("How it was measured", measured),
@@ -118,8 +115,7 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
 
 def _beside_published(comparison: ComparisonRecord) -> Iterator[Figure]:
     """Yield, for every table of a paper with two differences or more, theirs and ours in one figure."""
-    suite = SUITES.get(comparison.suite or "")
-    for number, published in enumerate(suite.published if suite else ()):
+    for number, published in enumerate(suite_of(comparison).published):
         pairs = both_differences(comparison, published)
         points = [(result, Band(x, ours.mean, *(ours.interval or 2 * (ours.mean,)))) for result, x, ours in pairs]
         if len(points) > 1:
@@ -193,8 +189,8 @@ def _facts(comparison: ComparisonRecord) -> dict[str, list[str]]:
         "Learning rates": [_learning_rates(comparison)],
         "Tokens per second": ["median over the steps of a run, mean over seeds"],
         "Precision": _distinct(run.precision["choice"] for run in runs),
-        "Hardware": _distinct(_described(run.hardware) for run in runs),
-        "Versions": _distinct(_described(run.versions) for run in runs),
+        "Hardware": _distinct(described(run.hardware) for run in runs),
+        "Versions": _distinct(described(run.versions) for run in runs),
         "Git commit": _distinct(run.git_commit or "not recorded" for run in runs),
     }
     return {term: values for term, values in facts.items() if values}
@@ -219,7 +215,7 @@ def _recipes(comparison: ComparisonRecord) -> Table:
     shown = ["learning_rate", "min_learning_rate", "weight_decay"]
     shared = []
     for name in names:
-        values = {_value(recipe.get(name)) for recipe in recipes.values()}
+        values = {in_words(recipe.get(name)) for recipe in recipes.values()}
         if name in ("steps", "batch_size", *shown):
             continue
         if len(values) == 1:
@@ -227,7 +223,7 @@ def _recipes(comparison: ComparisonRecord) -> Table:
         else:
             shown.append(name)
     headers = ["architecture", *(name.replace("_", " ") for name in shown)]
-    rows = [[name, *(_value(recipe.get(column)) for column in shown)] for name, recipe in recipes.items()]
+    rows = [[name, *(in_words(recipe.get(column)) for column in shown)] for name, recipe in recipes.items()]
     return Table(headers, rows, note=f"The same for all: {', '.join(shared)}." if shared else "")
 
 
@@ -258,16 +254,6 @@ def _distinct(values: Iterable[str]) -> list[str]:
     """Each value once; with the number of runs it holds for where there are several."""
     counts = Counter(values)
     return list(counts) if len(counts) == 1 else [f"{value} ({count} runs)" for value, count in counts.items()]
-
-
-def _described(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in facts.items())
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "none" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 KIND = Kind("compare.json", AGAIN, page, text.terminal_report, text.markdown, load=lambda at, plan: load_comparison(at))

@@ -139,7 +139,14 @@ def written(page: Path | None) -> str:
 
 def described(facts: Mapping[str, Any]) -> str:
     """Return names and values, such as those of a machine, in a line."""
-    return ", ".join(f"{name} {value}" for name, value in facts.items())
+    return ", ".join(f"{name} {in_words(value)}" for name, value in facts.items())
+
+
+def in_words(value: Any) -> str:
+    """Return one of them."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def footer(record: Mapping[str, Any]) -> str:

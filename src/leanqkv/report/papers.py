@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 
 from ..compare.records import ComparisonRecord, Result, Run
 from ..compare.statistics import PairedDifference, over_seeds, paired_difference
-from ..compare.suite import PAPER, Published
+from ..compare.suite import PAPER, Published, Suite
 from ..compare.suites import SUITES
 from ..evaluate.harness import TASK_SETS
 from .text import ABSENT, Table, compact, listed, plus_minus, signed
@@ -68,17 +68,14 @@ METRICS |= {f"{task} accuracy, %": _accuracy([task]) for task in NINE_TASKS}
 METRICS |= {f"mean accuracy of {len(tasks)} tasks, %": _accuracy(tasks) for tasks in (SEVEN_TASKS, NINE_TASKS)}
 
 
-def suite_claims(comparison: ComparisonRecord) -> list[str]:
-    """Return what a suite's papers claim."""
-    suite = SUITES.get(comparison.suite or "")
-    return list(suite.claims) if suite else []
+def suite_of(comparison: ComparisonRecord) -> Suite:
+    """Return the suite of a comparison; of another one a suite that no paper says anything of."""
+    return SUITES.get(comparison.suite or "", Suite("", "", {}))
 
 
 def suite_tables(comparison: ComparisonRecord) -> list[Table]:
     """Return a suite's further tables: outcomes of its runs, the papers' numbers beside ours."""
-    suite = SUITES.get(comparison.suite or "")
-    if suite is None:
-        return []
+    suite = suite_of(comparison)
     outcomes = [stability_table(comparison)] if suite.stability else []
     return outcomes + [_table(comparison, published) for published in suite.published]
 

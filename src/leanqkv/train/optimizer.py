@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
-from ..presets import Recipe
+from ..presets.recipes import Recipe
 
 
 class Joined(torch.optim.Optimizer):

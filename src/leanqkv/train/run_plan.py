@@ -15,7 +15,7 @@ import torch
 
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
-from ..presets import Recipe
+from ..presets.recipes import Recipe
 from .micro_batch import USABLE_SHARE, Step, choose_micro_batch, split_batch
 from .precision import Precision
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..data.batches import DEFAULT_EVALUATION
 from ..errors import LeanError
-from ..presets import Recipe
-from ..presets.recipes import OPTIMIZERS
+from ..presets.recipes import OPTIMIZERS, Recipe
 from ..ranges import check_fields
 
 # How run.json and record.json begin, whichever class a field is inherited from.

@@ -12,26 +12,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data import (
-    AfterPrefix,
-    MaskedTokens,
-    NextToken,
-    TokenData,
-    batch_plan,
-    check_plan,
-    collate,
-    prepare_data,
-)
-from ..data.objectives import EVALUATION, TRAINING, prefix_mask
+from ..data.batches import batch_plan, check_plan, collate
+from ..data.objectives import EVALUATION, TRAINING, AfterPrefix, MaskedTokens, NextToken, prefix_mask
+from ..data.prepare import prepare_data
+from ..data.token_files import TokenData
 from ..data.tokenizer import with_mask_token
 from ..errors import LeanError
-from ..evaluate import sequence_losses
-from ..evaluate.loss import batch_losses, scoring
+from ..evaluate.loss import batch_losses, scoring, sequence_losses
 from ..evaluate.observe import logit_spreads
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
 from ..model.masked_lm import LeanForMaskedLM
-from ..presets import Recipe
+from ..presets.recipes import Recipe
 from .spec import RunSpec
 
 # TokenData, or data of another task with the same methods.

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import shard_on_cpus
-from ..data import MaskedTokens
+from ..data.objectives import MaskedTokens
 from ..errors import LeanError
 from .directory import complete
 from .optimizer import make_optimizer, make_schedule
@@ -199,8 +199,7 @@ class Watch(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
         self.loss = logs.get("loss", self.loss)
-        if "seconds" in logs:
-            self.rate = self.spec.tokens(self.spec.log_interval) / logs["seconds"]
+        self.rate = logs.get("tokens_per_second", self.rate)
         if not math.isfinite(logs.get("loss", logs.get("eval_loss", 0.0))):
             control.should_training_stop, control.should_save = True, False
             self.time_is_up = False  # more time would not help

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...compat import quiet_transformers
 from ...errors import LeanError
@@ -101,7 +102,6 @@ class Family:
     """A class of transformers that a LeanConfig can describe."""
 
     model_type: str
-    architecture: str
     fixed: Mapping[str, Any]  # settings of ours that are the same in every model of the class
     settings: Mapping[str, str]  # settings, ours -> theirs, whose value is the same
     biases: Mapping[str, bool | str]  # those a model can have: always (True), or as that setting of theirs says
@@ -120,6 +120,11 @@ class Family:
     interleaved: bool = False  # modules side by side take turns head by head
     transposed: bool = False  # the layers' matrices are [in, out]
     experts: Mapping[str, str] = field(default_factory=dict)  # their module of expert `{}` -> our tensor of all experts
+
+    @property
+    def architecture(self) -> str:
+        """The name of the class."""
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
 
     def check_class(self, hf: Mapping[str, Any]) -> None:
         """Raise a LeanError if the config.json `hf` names a class with a head other than a language model's.
@@ -352,7 +357,7 @@ def _function(config: LeanConfig) -> dict[str, Any]:
     settings["sliding_window"] = [layer.window for layer in layers]
     settings["rope_parameters"] = [layer.rope and write_rope(getattr(config, layer.rope), True) for layer in layers]
     if config.attention_multiplier is None:
-        settings["attention_multiplier"] = config.head_dim**-0.5  # type: ignore[operator]
+        settings["attention_multiplier"] = config.head_dim**-0.5
     return settings
 
 

@@ -45,7 +45,6 @@ def _write(config: LeanConfig) -> dict[str, Any]:
 GEMMA3 = replace(
     LLAMA,
     model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
     fixed={**LLAMA.fixed, "norm_offset": 1.0, "norm_placement": "both", "qk_norm": True},
     settings={**LLAMA.settings, "hidden_act": "hidden_activation"},
     biases=ATTENTION_BIASES,

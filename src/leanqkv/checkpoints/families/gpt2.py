@@ -4,7 +4,6 @@ from .family import Family
 
 GPT2 = Family(
     model_type="gpt2",
-    architecture="GPT2LMHeadModel",
     fixed={"position_embedding_type": "learned", "norm_type": "layernorm", "mlp_type": "mlp"},
     settings={
         "norm_eps": "layer_norm_epsilon",

@@ -14,7 +14,6 @@ def _read(stock: PreTrainedConfig) -> dict[str, Any]:
 
 GPT_NEOX = Family(
     model_type="gpt_neox",
-    architecture="GPTNeoXForCausalLM",
     fixed={
         "position_embedding_type": "rope",
         "norm_type": "layernorm",

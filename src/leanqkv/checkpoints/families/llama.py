@@ -62,7 +62,7 @@ def _read_granite(stock: PreTrainedConfig) -> dict[str, Any]:
 def _write_granite(config: LeanConfig) -> dict[str, Any]:
     multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
     if config.attention_multiplier is None:
-        multipliers["attention_multiplier"] = config.head_dim**-0.5  # type: ignore[operator]
+        multipliers["attention_multiplier"] = config.head_dim**-0.5
     return multipliers
 
 
@@ -84,7 +84,6 @@ def _write_phi3(config: LeanConfig) -> dict[str, Any]:
 
 LLAMA = Family(
     model_type="llama",
-    architecture="LlamaForCausalLM",
     fixed={
         "position_embedding_type": "rope",
         "norm_type": "rmsnorm",
@@ -109,7 +108,6 @@ _WITHOUT_HEAD_DIM = {ours: theirs for ours, theirs in LLAMA.settings.items() if 
 MISTRAL = replace(
     LLAMA,
     model_type="mistral",
-    architecture="MistralForCausalLM",
     settings={**LLAMA.settings, "sliding_window": "sliding_window"},
     biases={},
     ordinary={"layer_types": None},
@@ -117,7 +115,6 @@ MISTRAL = replace(
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
     settings=_WITHOUT_HEAD_DIM,
     biases={"attention_bias": True},
     read=read_windows,
@@ -126,7 +123,6 @@ QWEN2 = replace(
 QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
     fixed={**LLAMA.fixed, "qk_norm": True},
     biases=ATTENTION_BIASES,
     layer_modules=_MODULES | QK_NORMS,
@@ -136,7 +132,6 @@ QWEN3 = replace(
 GRANITE = replace(
     LLAMA,
     model_type="granite",
-    architecture="GraniteForCausalLM",
     settings=_WITHOUT_HEAD_DIM,
     read=_read_granite,
     write=_write_granite,
@@ -144,7 +139,6 @@ GRANITE = replace(
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
-    architecture="SmolLM3ForCausalLM",
     settings=_WITHOUT_HEAD_DIM,
     read=_read_smollm3,
     write=_write_smollm3,
@@ -152,7 +146,6 @@ SMOLLM3 = replace(
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
     fixed={**LLAMA.fixed, "norm_placement": "after", "qk_norm": "width"},
     settings=_WITHOUT_HEAD_DIM,
     biases=ATTENTION_BIASES,
@@ -166,7 +159,6 @@ OLMO2 = replace(
 PHI3 = replace(
     LLAMA,
     model_type="phi3",
-    architecture="Phi3ForCausalLM",
     settings={**_WITHOUT_HEAD_DIM, "hidden_dropout": "resid_pdrop", "sliding_window": "sliding_window"},
     biases={},
     partial_rope=True,

@@ -35,7 +35,6 @@ def _write_qwen3_moe(config: LeanConfig) -> dict[str, Any]:
 MIXTRAL = replace(
     MISTRAL,
     model_type="mixtral",
-    architecture="MixtralForCausalLM",
     fixed={**_EXPERTS, "norm_topk_prob": True},
     settings={**MISTRAL.settings, **_SETTINGS, "num_local_experts": "num_local_experts"},
     layer_modules=_dense(dict(MISTRAL.layer_modules), "block_sparse_moe.gate"),
@@ -48,7 +47,6 @@ MIXTRAL = replace(
 QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
     fixed={**_EXPERTS, "qk_norm": True},
     settings={
         **{ours: theirs for ours, theirs in MISTRAL.settings.items() if ours != "head_dim"},

@@ -31,7 +31,6 @@ def _write(config: LeanConfig) -> dict[str, Any]:
 QWEN3_NEXT = replace(
     QWEN3,
     model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
     fixed={**QWEN3.fixed, "norm_offset": 1.0, "output_gate": {"type": "sigmoid", "per_head": False}},
     biases=ATTENTION_BIASES,
     partial_rope=True,
