@@ -56,11 +56,11 @@ from leanqkv.commands.convert import read_share
 from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.latents import Latents
 from leanqkv.convert.sweeps import Sweeps
-from leanqkv.data import IGNORED, EvaluationText, evaluation_text, prepare_data, unseen_split
-from leanqkv.data.batches import collate
+from leanqkv.data.batches import IGNORED, collate
+from leanqkv.data.evaluation import EvaluationText, evaluation_text, unseen_split
+from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
-from leanqkv.evaluate import spread_windows
-from leanqkv.evaluate.paired import mean_over_windows
+from leanqkv.evaluate.paired import mean_over_windows, spread_windows
 from leanqkv.files import read_json, write_json
 from leanqkv.model.cache import cached_tensors
 from leanqkv.report.text import plus_minus, signed

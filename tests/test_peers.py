@@ -11,9 +11,9 @@ from scipy import stats
 from shapes import randomize, tiny, tokens
 
 from leanqkv import LeanForCausalLM
-from leanqkv.data import EvaluationText
+from leanqkv.data.evaluation import EvaluationText
 from leanqkv.errors import LeanError
-from leanqkv.evaluate import paired_scores, spread_windows
+from leanqkv.evaluate.paired import paired_scores, spread_windows
 
 SOURCE = {"layers": 3, "heads": 2, "head_dim": 64, "columns": 256}
 
