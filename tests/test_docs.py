@@ -248,7 +248,7 @@ NUMBERS = {
     "results-on-a-gpu.md": Sources((), ("small-h100",)),
     "results-extensions.md": Sources((), ("extensions", "nonlinear-key", "prefix", "encoder")),
     # Half-widths with fewer digits, percentages and tokens; the sign is in words.
-    "results-sharing-values.md": Sources((), ("kv-sharing", "uptraining"), ("0.02", "0.06", "1.7")),
+    "results-sharing-values.md": Sources((), ("kv-sharing", "kv-both", "uptraining"), ("0.02", "0.06", "1.7")),
     "results-queries.md": Sources((), ("query",), ("2.6",)),
     "results-quickstart.md": Sources((), ("quickstart",)),
     "results-images.md": Sources((), ("vision",), ("2.9",)),
