@@ -50,7 +50,7 @@ def models(source: Any, options: argparse.Namespace, tokens: Any) -> Iterator[tu
             source.config, finite(source.tensors), tokens, Path(place), list(reductions.values()), message=show
         )
         for name, found in zip(reductions, sweeps.run(), strict=True):
-            out = Path(place, "model")
+            out = Path(place, name)
             write_model(source, out, found.config, found.tensors, torch.float32)
             model = load_model(open_causal_lm(out), torch.float32).eval()
             yield name, model, PLAIN, [ranks(layer) for layer in found.layers]
