@@ -49,6 +49,7 @@ BENCHMARKS = (
     ("convert_large", "real/llama-7b-shape.json", "reference-conversion.md"),
     ("key_value_sources", "real/key-value-sources.json", "reference-conversion.md"),
     ("partial_rope", "real/partial-rope.json", "reference-conversion.md"),
+    ("peers", "real/peers.json", "reference-conversion.md"),
     ("calibration_time", "conversion/gpt2-small-time.json", "reference-conversion.md"),
     ("decode", "decode/transformers.json", "reference-inference.md"),
     ("decode_caches", "decode/caches-bf16.json", "reference-inference.md"),
