@@ -31,6 +31,13 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def calibration_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a benchmark calibrates on: --calibration, --tokens and --length."""
+    parser.add_argument("--calibration", default="prose", metavar="TEXT")
+    parser.add_argument("--tokens", type=int, default=12_288, metavar="N", help="to calibrate on")
+    parser.add_argument("--length", type=int, default=512, metavar="N", help="of a sequence")
+
+
 def run(
     parser: argparse.ArgumentParser,
     measure: Callable[[argparse.Namespace], Record],

@@ -129,9 +129,7 @@ def main() -> None:
     parser.add_argument("--evaluate", nargs="+", default=["prose"], metavar="TEXT")
     parser.add_argument("--evaluate-tokens", type=int, default=8192, metavar="N", help="of every text")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.84, 0.75, 0.5], help="of the cache")
-    parser.add_argument("--calibration", default="prose", metavar="TEXT")
-    parser.add_argument("--tokens", type=int, default=12_288, metavar="N", help="to calibrate on")
-    parser.add_argument("--length", type=int, default=512, metavar="N", help="of a sequence")
+    harness.calibration_options(parser)
     harness.run(parser, measure, tables)
 
 

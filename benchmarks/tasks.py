@@ -110,9 +110,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens of needle's and recall's")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.84, 0.75, 0.5], help="of the cache, for latents")
     parser.add_argument("--bits", nargs="+", default=["8/4", "4"], help="of the source's cache")
-    parser.add_argument("--calibration", default="prose", metavar="TEXT")
-    parser.add_argument("--tokens", type=int, default=12_288, metavar="N", help="to calibrate on")
-    parser.add_argument("--length", type=int, default=512, metavar="N", help="of a sequence")
+    harness.calibration_options(parser)
     harness.run(parser, measure, tables)
 
 
