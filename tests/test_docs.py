@@ -50,6 +50,7 @@ BENCHMARKS = (
     ("key_value_sources", "real/key-value-sources.json", "reference-conversion.md"),
     ("partial_rope", "real/partial-rope.json", "reference-conversion.md"),
     ("peers", "real/peers.json", "reference-conversion.md"),
+    ("tasks", "real/tasks.json", "reference-conversion.md"),
     ("calibration_time", "conversion/gpt2-small-time.json", "reference-conversion.md"),
     ("decode", "decode/transformers.json", "reference-inference.md"),
     ("decode_caches", "decode/caches-bf16.json", "reference-inference.md"),
