@@ -14,8 +14,10 @@ from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM
 from leanqkv.cache_bits import PLAIN, VALID, CacheBits
+from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data.evaluation import EvaluationText
 from leanqkv.data.tokenizer import train_tokenizer
+from leanqkv.evaluate.harness import load_tasks, task_scores
 from leanqkv.evaluate.paired import spread_windows
 from leanqkv.evaluate.states import cached_states
 from leanqkv.frontier.measure import calibration_samples
@@ -245,6 +247,41 @@ def test_the_precisions_are_those_that_are_asked_for(place: Path, unwrapped) -> 
         assert {(point["key_bits"], point["value_bits"]) for point in record["points"]} == expected
         assert record["refused"] == {}
     assert unwrapped(*asked, "2,3") == (2, "", f"error: --cache-bits is {VALID}; found '3'")
+
+
+def test_every_point_answers_the_same_questions(place: Path, unwrapped) -> None:
+    """With its own weights and through its own cache; the source's answers are those that are lost and won."""
+    pytest.importorskip("lm_eval")
+    words = (place / "evaluation.txt").read_text().split()
+    questions = [{"goal": " ".join(words[n : n + 60]), "sol1": words[n], "sol2": words[n + 1]} for n in range(30)]
+    (place / "piqa").mkdir()
+    (place / "piqa" / "valid.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+    (place / "piqa" / "valid-labels.lst").write_text("0\n1\n" * 15)
+    asked = (*ASKED, "--calibrations", "2", "--kinds", "merged-values", "--cache-bits", "2", "--tasks", "piqa:piqa")
+    assert unwrapped(*asked, "--limit", "20", "--out", "asked")[0] == 0
+    record = json.loads((place / "asked" / "frontier.json").read_text())
+    first = [point for point in record["points"] if not point["sample"]]
+    assert len(first) == 4 and not any("tasks" in point for point in record["points"] if point["sample"])
+    model, tokenizer = LeanForCausalLM.from_pretrained("source").eval(), load_tokenizer(Path("source"))
+    alone = [
+        task_scores(model, tokenizer, load_tasks(["piqa:piqa"]), limit=20, cache_bits=bits).answers["piqa"]["acc"]
+        for bits in (PLAIN, CacheBits(2, 2))
+    ]
+    pairs = list(zip(*alone, strict=True))
+    for point, right in zip(first, alone, strict=False):
+        assert point["label"] == "source" and point["tasks"]["piqa"]["acc"] == pytest.approx(np.mean(right))
+    assert [first[0]["paired"]["piqa"]["acc"][name] for name in ("lost", "won")] == [0, 0]
+    lost, won = pairs.count((1.0, 0.0)), pairs.count((0.0, 1.0))
+    assert lost + won > 0  # the cache is read
+    assert [first[1]["paired"]["piqa"]["acc"][name] for name in ("lost", "won")] == [lost, won]
+    assert f"| {np.mean(alone[1]):.1%} (−{lost}, +{won}) |" in (place / "asked" / "table.md").read_text()
+    removed = place / "asked" / "points" / "source-2-2-0.json"
+    removed.unlink()
+    assert unwrapped(*asked, "--limit", "20", "--out", "asked")[0] == 0
+    again = json.loads((place / "asked" / "frontier.json").read_text())
+    assert [one.get("paired") for one in again["points"]] == [one.get("paired") for one in record["points"]]
+    code, _, errors = unwrapped(*asked, "--limit", "21", "--out", "asked")
+    assert code == 2 and "holds another frontier (questions.limit: 20 there, 21 asked)" in errors
 
 
 @pytest.mark.parametrize("fields, same", [({}, False), ({"qk_norm": True}, True), ({"sliding_window": 4}, True)])

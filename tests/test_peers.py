@@ -4,6 +4,8 @@ import subprocess
 from types import SimpleNamespace
 
 import numpy as np
+import peer_losses
+import peer_processes
 import peers
 import pytest
 import torch
@@ -30,18 +32,18 @@ SOURCE = {"layers": 3, "heads": 2, "head_dim": 64, "columns": 256}
     ],
 )
 def test_columns_are_the_most_within_the_share(share, source, parts, columns):
-    assert peers.columns_for(share, source, parts) == columns
+    assert peer_losses.columns_for(share, source, parts) == columns
     assert columns <= share * source * parts + 1e-6 < columns + 1
 
 
 def test_a_joint_rank_and_the_kept_keys_fill_the_columns():
     for columns in range(90, 385):
-        rank = peers.joint_rank(columns, 96, 3)
+        rank = peer_losses.joint_rank(columns, 96, 3)
         assert (rank == 0 and columns < 99) or 96 + 3 * rank <= columns < 96 + 3 * (rank + 1)
 
 
 def test_palu_takes_up_to_four_heads_together():
-    assert [peers.group_of(heads) for heads in (1, 2, 3, 4, 5, 6, 8, 9, 32)] == [1, 2, 3, 4, 1, 3, 4, 3, 4]
+    assert [peer_losses.group_of(heads) for heads in (1, 2, 3, 4, 5, 6, 8, 9, 32)] == [1, 2, 3, 4, 1, 3, 4, 3, 4]
 
 
 def test_palu_gets_the_most_ranks_within_the_share():
@@ -57,17 +59,17 @@ def test_palu_gets_the_most_ranks_within_the_share():
     search, job = SimpleNamespace(rank_search=rank_search), SimpleNamespace(source={**SOURCE, "layers": 13})
     # The last one is of 54 columns, whose share of all is rounded.
     for share in (1.0, 0.84, 0.75, 0.5, 0.28, 0.01, 54 / whole):
-        ranks, args = peers.palu_ranks(search, SimpleNamespace(), "uniform", share, job)
+        ranks, args = peer_processes.palu_ranks(search, SimpleNamespace(), "uniform", share, job)
         assert ranks["k_proj.0"] == [int(128 * share)] and args.search_method == "uniform"
         assert args.param_ratio_target <= share
     assert all(float(whole * ratio).is_integer() for ratio in asked)
     with pytest.raises(LeanError, match=r"no ranks for 0.1% of the cache"):
-        peers.palu_ranks(search, SimpleNamespace(), "uniform", 0.001, job)
+        peer_processes.palu_ranks(search, SimpleNamespace(), "uniform", 0.001, job)
 
 
 def test_losses_are_paired_window_by_window():
     before, after = [[2.0, 3.0, 4.0], [1.0, 1.0]], [[2.5, 3.25, 4.75], [1.0, 1.0]]
-    first, second = peers.lost(after, before)
+    first, second = peer_losses.lost(after, before)
     differences = np.array([0.5, 0.25, 0.75])
     width = stats.t.ppf(0.975, 2) * differences.std(ddof=1) / 3**0.5
     assert first == {"mean": pytest.approx(0.5), "half_width": pytest.approx(width)}
@@ -78,14 +80,14 @@ def test_rows_are_compared_with_latents_of_their_share_and_calibration():
     rows = [
         {"method": method, "calibration_tokens": amount, "share": share, "losses": [[loss, loss + 1]]}
         for method, amount, share, loss in (
-            (peers.OURS, 10, 0.5, 1.5),
-            (peers.OURS, 20, 0.5, 1.25),
+            (peer_losses.OURS, 10, 0.5, 1.5),
+            (peer_losses.OURS, 20, 0.5, 1.25),
             ("other", 20, 0.5, 1.75),
             ("other", 10, 0.5, 2.5),
             ("other", 10, 1.0, 1.0),
         )
     ]
-    found = peers.compared(rows, [[1.0, 2.0]])
+    found = peer_losses.compared(rows, [[1.0, 2.0]])
     assert [row["lost"][0]["mean"] for row in found] == [0.5, 0.25, 0.75, 1.5, 0]
     assert [row["beyond"][0]["mean"] if "beyond" in row else None for row in found] == [None, None, 0.5, 1.0, None]
 
@@ -95,7 +97,7 @@ def test_losses_of_windows_are_those_of_the_package():
     model = randomize(LeanForCausalLM(tiny("llama")), std=0.3).eval()
     stream = tokens(1, 101)[0].numpy()
     text = EvaluationText("text", "whole", stream)
-    found = peers.losses_of(model, peers.windows_of([text, text], 20, 4))
+    found = peer_losses.losses_of(model, peer_losses.windows_of([text, text], 20, 4))
     (scores,) = paired_scores(model, model, stream, spread_windows(len(stream), 20, 4), 20)
     expected = [scores.before[scores.window == number].mean().item() for number in range(4)]
     assert found[0] == pytest.approx(expected, rel=1e-5) and found[0] == found[1]
@@ -105,21 +107,21 @@ def test_losses_of_windows_are_those_of_the_package():
 def test_cached_columns_are_counted_after_decoding():
     config = tiny("llama", "gqa", max_position_embeddings=64)
     model = randomize(LeanForCausalLM(config), std=0.3).eval()
-    columns = peers.decoded(model, tokens(1, 9))
+    columns = peer_losses.decoded(model, tokens(1, 9))
     assert columns == 2 * config.num_key_value_heads * config.head_dim
 
 
-def job() -> peers.Job:
-    found = object.__new__(peers.Job)
+def job() -> peer_processes.Job:
+    found = object.__new__(peer_processes.Job)
     found.source, found.rows, found.checks, found.windows = SOURCE, [], [], {}
     return found
 
 
 def test_a_peer_that_differs_where_nothing_is_left_out_is_refused():
     one = job()
-    one.check("all columns", [2.0, 3.0], [2.0 + peers.ROUNDING / 2, 3.0])
-    assert one.checks == [{"what": "all columns", "difference": pytest.approx(peers.ROUNDING / 2)}]
-    for loss in (3.0 + 2 * peers.ROUNDING, float("nan")):
+    one.check("all columns", [2.0, 3.0], [2.0 + peer_processes.ROUNDING / 2, 3.0])
+    assert one.checks == [{"what": "all columns", "difference": pytest.approx(peer_processes.ROUNDING / 2)}]
+    for loss in (3.0 + 2 * peer_processes.ROUNDING, float("nan")):
         with pytest.raises(LeanError, match=r"^all columns: a window's loss differs by"):
             one.check("all columns", [2.0, loss], [2.0, 3.0])
 
@@ -130,7 +132,7 @@ def test_a_model_that_keeps_more_than_its_share_is_refused():
 
 
 def test_a_clone_is_read_at_its_commit_or_refused(tmp_path):
-    peer = peers.PEERS["mha2mla"]
+    peer = peer_processes.PEERS["mha2mla"]
     with pytest.raises(LeanError, match=r"has no 'def main' in src/mha2mla/2_norm.py; give a clone of https://"):
         peers.commit_of(peer, tmp_path)
     for file, name in peer.needs:

@@ -11,14 +11,15 @@ from ..environment import check_device
 from ..errors import LeanError
 from ..job import check_out
 from .convert import read_share
-from .options import SOURCE
-from .texts import FrontierTexts
+from .options import SOURCE, check_left_out
+from .texts import FrontierTexts, TaskScoring
 
 
 def frontier(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     out: Path,
     texts: FrontierTexts,
+    tasks: TaskScoring,
     budgets: str = "84%,75%,50%",
     kinds: Annotated[
         str,
@@ -41,6 +42,8 @@ def frontier(
 
     leanqkv frontier hf/llama --cache-bits 8,4,2 --evaluate book.txt --out runs/bits
 
+    leanqkv frontier hf/llama --tasks needle:book.txt,recall --sequence-length 4096 --evaluate book.txt --out runs/long
+
     Options:
         out: Directory of the measurements. Rerun to resume.
         budgets: Shares of the source's cache that latents are fitted to.
@@ -51,6 +54,8 @@ def frontier(
             8/4,4, where the model can have them.
         device: cpu, cuda or mps. Default: cpu.
     """
+    if tasks.tasks is None:
+        check_left_out(tasks, "`tasks`")
     check_out(out, "frontier", source)
     shares = [read_share(part, "--budgets") for part in budgets.split(",")]
     decoded, precisions = _contexts(contexts), None if cache_bits is None else CacheBits.list_of(cache_bits)
@@ -58,7 +63,7 @@ def frontier(
 
     budgeted = _kinds(kinds, shares)
     where = "cpu" if device is None else check_device(device)
-    measure_frontier(source, out, texts, budgeted, decoded, precisions, where, at_context)
+    measure_frontier(source, out, texts, tasks, budgeted, decoded, precisions, where, at_context)
 
 
 def _kinds(text: str, shares: list[float]) -> dict[str, list[float]]:

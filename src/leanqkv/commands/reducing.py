@@ -15,18 +15,21 @@ from ..evaluate.states import obstacle
 from ..files import write_json
 from ..frontier.measure import RECORD, Frontier, calibration_samples
 from ..frontier.points import PRECISIONS, candidates
+from ..frontier.scoring import Questions
 from ..progress import console, continued_when_repeated, progress_bar
 from ..report.frontier import KIND, recommendations
 from ..report.page import NO_PAGE
 from .converting import read_calibration
 from .options import read_text
-from .texts import FrontierTexts
+from .scoring import read_tasks
+from .texts import FrontierTexts, TaskScoring
 
 
 def measure_frontier(
     source: Path,
     out: Path,
     texts: FrontierTexts,
+    tasks: TaskScoring,
     kinds: dict[str, list[float]],
     contexts: list[int],
     precisions: list[CacheBits] | None,
@@ -55,6 +58,9 @@ def measure_frontier(
             refused[bits.name] = reason
         else:
             raise LeanError(f"`cache_bits={bits}`: {reason}")
+    questions = None
+    if tasks.tasks is not None:
+        questions = Questions(*read_tasks(opened, tasks, length), tasks.limit, measurable)
     # Of texts that are calibrated on, the part that the calibration never sees.
     scored = [read_text(opened, name, unseen_split(name, texts.calibration)) for name in texts.evaluate]
     data = read_calibration(opened, texts.calibration)
@@ -77,6 +83,7 @@ def measure_frontier(
             length=length,
             contexts=timed,
             at_context=at_context,
+            questions=questions,
             device=torch.device(device),
             progress=bar,
             message=bar.describe,

@@ -85,10 +85,6 @@ def score(
     opened = open_checkpoint(source)
     if tasks.tasks is not None or opened.config.task != "masked_lm":
         opened = open_causal_lm(source)
-    if tasks.tasks is not None and opened.config.mask_type == "prefix":
-        raise LeanError(
-            f"{source} attends to prefixes, and lm-eval gives none: tasks cannot be scored; leave out `tasks`"
-        )
     positions = opened.config.max_position_embeddings
     context = compared.context_length or positions
     if context > positions:
@@ -246,13 +242,30 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"name": name, "config": config, "weights_sha256": digest}
 
 
+def read_tasks(checkpoint: Checkpoint, options: TaskScoring, context: int) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Return the tokenizer of a checkpoint, and the tasks that are asked for.
+
+    Args:
+        context: tokens of a question whose length can be chosen.
+
+    Raises:
+        LeanError: the checkpoint cannot answer, it has no tokenizer, or there are no such tasks.
+    """
+    assert options.tasks is not None
+    if checkpoint.config.mask_type == "prefix":
+        raise LeanError(
+            f"{checkpoint.directory} attends to prefixes, and lm-eval gives none: tasks cannot be scored; leave out "
+            "`tasks`"
+        )
+    names = [name.strip() for name in options.tasks.split(",")]
+    tokenizer = load_tokenizer(checkpoint.directory)
+    with progress_bar("loading the tasks"):
+        return tokenizer, load_tasks(names, options.include_path, tokenizer, context)
+
+
 def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
     """Run the tasks, print their figures, and return a record's entries on them."""
-    assert options.tasks is not None
-    names = [name.strip() for name in options.tasks.split(",")]
-    tokenizer = load_tokenizer(scored.checkpoint.directory)
-    with progress_bar("loading the tasks"):
-        tasks = load_tasks(names, options.include_path, tokenizer, scored.context)
+    tokenizer, tasks = read_tasks(scored.checkpoint, options, scored.context)
     record: dict[str, Any] = {"limit": options.limit, "lm_eval": version("lm_eval")}
     scores = _score_tasks(scored, tokenizer, tasks, options.limit)
     console.print(_task_table(scores.figures))

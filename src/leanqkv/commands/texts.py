@@ -50,7 +50,8 @@ class FrontierTexts:
         calibration: Text to calibrate on, as --data of train takes it.
         tokens: Calibration tokens of each sample.
         calibrations: Number of calibrations, on different parts of the text, for the intervals.
-        sequence_length: Length of calibration and scoring sequences. Default: 512, or all positions.
+        sequence_length: Length of calibration and scoring sequences, and of questions of needle and recall. Default:
+            512, or all positions.
         evaluate_tokens: Tokens to score in each text.
     """
 

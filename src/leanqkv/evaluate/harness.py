@@ -102,6 +102,17 @@ def tasks_hash(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
+def check_cache(tasks: Mapping[str, Mapping[str, Any]], cache_bits: CacheBits) -> None:
+    """Check that tasks can be scored through a cache of these bits.
+
+    Raises:
+        LeanError: one of them cannot; says why.
+    """
+    for name, task in tasks["tasks"].items():
+        if cache_bits.quantized and task.OUTPUT_TYPE == "generate_until":
+            raise LeanError(f"`cache_bits={cache_bits}`: the task {name} generates text; only likelihoods are scored")
+
+
 @dataclass(frozen=True)
 class TaskScores:
     """What a model makes of tasks.
@@ -147,9 +158,8 @@ def task_scores(
     lm_eval = _lm_eval()
     if tokenizer("a")["input_ids"][-1] == framing(tokenizer).end:
         raise LeanError("the tokenizer ends each text, a question of a task too, with a token: tasks cannot be scored")
-    for name, task in tasks["tasks"].items():
-        if cache_bits.quantized and task.OUTPUT_TYPE == "generate_until":
-            raise LeanError(f"`cache_bits={cache_bits}`: the task {name} generates text; only likelihoods are scored")
+    check_cache(tasks, cache_bits)
+    for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEW_SHOT_SEED)

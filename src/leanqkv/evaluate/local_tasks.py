@@ -28,6 +28,8 @@ DEPTHS = (0, 25, 50, 75, 100)
 PASSAGES, NEEDLES = 500, 100
 # Tokens of text around a needle, at least.
 LEAST_TEXT = 64
+# What says how long a question is.
+LENGTH = "`context_length` (of frontier `sequence_length`)"
 # Words of a passage before its last sentence, at least, and letters of its last word.
 PASSAGE_WORDS, WORD_LETTERS = 60, 4
 # Characters that are read for each token that is needed.
@@ -132,11 +134,11 @@ def _needle(source: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Any
     offsets = plain(tokenizer).encode(text, add_special_tokens=False).offsets
     found = f"`tasks=needle:{source}`: a context of {length:,} tokens"
     if needed < LEAST_TEXT:
-        raise LeanError(f"{found} has no room for {LEAST_TEXT} tokens of text; choose a longer `context_length`")
+        raise LeanError(f"{found} has no room for {LEAST_TEXT} tokens of text; choose a longer {LENGTH}")
     if needed > len(offsets):
         raise LeanError(
             f"{found} takes {needed:,} tokens of text, and there are {len(offsets):,}; give more text, or a shorter "
-            "`context_length`"
+            f"{LENGTH}"
         )
 
     def question(number: int, draw: random.Random) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def _recall(_: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Any:
     if not 2 <= count <= len(KEYS):
         raise LeanError(
             f"`tasks=recall` at a context of {length:,} tokens has {max(count, 0):,} keys, and can have 2 to "
-            f"{len(KEYS):,}; choose another `context_length`"
+            f"{len(KEYS):,}; choose another {LENGTH}"
         )
 
     def question(number: int, draw: random.Random) -> dict[str, Any]:

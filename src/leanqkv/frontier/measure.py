@@ -18,6 +18,7 @@ from ..convert.conversion import tokens_hash
 from ..convert.sweeps import Sweeps
 from ..data.evaluation import EvaluationText
 from ..environment import record_header, versions
+from ..evaluate.harness import paired_answers
 from ..evaluate.paired import spread_windows
 from ..files import make_directory, remove, write_json
 from ..job import Job, locked
@@ -25,7 +26,7 @@ from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
 from ..records import NUMBER, read_record
 from .points import Candidate
-from .scoring import Scorer, decode_speed
+from .scoring import Questions, Scorer, decode_speed
 
 RECORD = "frontier.json"
 MODEL = "model"  # the one that is being measured
@@ -43,6 +44,7 @@ class Frontier:
         samples: [samples, sequences, length], calibration tokens; candidates from the weights alone have one sample.
         contexts: tokens after which decoding is timed; none: it is not.
         at_context: tokens of the context at which bytes are counted; None: one that every window holds.
+        questions: that every candidate of the first sample answers; None: there are none.
         out: keeps every point as a file, and the conversions that are under way.
     """
 
@@ -59,6 +61,7 @@ class Frontier:
         length: int,
         contexts: Sequence[int] = (),
         at_context: int | None = None,
+        questions: Questions | None = None,
         device: torch.device | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         message: Callable[[str], None] = lambda text: None,
@@ -66,7 +69,7 @@ class Frontier:
         self.source, self.candidates, self.precisions, self.samples = source, candidates, precisions, samples
         self.out, self.device = out, device or torch.device("cpu")
         self._progress, self._message = progress, message
-        self.contexts, self._length = contexts, length
+        self.contexts, self.questions, self._length = contexts, questions, length
         self._texts = [
             (text, spread_windows(len(text.tokens), length, max(1, evaluated_tokens // length))) for text in texts
         ]
@@ -80,6 +83,7 @@ class Frontier:
             "device": str(self.device),
             "versions": versions(),
             **self._context,
+            **({} if questions is None else {"questions": questions.record()}),
         }
 
     def run(self) -> dict[str, Any]:
@@ -182,6 +186,10 @@ class Frontier:
                 self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, decoding")
                 point["tokens_per_second"] = {c: decode_speed(model, precision, c) for c in self.contexts}
                 point["layers"] = layers if not precision.quantized else []
+            if self.questions is not None and not number:
+                self._message(f"sample 1, {candidate.label} in {precision.name}, tasks")
+                answered = self.questions.ask(model, precision)
+                point |= {"tasks": answered.figures, "answers": answered.answers}
             point["seconds"] = scoring + time.perf_counter() - started
             write_json(self._file(candidate, precision, number), point)
         remove(directory)
@@ -214,6 +222,11 @@ class Frontier:
             for precision in self._precisions_of(candidate):
                 files = [self._file(candidate, precision, number) for number in range(len(self.samples))]
                 points += [read_record(file, TIMED, AGAIN) for file in files if file.exists()]
+        if self.questions is not None:
+            first = points[0]["answers"]  # the source's
+            for point in (one for one in points if "answers" in one):
+                answers = point.pop("answers")
+                point["paired"] = {task: paired_answers(first[task], found) for task, found in answers.items()}
         fitting = [self._fitting_file(number) for number in range(len(self.samples))]
         return {
             **record_header("frontier", self.source.directory.name, self.device.type),
@@ -232,6 +245,7 @@ class Frontier:
             "texts": self._job["texts"],
             "evaluated_tokens": min(sum(scored for _, scored in windows) for _, windows in self._texts),
             "context_length": self._length,
+            **({} if self.questions is None else {"questions": self.questions.record()}),
             "points": points,
         }
 

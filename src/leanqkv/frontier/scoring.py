@@ -1,7 +1,8 @@
-"""Losses of a candidate against the source: on texts, on the source's own continuation, and in speed."""
+"""Losses of a candidate against the source: on texts, on the source's own continuation, in tasks, and in speed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..cache_bits import PLAIN, CacheBits
 from ..data.evaluation import EvaluationText
+from ..evaluate.harness import TaskScores, check_cache, task_scores, tasks_hash
 from ..evaluate.loss import scoring
 from ..evaluate.paired import paired_records
 from ..evaluate.states import cached_states
@@ -26,6 +28,36 @@ BATCH, BATCH_TOKENS = 8, 4096
 CHECKED = 16
 # Each one's first token, and the number of its targets, as `spread_windows` returns them.
 Windows = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Tasks of which all candidates answer the same questions.
+
+    Attributes:
+        tasks: of `load_tasks`; limit: questions of each; None: all.
+        precisions: of the cache, through which they are asked.
+
+    Raises:
+        LeanError: a task that one of the precisions cannot be used for.
+    """
+
+    tokenizer: Any
+    tasks: Mapping[str, Mapping[str, Any]]
+    limit: int | None
+    precisions: Sequence[CacheBits]
+
+    def __post_init__(self) -> None:
+        for precision in self.precisions:
+            check_cache(self.tasks, precision)
+
+    def record(self) -> dict[str, Any]:
+        """Return which questions they are."""
+        return {"tasks": [*self.tasks["tasks"]], "sha256": tasks_hash(self.tasks), "limit": self.limit}
+
+    def ask(self, model: Any, precision: CacheBits) -> TaskScores:
+        """Return what a model answers."""
+        return task_scores(model, self.tokenizer, self.tasks, limit=self.limit, cache_bits=precision)
 
 
 class Scorer:

@@ -33,6 +33,7 @@ class Point:
             samples, or over windows of the text where there is one sample.
         divergence, agreement, greedy: means over texts and samples; greedy of the source's continuation.
         speeds: tokens per second by context.
+        tasks: of each, the share of right answers, and how many of the source's were lost and won, in words.
     """
 
     label: str
@@ -45,6 +46,7 @@ class Point:
     agreement: float
     greedy: float
     speeds: dict[str, float]
+    tasks: dict[str, str]
 
     @property
     def loss(self) -> float:
@@ -84,7 +86,16 @@ def _point(samples: list[dict[str, Any]], record: dict[str, Any]) -> Point:
         agreement=fmean(score["agreement"]["mean"] for score in scores),
         greedy=fmean(sample["greedy_agreement"] for sample in samples),
         speeds=first.get("tokens_per_second", {}),
+        tasks={task: _answers(first, task) for task in first.get("tasks", {})},
     )
+
+
+def _answers(point: dict[str, Any], task: str) -> str:
+    figures, change = point["tasks"][task], point["paired"].get(task, {}).get("acc", {})
+    if "acc" not in figures:
+        return ABSENT
+    moved = f" (−{change['lost']}, +{change['won']})" if "won" in change else ""
+    return f"{figures['acc']:.1%}{moved}"
 
 
 def best_within(points: Sequence[Point], share: float) -> Point | None:
@@ -119,6 +130,11 @@ def _contexts(record: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(c for point in record["points"] for c in point.get("tokens_per_second", {})))
 
 
+def _tasks(record: dict[str, Any]) -> list[str]:
+    """The tasks that were asked."""
+    return record.get("questions", {}).get("tasks", [])
+
+
 def _counted(record: dict[str, Any]) -> str:
     """Say of which text the bytes per token are."""
     if (tokens := record.get("at_context")) is not None:
@@ -129,11 +145,12 @@ def _counted(record: dict[str, Any]) -> str:
 def points_table(record: dict[str, Any]) -> Table:
     """Return all that is known of the points, the largest cache first."""
     texts = [text["description"].split(",")[0] for text in record["texts"]]
-    contexts = _contexts(record)
+    contexts, tasks = _contexts(record), _tasks(record)
     headers = (
         *("cache", "bytes per token", "share"),
         *(f"loss on {text}" for text in texts),
         *("KL, nats", "same likeliest token", "same on a greedy text"),
+        *tasks,
         *(f"tokens/s after {int(context):,}" for context in contexts),
     )
     rows = [
@@ -141,6 +158,7 @@ def points_table(record: dict[str, Any]) -> Table:
             *point.cells,
             *(plus_minus(signed(mean), width) for mean, width in point.losses),
             *(f"{point.divergence:.4f}", f"{point.agreement:.1%}", f"{point.greedy:.1%}"),
+            *(point.tasks.get(task, ABSENT) for task in tasks),
             *(f"{point.speeds[c]:.1f}" if c in point.speeds else ABSENT for c in contexts),
         )
         for point in _by_size(record)
@@ -153,14 +171,26 @@ def points_table(record: dict[str, Any]) -> Table:
         f"values in 4. Bytes are those of {_counted(record)}; the newest tokens, fewer than 64, are not quantized, nor "
         "is what the first 64 tokens of a window read. Speeds are of the first calibration, in float32."
     )
+    if tasks:
+        note += (
+            " Of tasks it is the share of right answers of the first calibration, with how many of the source's were "
+            "lost and won; questions of needle and recall are as long as the windows."
+        )
     return Table(headers, rows, note=note)
 
 
 def terminal(record: dict[str, Any]) -> TerminalTable:
     """Return the points for a terminal: their size, and means over the texts."""
-    headers = ("cache", "bytes per token", "share", "loss", "KL, nats", "same likeliest token")
-    rows = [(*one.cells, signed(one.loss), f"{one.divergence:.4f}", f"{one.agreement:.1%}") for one in _by_size(record)]
-    return Table(headers, rows, note="Loss above the source's, nats per token.").terminal(whole=headers[:-1])
+    tasks = _tasks(record)
+    headers = ("cache", "bytes per token", "share", "loss", "KL, nats", "same likeliest token", *tasks)
+    rows = [
+        (
+            *(*one.cells, signed(one.loss), f"{one.divergence:.4f}", f"{one.agreement:.1%}"),
+            *(one.tasks.get(task, ABSENT) for task in tasks),
+        )
+        for one in _by_size(record)
+    ]
+    return Table(headers, rows, note="Loss above the source's, nats per token.").terminal(whole=headers[:5])
 
 
 def markdown(record: dict[str, Any]) -> str:
