@@ -49,7 +49,8 @@ MEMORY = 64 * 2**20
 WARM_UP = 8
 LLAMA = "llama-130m"
 # Tokens of the baseline that there is memory for in a measurement of throughput; None: as much as 64 requests need.
-MEMORIES: tuple[int | None, ...] = (None, 1600)
+MEMORIES: tuple[int | None, ...] = (None, SCARCE)
+ALL = 0
 NOT_OF_SCARCITY = "vLLM's own class"
 # Models whose pages are of codes of so many bits.
 CODED = {"4-bit pages": "4", "8/4-bit pages": "8/4"}
@@ -147,27 +148,29 @@ def measure_memory() -> list[dict[str, Any]]:
     return rows
 
 
-def measure_throughput(checkpoint: str | None, dtype: str, random: bool, rounds: int) -> list[dict[str, Any]]:
+def measure_throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
     """New tokens per second, engines of one process taking steps in turn: what disturbs one disturbs all.
 
     A second process has the engines in the reverse order, so that their place in it does not count for one of them.
-    LLAMA's shape with `random` weights, if asked for; and a checkpoint, if one is named.
+    LLAMA's shape with random weights, unless it is left out; and a checkpoint, if one is named.
     """
-    rows = []
+    rows, checkpoint = [], options.checkpoint
     with tempfile.TemporaryDirectory() as place:
-        shapes = {LLAMA: _random_models(Path(place, "random"))} if random else {}
+        shapes = {} if options.only_checkpoint else {LLAMA: _random_models(Path(place, "random"))}
         if checkpoint is not None:
             shapes[Path(checkpoint).name.split(".")[0]] = _models_of(checkpoint, Path(place, "checkpoint"))
-        together = [(shape, setting) for shape in shapes for setting in MEMORIES]
+        memories = [setting for setting in MEMORIES if options.memory in (setting or ALL, None)]
+        together = [(shape, setting) for shape in shapes for setting in memories]
         with progress_bar("throughput") as bar:
             for done, (shape, tokens) in enumerate(together):
                 models = dict(shapes[shape])
                 if tokens is not None:
                     del models[NOT_OF_SCARCITY]
-                first, second = (_in_a_process(order, tokens, dtype, rounds) for order in (models, _reversed(models)))
+                orders = (models, _reversed(models))[: options.orders]
+                timed = [_in_a_process(order, tokens, options.dtype, options.rounds) for order in orders]
                 for name in models:
-                    row = {"shape": shape, "model": name, "memory": tokens, "dtype": dtype}
-                    rows.append({**row, "rounds": [*first[name], *second[name]]})
+                    row = {"shape": shape, "model": name, "memory": tokens, "dtype": options.dtype}
+                    rows.append({**row, "rounds": [time for times in timed for time in times[name]]})
                 bar(done + 1, len(together))
     return rows
 
@@ -333,9 +336,7 @@ def _metric(metrics: str, name: str) -> float:
 PARTS = {
     "tokens": lambda options: measure_tokens(),
     "memory": lambda options: measure_memory(),
-    "throughput": lambda options: measure_throughput(
-        options.checkpoint, options.dtype, not options.only_checkpoint, options.rounds
-    ),
+    "throughput": measure_throughput,
     "clients": lambda options: measure_clients(),
 }
 
@@ -432,7 +433,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", metavar="MODEL", help="also time this model: a GGUF file or a directory")
     parser.add_argument("--only-checkpoint", action="store_true", help=f"leave {LLAMA} out of the throughput")
     parser.add_argument("--dtype", default="bfloat16", help="of the throughput")
-    parser.add_argument("--rounds", type=int, default=2, help="in each of two orders of the engines")
+    parser.add_argument("--memory", type=int, choices=(ALL, SCARCE), help="for so many tokens; 0: for all requests")
+    parser.add_argument("--orders", type=int, choices=(1, 2), default=2, help="of the engines")
+    parser.add_argument("--rounds", type=int, default=2, help="in each order")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     harness.run(parser, measure, tables)
 
