@@ -6,6 +6,8 @@ import hashlib
 import json
 import lzma
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,7 @@ from experiments.vision.task import image_plan, make_image_plan
 from leanqkv import LeanError
 from leanqkv.data import prepare as prepare_module
 from leanqkv.data.batches import batch_plan, check_plan, collate, make_batch_plan
+from leanqkv.data.cache import cached_directory
 from leanqkv.data.corpus import open_corpus
 from leanqkv.data.prepare import prepare_data
 from leanqkv.data.tokenizer import train_tokenizer
@@ -161,6 +164,29 @@ def test_second_preparation_is_read_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("LEANQKV_CACHE", str(tmp_path / "cache"))
     assert prepare_data(source, vocab_size=300).sha256 != first.sha256
+
+
+def test_who_waits_for_another_process_reads_what_it_made(tmp_path):
+    """It still waits for the lock of a directory that has got its name meanwhile."""
+    started, waits, made = Event(), Event(), []
+
+    def fill(directory):
+        started.set()
+        assert waits.wait(60)
+        made.append(directory)
+        return {"bytes": 3, "sha256": "a"}
+
+    def other():
+        waits.set()
+        return cached_directory("prose", "content", fill)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cached_directory, "prose", "content", fill)
+        assert started.wait(60)
+        second = pool.submit(other)
+        assert first.result(60) == second.result(60)
+    assert len(made) == 1
+    assert [one.name for one in (tmp_path / "cache" / "prose").iterdir()] == [first.result()["directory"].name]
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

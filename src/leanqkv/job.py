@@ -164,11 +164,15 @@ def locked(directory: Path, doing: str, patience: float | None = None) -> Iterat
     Raises:
         LeanError: another process keeps it for `patience` seconds: one whose parent was killed takes a moment to end.
     """
-    lock = FileLock(directory / LOCK, timeout=PATIENCE if patience is None else patience)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise LeanError(f"another process is {doing} in {directory}; wait for it, or stop it first") from None
+    while True:
+        lock = FileLock(directory / LOCK, timeout=PATIENCE if patience is None else patience)
+        try:
+            lock.acquire()
+            break
+        except Timeout:
+            raise LeanError(f"another process is {doing} in {directory}; wait for it, or stop it first") from None
+        except FileNotFoundError:  # the process that this one waited for has given the directory its name
+            make_directory(directory)
     try:
         yield
     finally:
