@@ -45,7 +45,7 @@ NEW, REQUESTS, LONGEST = 70, 16, 250
 # So little that requests are preempted: pages for about 1,600 tokens of the baseline.
 SCARCE = 1600
 MEMORY = 64 * 2**20
-# New tokens of a request in the round before those that count.
+# Tokens of a prompt, and new ones, in the round before those that count.
 WARM_UP = 8
 LLAMA = "llama-130m"
 # Tokens of the baseline that there is memory for in a measurement of throughput; None: as much as 64 requests need.
@@ -248,7 +248,7 @@ def time_together(models: dict[str, str], tokens: int | None, dtype: str, rounds
             if name in CODED:
                 own |= {"block_size": 64, "additional_config": {"cache_bits": CODED[name]}}
             engines.append(stack.enter_context(engine(Path(directory), **own)))
-        run_in_turns(engines, prompts, 0, WARM_UP)
+        run_in_turns(engines, [prompt[:WARM_UP] for prompt in prompts], 0, WARM_UP)
         found = [run_in_turns(engines, prompts, number, 128) for number in range(1, rounds + 1)]
     kept = ("seconds", "steps", "preempted", "most_at_once")
     times = {name: [{key: one[place][key] for key in kept} for one in found] for place, name in enumerate(models)}
