@@ -14,6 +14,7 @@ from leanqkv.evaluate.paired import mean_over_windows, spread_windows
 from leanqkv.model.cache import cached_tensors
 
 OURS = "leanqkv latents"
+UNROTATED = "leanqkv unrotated latents"  # whose keys are cached before rotary positions, as Palu's
 DECODED = 8  # tokens
 Losses = list[list[float]]  # of every text and window, nats per token
 

@@ -34,7 +34,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from peer_losses import OURS, compared, decoded, losses_of, windows_of
+from peer_losses import OURS, UNROTATED, compared, decoded, losses_of, windows_of
 from peer_processes import CHECKED, PEERS, PROMPT, ROPE, Peer
 from safetensors.torch import save_file
 from torch import Tensor
@@ -179,15 +179,16 @@ def measure_ours(
     tensors, rows = finite(source.tensors), []
     for amount, tokens in lengths.items():
         print(f"{OURS}, {amount:,} tokens ...", file=sys.stderr, flush=True)
-        made = [Latents(source.config, tensors, share) for share in shares]
+        kinds = [(name, share) for name in (OURS, UNROTATED) for share in shares]
+        made = [Latents(source.config, tensors, share, unrotated=name == UNROTATED) for name, share in kinds]
         with tempfile.TemporaryDirectory(dir=work) as directory:
             sweeps = Sweeps(source.config, tensors, tokens, Path(directory), made)
-            for share, found in zip(shares, sweeps.run(), strict=True):
-                out = Path(directory, f"{share}")
+            for (name, share), found in zip(kinds, sweeps.run(), strict=True):
+                out = Path(directory, f"{name}-{share}")
                 write_model(source, out, found.config, found.tensors, torch.float32)
                 plan = found.config.plan
                 columns = plan.kv_bytes_per_token(torch.float32) / torch.float32.itemsize / len(plan.layers)
-                row = {"method": OURS, "calibration_tokens": amount, "share": share, "columns": columns}
+                row = {"method": name, "calibration_tokens": amount, "share": share, "columns": columns}
                 rows.append({**row, "losses": losses_of(load_model(open_causal_lm(out), torch.float32), windows)})
                 if len(rows) == 1:
                     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()

@@ -21,7 +21,7 @@ def refusal(config) -> str | None:
     if any(layer.window is not None for layer in config.plan.layers):
         return "sliding window"
     rotary = config.position_embedding_type == "rope"
-    return "by their positions" if rotary and config.plan.reads_keys_in is not None else None
+    return "by their positions" if rotary and config.plan.turns_keys_in is not None else None
 
 
 KEPT = [variant for variant in ALL if refusal(variant.config()) is None and not variant.config().bidirectional]

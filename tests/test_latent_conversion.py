@@ -238,15 +238,21 @@ WITH_KEYS = {
 }
 
 
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("separate, unrotated", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", WITH_KEYS)
-def test_the_result_is_what_was_fitted(name: str, separate: bool, tmp_path: Path) -> None:
+def test_the_result_is_what_was_fitted(name: str, separate: bool, unrotated: bool, tmp_path: Path) -> None:
     """The source with the keys and values of the fit written out, and the result with its latents: the same logits."""
     shape, mechanisms, fields = WITH_KEYS[name]
     model = source(shape, *mechanisms, **fields)
-    config, chosen = model[0], Latents(*model, 0.55 if "gqa" in mechanisms else 0.45, separate=separate)
+    config, share = model[0], 0.55 if "gqa" in mechanisms else 0.45
+    chosen = Latents(*model, share, separate=separate, unrotated=unrotated)
     (found,) = sweeping(model, sample_of(config, 16), tmp_path, [chosen]).run()
     assert min(chosen.key_ranks) < chosen.width and min(chosen.ranks) < chosen.width
+    turned = [layer.keys_turn_when_read for layer in found.config.plan.layers]
+    could = [layer.rope is not None and layer.window is None for layer in config.plan.layers]
+    assert any(turned) == (unrotated and any(could)) and not any(
+        t and not c for t, c in zip(turned, could, strict=True)
+    )
     dense = dict(model[1])
     for layer in range(config.num_hidden_layers):
         attention, heads = f"model.layers.{layer}.self_attn", chosen.reduce(layer)

@@ -8,7 +8,7 @@ from converting import source
 from shapes import assert_near
 from torch import Tensor
 
-from leanqkv.convert.latent_keys import KeyGrams, column_gains, key_latent, keys_stay
+from leanqkv.convert.latent_keys import KeyGrams, UnrotatedKeyGrams, column_gains, key_latent, keys_stay
 
 HEADS, GROUP, WIDTH, LENGTH, HIDDEN = 3, 2, 8, 5, 7
 
@@ -96,6 +96,80 @@ def test_the_importance_is_how_far_a_score_moves_the_output() -> None:
     assert_near(KeyGrams(output, True, 1.0)._importance(recorder, weight), expected, 1e-5)
 
 
+def unrotated_problem(seed: int = 0, batch: int = 2) -> tuple[SimpleNamespace, Tensor, Tensor, Tensor]:
+    """The same where keys are turned, with what they were before; and the rotation of every position as a matrix."""
+    recorder, weight, output = problem(seed, batch)
+    generator = torch.Generator().manual_seed(seed + 1)
+    plain = torch.randn(batch, HEADS, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    angles = torch.outer(torch.arange(LENGTH).double(), torch.tensor([1.3, 0.4, 0.2, 0.05], dtype=torch.float64))
+    matrices = torch.zeros(LENGTH, WIDTH, WIDTH, dtype=torch.float64)
+    for position in range(LENGTH):
+        for i, angle in enumerate(angles[position]):
+            j = i + WIDTH // 2
+            matrices[position, i, i] = matrices[position, j, j] = angle.cos()
+            matrices[position, i, j], matrices[position, j, i] = -angle.sin(), angle.sin()
+    key = torch.einsum("sij,bhsj->bhsi", matrices, plain)
+    patterns, heads = attention(recorder.query, key, recorder.values)
+    cos, sin = (torch.cat((part, part), -1)[None] for part in (angles.cos(), angles.sin()))
+    sin[..., : WIDTH // 2] *= -1
+    given = {**vars(recorder), "key": key, "patterns": patterns, "heads": heads, "rotation": (cos, sin)}
+    return SimpleNamespace(**given, projected_key=plain.transpose(1, 2).flatten(2)), weight, output, matrices
+
+
+def test_queries_meet_unrotated_keys_turned_back() -> None:
+    """By loops over scores: for the signs that are drawn, and on average over signs, of each score by itself."""
+    recorder, weight, output, matrices = unrotated_problem()
+    grams = UnrotatedKeyGrams(output, 0.5, torch.Generator().manual_seed(3))
+    grams.add(recorder, weight)
+    shape = (len(weight), HEADS * GROUP, LENGTH)
+    signs = 2 * torch.randint(2, shape, generator=torch.Generator().manual_seed(3)) - 1
+    drawn, alone = torch.zeros(2, HEADS, WIDTH, WIDTH, dtype=torch.float64)
+    keys, total = torch.zeros(HEADS * WIDTH, HEADS * WIDTH, dtype=torch.float64), 0.0
+    for b in range(len(weight)):
+        for s in range(LENGTH):
+            row, counted = recorder.projected_key[b, s], 0.0
+            for query in range(HEADS * GROUP):
+                head, met = query // GROUP, torch.zeros(WIDTH, dtype=torch.float64)
+                for t in range(LENGTH):
+                    moved = recorder.values[b, head, s] - recorder.heads[b, t, query]
+                    moved = weight[b, t] * recorder.patterns[b, query, t, s] * moved @ output[head, query % GROUP]
+                    one = moved.norm() * matrices[s].T @ recorder.query[b, query, t]
+                    met += signs[b, query, t] * one
+                    alone[head] += torch.outer(one, one)
+                    counted += float(moved.square().sum())
+                drawn[head] += torch.outer(met, met)
+            keys += counted * torch.outer(row, row)
+            total += counted
+    assert_near(grams.importance, torch.tensor(total), 1e-5)
+    assert_near(grams.keys, keys, 1e-5)
+    assert_near(grams.queries, drawn, 1e-5)
+    found = []
+    for seed in range(300):
+        grams = UnrotatedKeyGrams(output, 0.5, torch.Generator().manual_seed(seed))
+        grams.add(recorder, weight)
+        found.append(grams.queries)
+    many = torch.stack(found)
+    error = (many.mean(0) - alone) / (many.std(0) / 300**0.5)
+    assert float(error.square().mean()) == pytest.approx(1, abs=0.5)
+
+
+@pytest.mark.parametrize("rank", [0, 2, 9, 22, 24])
+def test_gains_of_unrotated_keys_are_the_error_that_is_left(rank: int) -> None:
+    """Each key's weighted error, as the queries see it."""
+    recorder, weight, output, _ = unrotated_problem(batch=8)
+    grams = UnrotatedKeyGrams(output, 0.5, torch.Generator().manual_seed(3))
+    grams.add(recorder, weight)
+    stored = grams.latents()
+    importance = grams._importance(recorder, weight).sum(1)
+    rows = (recorder.projected_key * importance[..., None].sqrt()).flatten(0, 1)
+    eye = torch.eye(HEADS * WIDTH, dtype=torch.float64)
+    made = key_latent(stored, eye.unflatten(0, (HEADS, WIDTH)), rank)
+    assert made.columns is None and made.latent.shape == (rank, HEADS * WIDTH)
+    left = (rows @ (eye - made.key.T)).unflatten(1, (HEADS, WIDTH))
+    error = float(torch.einsum("nhk,hkl,nhl->", left, grams.queries / importance.sum() * 0.25, left))
+    assert float(stored["gains"][rank:].sum()) * grams.tokens == pytest.approx(error, rel=1e-5, abs=1e-9)
+
+
 @pytest.mark.parametrize("rotary", [True, False])
 def test_a_latent_of_every_column_is_the_keys(rotary: bool) -> None:
     recorder, weight, output = problem(batch=8)  # tokens enough for every direction
@@ -178,3 +252,5 @@ def test_keys_that_stay(shape: str, mechanisms: tuple, fields: dict, reason: str
     config, _ = source(shape, *mechanisms, **fields)
     found = keys_stay(config, config.plan.layers[1])
     assert found is None if reason is None else found is not None and reason in found
+    turned = keys_stay(config, config.plan.layers[1], before_rotary=True)
+    assert turned == (None if reason == "turn a part" else found)

@@ -140,7 +140,7 @@ def test_history_is_that_of_a_loop(padding: str, form: str, length: int, past: A
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_other_positions_are_refused(found: list[list[int]], padding: str | None) -> None:
     mask = None if padding is None else torch.tensor(MASKS[padding])
-    with pytest.raises(ValueError, match="values that are made of keys") as caught:
+    with pytest.raises(ValueError, match="cached keys are turned when they are read") as caught:
         history_positions(torch.tensor(found), mask, PAST, PAST + NEW)
     assert str(caught.value).endswith(f"; found {found[0]} behind 4 tokens") and "\n" not in str(caught.value)
 

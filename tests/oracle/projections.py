@@ -50,12 +50,15 @@ def latent_key(
     width: int,
     columns: list[int] | None = None,
     rank: int | None = None,
+    before_rotary: bool = False,
 ) -> Projected:
-    """c = X W_c (+ b). Without rotary positions `rank` real columns, half of the heads' width by default; K = c W_u.
-    With them P complex columns, each of a frequency, K_h,f = sum over the columns j of frequency f of u_h,j c_j. By
-    default every frequency has half of the heads; of `rank` / 2 columns the first f have the share f / all, rounded
-    down. Dimensions f and f + d_k / 2 of a head are a complex number, before it is turned by the position."""
+    """c = X W_c (+ b). Without rotary positions, or before them, `rank` real columns, half of the heads' width by
+    default; K = c W_u. With them P complex columns, each of a frequency, K_h,f = sum over the columns j of frequency f
+    of u_h,j c_j. By default every frequency has half of the heads; of `rank` / 2 columns the first f have the share
+    f / all, rounded down. Dimensions f and f + d_k / 2 of a head are a complex number, before it is turned by the
+    position."""
     latent, up = linear(x, tensors, name), tensors[name.replace("k_proj", "k_up_proj") + ".weight"]
+    assert not before_rotary or up.ndim == 2
     if up.ndim == 2:
         assert latent.shape[1] == (width // 2 if rank is None else rank)
         return latent @ up.T, 1.0

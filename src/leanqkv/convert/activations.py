@@ -19,7 +19,7 @@ from ..model.attention import KeyValues, eager_attention
 from ..model.config import LeanConfig
 from ..model.layout import LayerPlan
 from ..model.mechanisms import TASKS
-from ..model.position import RotaryEmbeddings, make_masks, rotation_of
+from ..model.position import RotaryEmbeddings, Rotation, make_masks, rotation_of
 from ..model.transformer import LeanBlock
 from ..presets.edit import with_fields
 from .scratch import Stream
@@ -43,6 +43,7 @@ class Recorder:
         inputs: [batch, keys, hidden_size], the normed stream, of which keys and values are made.
         projected_key: [batch, keys, width], what `k_proj` makes, before rotary positions.
         heads: the output before W_O, [batch, queries, query heads, head_dim].
+        rotation: cosines and sines of the keys' positions, each [1, keys, rotated dimensions]; None without.
     """
 
     queries: slice
@@ -54,6 +55,7 @@ class Recorder:
     inputs: Tensor
     projected_key: Tensor
     heads: Tensor
+    rotation: Rotation | None
 
 
 class Layers:
@@ -164,7 +166,9 @@ class Layers:
             here = query[:, :, queries], key[:, :, keys], values[:, :, keys]
             heads, patterns = eager_attention(attention, *here, mask, plan.attention_scale(plan.layer))
             inputs, projected_key = (part[:, keys] for part in inputs_and_keys)
-            yield Recorder(queries, keys, here[0], here[1], patterns, here[2], inputs, projected_key, heads)
+            turning = rotation_of(plan, self.rotations)
+            turned = None if turning is None else (turning[0][:, keys], turning[1][:, keys])
+            yield Recorder(queries, keys, here[0], here[1], patterns, here[2], inputs, projected_key, heads, turned)
 
 
 def correction(config: LeanConfig, source: Tensor, stream: Tensor) -> Tensor | float:

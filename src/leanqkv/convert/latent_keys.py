@@ -6,7 +6,8 @@ the output, and a direction of it by the queries' energy along it.
 
 Rotary positions multiply the complex number of a frequency by the same phase in every head. A latent therefore mixes
 the heads of one frequency, by complex factors, and its columns are chosen frequency by frequency (TransMLA, Meng et al.
-2025, https://arxiv.org/abs/2502.07864, rotates heads in the same way). Without rotary positions it mixes everything.
+2025, https://arxiv.org/abs/2502.07864, rotates heads in the same way). Without rotary positions, and of keys that are
+cached before they are turned by these, it mixes everything.
 """
 
 from collections.abc import Mapping
@@ -17,18 +18,22 @@ from torch import Tensor
 
 from ..model.config import LeanConfig
 from ..model.layout import LayerPlan
+from ..model.position import rotate
 from .activations import Recorder
 from .low_rank import approximate
 from .sweeps import Grams
 
 
-def keys_stay(config: LeanConfig, layer: LayerPlan) -> str | None:
-    """Return why a layer's keys cannot be made from a latent; None if they can."""
+def keys_stay(config: LeanConfig, layer: LayerPlan, before_rotary: bool = False) -> str | None:
+    """Return why a layer's keys cannot be made from a latent, of all frequencies if it is one of keys before rotary
+    positions; None if they can."""
     if layer.key.kind != "linear":
         return f"its key is {layer.key.kind!r}"
     if config.qk_norm:
         return "its keys are normed (qk_norm)"
-    if layer.rope is not None and getattr(config, layer.rope).get("partial_rotary_factor", 1.0) != 1.0:
+    if before_rotary or layer.rope is None:
+        return None
+    if getattr(config, layer.rope).get("partial_rotary_factor", 1.0) != 1.0:
         return "its rotary positions turn a part of each head"
     return None
 
@@ -79,6 +84,11 @@ class KeyGrams(Grams):
 
     def _importance(self, recorder: Recorder, weight: Tensor) -> Tensor:
         """The squared move of the weighted output for a move of each key's scores by one, [batch, heads, length]."""
+        return (weight.square()[:, None, None] @ self._moves(recorder))[:, :, 0]
+
+    def _moves(self, recorder: Recorder) -> Tensor:
+        """The squared move of each query's output for a move of each of its scores by one, [batch, heads, queries,
+        keys]."""
         group = recorder.query.shape[1] // recorder.values.shape[1]
         values = recorder.values.repeat_interleave(group, 1)
         attended = recorder.heads.transpose(1, 2)  # [batch, heads, length, head_dim]
@@ -87,8 +97,13 @@ class KeyGrams(Grams):
         of_attended = (attended @ metric * attended).sum(-1)[..., None]
         # In place: the patterns are the largest of a batch's tensors.
         distance = (attended @ (-2 * metric) @ values.mT).add_(of_values).add_(of_attended).clamp_min_(0)
-        moves = distance.mul_(recorder.patterns).mul_(recorder.patterns)
-        return (weight.square()[:, None, None] @ moves)[:, :, 0]
+        return distance.mul_(recorder.patterns).mul_(recorder.patterns)
+
+    def _energy(self) -> Tensor:
+        """The queries' energy of every head times its share of the importance, as a mean over tokens."""
+        assert isinstance(self.queries, Tensor) and isinstance(self.importance, Tensor)
+        shares = self.importance / self.importance.sum().clamp_min(torch.finfo(torch.float64).tiny)
+        return self.queries / self.tokens * (shares if self._rotary else shares[:, None, None])
 
     def latents(self) -> dict[str, Tensor]:
         """Return the best latents of every rank, and the error that each column takes away.
@@ -97,11 +112,8 @@ class KeyGrams(Grams):
             combine, restore: see `approximate`; by frequency with rotary positions. gains: [frequencies, heads] of
             complex columns, else [width] of real ones.
         """
-        assert isinstance(self.keys, Tensor) and isinstance(self.queries, Tensor)
-        assert isinstance(self.importance, Tensor)
-        shares = self.importance / self.importance.sum().clamp_min(torch.finfo(torch.float64).tiny)
-        energy = self.queries / self.tokens * self._scaling**2
-        energy = energy * (shares if self._rotary else shares[:, None, None])
+        assert isinstance(self.keys, Tensor)
+        energy = self._energy() * self._scaling**2
         if not self._rotary:
             combine, restore, gains = approximate(self.keys, torch.block_diag(*energy))
             return {"combine": combine.contiguous(), "restore": restore.contiguous(), "gains": gains / self.tokens}
@@ -113,6 +125,41 @@ class KeyGrams(Grams):
         matrices = {"combine": combine, "restore": restore}
         stored = {name: torch.view_as_real(matrix).contiguous() for name, matrix in matrices.items()}
         return {**stored, "gains": gains / self.tokens}
+
+
+class UnrotatedKeyGrams(KeyGrams):
+    """The same for keys before rotary positions, of which a latent mixes all columns.
+
+    Query t sees an error e of key s as `(R_s^T q_t) . e`, R_s being the rotation of its position. The energy along the
+    directions of a head is so `sum_ts w_ts (R_s^T q_t) (R_s^T q_t)^T`, each score's with its own weight w. With random
+    signs z and `u_s = sum_t z_t sqrt(w_ts) R_s^T q_t` it is the expectation of `sum_s u_s u_s^T` (see `ValueGram`).
+
+    Args:
+        generator: of the signs.
+    """
+
+    def __init__(self, output: Tensor, scaling: float, generator: torch.Generator):
+        super().__init__(output, False, scaling)
+        self._generator = generator
+
+    def add(self, recorder: Recorder, weight: Tensor) -> None:
+        """Add a run of queries; `weight` [batch, queries] multiplies each query's output."""
+        assert recorder.rotation is not None
+        cos, sin = recorder.rotation
+        moves = self._moves(recorder).mul_(weight.square()[:, None, :, None])
+        signs = 2 * torch.randint(2, moves.shape[:3], generator=self._generator).to(moves) - 1
+        importance = moves.sum(2).cpu().double()
+        met = rotate(moves.sqrt_().mT @ (recorder.query * signs[..., None]), (cos, -sin)).cpu().double()
+        grouped = met.unflatten(1, (recorder.key.shape[1], -1))
+        self.tokens += weight.numel()
+        self.importance = self.importance + importance.sum()
+        self.queries = self.queries + torch.einsum("bhgsk,bhgsl->hkl", grouped, grouped)
+        columns = recorder.projected_key.cpu().double() * importance.sum(1)[..., None].sqrt()
+        self.keys = self.keys + (columns.mT @ columns).sum(0)
+
+    def _energy(self) -> Tensor:
+        assert isinstance(self.queries, Tensor) and isinstance(self.importance, Tensor)
+        return self.queries / self.importance.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 @dataclass(frozen=True)

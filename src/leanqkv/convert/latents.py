@@ -24,7 +24,7 @@ from .heads import (
     split_heads,
     value_with_bias,
 )
-from .latent_keys import KeyGrams, KeyLatent, column_gains, columns_of, key_latent, keys_stay
+from .latent_keys import KeyGrams, KeyLatent, UnrotatedKeyGrams, column_gains, columns_of, key_latent, keys_stay
 from .latent_values import ValueGram, choose_ranks, step_of, value_gains, value_latents, value_width
 from .low_rank import EIGENVECTORS, LARGE
 from .sweeps import Grams, ReducedHeads, Reduction
@@ -44,7 +44,13 @@ KEY_WEIGHT = 10.0
 def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: LatentsOptions) -> "Latents":
     """Return the reduction of a source."""
     return Latents(
-        config, tensors, options.cache, options.layers, separate=options.separate, at_context=options.at_context
+        config,
+        tensors,
+        options.cache,
+        options.layers,
+        separate=options.separate,
+        unrotated=options.unrotated,
+        at_context=options.at_context,
     )
 
 
@@ -70,6 +76,8 @@ class Latents(Reduction):
         keys: whether keys may become latents, where they can.
         separate: whether latent values are made of their latent alone, and not of the layer's keys too. They lose more,
             and cached keys need not be turned back in decoding.
+        unrotated: whether latent keys are cached before rotary positions, which turn the heads when these are read: in
+            layers that see all tokens.
         at_context: tokens of the context at which the share is counted, of which a layer with a window keeps the last
             ones alone; None: one that every window holds.
         exact: whether the values' Gram matrices are summed over heads one by one, and over all tokens; for comparison.
@@ -89,17 +97,18 @@ class Latents(Reduction):
         layers: tuple[int, ...] | None = None,
         keys: bool = True,
         separate: bool = False,
+        unrotated: bool = False,
         at_context: int | None = None,
         exact: bool = False,
     ):
         self.config, self.tensors = config, tensors
-        kind = ("exact-" if exact else "") + ("separate-" if separate else "")
+        kind = "exact-" * exact + "separate-" * separate + "unrotated-" * unrotated
         kind += "latents" if keys else "latent-values"
         self.name, self.measures = f"{kind}-{100 * share:.10g}{_at(at_context)}", f"best-{kind}"
         self.cut = may_be_cut(config, layers)
         could = [can_read_keys(config, layer) for layer in config.plan.layers]
         self.could_read_keys, self.from_keys = any(could), [not separate and can for can in could]
-        self._may_cut_keys = keys
+        self._may_cut_keys, self._unrotated = keys, unrotated
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)
         check_context(config, at_context)
@@ -117,16 +126,23 @@ class Latents(Reduction):
         self._measured: Callable[[int], Mapping[str, Tensor]] = lambda layer: {}
 
     def _keys_can(self, layer: int) -> bool:
-        return self._may_cut_keys and keys_stay(self.config, self.config.plan.layers[layer]) is None
+        plan = self.config.plan.layers[layer]
+        return self._may_cut_keys and keys_stay(self.config, plan, self._before_rotary(plan)) is None
+
+    def _before_rotary(self, plan: LayerPlan) -> bool:
+        return self._unrotated and plan.rope is not None and plan.window is None
 
     def grams(self, layer: int) -> LatentGrams:
         heads, plan = split_heads(self.config, self.tensors, layer), self.config.plan.layers[layer]
         bias = None if heads.value_bias is None else heads.value_bias.flatten()
         signs = None if self._exact else torch.Generator().manual_seed(layer)
         values = ValueGram(self.width, bias, self.width if self.from_keys[layer] else 0, self._inputs(layer), signs)
-        felt = felt_output(self.config, self.tensors, layer)
-        keys = KeyGrams(felt, plan.rope is not None, plan.attention_scale(layer))
-        return LatentGrams(values, keys if self._keys_can(layer) else None)
+        if not self._keys_can(layer):
+            return LatentGrams(values, None)
+        felt, scaling = felt_output(self.config, self.tensors, layer), plan.attention_scale(layer)
+        if self._before_rotary(plan):
+            return LatentGrams(values, UnrotatedKeyGrams(felt, scaling, torch.Generator().manual_seed(layer)))
+        return LatentGrams(values, KeyGrams(felt, plan.rope is not None, scaling))
 
     def _inputs(self, layer: int) -> int:
         """How many columns the layer's keys and values are made of, if fewer than they have; else 0."""
@@ -166,7 +182,10 @@ class Latents(Reduction):
 
     def _key_mechanism(self, layer: int) -> dict[str, Any]:
         gains, rank = self._keys(layer)["gains"], self.key_ranks[layer]
-        return {"type": "latent", **({"rank": rank} if gains.dim() == 1 else {"columns": columns_of(gains, rank)})}
+        if gains.dim() > 1:
+            return {"type": "latent", "columns": columns_of(gains, rank)}
+        before = {"before_rotary": True} if self._before_rotary(self.config.plan.layers[layer]) else {}
+        return {"type": "latent", "rank": rank, **before}
 
     def reduce(self, layer: int) -> ReducedHeads:
         """Return a layer's heads, made from its latents."""
@@ -263,7 +282,8 @@ class Latents(Reduction):
         per_token += 4 * length * queries * (self.config.head_dim or 0)
         projected = 2 * both * columns * (both + columns) if columns < both else 0
         regressed = (both > width) * 9 * width**3
-        of_keys = EIGENVECTORS * width**3 * (any(self.key_cut) and self.config.position_embedding_type != "rope")
+        by_frequency = self.config.position_embedding_type == "rope" and not self._unrotated
+        of_keys = EIGENVECTORS * width**3 * (any(self.key_cut) and not by_frequency)
         # Where keys are as wide as the stream, a few eigenvectors are nearly always enough to choose by.
         factored = 2 - (any(self.from_keys) and width >= max(LARGE, self.config.hidden_size))
         return per_token, 2 * (projected + regressed) + factored * EIGENVECTORS * width**3 + of_keys

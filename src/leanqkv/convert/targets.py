@@ -27,6 +27,7 @@ class LatentsOptions:
     """
 
     separate: ClassVar[bool] = False
+    unrotated: ClassVar[bool] = False
     cache: float = 0.84
     at_context: int | None = None
     layers: tuple[int, ...] | None = None
@@ -37,6 +38,12 @@ class SeparateLatentsOptions(LatentsOptions):
     """Options of latents whose values are made of their latent alone."""
 
     separate = True
+
+
+class UnrotatedLatentsOptions(LatentsOptions):
+    """Options of latents whose keys are cached before rotary positions."""
+
+    unrotated = True
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,7 @@ class Target:
 TARGETS = {
     "latents": Target(LatentsOptions, "latents", swept=True),
     "separate-latents": Target(SeparateLatentsOptions, "latents", swept=True),
+    "unrotated-latents": Target(UnrotatedLatentsOptions, "latents", swept=True),
     "merged-values": Target(MergedValuesOptions, "merged_values", swept=True),
     "skipv1": Target(SkipV1Options, "methods"),
     "gqa": Target(GroupedHeadsOptions, "grouped_heads"),

@@ -79,10 +79,10 @@ class EvictingCache(DynamicCache):
             raise LeanError(
                 "EvictingCache drops tokens of the prefix, which mask_type 'prefix' shows to all; use the default cache"
             )
-        if plan.reads_keys_in is not None and config.position_embedding_type == "rope":
+        if plan.turns_keys_in is not None and config.position_embedding_type == "rope":
             raise LeanError(
-                f"EvictingCache leaves gaps between positions, but layer {plan.reads_keys_in} makes values of cached "
-                "keys by their positions, which no cache keeps; use the default cache"
+                f"EvictingCache leaves gaps between positions, but layer {plan.turns_keys_in} turns cached keys by "
+                "their positions, which no cache keeps; use the default cache"
             )
         super().__init__()
         self.layers = [EvictingLayer(sinks, window) for _ in plan.layers]

@@ -139,7 +139,7 @@ def head_products(attention: Any) -> tuple[HeadProduct | None, HeadProduct | Non
     no latent, or cannot be absorbed."""
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
     into = out_of = None
-    if is_absorbable(key):
+    if is_absorbable(key) and not attention.turns_keys:
         weight = next(key.parameters())
         heads = key.out_features // head_dim
         each = torch.eye(head_dim, dtype=weight.dtype, device=weight.device).expand(1, heads, -1, -1)

@@ -34,6 +34,7 @@ class Absorbing:
     k_up_proj: Any
     v_up_proj: Any
     head_dim: int
+    turns_keys = False  # whether key heads are turned when they are read, so that queries cannot be on their latent
 
     def absorb(self, query: Tensor) -> Tensor:
         """Return queries on the latent of keys."""

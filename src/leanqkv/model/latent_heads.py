@@ -4,7 +4,9 @@ Keys: a layer caches complex columns `c`, and its key heads are complex-linear m
 positions multiply frequency f of every head by the same `exp(i s w_f)`, which commutes with every complex-linear map
 between the heads at that frequency. So `k_h,f = sum of u_h,j c_j` over the columns j of frequency f, and columns are
 rotated before they are cached. Ours; TransMLA (Meng et al. 2025, https://arxiv.org/abs/2502.07864) rotates key heads
-into each other, frequency by frequency.
+into each other, frequency by frequency. With `before_rotary` a layer caches `c = x W_c` as it is, and key heads are any
+linear maps of it, which are rotated whenever they are read: fewer columns hold as much, and every head of every
+cached token is made again at each step. Palu (Chang et al. 2024, https://arxiv.org/abs/2407.21118) caches such keys.
 
 Values: a layer caches `c = x W_c`, and its value heads `v_h = c W_h` are made from it. Ours; the values' half of
 multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1), beside keys that keep their rotary
@@ -25,7 +27,7 @@ from transformers.cache_utils import Cache
 from .attention import KeyValues, LeanAttention, attend, autocast, update_cache
 from .latent import Absorbing, Columns, ComplexUp, absorbing_pays, expand, rotation_of_columns
 from .layout import LayerPlan
-from .position import Rotation, Rotations, rotate, rotation_back, rotation_of
+from .position import Rotation, Rotations, rotate, rotation_back, rotation_of, rotation_of_history
 from .registry import ConfigError, Projection
 
 
@@ -42,18 +44,26 @@ class LatentKeys(Projection):
             half of the heads. For layers with rotary positions.
         rank: real columns, by default half of the width of the key heads; with rotary positions they are spread evenly
             over the frequencies.
+        before_rotary: whether `rank` columns are cached as they are before rotary positions, which turn the key heads
+            when they are read.
     """
 
     kind = "latent"
     attention = "latent_heads"
     columns: tuple[int, ...] | None = None
     rank: int | None = None
+    before_rotary: bool = False
+
+    @property
+    def turns_when_read(self) -> bool:  # type: ignore[override]
+        return self.before_rotary
 
     def in_layer(self, config, num_heads: int, rope: str | None) -> "LatentKeys":
         if reason := self._clash_in_layer(config, num_heads, rope):
             raise ConfigError(reason)
-        if rope is None:
-            return self if self.rank is not None else replace(self, rank=num_heads * config.head_dim // 2)
+        if rope is None or self.before_rotary:
+            rank = num_heads * config.head_dim // 2 if self.rank is None else self.rank
+            return replace(self, rank=rank, before_rotary=rope is not None)
         if self.columns is not None:
             return self
         frequencies = config.head_dim // 2
@@ -69,10 +79,11 @@ class LatentKeys(Projection):
         if self.columns is not None and self.rank is not None:
             return "columns and rank both say how wide the latent is; give one of them"
         width = num_heads * config.head_dim
-        if rope is not None:
+        if rope is not None and not self.before_rotary:
             return self._rotary_clash(config, num_heads, getattr(config, rope))
         if self.columns is not None:
-            return "columns are of rotary frequencies, and this layer has no rotary positions; give rank in their place"
+            without = "keys are cached before rotary positions" if rope else "this layer has no rotary positions"
+            return f"columns are of rotary frequencies, and {without}; give rank in their place"
         if not 1 <= (rank := width // 2 if self.rank is None else self.rank) <= width:
             return f"rank must be from 1 to {width}, the width of its {num_heads} key heads; found {rank}"
         return None
@@ -199,6 +210,10 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
     kind = "latent_heads"
     attend = staticmethod(attend_to_inputs)
 
+    def __init__(self, config, layer: LayerPlan):
+        super().__init__(config, layer)
+        self.turns_keys = layer.keys_turn_when_read
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -233,7 +248,11 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
             attended = [expand(self.v_up_proj, latent[:, 0], self.head_dim)]
         else:
             attended = [values]
-        if self.k_up_proj is not None and self.absorbs(self.k_up_proj, query, *key.shape[2:]):
+        if self.turns_keys:
+            turning = rotation_of_history(layer, position_embeddings)
+            assert turning is not None
+            key = autocast(self.rotate(expand(self.k_up_proj, key[:, 0], self.head_dim), turning))
+        elif self.k_up_proj is not None and self.absorbs(self.k_up_proj, query, *key.shape[2:]):
             query, key = self.absorb(query), key.expand(-1, layer.computed_key_heads, -1, -1)
         elif self.k_up_proj is not None:
             key = expand(self.k_up_proj, key[:, 0], self.head_dim)
@@ -250,7 +269,7 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         if not layer.values_read_keys:
             return None
         assert own.keys is not None and own.values is not None
-        back = rotation_back(layer, position_embeddings)
+        back = None if layer.keys_turn_when_read else rotation_back(layer, position_embeddings)
         return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key_columns)
 
     def _absorbs_values(self, query: Tensor, key: Tensor, columns: int) -> bool:

@@ -186,6 +186,11 @@ class BlockWeights:
         return self.value.reads_keys
 
     @property
+    def keys_turn_when_read(self) -> bool:
+        """Whether its cached keys are as they were before rotary positions."""
+        return self.key.turns_when_read
+
+    @property
     def key_columns(self) -> tuple[int, ...] | None:
         """Complex columns of the keys' latent, by frequency; None: there are none."""
         return self.key.columns

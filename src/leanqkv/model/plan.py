@@ -42,9 +42,11 @@ class Plan:
         return f"hidden activations of an MLP (query {reads_mlp.query.kind!r})" if reads_mlp else None
 
     @cached_property
-    def reads_keys_in(self) -> int | None:
-        """The first layer whose values are made of cached keys; None: there is none."""
-        return next((layer.layer for layer in self.layers if layer.values_read_keys), None)
+    def turns_keys_in(self) -> int | None:
+        """The first layer that turns cached keys when it reads them: back, where values are made of them, or by rotary
+        positions, where they are cached as before. None: there is none."""
+        turning = (layer.layer for layer in self.layers if layer.values_read_keys or layer.keys_turn_when_read)
+        return next(turning, None)
 
     @property
     def warning(self) -> str | None:
@@ -87,7 +89,7 @@ def make_plan(config) -> Plan:
     """
     fields = SimpleNamespace(**vars(config))  # transformers' own attribute access takes longer than all of this
     plan = Plan(tuple(_make_layers(fields)), MLPS[config.mlp_type].routes)
-    _ = plan.reads_keys_in  # as the layers' properties
+    _ = plan.turns_keys_in  # as the layers' properties
     return plan
 
 
@@ -219,6 +221,12 @@ def _refuse(config, layer: LayerPlan) -> None:
         raise ConfigError(
             f"value {layer.value.kind!r} in layer {layer.layer}: values that are made of keys need all of them, and a "
             f"sliding window ({layer.window}) lets the old ones go; leave keys=true out there"
+        )
+    if layer.keys_turn_when_read and layer.window is not None:
+        raise ConfigError(
+            f"key {layer.key.kind!r} in layer {layer.layer}: keys that are turned when they are read need the "
+            f"positions of all, and a sliding window ({layer.window}) lets old ones go; leave before_rotary=true out "
+            "there"
         )
     if layer.reuses_keys and layer.key_rank is not None:
         raise ConfigError(

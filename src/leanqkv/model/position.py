@@ -19,9 +19,10 @@ from transformers.masking_utils import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [batch, positions, rotated dimensions]
-# By the field of the configuration that has their parameters; behind BACK, those that turn a history back.
+# By the field of the configuration that has their parameters; behind HISTORY, those of a history, and behind BACK those
+# that turn it back.
 Rotations = dict[str, Rotation]
-BACK = "back "
+HISTORY, BACK = "history ", "back "
 
 
 class RotaryEmbeddings(nn.ModuleDict):
@@ -32,10 +33,12 @@ class RotaryEmbeddings(nn.ModuleDict):
         super().__init__({field: RotaryEmbedding(config, field) for field in fields})
 
     def forward(self, x: Tensor, position_ids: Tensor, history: Tensor | None = None) -> Rotations:
-        """Cosines and sines of `position_ids`; with the positions of a `history`, what turns that back as well."""
+        """Cosines and sines of `position_ids`; with the positions of a `history`, those of it and what turns it back,
+        too."""
         rotations = {field: embedding(x, position_ids) for field, embedding in self.items()}
         if history is not None:
-            rotations |= {f"{BACK}{field}": turning_back(rotation) for field, rotation in self(x, history).items()}
+            for field, rotation in self(x, history).items():
+                rotations |= {f"{HISTORY}{field}": rotation, f"{BACK}{field}": turning_back(rotation)}
         return rotations
 
 
@@ -54,6 +57,13 @@ def turning_back(rotation: Rotation) -> Rotation:
 def rotation_back(layer, rotations: Rotations | None) -> Rotation | None:
     """Return the inverse rotation of a layer's history; None without rotary positions or history."""
     return None if layer.rope is None or rotations is None else rotations.get(f"{BACK}{layer.rope}")
+
+
+def rotation_of_history(layer, rotations: Rotations | None) -> Rotation | None:
+    """Return the rotation of all keys that a layer reads; without a history, these are those of this call."""
+    if layer.rope is None or rotations is None:
+        return None
+    return rotations.get(f"{HISTORY}{layer.rope}", rotations[layer.rope])
 
 
 class RotaryEmbedding(nn.Module):
@@ -140,8 +150,8 @@ def history_positions(position_ids: Tensor, attention_mask: Tensor | None, past:
     # Slots still to come get the newest token's position, for "dynamic" and "longrope" go by the largest one.
     slots, counted = (positions.clamp(max=position_ids.max()) for positions in (slots, counted))
     needed = (
-        "values that are made of keys turn cached keys back, and so need position_ids that are counted on from the "
-        "cache, or over the attention_mask's tokens"
+        "cached keys are turned when they are read, and so need position_ids that are counted on from the cache, or "
+        "over the attention_mask's tokens"
     )
     if torch.compiler.is_compiling():
         torch._assert_async(by_slot | by_mask, needed)

@@ -39,6 +39,7 @@ class Projection(Mechanism):
     reuses_keys = False  # a value that is the key
     reads_keys = False  # a value that is made of keys too
     passes_input = False  # the input itself is in it, multiplied by no weight
+    turns_when_read = False  # a key that is cached as it was before rotary positions
     columns: tuple[int, ...] | None = None  # complex ones of a key's latent, by frequency
     attention = "heads"  # the attention that can compute it, in mechanisms.py
 

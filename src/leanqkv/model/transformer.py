@@ -280,14 +280,14 @@ class LeanModel(LeanPreTrainedModel):
         )
 
     def _history(self, position_ids: Tensor, attention_mask: Any, past_key_values: Cache | None) -> Tensor | None:
-        """The positions of the cache's tokens, [1 or batch, tokens], where values are made of cached keys."""
-        if self.plan.reads_keys_in is None or past_key_values is None:
+        """The positions of the cache's tokens, [1 or batch, tokens], where cached keys are turned."""
+        if self.plan.turns_keys_in is None or past_key_values is None:
             return None
-        length, _ = past_key_values.get_mask_sizes(position_ids.shape[1], self.plan.reads_keys_in)
+        length, _ = past_key_values.get_mask_sizes(position_ids.shape[1], self.plan.turns_keys_in)
         if length == position_ids.shape[1]:
             return None
         if isinstance(attention_mask, dict):
-            attention_mask = attention_mask[None]  # a layer that reads keys has no window
+            attention_mask = attention_mask[None]  # a layer that turns keys has no window
         return history_positions(position_ids, attention_mask, past_key_values.get_seq_length(), length)
 
     def layers_to_run(self) -> tuple[LayerPlan, ...]:

@@ -25,7 +25,7 @@ from leanqkv.model.attention_latent import LatentAttention
 from leanqkv.model.latent import absorbing_pays
 from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.layout import LayerPlan
-from leanqkv.model.position import BACK, Rotation, Rotations, make_masks
+from leanqkv.model.position import BACK, HISTORY, Rotation, Rotations, make_masks
 from leanqkv.model.transformer import LeanModel
 
 from .cache import PagedCache
@@ -123,13 +123,13 @@ class Histories:
         return self._cores[block]
 
     def tables(self, longest: int, like: Tensor) -> Rotations:
-        """Rotations of positions from 0 to at least `longest`, [positions, rotated dimensions]; and what turns them
-        back, where values are made of keys."""
+        """Rotations of positions from 0 to at least `longest`, [positions, rotated dimensions]; and of a history,
+        where cached keys are turned."""
         held = next((len(cos) for cos, _ in self._tables.values()), 0)
         rotary = self.model.rotary_emb
         if rotary is not None and held < longest:
             positions = torch.arange(max(longest, min(2 * held, self.limit)), device=like.device)[None]
-            history = None if self.plan.reads_keys_in is None else positions
+            history = None if self.plan.turns_keys_in is None else positions
             self._tables = {name: (cos[0], sin[0]) for name, (cos, sin) in rotary(like, positions, history).items()}
         return self._tables
 
@@ -184,7 +184,7 @@ class Batch:
         self.rotations = {name: self._rotation(name, table, positions) for name, table in tables.items()} or None
 
     def _rotation(self, name: str, table: Rotation, positions: Tensor) -> Rotation:
-        chosen = self.history if name.startswith(BACK) else positions
+        chosen = self.history if name.startswith((HISTORY, BACK)) else positions
         return table[0][chosen], table[1][chosen]
 
     def _masks(self, histories: Histories, like: Tensor) -> dict[int | None, Any]:
