@@ -173,7 +173,7 @@ def run_peer(name: str, clone: Path, about: dict[str, Any]) -> dict[str, Any]:
 def measure_ours(
     source: Any, lengths: dict[int, np.ndarray], shares: Sequence[float], windows: dict[str, Tensor], work: Path
 ) -> list[dict[str, Any]]:
-    """Return the rows of latents, the first one with what it caches in decoding."""
+    """Return the rows of latents, the first one of each kind with what it caches in decoding."""
     from transformers import AutoModelForCausalLM
 
     tensors, rows = finite(source.tensors), []
@@ -190,9 +190,9 @@ def measure_ours(
                 columns = plan.kv_bytes_per_token(torch.float32) / torch.float32.itemsize / len(plan.layers)
                 row = {"method": name, "calibration_tokens": amount, "share": share, "columns": columns}
                 rows.append({**row, "losses": losses_of(load_model(open_causal_lm(out), torch.float32), windows)})
-                if len(rows) == 1:
+                if share == shares[0] and amount == next(iter(lengths)):
                     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-                    rows[0]["cached"] = decoded(model, windows["ids.0"][:1, :PROMPT])
+                    rows[-1]["cached"] = decoded(model, windows["ids.0"][:1, :PROMPT])
     return rows
 
 
