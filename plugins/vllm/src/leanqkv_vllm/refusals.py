@@ -54,6 +54,8 @@ def codes_refusal_on_gpu(plan: Any, dtype: Any) -> str | None:
     for layer in plan.layers:
         if layer.values_read_keys:
             return f"layer {layer.layer} makes values of its keys, which the kernel for GPUs does not turn back"
+        if layer.keys_turn_when_read:
+            return f"layer {layer.layer} turns its keys when it reads them, which the kernel for GPUs does not"
         lenders = {source.layer for source in (*layer.layout.keys, *layer.layout.values)}
         if layer.latent is not None and (len(lenders) > 1 or len(layer.layout.values) > 1):
             return f"the latent of layer {layer.layer} comes from several layers, and the kernel for GPUs reads one"
