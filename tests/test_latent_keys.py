@@ -92,6 +92,8 @@ def test_decoding_never_makes_the_key_heads(case, kind, monkeypatch: pytest.Monk
         (("latent-keys:rank=6", "latent-values:rank=5", "gqa"), {}, 6 + 5),
         (("latent-keys", "gqa"), {"position_embedding_type": "none"}, 8 + 16),
         (("latent-keys", "mqa"), {}, 8 + 8),
+        (("latent-keys:before_rotary=true",), {}, 16 + 32),
+        (("latent-keys:before_rotary=true,rank=5", "latent-values:rank=3,keys=true"), {}, 5 + 3),
     ],
 )
 def test_the_cache_is_as_small_as_the_columns(names, fields, elements: int) -> None:
@@ -110,6 +112,7 @@ def test_the_cache_is_as_small_as_the_columns(names, fields, elements: int) -> N
         (("latent-keys:columns=0,2,1,1", "gqa"), {}, {"k_proj.weight": (8, 32), "k_up_proj.weight": (2, 4, 2)}),
         (("latent-keys:rank=10",), {}, {"k_proj.weight": (10, 32), "k_up_proj.weight": (4, 5, 2)}),
         (("latent-keys", "mqa"), {}, {"k_proj.weight": (8, 32), "k_up_proj.weight": (1, 4, 2)}),
+        (("latent-keys:before_rotary=true,rank=5",), {}, {"k_proj.weight": (5, 32), "k_up_proj.weight": (32, 5)}),
         (
             ("latent-keys:rank=5,layers=0",),
             {"rope_layers": [1]},

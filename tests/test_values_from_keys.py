@@ -38,6 +38,12 @@ CASES: dict[str, Case] = {
     "beside windows": ((f"{KEYS},layers=1", "gqa"), {"sliding_window": 4, "window_layers": [0, 2]}),
     "one block": ((KEYS, "mqa"), {"num_hidden_groups": 1}),
     "half of each head": ((KEYS,), rope("default", partial_rotary_factor=0.5)),
+    "keys before rotary positions": ((KEYS, "latent-keys:before_rotary=true,rank=9"), {"attention_bias": True}),
+    "heads of some, in part": (
+        (KEYS, "latent-keys:before_rotary=true,rank=6,layers=1", "gqa"),
+        rope("default", partial_rotary_factor=0.5),
+    ),
+    "before yarn": ((KEYS, "latent-keys:before_rotary=true"), rope("yarn", **STRETCHED)),
     "linear": ((KEYS, "latent-keys"), rope("linear", factor=2.0)),
     "llama3": ((KEYS,), rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **STRETCHED)),
     "yarn": ((KEYS, "latent-keys"), rope("yarn", **STRETCHED)),
@@ -47,7 +53,15 @@ CASES: dict[str, Case] = {
     "no positions": ((KEYS, "latent-keys:rank=6"), {"position_embedding_type": "none"}),
 }
 every = pytest.mark.parametrize("case", CASES)
-some = pytest.mark.parametrize("case", ["grouped", "latent keys", "yarn", "some layers rotary"])
+SOME = (
+    "grouped",
+    "latent keys",
+    "yarn",
+    "some layers rotary",
+    "keys before rotary positions",
+    "heads of some, in part",
+)
+some = pytest.mark.parametrize("case", SOME)
 
 
 def build(case: str, std: float = 0.3, **fields: Any) -> LeanForCausalLM:

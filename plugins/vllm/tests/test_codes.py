@@ -31,7 +31,15 @@ NEAR = 0.01
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "max_model_len": 512, "max_num_batched_tokens": 96}
 # Heads of several layers, and one tensor of each kind that is no head; what `pytest -m "not slow"` leaves of them.
 NAMES = ("baseline", "gqa+skipv1", "yoco", "cla", "resformer", "keys-as-values", "keys-as-values+skipv1", "latent-keys")
-NAMES += ("latent-values", "values-from-keys", "mla", "mla+skipv1", "moe", "shared blocks")
+NAMES += (
+    "latent-keys:before_rotary=true",
+    "latent-values",
+    "values-from-keys",
+    "mla",
+    "mla+skipv1",
+    "moe",
+    "shared blocks",
+)
 SAMPLE = (("baseline", "8"), ("gqa+skipv1", "4"), ("mla", "8/4"), ("values-from-keys", "4"))
 EVERY = [(name, "4") for name in NAMES] + [(name, bits) for name in NAMES[:2] for bits in ("8", "8/4", "2")]
 

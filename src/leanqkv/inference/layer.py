@@ -237,16 +237,14 @@ class ProjectedLatents(ProjectedHeads):
     @classmethod
     def of(cls, attention: Any) -> "Self | None":
         """Return None where a latent cannot be absorbed."""
-        found = super().of(attention)
-        if found is not None and list(found.heads) != ["q", "k", "v"]:
-            return None
         products, ups = vars(attention)["head_products"], (attention.k_up_proj, attention.v_up_proj)
-        for up, product in zip(ups, products, strict=True):
-            if up is not None and (
-                product is None or found is None or product.weight.dtype != found.product.weight.dtype
-            ):
-                return None
-        return found
+        if any(up is not None and product is None for up, product in zip(ups, products, strict=True)):
+            return None
+        found = super().of(attention)
+        if found is None or list(found.heads) != ["q", "k", "v"]:
+            return None
+        dtypes = {product.weight.dtype for product in products if product is not None}
+        return found if dtypes <= {found.product.weight.dtype} else None
 
     def make_programs(self, first_norm: nn.Module | None) -> dict[bool, Program]:
         """The outputs are query, key and value as they are projected, and query and key as attention takes them."""
