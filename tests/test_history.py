@@ -14,11 +14,14 @@ from torch import Tensor
 from leanqkv.inference.attention import (
     one_query_attention,
     one_query_attention_to_both,
+    one_query_attention_to_made,
     one_query_attention_to_pieces,
 )
 from leanqkv.inference.cache import QuantizedLayer
 from leanqkv.inference.history import History, in_pages
+from leanqkv.inference.step import key_maps
 from leanqkv.model.latent_heads import LatentAndKeys
+from leanqkv.model.position import rotate
 
 SCORE = 4.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -232,6 +235,57 @@ def test_a_quantized_latent_and_keys_behind_it(dtype, latent_keys, needs_compile
     found = one_query_attention_to_both(query, read[0], both[0], None, scaling)
     joined = both[1].joined().expand(-1, 3, -1, -1)
     assert_close(found, expected_of(query, read[1], joined, seen_of((131, 201), 201), scaling))
+
+
+@every_dtype
+@pytest.mark.parametrize("bits", [None, (8, 8), (4, 4), (2, 2), (4, 8)], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("values", ["latent", "heads", "latent and keys"])
+def test_keys_that_are_made_of_a_latent_and_turned(dtype, bits, threads, values, monkeypatch, needs_compiler):
+    """Of tensors, and of rows of different lengths in pages of codes and behind them, in pages again or not."""
+    monkeypatch.setattr("leanqkv.inference.attention.length_chunks", lambda heads, length, threads: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    lengths = (301,) * 4 if bits is None else (6, 64, 65, 301)
+    for (heads, group), rank, head_dim, turned in (
+        ((3, 3), 20, 64, 64),
+        ((1, 2), 9, 16, 8),
+        ((2, 5), 40, 12, 12),
+        ((2, 1), 73, 66, 64),
+    ):
+        shapes = [(1, rank), (heads, 28) if values == "heads" else (1, 28)]
+        if bits is None:
+            histories = [drawn(4, h, 301, width, dtype=dtype, seed=h) for h, width in shapes]
+            exact = [states.float() for states in histories]
+        else:
+            filled = Filled(lambda: QuantizedLayer(*bits), [length - 1 for length in lengths], shapes, dtype)
+            histories, exact = filled.histories, filled.exact
+        up = torch.nn.Linear(rank, heads * head_dim, bias=False)
+        up.weight.data = drawn(heads * head_dim, rank, dtype=dtype, seed=7)
+        tables = tuple(drawn(4, 301, turned, dtype=dtype, seed=seed) for seed in (5, 6))
+        made = (exact[0][:, 0].double() @ up.weight.double().T).unflatten(-1, (heads, head_dim)).transpose(1, 2)
+        keys = rotate(made, tuple(table.double() for table in tables)).detach()
+        query = drawn(4, heads * group, 1, head_dim, dtype=dtype, seed=3)
+        scaling, seen = scaling_of(query, keys), seen_of(lengths, 301)
+        hidden = torch.rand(seen.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+        hidden[..., -1] = False
+        ways = [histories]
+        if bits is not None:
+            apart = [in_tails(states, 18, seed=seed) for seed, states in enumerate(histories)]  # and where they lie
+            ways.append([states for states, _ in apart])
+        for latent, own in ways:
+            new = drawn(4, 1, rank, dtype=dtype)
+            given = {
+                "latent": [own.expand(-1, heads, -1, -1)],
+                "heads": [own],
+                "latent and keys": LatentAndKeys(own, latent, new, None),
+            }[values]
+            read = exact[1] if values != "latent and keys" else torch.cat((exact[1], exact[0]), -1)
+            for mask in (None, ~hidden):
+                found = one_query_attention_to_made(query, latent, key_maps(up, head_dim), given, mask, scaling, tables)
+                wanted = expected_of(
+                    query, keys, read.expand(-1, heads, -1, -1), seen if mask is None else seen & mask, scaling
+                )
+                assert_close(found, wanted, head_dim)
 
 
 @every_dtype

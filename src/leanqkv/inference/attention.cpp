@@ -6,6 +6,7 @@
 //
 // Values may be one head that all queries read, beside several heads of keys; it is read once too. They may be a latent
 // with the keys behind it, as they were before rotary positions: these are turned back here, row by row, and nowhere kept.
+// Keys may be made of one latent for all heads, by a map for each, and then turned by rotary positions; block by block.
 // One head of keys or values may lie in pieces, some of its columns here and some there, as MLA's latent and rotary key.
 //
 // Each head's positions are cut into `chunks` parts, which threads take in turn ("flash-decoding", Dao et al. 2023,
@@ -49,10 +50,12 @@ struct Call {
   Source plain;   // keys that follow the values, [batch, plain_heads, length, plain_dim]
   const void* query;   // [batch, heads * group, head_dim]
   const float* mask;   // [batch or 1, length], added to the scores; or null
-  const void* cos;     // what turns the first `turned` columns of plain keys back, [batch or 1, length, 2 * frequencies]
+  const void* cos;     // what turns the first `turned` columns of plain keys back, or of keys that are made, [batch or 1,
+                       // length, 2 * frequencies]
   const void* sin;     // or null
   const int64_t* frequency;  // of the first half of these columns, and so of the second; or null: one after the other
   void* output;        // [batch, heads * group, value_dim + plain_heads * plain_dim]
+  const float* up;     // what makes key heads of a latent, [heads * key_heads, columns, padded(made)]; or null
   // Of every row of the batch: positions, of which the last `length` of mask, cos and sin are; the first that is read; and
   // how many of them are in pages. Or null: `length`, 0 and 0.
   const int64_t *lengths, *firsts, *paged;
@@ -60,6 +63,7 @@ struct Call {
   int64_t batch, heads, group, length, threads, chunks;
   int64_t key_pieces, value_pieces;
   int64_t key_heads;  // of each head of values; they share its `group` queries evenly
+  int64_t made;       // columns of a key head that is made of a latent; 0: keys are read
   int64_t plain_heads, turned, frequencies;
   int64_t query_batch, query_head, table_batch, table_row, mask_batch, output_batch, output_head;
   int64_t padded_right;  // whether the first of mask, cos and sin are a shorter row's, and not the last
@@ -548,7 +552,7 @@ struct Turn {
 
   explicit Turn(const Call& call)
       : frequency(padded(call.turned / 2)), table(padded(2 * call.frequencies) + kStep),
-        key(padded(call.plain.columns) + kStep), segment(call.turned ? kSegment * 4 * frequency.size() : 0) {
+        key(padded(std::max(call.plain.columns, call.made)) + kStep), segment(call.turned ? kSegment * 4 * frequency.size() : 0) {
     for (int64_t d = 0; d < call.turned / 2; ++d) frequency[d] = int32_t(call.frequency ? call.frequency[d] : d);
   }
 };
@@ -634,21 +638,27 @@ const float* turn_at(const Call& call, const Part<T>& part, int64_t n, Turn& tur
   return turn.segment.data() + place * 4 * size;
 }
 
+// to = the key in `turn`, of so many columns, of which the first ones are turned; and up to a vector more.
+inline void turn_key(const Turn& turn, const float* cos, int64_t turned, int64_t columns, float* to) {
+  const int64_t half = turned / 2, size = turn.frequency.size();
+  const float* const key = turn.key.data();
+  turned_by(key, cos, key + half, cos + 2 * size, half, to);
+  turned_by(key + half, cos + size, key, cos + 3 * size, half, to + half);
+  std::copy(key + turned, key + columns, to + turned);
+}
+
 // A latent and the keys behind it, as they were before rotary positions; one row, as floats, written from left to right.
 template <typename T>
 inline void turn_back(
     const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t in_block, Turn& turn, float* row) {
   to_floats<T>(call.values[0], latent, in_block, row);
-  const int64_t half = call.turned / 2, size = turn.frequency.size(), columns = call.plain.columns;
-  const float* const cos = half ? turn_at(call, part, n, turn) : nullptr;
-  float* const key = turn.key.data();
+  const int64_t columns = call.plain.columns, turned = call.made ? 0 : call.turned;  // a latent of these is not turned
+  const float* const cos = turned ? turn_at(call, part, n, turn) : nullptr;
   for (int64_t h = 0; h < call.plain_heads; ++h) {
     float* const to = row + call.values[0].columns + h * columns;
     const Block block = block_of<T>(call, call.plain, part.b, h, n);
-    to_floats<T>(call.plain, block, block.scale ? n % call.page : 0, key);
-    turned_by(key, cos, key + half, cos + 2 * size, half, to);
-    turned_by(key + half, cos + size, key, cos + 3 * size, half, to + half);
-    std::copy(key + call.turned, key + columns, to + call.turned);
+    to_floats<T>(call.plain, block, block.scale ? n % call.page : 0, turn.key.data());
+    turn_key(turn, cos, turned, columns, to);
   }
 }
 
@@ -656,20 +666,24 @@ inline void turn_back(
 struct Scratch {
   std::vector<Line> lines;
   // Queries [group, query_size] and weights [group, kBlock]; factors of codes, as numbers [group, factors_size] and as
-  // integers; rows that are made of others [kBlock, sums_size] and a step more, or codes as bytes; what the part leaves.
-  float *queries, *weights, *factors, *integers, *rows, *left;
+  // integers; rows that are made of others [kBlock, sums_size] and a step more, or codes as bytes; a latent [kBlock,
+  // padded columns] and its codes as bytes; keys that are made of it [kBlock, padded(made)]; what the part leaves.
+  float *queries, *weights, *factors, *integers, *rows, *latent, *latent_codes, *keys, *left;
   int64_t query_size, factors_size;
   Turn turn;
 
   explicit Scratch(const Call& call)
-      : query_size(place_of(call.keys, call.key_pieces)),
+      : query_size(call.made ? padded(call.made) : place_of(call.keys, call.key_pieces)),
         factors_size(std::max({query_size, sums_size(call), kBlock})), turn(call) {
     const bool codes = call.keys[0].bits || call.values[0].bits;
     const int64_t made = kBlock * sums_size(call), codes_size = codes ? made / int64_t(sizeof(float)) : 0;
+    const int64_t latent_size = call.made ? kBlock * padded(call.keys[0].columns) : 0;
     const int64_t sizes[] = {
         call.group * query_size, call.group * kBlock, codes ? call.group * factors_size : 0, codes ? 3 * factors_size : 0,
-        call.plain_heads ? made + kStep : codes_size, left_size(call)};
-    float** const places[] = {&queries, &weights, &factors, &integers, &rows, &left};
+        call.plain_heads ? made + kStep : codes_size,
+        latent_size ? latent_size + kStep : 0, latent_size / int64_t(sizeof(float)),
+        call.made ? kBlock * padded(call.made) + kStep : 0, left_size(call)};
+    float** const places[] = {&queries, &weights, &factors, &integers, &rows, &latent, &latent_codes, &keys, &left};
     int64_t total = 0;
     for (const int64_t size : sizes) total += (size + kLineFloats - 1) / kLineFloats;
     lines.resize(total + 1);
@@ -794,7 +808,64 @@ void add_channels(
 inline bool in_turns(const Call& call) {
   const Source &keys = call.keys[0], &values = call.values[0];
   return call.key_heads * call.key_pieces * call.value_pieces == 1 && keys.columns == values.columns &&
-      !keys.bits && !values.bits && !call.plain_heads;
+      !keys.bits && !values.bits && !call.plain_heads && !call.made;
+}
+
+// The latent of the `rows` positions of a block as floats, [kBlock, padded columns]. Those of codes are a whole page.
+template <typename T>
+void read_latent(const Source& source, const Block& block, int64_t rows, Scratch& scratch) {
+  const int64_t columns = source.columns, width = padded(columns);
+  if (!block.scale) {
+    for (int64_t n = 0; n < rows; ++n) {
+      to_floats<Numbers<T>>(block.first + n * block.row, columns, scratch.latent + n * width);
+    }
+    return;
+  }
+  auto* const codes = reinterpret_cast<uint8_t*>(scratch.latent_codes);
+  with_bits(source.bits, [&](auto bits) {
+    transpose<bits>(reinterpret_cast<const uint8_t*>(block.first), block.row, columns, codes, 4 * width);
+  });
+  for (int64_t n = 0; n < kBlock; ++n) {
+    const uint8_t* const own = codes + n / 4 * 4 * width + n % 4;
+    float* const to = scratch.latent + n * width;
+    for (int64_t d = 0; d < columns; ++d) to[d] = float(own[4 * d]) * float(block.scale[d]) + float(block.low[d]);
+  }
+}
+
+// Key heads that are made of a latent and turned: one head of the `rows` positions from `n` on.
+template <typename T>
+Block make_keys(const Call& call, const Part<T>& part, int64_t n, int64_t rows, int64_t head, Scratch& scratch) {
+  constexpr int64_t tile = 4;
+  const int64_t columns = call.keys[0].columns, from = padded(columns), to = padded(call.made);
+  const float* const up = call.up + head * columns * to;
+  for (int64_t d = 0; d < to; d += kStep) {
+    for (int64_t first = 0; first < rows; first += tile) {
+      Floats totals[tile][2];
+      #pragma GCC unroll 8
+      for (int64_t r = 0; r < tile; ++r) totals[r][0] = totals[r][1] = Floats(0.0f);
+      const float* const latent = scratch.latent + first * from;
+      for (int64_t c = 0; c < columns; ++c) {
+        const Floats one = Floats::loadu(up + c * to + d), other = Floats::loadu(up + c * to + d + kFloats);
+        #pragma GCC unroll 8
+        for (int64_t r = 0; r < tile; ++r) {
+          const Floats factor(latent[r * from + c]);
+          totals[r][0] = at::vec::fmadd(factor, one, totals[r][0]);
+          totals[r][1] = at::vec::fmadd(factor, other, totals[r][1]);
+        }
+      }
+      #pragma GCC unroll 8
+      for (int64_t r = 0; r < tile; ++r) {
+        float* const row = scratch.keys + (first + r) * to + d;
+        totals[r][0].store(row), totals[r][1].store(row + kFloats);
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows && call.turned; ++r) {
+    float* const row = scratch.keys + r * to;
+    std::copy(row, row + call.made, scratch.turn.key.data());
+    turn_key(scratch.turn, turn_at(call, part, n + r, scratch.turn), call.turned, call.made, row);
+  }
+  return {reinterpret_cast<const char*>(scratch.keys), to * int64_t(sizeof(float)), {}, {}};
 }
 
 // The scores [group, kBlock] of the `rows` positions from `n` on.
@@ -806,12 +877,20 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
     const int64_t k = i / call.key_pieces, piece = i % call.key_pieces;
     const int64_t head = part.head * call.key_heads + k, next = std::min(n + rows, part.end - 1);
     const Source& source = call.keys[piece];
+    float* const weights = scratch.weights + k * shared * kBlock;
+    const float* const queries = scratch.queries + k * shared * size + place_of(call.keys, piece);
+    if (call.made) {
+      if (!k) read_latent<T>(source, block_of<T>(call, source, part.b, 0, n), rows, scratch);
+      const Block made = make_keys(call, part, n, rows, head, scratch);
+      in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) {
+        score<count, kTile, Numbers<float>>(made, rows, 0, call.made, queries + g * size, size, weights + g * kBlock);
+      });
+      continue;
+    }
     const Block keys = block_of<T>(call, source, part.b, head, n);
     const Block after =
         in_turns(call) ? block_of<T>(call, call.values[0], part.b, head, n) : block_of<T>(call, source, part.b, head, next);
     const int64_t ahead = after.first - keys.first;
-    float* const weights = scratch.weights + k * shared * kBlock;
-    const float* const queries = scratch.queries + k * shared * size + place_of(call.keys, piece);
     if (keys.scale) {
       score_codes<T>(source, keys, ahead, queries, shared, size, scratch, weights);
       continue;
@@ -873,6 +952,12 @@ void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
   std::fill(highest, totals, kNothing);
   for (int64_t g = 0; g < group; ++g) {
     const T* from = part.query + g * call.query_head;
+    if (call.made) {
+      Source head{};
+      head.columns = call.made;
+      scaled(Numbers<T>(), from, head, call.scaling, scratch.queries + g * scratch.query_size);
+      continue;
+    }
     for (int64_t piece = 0; piece < call.key_pieces; ++piece) {
       const Source& source = call.keys[piece];
       float* const to = scratch.queries + g * scratch.query_size + place_of(call.keys, piece);

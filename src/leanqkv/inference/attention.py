@@ -19,7 +19,8 @@ from ..compat import compile_cpp
 from ..model.attention_latent import attend_to_latent
 from ..model.cache_quantized import SCALE_DTYPE
 from ..model.latent import frequencies_of
-from ..model.latent_heads import LatentAndKeys, attend_to_inputs
+from ..model.latent_heads import LatentAndKeys, attend_to_inputs, attend_turned
+from ..model.position import Rotation
 from .history import History
 from .repeat import Arguments, call, made_of
 from .step import kernel_source
@@ -54,12 +55,12 @@ class _Call(Arguments):
     _fields_ = [
         *((name, _Source * PIECES) for name in ("keys", "values")),
         ("plain", _Source),
-        *((name, ctypes.c_void_p) for name in ("query", "mask", "cos", "sin", "frequency", "output")),
+        *((name, ctypes.c_void_p) for name in ("query", "mask", "cos", "sin", "frequency", "output", "up")),
         *((name, ctypes.c_void_p) for name in ("lengths", "firsts", "paged")),
         *((name, ctypes.c_int64) for name in ("page", "tail", "batch", "heads", "group", "length")),
         *((name, ctypes.c_int64) for name in ("threads", "chunks")),
         *((name, ctypes.c_int64) for name in ("key_pieces", "value_pieces")),
-        *((name, ctypes.c_int64) for name in ("key_heads", "plain_heads", "turned", "frequencies")),
+        *((name, ctypes.c_int64) for name in ("key_heads", "made", "plain_heads", "turned", "frequencies")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
         ("scaling", ctypes.c_float),
@@ -115,6 +116,24 @@ def attend_one_query_to_latent(
     if output is not None:
         return output, None
     return attend_to_latent(attention, queries, keys, values, mask, scaling)
+
+
+def attend_one_query_turned(
+    attention: Any,
+    query: Tensor,
+    latent: Tensor,
+    values: Sequence[Tensor] | LatentAndKeys,
+    mask: Tensor | None,
+    scaling: float,
+    rotation: Rotation,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As `model.latent_heads.attend_turned`, in whose place it is put: by the kernel where that applies."""
+    maps = attention.key_maps
+    output = None if maps is None else one_query_attention_to_made(query, latent, maps, values, mask, scaling, rotation)
+    if output is not None:
+        return output, None
+    return attend_turned(attention, query, latent, values, mask, scaling, rotation, **kwargs)
 
 
 def length_chunks(heads: int, length: int, threads: int) -> int:
@@ -222,6 +241,40 @@ def one_query_attention_to_both(
     return output
 
 
+def one_query_attention_to_made(
+    query: Tensor,
+    latent: Heads,
+    maps: Tensor,
+    values: Sequence[Heads] | LatentAndKeys,
+    attention_mask: Tensor | None,
+    scaling: float,
+    rotation: Rotation,
+) -> Tensor | None:
+    """The same for keys that are made of a latent [batch, 1, key positions, columns] and turned.
+
+    maps: see `key_maps`; values: heads, a latent that all heads share, or one and keys that are not turned.
+    """
+    both = values if isinstance(values, LatentAndKeys) else None
+    if both is not None and both.keys.shape[2] == both.new.shape[1]:  # those of a first token alone
+        return None
+    parts = [both.latent.expand(-1, len(maps), -1, -1)] if both is not None else [*values]
+    kernel = _kernel(query, (query, latent, *parts, *([] if both is None else [both.keys]), *rotation))
+    batch, heads, _, head_dim = query.shape
+    length, columns = latent.shape[2:]
+    if kernel is None or not length or len(parts) != 1 or heads % len(maps) or columns != maps.shape[1]:
+        return None
+    alike = isinstance(latent, Tensor) == isinstance(parts[0], Tensor) and latent.shape[0] == batch
+    alike = alike and parts[0].shape[:3] == (batch, len(maps), length) and maps.device == query.device
+    tables = [(rows, length, rotation[0].shape[-1]) for rows in (1, batch)]
+    fits = alike and rotation[0].shape[-1] <= head_dim and all(tuple(table.shape) in tables for table in rotation)
+    if not fits or (attention_mask is not None and tuple(attention_mask.shape[1:]) != (1, 1, length)):
+        return None
+    output = query.new_empty(batch, 1, heads, parts[0].shape[-1] if both is None else both.columns)
+    mask = None if attention_mask is None else _additive(attention_mask)
+    kernel(_call(query, [latent], parts, output[:, 0], mask, scaling, both, maps, rotation))
+    return output
+
+
 def _kernel(query: Tensor, tensors: Sequence[Any]) -> Callable[[_Call], None] | None:
     """Return the kernel for these tensors; None where there is none."""
     if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
@@ -251,6 +304,8 @@ def _call(
     mask: Tensor | None,
     scaling: float,
     both: LatentAndKeys | None = None,
+    maps: Tensor | None = None,
+    rotation: Rotation | None = None,
 ) -> _Call:
     """The kernel's arguments, which name the memory of these tensors.
 
@@ -275,11 +330,14 @@ def _call(
         made.mask, made.mask_batch = mask.data_ptr(), 0 if len(mask) == 1 else mask.stride(0)
     if both is not None:
         made.plain, made.plain_heads = _source(both.keys), both.keys.shape[1]
-    if both is not None and both.back is not None:
-        cos, sin = both.back
+    if maps is not None:
+        key_heads = len(maps) // heads
+        made.up, made.made = maps.data_ptr(), query.shape[-1]
+    if (tables := rotation or (both and both.back)) is not None:
+        cos, sin = tables
         made.cos, made.sin = cos.data_ptr(), sin.data_ptr()
         made.turned, made.frequencies = cos.shape[-1], cos.shape[-1] // 2
-        if both.frequencies is not None:
+        if both is not None and both.frequencies is not None:
             index = frequencies_of(both.frequencies, cos.device)  # which is kept
             made.frequency, made.turned = index.data_ptr(), 2 * len(index)
         made.table_batch, made.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)

@@ -22,8 +22,9 @@ from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
+from ..model.latent_heads import LatentHeadsAttention
 from ..model.transformer import LeanModel
-from .attention import additive, attend_one_query, attend_one_query_to_latent
+from .attention import additive, attend_one_query, attend_one_query_to_latent, attend_one_query_turned
 from .cache import allocate_cache, join_rows
 from .layer import use_programs
 from .linear import shared_copy, use_products
@@ -50,6 +51,8 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
         for module in copied.modules():
             if isinstance(module, LeanAttention | LatentAttention):
                 module.attend = attend_one_query
+            if isinstance(module, LatentHeadsAttention):
+                module.attend_turned = attend_one_query_turned
             if isinstance(module, LatentAttention):
                 module.attend_to_latent = attend_one_query_to_latent
     if kernels := compiled_kernels():

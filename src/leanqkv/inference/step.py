@@ -29,6 +29,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 32
 # Activations that the kernel computes; the numbers are those of `Activation` in step.cpp.
 ACTIVATIONS: dict[type[nn.Module], int] = {nn.SiLU: 0, SiLUActivation: 0, GELUTanh: 1, GELUActivation: 2}
+# Columns of key heads are filled up to a multiple of it; the same as kPadding in attention.cpp.
+KEY_COLUMNS = 32
 NORMS = nn.RMSNorm, OffsetRMSNorm, nn.LayerNorm
 
 
@@ -150,11 +152,19 @@ def head_products(attention: Any) -> tuple[HeadProduct | None, HeadProduct | Non
     return into, out_of
 
 
+def key_maps(up: nn.Linear, head_dim: int) -> Tensor:
+    """Return what makes key heads of a latent, as the kernel reads it: [heads, columns, head_dim] in float32, padded to
+    a multiple of KEY_COLUMNS."""
+    maps = up.weight.detach().float().unflatten(0, (-1, head_dim)).mT
+    return nn.functional.pad(maps, (0, -head_dim % KEY_COLUMNS)).contiguous()
+
+
 def use_head_products(attention: Any) -> None:
     """Let an attention with latents absorb its up projections by products of the kernel, of single queries; they are
     its `head_products`."""
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
     into, out_of = attention.head_products = head_products(attention)
+    attention.key_maps = key_maps(key, head_dim) if attention.turns_keys and is_absorbable(key) else None
     if into is not None:
 
         def absorb_key(query: Tensor) -> Tensor:

@@ -204,11 +204,27 @@ def attend_to_inputs(
     return attend(attention, query, key, values, mask, scaling, **kwargs)
 
 
+def attend_turned(
+    attention: Any,
+    query: Tensor,
+    latent: Tensor,
+    values: Sequence[Tensor] | LatentAndKeys,
+    mask: Tensor | None,
+    scaling: float,
+    rotation: Rotation,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As `attend_to_inputs`, to keys that are made of a latent [batch, 1, key positions, rank] and then turned."""
+    heads = attention.rotate(expand(attention.k_up_proj, latent[:, 0], attention.head_dim), rotation)
+    return attention.attend(attention, query, autocast(heads), values, mask, scaling, **kwargs)
+
+
 class LatentHeadsAttention(Absorbing, LeanAttention):
     """LeanAttention of a layer whose keys or values are made of latents. Such a layer borrows nothing."""
 
     kind = "latent_heads"
     attend = staticmethod(attend_to_inputs)
+    attend_turned = staticmethod(attend_turned)
 
     def __init__(self, config, layer: LayerPlan):
         super().__init__(config, layer)
@@ -248,16 +264,16 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
             attended = [expand(self.v_up_proj, latent[:, 0], self.head_dim)]
         else:
             attended = [values]
+        attend: Any = self.attend
+        turning: dict[str, Any] = {}
         if self.turns_keys:
-            turning = rotation_of_history(layer, position_embeddings)
-            assert turning is not None
-            key = autocast(self.rotate(expand(self.k_up_proj, key[:, 0], self.head_dim), turning))
+            attend, turning = self.attend_turned, {"rotation": rotation_of_history(layer, position_embeddings)}
         elif self.k_up_proj is not None and self.absorbs(self.k_up_proj, query, *key.shape[2:]):
             query, key = self.absorb(query), key.expand(-1, layer.computed_key_heads, -1, -1)
         elif self.k_up_proj is not None:
             key = expand(self.k_up_proj, key[:, 0], self.head_dim)
         scaling = layer.attention_scale(layer.layer)
-        output, weights = self.attend(self, query, key, attended, attention_mask, scaling, **kwargs)
+        output, weights = attend(self, query, key, attended, attention_mask, scaling, **turning, **kwargs)
         if absorbed:
             output = self.restore(output)
         return self.project_output(output, gate), weights, own

@@ -20,6 +20,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from leanqkv.inference.history import History
+from leanqkv.inference.step import key_maps
 from leanqkv.model.attention import KeyValues
 from leanqkv.model.attention_latent import LatentAttention
 from leanqkv.model.latent import absorbing_pays
@@ -119,6 +120,9 @@ class Histories:
             core.project_output = lambda heads, gate: heads
             core.config, core.attend = self.config, self.kernel.attend_one_query
             core.attend_to_latent = self.kernel.attend_one_query_to_latent
+            turned = getattr(self.kernel, "attend_one_query_turned", None)  # of CPUs
+            if turned is not None and getattr(core, "turns_keys", False):
+                core.key_maps, core.attend_turned = key_maps(core.k_up_proj, core.head_dim), turned
             self._cores[block] = core
         return self._cores[block]
 
