@@ -47,7 +47,7 @@ constexpr int64_t kPieces = 3;
 struct Call {
   Source keys[kPieces];    // [batch, heads * key_heads, length, columns of the piece], together head_dim
   Source values[kPieces];  // [batch, heads, length, columns of the piece], together value_dim
-  Source plain;   // keys that follow the values, [batch, plain_heads, length, plain_dim]
+  Source plain;   // keys that follow the values, [batch, plain_heads, length, plain_dim]; of keys that are made their latent
   const void* query;   // [batch, heads * group, head_dim]
   const float* mask;   // [batch or 1, length], added to the scores; or null
   const void* cos;     // what turns the first `turned` columns of plain keys back, or of keys that are made, [batch or 1,
@@ -590,12 +590,20 @@ inline void to_floats(const Source& source, const Block& block, int64_t n, float
   if (!block.scale) return to_floats<Numbers<T>>(block.first + n * block.row, source.columns, to);
   const auto* const codes = reinterpret_cast<const uint8_t*>(block.first);
   const int64_t places = 8 / source.bits;
-  for (int64_t d = 0; d < source.columns; ++d) {
-    const int64_t deep = source.groups ? n : d, lane = source.groups ? d : n, four = deep / 4;
-    const int byte = codes[four / places * block.row + 4 * lane + deep % 4];
-    const int code = byte >> (four % places * source.bits) & ((1 << source.bits) - 1);
-    const int64_t scale = source.groups ? n * source.groups + d / source.width : d;
-    to[d] = float(code) * float(block.scale[scale]) + float(block.low[scale]);
+  const int mask = (1 << source.bits) - 1;
+  if (!source.groups) {
+    for (int64_t d = 0; d < source.columns; ++d) {
+      const int byte = codes[d / 4 / places * block.row + 4 * n + d % 4];
+      to[d] = float(byte >> (d / 4 % places * source.bits) & mask) * float(block.scale[d]) + float(block.low[d]);
+    }
+    return;
+  }
+  const uint8_t* const own = codes + n / 4 / places * block.row + n % 4;
+  const int shift = int(n / 4 % places * source.bits);
+  for (int64_t group = 0; group < source.groups; ++group) {
+    const float scale = block.scale[n * source.groups + group], low = block.low[n * source.groups + group];
+    const int64_t stop = std::min((group + 1) * source.width, source.columns);
+    for (int64_t d = group * source.width; d < stop; ++d) to[d] = float(own[4 * d] >> shift & mask) * scale + low;
   }
 }
 
@@ -648,11 +656,14 @@ inline void turn_key(const Turn& turn, const float* cos, int64_t turned, int64_t
 }
 
 // A latent and the keys behind it, as they were before rotary positions; one row, as floats, written from left to right.
+// plain: these keys, where they are known.
 template <typename T>
 inline void turn_back(
-    const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t in_block, Turn& turn, float* row) {
+    const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t in_block, const float* plain,
+    Turn& turn, float* row) {
   to_floats<T>(call.values[0], latent, in_block, row);
-  const int64_t columns = call.plain.columns, turned = call.made ? 0 : call.turned;  // a latent of these is not turned
+  const int64_t columns = call.plain.columns, turned = call.turned;
+  if (plain) return std::copy(plain, plain + columns, row + call.values[0].columns), void();
   const float* const cos = turned ? turn_at(call, part, n, turn) : nullptr;
   for (int64_t h = 0; h < call.plain_heads; ++h) {
     float* const to = row + call.values[0].columns + h * columns;
@@ -927,7 +938,8 @@ void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, S
     };
     if (call.plain_heads) {
       for (int64_t i = 0; i < rows; ++i) {
-        turn_back(call, part, n + i, values, i, scratch.turn, scratch.rows + i * size);
+        const float* const plain = call.made ? scratch.latent + i * padded(call.plain.columns) : nullptr;
+        turn_back(call, part, n + i, values, i, plain, scratch.turn, scratch.rows + i * size);
       }
       const Block made{reinterpret_cast<const char*>(scratch.rows), size * int64_t(sizeof(float)), {}, {}};
       add_rows(Numbers<float>(), made, 0, columns_of(call, piece));

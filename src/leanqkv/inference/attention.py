@@ -252,10 +252,11 @@ def one_query_attention_to_made(
 ) -> Tensor | None:
     """The same for keys that are made of a latent [batch, 1, key positions, columns] and turned.
 
-    maps: see `key_maps`; values: heads, a latent that all heads share, or one and keys that are not turned.
+    maps: see `key_maps`; values: heads, a latent that all heads share, or one and the keys' own behind it.
     """
     both = values if isinstance(values, LatentAndKeys) else None
-    if both is not None and both.keys.shape[2] == both.new.shape[1]:  # those of a first token alone
+    # Not for those of a first token alone.
+    if both is not None and (both.keys is not latent or both.keys.shape[2] == both.new.shape[1]):
         return None
     parts = [both.latent.expand(-1, len(maps), -1, -1)] if both is not None else [*values]
     kernel = _kernel(query, (query, latent, *parts, *([] if both is None else [both.keys]), *rotation))
