@@ -10,7 +10,7 @@ step stands what reading its bytes and multiplying would take by themselves, at 
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -28,44 +28,52 @@ SHAPES = {
     "+num_key_value_heads=3+head_dim=64+vocab_size=49152+tie_word_embeddings=true",
     "llama-130m": "llama-130m",
 }
-# By name, a form of the cache: the share of the heads' columns that latents keep, whether values are made of keys too,
-# and bits.
-CACHES: dict[str, tuple[float | None, bool, str]] = {
-    "16 bits": (None, False, "16"),
-    "8/4 bits": (None, False, "8/4"),
-    "4 bits": (None, False, "4"),
-    "latents 84%": (0.84, True, "16"),
-    "separate latents 84%": (0.84, False, "16"),
-    "separate latents 50%": (0.5, False, "16"),
-    "separate latents 84%, 4 bits": (0.84, False, "4"),
+# Mechanisms of kinds of latents, by the name of the conversion that makes them.
+KINDS = {
+    "latents": "latent-keys:rank={rank}+latent-values:rank={rank},keys=true",
+    "separate latents": "latent-keys:rank={rank}+latent-values:rank={rank}",
+    "unrotated latents": "latent-keys:rank={rank},before_rotary=true+latent-values:rank={rank},keys=true",
+}
+# By name, a form of the cache: a kind of latents, the share of the heads' columns that they keep, and bits.
+CACHES: dict[str, tuple[str | None, float, str]] = {
+    "16 bits": (None, 1.0, "16"),
+    "8/4 bits": (None, 1.0, "8/4"),
+    "4 bits": (None, 1.0, "4"),
+    "latents 84%": ("latents", 0.84, "16"),
+    "separate latents 84%": ("separate latents", 0.84, "16"),
+    "separate latents 50%": ("separate latents", 0.5, "16"),
+    "separate latents 84%, 4 bits": ("separate latents", 0.84, "4"),
+    "unrotated latents 50%": ("unrotated latents", 0.5, "16"),
+    "unrotated latents 50%, 4 bits": ("unrotated latents", 0.5, "4"),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CELLS, PROMPTS = ((8, 4096), (1, 4096), (1, 512)), (512, 4096)
 
 
-def decoders(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Decoder, dict[str, Any]]]:
+def decoders(shape: str, dtype: torch.dtype, caches: Sequence[str]) -> Iterator[tuple[str, Decoder, dict[str, Any]]]:
     """Yield every form of the cache with a decoder, and what it costs: see `costs`."""
     whole = preset(SHAPES[shape])
-    columns, built = whole.num_key_value_heads * whole.head_dim, dict[tuple[float | None, bool], Any]()
-    for name, (share, reads_keys, bits) in CACHES.items():
-        rank = round((share or 0) * columns / 2) * 2
-        if (share, reads_keys) not in built:
+    columns, built = whole.num_key_value_heads * whole.head_dim, dict[tuple[str | None, float], Any]()
+    for name in caches:
+        kind, share, bits = CACHES[name]
+        rank = round(share * columns / 2) * 2
+        if (kind, share) not in built:
             torch.manual_seed(0)
-            latents = (
-                f"+latent-keys:rank={rank}+latent-values:rank={rank},keys={str(reads_keys).lower()}" if share else ""
-            )
+            latents = f"+{KINDS[kind].format(rank=rank)}" if kind else ""
             config = preset(f"{SHAPES[shape]}{latents}+max_position_embeddings=8192")
-            built[share, reads_keys] = LeanForCausalLM(config).to(dtype).eval()
-        model, chosen = built[share, reads_keys], CacheBits.of(bits)
+            built[kind, share] = LeanForCausalLM(config).to(dtype).eval()
+        model, chosen = built[kind, share], CacheBits.of(bits)
         held = chosen.bytes_per_token(model.config.plan, dtype)
         # A query is multiplied with the columns of keys, and its weight with those of values; or with the latents' own,
         # behind which stand the keys that values are made of.
-        read = rank * (3 if reads_keys else 2) if share else 2 * whole.head_dim
+        read = {None: 2 * whole.head_dim, "latents": 3 * rank, "separate latents": 2 * rank}
+        # Keys before rotary positions are made for all queries that share them at once.
+        read["unrotated latents"] = whole.head_dim + 2 * rank + columns * rank / whole.num_attention_heads
         cost = {
             "share": held / whole.plan.kv_bytes_per_token(dtype),
             "cache_bytes": held,
             "weight_bytes": weight_bytes(model),
-            "multiplications": whole.num_hidden_layers * whole.num_attention_heads * read,
+            "multiplications": whole.num_hidden_layers * whole.num_attention_heads * read[kind],
             # Codes are multiplied four at once, with factors in so many parts (attention.cpp).
             "per_multiplication": (3 if dtype is torch.float32 else 2) / 4 if chosen.quantized else 1.0,
         }
@@ -117,7 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rates = {"copy_gigabytes_per_second": copy_bandwidth(), "multiplications_per_second": multiplications_per_second()}
     with torch.inference_mode():
         for shape in options.shape:
-            made = list(decoders(shape, DTYPES[options.dtype]))
+            made = list(decoders(shape, DTYPES[options.dtype], options.caches))
             sides, costs = {name: one for name, one, _ in made}, {name: cost for name, _, cost in made}
             for batch, context in CELLS:
                 repetitions, token = max(2, 16 // batch), torch.zeros(batch, dtype=torch.long)
@@ -143,7 +151,7 @@ def tables(record: dict[str, Any]) -> str:
         cells = [(kind, *where) for kind in ("decode", "prefill") for where in _cells(record[kind], shape)]
         heads = [f"{'prompt of' if kind == 'prefill' else f'{batch} ×'} {context:,}" for kind, batch, context in cells]
         lines = []
-        for name in CACHES:
+        for name in _caches(record["decode"], shape):
             found = [_find(record[kind], shape, name, batch, context) for kind, batch, context in cells]
             speeds = [harness.spread_text(one["ratio"], 2) for one in found]
             lines.append((name, f"{found[0]['share']:.0%}", *speeds))
@@ -156,7 +164,7 @@ def bounds(record: dict[str, Any], shape: str) -> str:
     """Return what the first cell's step takes, and what its bytes and its multiplications would take alone."""
     batch, context = CELLS[0]
     lines = []
-    for name in CACHES:
+    for name in _caches(record["decode"], shape):
         found = _find(record["decode"], shape, name, batch, context)
         tokens = batch * context
         read = (found["weight_bytes"] + tokens * found["cache_bytes"]) / 1e9
@@ -180,6 +188,10 @@ def _cells(rows: list[dict[str, Any]], shape: str) -> list[tuple[int, int]]:
     return list(dict.fromkeys((one["batch"], one["context"]) for one in rows if one["shape"] == shape))
 
 
+def _caches(rows: list[dict[str, Any]], shape: str) -> list[str]:
+    return list(dict.fromkeys(one["cache"] for one in rows if one["shape"] == shape))
+
+
 def _find(rows: list[dict[str, Any]], *of: Any) -> dict[str, Any]:
     return next(one for one in rows if tuple(one[key] for key in ("shape", "cache", "batch", "context")) == of)
 
@@ -188,6 +200,7 @@ def main() -> None:
     parser = harness.command_line(__doc__)
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--caches", nargs="+", choices=list(CACHES), default=list(CACHES), metavar="CACHE")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompt-rounds", type=int, default=2)
     harness.run(parser, measure, tables)
