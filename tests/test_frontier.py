@@ -294,5 +294,11 @@ def test_separate_latents_are_measured_where_they_are_others(fields: dict[str, A
     assert labels[-1] == "separate-latents 70%"  # of which there are no latents to be the same as
     assert list(refused) == ["separate-latents 84%"] * same
     assert all("the same as latents 84%" in words for words in refused.values())
+    found, refused = candidates(config, {}, {"latents": (0.84,), "unrotated-latents": (0.84, 0.7)})
+    labels = [one.label for one in found]
+    assert labels == ["source", "latents 84%", *([] if same else ["unrotated-latents 84%"]), "unrotated-latents 70%"]
+    assert ["before rotary positions: it is the same as latents 84%" in words for words in refused.values()] == [
+        True
+    ] * same
     alone, _ = candidates(config, {}, {"separate-latents": (0.84,)})
     assert [one.label for one in alone] == ["source", "separate-latents 84%"]

@@ -125,6 +125,17 @@ class Latents(Reduction):
         self.key_ranks: list[int] = []
         self._measured: Callable[[int], Mapping[str, Tensor]] = lambda layer: {}
 
+    @property
+    def same_as_latents(self) -> str | None:
+        """Why they would be the same if they were neither separate nor unrotated; None: they would not."""
+        if self._unrotated:
+            turned = (
+                may and self._before_rotary(plan)
+                for may, plan in zip(self.key_cut, self.config.plan.layers, strict=True)
+            )
+            return None if any(turned) else "no layer of this model can cache a latent of keys before rotary positions"
+        return None if self.could_read_keys else "no layer of this model can make values of its keys"
+
     def _keys_can(self, layer: int) -> bool:
         plan = self.config.plan.layers[layer]
         return self._may_cut_keys and keys_stay(self.config, plan, self._before_rotary(plan)) is None

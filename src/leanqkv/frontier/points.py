@@ -62,14 +62,14 @@ def candidates(
     for kind in (kind for kind in KINDS if kind in kinds):
         for label, given in _points_of(kind, config, kinds[kind], at_context):
             make = partial(TARGETS[kind].make, config, tensors, read_options(kind, given))
-            twin = label.removeprefix("separate-")
+            twin = label.removeprefix("separate-").removeprefix("unrotated-")
             try:
                 made = make()
             except LeanError as error:
                 refused[label] = str(error)
                 continue
-            if twin != label and any(other.label == twin for other in found) and not made.could_read_keys:
-                refused[label] = f"no layer of this model can make values of its keys: it is the same as {twin}"
+            if twin != label and any(other.label == twin for other in found) and (reason := made.same_as_latents):
+                refused[label] = f"{reason}: it is the same as {twin}"
             else:
                 found.append(Candidate(kind, label, make))
     if len(found) == 1:
