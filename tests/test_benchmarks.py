@@ -29,9 +29,11 @@ from leanqkv.environment import command_line
 
 ROOT = Path(__file__).parent.parent
 HEADER = ("record", "kind", "name", "command", "time", "git_commit", "hardware", "versions")
-# Not on the harness: records that open differently, and a script that makes a text.
-ALONE = ("calibration_time", "conversion", "python_sources")
-BENCHMARKS = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"harness", *ALONE})
+# Not on the harness: records that open differently, a script that makes a text, and what peers.py is made of.
+ALONE = ("calibration_time", "conversion", "python_sources", "peer_losses", "peer_processes")
+BENCHMARKS = sorted(
+    {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"harness", "peer_losses", "peer_processes", *ALONE}
+)
 
 
 def run(monkeypatch, *arguments: str, measure=lambda options: {"rows": [1, options.rounds]}) -> None:

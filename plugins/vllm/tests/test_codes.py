@@ -32,7 +32,6 @@ SETTINGS: dict[str, Any] = {"block_size": BLOCK, "max_model_len": 512, "max_num_
 # Heads of several layers, and one tensor of each kind that is no head; what `pytest -m "not slow"` leaves of them.
 NAMES = ("baseline", "gqa+skipv1", "yoco", "cla", "resformer", "keys-as-values", "keys-as-values+skipv1", "latent-keys")
 NAMES += (
-    "latent-keys:before_rotary=true",
     "latent-values",
     "values-from-keys",
     "mla",
