@@ -137,6 +137,22 @@ def test_the_absorbed_form_passes_no_change_over(how: str) -> None:
         assert not absorbing_pays(model.model.layers[0].self_attn.k_up_proj, torch.zeros(1, 4, 1, 8), 99, 16)
 
 
+@pytest.mark.parametrize("how", CHANGES)
+@torch.no_grad()
+def test_keys_that_are_turned_pass_no_change_over(how: str) -> None:
+    """Whether it comes before the decoder is made or after."""
+    names, ids = ("latent-keys:before_rotary=true", "latent-values:rank=5,keys=true"), tokens(1, 12)
+    for late in (False, True):
+        model = randomize(LeanForCausalLM(tiny("llama", *names))).eval()
+        if not late:
+            assert_enlarged(model, "k_up_proj", how)
+        decoder = Decoder(model)
+        if late:
+            assert_enlarged(decoder.model, "k_up_proj", how)
+        decoder.prefill(ids[:, :-1], room=1)
+        assert_near(decoder.step(ids[:, -1]), decoder.model(ids).logits[:, -1], 1e-5)
+
+
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_decoder_gives_the_same(case, dtype: torch.dtype) -> None:

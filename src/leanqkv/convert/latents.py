@@ -290,7 +290,8 @@ class Latents(Reduction):
         columns, both = self._columns()
         queries, width = self.config.num_attention_heads, self.width
         per_token = (queries if self._exact else 1) * 2 * columns * (columns + length)
-        per_token += 4 * length * queries * (self.config.head_dim or 0)
+        # Of the importance; and of what unrotated keys meet.
+        per_token += (6 if self._unrotated else 4) * length * queries * (self.config.head_dim or 0)
         projected = 2 * both * columns * (both + columns) if columns < both else 0
         regressed = (both > width) * 9 * width**3
         by_frequency = self.config.position_embedding_type == "rope" and not self._unrotated

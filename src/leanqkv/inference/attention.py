@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..compat import compile_cpp
 from ..model.attention_latent import attend_to_latent
 from ..model.cache_quantized import SCALE_DTYPE
-from ..model.latent import frequencies_of
+from ..model.latent import frequencies_of, is_absorbable
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs, attend_turned
 from ..model.position import Rotation
 from .history import History
@@ -129,8 +129,9 @@ def attend_one_query_turned(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `model.latent_heads.attend_turned`, in whose place it is put: by the kernel where that applies."""
-    maps = attention.key_maps
-    output = None if maps is None else one_query_attention_to_made(query, latent, maps, values, mask, scaling, rotation)
+    maps, output = attention.key_maps, None
+    if maps is not None and is_absorbable(attention.k_up_proj):  # which may have been given a hook since
+        output = one_query_attention_to_made(query, latent, maps, values, mask, scaling, rotation)
     if output is not None:
         return output, None
     return attend_turned(attention, query, latent, values, mask, scaling, rotation, **kwargs)
@@ -259,16 +260,21 @@ def one_query_attention_to_made(
     if both is not None and (both.keys is not latent or both.keys.shape[2] == both.new.shape[1]):
         return None
     parts = [both.latent.expand(-1, len(maps), -1, -1)] if both is not None else [*values]
-    kernel = _kernel(query, (query, latent, *parts, *([] if both is None else [both.keys]), *rotation))
+    kernel = _kernel(query, (query, latent, *parts, *rotation))
     batch, heads, _, head_dim = query.shape
-    length, columns = latent.shape[2:]
-    if kernel is None or not length or len(parts) != 1 or heads % len(maps) or columns != maps.shape[1]:
-        return None
-    alike = isinstance(latent, Tensor) == isinstance(parts[0], Tensor) and latent.shape[0] == batch
-    alike = alike and parts[0].shape[:3] == (batch, len(maps), length) and maps.device == query.device
-    tables = [(rows, length, rotation[0].shape[-1]) for rows in (1, batch)]
-    fits = alike and rotation[0].shape[-1] <= head_dim and all(tuple(table.shape) in tables for table in rotation)
-    if not fits or (attention_mask is not None and tuple(attention_mask.shape[1:]) != (1, 1, length)):
+    length, turned = latent.shape[2], rotation[0].shape[-1]
+    tables, masks = ([(rows, *shape) for rows in (1, batch)] for shape in ((length, turned), (1, 1, length)))
+    if (
+        kernel is None
+        or not length
+        or heads % len(maps)
+        or tuple(latent.shape) != (batch, 1, length, maps.shape[1])
+        or [tuple(part.shape[:3]) for part in parts] != [(batch, len(maps), length)]
+        or isinstance(latent, Tensor) != isinstance(parts[0], Tensor)
+        or turned > head_dim
+        or any(tuple(table.shape) not in tables for table in rotation)
+        or (attention_mask is not None and tuple(attention_mask.shape) not in masks)
+    ):
         return None
     output = query.new_empty(batch, 1, heads, parts[0].shape[-1] if both is None else both.columns)
     mask = None if attention_mask is None else _additive(attention_mask)
