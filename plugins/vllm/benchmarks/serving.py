@@ -51,7 +51,8 @@ LLAMA = "llama-130m"
 # Tokens of the baseline that there is memory for in a measurement of throughput; None: as much as 64 requests need.
 MEMORIES: tuple[int | None, ...] = (None, SCARCE)
 ALL = 0
-NOT_OF_SCARCITY = "vLLM's own class"
+BASELINE, NOT_OF_SCARCITY = "leanqkv", "vLLM's own class"
+LATENTS = {f"{kind.replace('-', ' ')} of 84%": kind for kind in ("latents", "separate-latents", "unrotated-latents")}
 # Models whose pages are of codes of so many bits.
 CODED = {"4-bit pages": "4", "8/4-bit pages": "8/4"}
 OF_MEMORY = ("", "gqa", "skipv1", "skipv1+gqa", "skipkv1", "skipv1-yoco", "latent-values", "latent-keys+latent-values")
@@ -158,14 +159,16 @@ def measure_throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
         shapes = {} if options.only_checkpoint else {LLAMA: _random_models(Path(place, "random"))}
         if checkpoint is not None:
-            shapes[Path(checkpoint).name.split(".")[0]] = _models_of(checkpoint, Path(place, "checkpoint"))
+            shapes[Path(checkpoint).name.split(".")[0]] = _models_of(
+                checkpoint, Path(place, "checkpoint"), [LATENTS[name] for name in options.models if name in LATENTS]
+            )
         memories = [setting for setting in MEMORIES if options.memory in (setting or ALL, None)]
         together = [(shape, setting) for shape in shapes for setting in memories]
         with progress_bar("throughput") as bar:
             for done, (shape, tokens) in enumerate(together):
-                models = dict(shapes[shape])
+                models = {name: place for name, place in shapes[shape].items() if name in (BASELINE, *options.models)}
                 if tokens is not None:
-                    del models[NOT_OF_SCARCITY]
+                    models.pop(NOT_OF_SCARCITY, None)
                 orders = (models, _reversed(models))[: options.orders]
                 timed = [_in_a_process(order, tokens, options.dtype, options.rounds) for order in orders]
                 for name in models:
@@ -182,26 +185,25 @@ def _random_models(place: Path) -> dict[str, Path]:
             place / name
         )
     _leanqkv("export", place / "leanqkv", "--out", place / "stock")
-    names = {"leanqkv": "leanqkv", "vLLM's own class": "stock", "skipv1": "skipv1", "mla": "mla"}
+    names = {BASELINE: "leanqkv", NOT_OF_SCARCITY: "stock", "skipv1": "skipv1", "mla": "mla"}
     return {name: place / directory for name, directory in names.items()} | dict.fromkeys(CODED, place / "leanqkv")
 
 
-def _models_of(checkpoint: str, place: Path) -> dict[str, Path]:
-    """A checkpoint as ours, as vLLM's own class, with SkipV1, with latents and in pages of codes."""
+def _models_of(checkpoint: str, place: Path, kinds: Sequence[str]) -> dict[str, Path]:
+    """A checkpoint as ours, as vLLM's own class, with SkipV1, with latents of these kinds and in pages of codes."""
     place.mkdir()
     _leanqkv("import", checkpoint, "--out", place / "leanqkv")
     _leanqkv("export", place / "leanqkv", "--out", place / "stock")
     _leanqkv("convert", place / "leanqkv", "--to", "skipv1", "--method", "mean-v", "--out", place / "skipv1")
     text = ROOT / "docs/reference-conversion.md"  # the ranks that little text gives do for the time
-    for kind in ("latents", "separate-latents"):
+    for kind in kinds:
         given = ("--to", kind, "--calibration", text, "--tokens", 2048)
         _leanqkv("convert", place / "leanqkv", *given, "--out", place / kind)
     return {
-        "leanqkv": place / "leanqkv",
-        "vLLM's own class": place / "stock",
+        BASELINE: place / "leanqkv",
+        NOT_OF_SCARCITY: place / "stock",
         "skipv1": place / "skipv1",
-        "latents of 84%": place / "latents",
-        "separate latents of 84%": place / "separate-latents",
+        **{name: place / kind for name, kind in LATENTS.items()},
         **dict.fromkeys(CODED, place / "leanqkv"),
     }
 
@@ -239,7 +241,7 @@ def time_together(models: dict[str, str], tokens: int | None, dtype: str, rounds
     prompts = torch.randint(1, 5000, (64, 128), generator=draw).tolist()
     given["block_size"] = 128 if tokens is None else 32  # of little memory a large page leaves much empty
     needed = 64 * 320 if tokens is None else tokens
-    baseline = LeanConfig.from_pretrained(models["leanqkv"])
+    baseline = LeanConfig.from_pretrained(models[BASELINE])
     memory = needed * baseline.plan.kv_bytes_per_token(getattr(torch, dtype))
     with ExitStack() as stack:
         engines = []
@@ -432,6 +434,10 @@ def main() -> None:
     parser = harness.command_line(__doc__)
     parser.add_argument("--checkpoint", metavar="MODEL", help="also time this model: a GGUF file or a directory")
     parser.add_argument("--only-checkpoint", action="store_true", help=f"leave {LLAMA} out of the throughput")
+    every = (NOT_OF_SCARCITY, "skipv1", "mla", *LATENTS, *CODED)
+    parser.add_argument(
+        "--models", nargs="+", choices=every, default=every, metavar="MODEL", help="beside our baseline"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="of the throughput")
     parser.add_argument("--memory", type=int, choices=(ALL, SCARCE), help="for so many tokens; 0: for all requests")
     parser.add_argument("--orders", type=int, choices=(1, 2), default=2, help="of the engines")
