@@ -28,7 +28,7 @@ from leanqkv.errors import LeanError
 from leanqkv.files import read_json
 from leanqkv.model.shapes import parameter_shapes
 
-LATENTS, MERGED_VALUES = "latents", "merged-values"
+LATENTS, UNROTATED, MERGED_VALUES = "latents", "unrotated-latents", "merged-values"
 LAYERS = 32  # of LLaMA-7B
 # Dense bfloat16 on one H100 is 989 TFLOP/s; large products of float32 inputs (TF32) run at about half of it, of which
 # half is a cautious share.
@@ -144,7 +144,7 @@ def main() -> None:
     parser = harness.command_line(__doc__)
     parser.add_argument("--directory", type=Path, help="for the checkpoints")
     parser.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
-    parser.add_argument("--to", choices=(LATENTS, MERGED_VALUES), default=LATENTS)
+    parser.add_argument("--to", choices=(LATENTS, UNROTATED, MERGED_VALUES), default=LATENTS)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--keep", action="store_true", help="do not delete the checkpoints")

@@ -45,7 +45,7 @@ class Larger(nn.Module):
 
     def __init__(self, base: Any):
         super().__init__()
-        self.base, self.weight, self.out_features = base, base.weight, base.out_features
+        self.base, self.weight, self.out_features = base, base.weight, getattr(base, "out_features", None)
 
     def forward(self, latent: Tensor) -> Tensor:
         return 1.5 * self.base(latent)

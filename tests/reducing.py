@@ -99,9 +99,11 @@ def to_latents(
     layers: Any = None,
     keys: bool = True,
     separate: bool = False,
+    unrotated: bool = False,
     **options: Any,
 ) -> Converted:
-    (converted,) = sweep(model, sample, directory, [Latents(*model, share, layers, keys, separate)], **options)
+    reduction = Latents(*model, share, layers, keys, separate, unrotated)
+    (converted,) = sweep(model, sample, directory, [reduction], **options)
     return converted
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from leanqkv.inference.cache import QuantizedLayer
 from leanqkv.inference.history import History, in_pages
 from leanqkv.inference.step import key_maps
 from leanqkv.model.latent_heads import LatentAndKeys
+from leanqkv.model.layers import OffsetRMSNorm
 from leanqkv.model.position import rotate
 
 SCORE = 4.0
@@ -246,11 +248,11 @@ def test_keys_that_are_made_of_a_latent_and_turned(dtype, bits, threads, values,
     monkeypatch.setattr("leanqkv.inference.attention.length_chunks", lambda heads, length, threads: threads)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     lengths = (301,) * 4 if bits is None else (6, 64, 65, 301)
-    for (heads, group), rank, head_dim, turned in (
-        ((3, 3), 20, 64, 64),
-        ((1, 2), 9, 16, 8),
-        ((2, 5), 40, 12, 12),
-        ((2, 1), 73, 66, 64),
+    for (heads, group), rank, head_dim, turned, norm in (
+        ((3, 3), 20, 64, 64, None),
+        ((1, 2), 9, 16, 8, torch.nn.RMSNorm(16, eps=1e-3)),
+        ((2, 5), 40, 12, 12, None),
+        ((2, 1), 73, 66, 64, OffsetRMSNorm(66, 1e-6, 1.0)),
     ):
         shapes = [(1, rank), (heads, 28) if values == "heads" else (1, 28)]
         if bits is None:
@@ -263,6 +265,11 @@ def test_keys_that_are_made_of_a_latent_and_turned(dtype, bits, threads, values,
         up.weight.data = drawn(heads * head_dim, rank, dtype=dtype, seed=7)
         tables = tuple(drawn(4, 301, turned, dtype=dtype, seed=seed) for seed in (5, 6))
         made = (exact[0][:, 0].double() @ up.weight.double().T).unflatten(-1, (heads, head_dim)).transpose(1, 2)
+        if norm is not None:
+            norm.weight.data = drawn(head_dim, dtype=dtype, seed=8)
+            gain = norm.weight.double() + getattr(norm, "offset", 0.0)
+            made = made * gain / (made.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        maps = key_maps(SimpleNamespace(k_up_proj=up, k_norm=norm, head_dim=head_dim, turns_keys=True))
         keys = rotate(made, tuple(table.double() for table in tables)).detach()
         query = drawn(4, heads * group, 1, head_dim, dtype=dtype, seed=3)
         scaling, seen = scaling_of(query, keys), seen_of(lengths, 301)
@@ -281,7 +288,7 @@ def test_keys_that_are_made_of_a_latent_and_turned(dtype, bits, threads, values,
             }[values]
             read = exact[1] if values != "latent and keys" else torch.cat((exact[1], exact[0]), -1)
             for mask in (None, ~hidden):
-                found = one_query_attention_to_made(query, latent, key_maps(up, head_dim), given, mask, scaling, tables)
+                found = one_query_attention_to_made(query, latent, maps, given, mask, scaling, tables)
                 wanted = expected_of(
                     query, keys, read.expand(-1, heads, -1, -1), seen if mask is None else seen & mask, scaling
                 )

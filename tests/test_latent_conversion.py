@@ -235,6 +235,8 @@ WITH_KEYS = {
     "gqa, windows": ("llama", ("gqa",), {"sliding_window": 4, "window_layers": [1]}),
     "layers without rotary positions": ("llama", (), {"rope_layers": [0, 2]}),
     "nonlinear query": ("llama", ("nonlinear-query",), {}),
+    "norms of heads": ("llama", ("gqa",), {"qk_norm": True, "attention_bias": True}),
+    "a norm of all heads": ("llama", (), {"qk_norm": "width"}),
 }
 
 
@@ -244,10 +246,11 @@ def test_the_result_is_what_was_fitted(name: str, separate: bool, unrotated: boo
     """The source with the keys and values of the fit written out, and the result with its latents: the same logits."""
     shape, mechanisms, fields = WITH_KEYS[name]
     model = source(shape, *mechanisms, **fields)
-    config, share = model[0], 0.55 if "gqa" in mechanisms else 0.45
+    config, keys_stay = model[0], fields.get("qk_norm") and not unrotated
+    share = 0.8 if keys_stay else 0.55 if "gqa" in mechanisms else 0.45
     chosen = Latents(*model, share, separate=separate, unrotated=unrotated)
     (found,) = sweeping(model, sample_of(config, 16), tmp_path, [chosen]).run()
-    assert min(chosen.key_ranks) < chosen.width and min(chosen.ranks) < chosen.width
+    assert min(chosen.ranks) < chosen.width and (min(chosen.key_ranks) == chosen.width) == bool(keys_stay)
     turned = [layer.keys_turn_when_read for layer in found.config.plan.layers]
     could = [layer.rope is not None and layer.window is None for layer in config.plan.layers]
     assert any(turned) == (unrotated and any(could)) and not any(
@@ -286,6 +289,20 @@ def test_nothing_is_lost_where_keys_are_narrow_too(tmp_path: Path) -> None:
     model = with_narrow_values(config, tensors, ranks)
     found = to_latents(model, sample_of(config, 16), tmp_path, 0.5, separate=True)
     assert [(at["key_rank"], at["rank"]) for at in found.layers] == [(rank, rank) for rank in ranks]
+    ids = tokens(2, 12, config.vocab_size)
+    assert_near(logits(found.config, found.tensors, ids), logits(*model, ids), 128 * EPS)
+
+
+@pytest.mark.parametrize("norm", [True, "width"])
+def test_nothing_is_lost_where_normed_keys_stay_whole(norm: bool | str, tmp_path: Path) -> None:
+    """Values are made of what keys are before their norm, and so a latent of all their columns is cached."""
+    config, tensors = source("llama", "gqa", qk_norm=norm)
+    width, layers = value_width(config), config.num_hidden_layers
+    rank = step_of(width)
+    model = with_narrow_values(config, tensors, [rank] * layers)
+    found = to_latents(model, sample_of(config, 64), tmp_path, (width + rank) / (2 * width), unrotated=True)
+    assert [(at["key_rank"], at["rank"], at["from_keys"]) for at in found.layers] == [(width, rank, True)] * layers
+    assert all(layer.keys_turn_when_read and layer.key_rank == width for layer in found.config.plan.layers)
     ids = tokens(2, 12, config.vocab_size)
     assert_near(logits(found.config, found.tensors, ids), logits(*model, ids), 128 * EPS)
 

@@ -9,6 +9,7 @@ from shapes import assert_near
 from torch import Tensor
 
 from leanqkv.convert.latent_keys import KeyGrams, UnrotatedKeyGrams, column_gains, key_latent, keys_stay
+from leanqkv.model.layers import OffsetRMSNorm
 
 HEADS, GROUP, WIDTH, LENGTH, HIDDEN = 3, 2, 8, 5, 7
 
@@ -116,10 +117,29 @@ def unrotated_problem(seed: int = 0, batch: int = 2) -> tuple[SimpleNamespace, T
     return SimpleNamespace(**given, projected_key=plain.transpose(1, 2).flatten(2)), weight, output, matrices
 
 
-def test_queries_meet_unrotated_keys_turned_back() -> None:
+def norm_of(columns: int) -> OffsetRMSNorm | None:
+    """A norm of so many columns with any weights; of none, no norm."""
+    if not columns:
+        return None
+    norm = OffsetRMSNorm(columns, 1e-3, 1.0).double().requires_grad_(False)
+    norm.weight.data = torch.randn(columns, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    return norm
+
+
+def before_norm(norm: OffsetRMSNorm, row: Tensor, head: int, met: Tensor) -> Tensor:
+    """The direction of a head [head_dim] of the keys `row` in which their norm moves along `met`, by its gradient."""
+    heads = row.view(HEADS, WIDTH).clone().requires_grad_()
+    behind = norm(heads.flatten()).view(HEADS, WIDTH) if len(norm.weight) > WIDTH else norm(heads)
+    (gradient,) = torch.autograd.grad(behind[head] @ met, heads)
+    return gradient[head]
+
+
+@pytest.mark.parametrize("normed", [0, WIDTH, HEADS * WIDTH])
+def test_queries_meet_unrotated_keys_turned_back(normed: int) -> None:
     """By loops over scores: for the signs that are drawn, and on average over signs, of each score by itself."""
     recorder, weight, output, matrices = unrotated_problem()
-    grams = UnrotatedKeyGrams(output, 0.5, torch.Generator().manual_seed(3))
+    norm = norm_of(normed)
+    grams = UnrotatedKeyGrams(output, 0.5, torch.Generator().manual_seed(3), norm)
     grams.add(recorder, weight)
     shape = (len(weight), HEADS * GROUP, LENGTH)
     signs = 2 * torch.randint(2, shape, generator=torch.Generator().manual_seed(3)) - 1
@@ -129,14 +149,20 @@ def test_queries_meet_unrotated_keys_turned_back() -> None:
         for s in range(LENGTH):
             row, counted = recorder.projected_key[b, s], 0.0
             for query in range(HEADS * GROUP):
-                head, met = query // GROUP, torch.zeros(WIDTH, dtype=torch.float64)
+                head, met, share = query // GROUP, torch.zeros(WIDTH, dtype=torch.float64), 1.0
+                if norm is not None:
+                    gain = (norm.weight + 1).view(-1, WIDTH)[head if normed > WIDTH else 0]
+                    own = row if normed > WIDTH else row.view(HEADS, WIDTH)[head]
+                    share = float(gain.square().mean() / (own.square().mean() + 1e-3))
                 for t in range(LENGTH):
                     moved = recorder.values[b, head, s] - recorder.heads[b, t, query]
                     moved = weight[b, t] * recorder.patterns[b, query, t, s] * moved @ output[head, query % GROUP]
                     one = moved.norm() * matrices[s].T @ recorder.query[b, query, t]
+                    if norm is not None:
+                        one = before_norm(norm, row, head, one)
                     met += signs[b, query, t] * one
                     alone[head] += torch.outer(one, one)
-                    counted += float(moved.square().sum())
+                    counted += share * float(moved.square().sum())
                 drawn[head] += torch.outer(met, met)
             keys += counted * torch.outer(row, row)
             total += counted
@@ -145,7 +171,7 @@ def test_queries_meet_unrotated_keys_turned_back() -> None:
     assert_near(grams.queries, drawn, 1e-5)
     found = []
     for seed in range(300):
-        grams = UnrotatedKeyGrams(output, 0.5, torch.Generator().manual_seed(seed))
+        grams = UnrotatedKeyGrams(output, 0.5, torch.Generator().manual_seed(seed), norm)
         grams.add(recorder, weight)
         found.append(grams.queries)
     many = torch.stack(found)
@@ -253,4 +279,4 @@ def test_keys_that_stay(shape: str, mechanisms: tuple, fields: dict, reason: str
     found = keys_stay(config, config.plan.layers[1])
     assert found is None if reason is None else found is not None and reason in found
     turned = keys_stay(config, config.plan.layers[1], before_rotary=True)
-    assert turned == (None if reason == "turn a part" else found)
+    assert turned == (None if reason in ("turn a part", "qk_norm") else found)

@@ -39,6 +39,8 @@ CASES: dict[str, Case] = {
     "one block": ((KEYS, "mqa"), {"num_hidden_groups": 1}),
     "half of each head": ((KEYS,), rope("default", partial_rotary_factor=0.5)),
     "keys before rotary positions": ((KEYS, "latent-keys:before_rotary=true,rank=9"), {"attention_bias": True}),
+    "keys before their norm": ((KEYS, "latent-keys:before_rotary=true,rank=9", "gqa"), {"qk_norm": True}),
+    "keys before one norm": ((KEYS, "latent-keys:before_rotary=true,rank=9"), {"qk_norm": "width"}),
     "heads of some, in part": (
         (KEYS, "latent-keys:before_rotary=true,rank=6,layers=1", "gqa"),
         rope("default", partial_rotary_factor=0.5),
@@ -59,6 +61,8 @@ SOME = (
     "yarn",
     "some layers rotary",
     "keys before rotary positions",
+    "keys before their norm",
+    "keys before one norm",
     "heads of some, in part",
 )
 some = pytest.mark.parametrize("case", SOME)
@@ -357,8 +361,9 @@ def test_a_decoding_step_is_one_graph(by_mask: bool) -> None:
     [
         ((KEYS,), {"sliding_window": 4}, r"in layer 0: .* sliding window \(4\) .* leave keys=true out there"),
         ((KEYS,), {"sliding_window": 4, "window_layers": [2]}, r"in layer 2: .* sliding window \(4\)"),
-        ((KEYS,), {"qk_norm": True}, r"in layer 0: .* qk_norm norms these; leave keys=true out"),
+        ((KEYS,), {"qk_norm": True}, r"in layer 0: .* norms these .* leave keys=true out, or .* before_rotary=true"),
         ((KEYS,), {"qk_norm": "width"}, r"in layer 0: .* qk_norm"),
+        (("latent-keys",), {"qk_norm": True}, r"in layer 0: qk_norm norms .*; with before_rotary=true they are made"),
         ((f"{KEYS},layers=1",), {"qk_norm": True}, r"in layer 1: .* qk_norm"),
         ((KEYS, "mla"), {}, r"value 'latent' in layer 0: with a latent \(kv_lora_rank\)"),
         ((KEYS, "skipv1"), {}, r"value 'latent' in layer 0: key_value 'first_layer_values' shares value heads"),

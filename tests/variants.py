@@ -20,6 +20,7 @@ MULTIPLIERS = {
     "logits_scaling": 2.0,
 }
 LOCAL = FOUR | {"sliding_window": 4, "window_layers": [0, 2, 3]}
+ROTARY = {"position_embedding_type": "rope"}
 # Of the same layer, of the layer below and of the first one, not the last heads.
 SCATTERED = {
     "type": "borrowed_values",
@@ -91,6 +92,8 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("latent-values:rank=5,keys=true", "nonlinear-query"), {}),
     (("latent-values:rank=3,keys=true", "latent-keys:rank=6", "gqa"), {}),
     (("latent-values:keys=true", "identity-key"), {"mask_type": "prefix"}),
+    (("latent-keys:before_rotary=true,rank=9", "latent-values:rank=3,keys=true", "gqa"), BIASES | ROTARY),
+    (("latent-keys:before_rotary=true,rank=5", "latent-values:keys=true"), {"qk_norm": "width"} | ROTARY),
     (("nonlinear-query", "nonlinear-key", "nonlinear-value", "skipv1"), {"qk_norm": True}),
     (("nonlinear-key:anchor=linear,rank=5", "nonlinear-value:anchor=linear,norm_in=false", "gqa"), BIASES),
     (("nonlinear-value", "latent-keys"), {}),

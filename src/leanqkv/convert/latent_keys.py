@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..model.config import LeanConfig
 from ..model.layout import LayerPlan
@@ -29,9 +29,11 @@ def keys_stay(config: LeanConfig, layer: LayerPlan, before_rotary: bool = False)
     positions; None if they can."""
     if layer.key.kind != "linear":
         return f"its key is {layer.key.kind!r}"
+    if before_rotary:
+        return None
     if config.qk_norm:
         return "its keys are normed (qk_norm)"
-    if before_rotary or layer.rope is None:
+    if layer.rope is None:
         return None
     if getattr(config, layer.rope).get("partial_rotary_factor", 1.0) != 1.0:
         return "its rotary positions turn a part of each head"
@@ -134,13 +136,17 @@ class UnrotatedKeyGrams(KeyGrams):
     directions of a head is so `sum_ts w_ts (R_s^T q_t) (R_s^T q_t)^T`, each score's with its own weight w. With random
     signs z and `u_s = sum_t z_t sqrt(w_ts) R_s^T q_t` it is the expectation of `sum_s u_s u_s^T` (see `ValueGram`).
 
+    Where keys are normed, `u_s` passes back through the norm's derivative at key s, and a key counts the less, the
+    longer it is. Where one norm has all heads, what an error in one does to the others is left out.
+
     Args:
         generator: of the signs.
+        norm: of the keys, in float64; None: they have none.
     """
 
-    def __init__(self, output: Tensor, scaling: float, generator: torch.Generator):
+    def __init__(self, output: Tensor, scaling: float, generator: torch.Generator, norm: nn.RMSNorm | None = None):
         super().__init__(output, False, scaling)
-        self._generator = generator
+        self._generator, self._norm = generator, norm
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
         """Add a run of queries; `weight` [batch, queries] multiplies each query's output."""
@@ -148,18 +154,42 @@ class UnrotatedKeyGrams(KeyGrams):
         cos, sin = recorder.rotation
         moves = self._moves(recorder).mul_(weight.square()[:, None, :, None])
         signs = 2 * torch.randint(2, moves.shape[:3], generator=self._generator).to(moves) - 1
-        importance = moves.sum(2).cpu().double()
+        heads = recorder.key.shape[1]
+        importance = moves.sum(2).cpu().double().unflatten(1, (heads, -1)).sum(2)  # [batch, heads, keys]
         met = rotate(moves.sqrt_().mT @ (recorder.query * signs[..., None]), (cos, -sin)).cpu().double()
-        grouped = met.unflatten(1, (recorder.key.shape[1], -1))
+        grouped, columns = met.unflatten(1, (heads, -1)), recorder.projected_key.cpu().double()
+        if self._norm is not None:
+            grouped, importance = through_norm(self._norm, columns, grouped, importance)
         self.tokens += weight.numel()
         self.importance = self.importance + importance.sum()
         self.queries = self.queries + torch.einsum("bhgsk,bhgsl->hkl", grouped, grouped)
-        columns = recorder.projected_key.cpu().double() * importance.sum(1)[..., None].sqrt()
+        columns = columns * importance.sum(1)[..., None].sqrt()
         self.keys = self.keys + (columns.mT @ columns).sum(0)
 
     def _energy(self) -> Tensor:
         assert isinstance(self.queries, Tensor) and isinstance(self.importance, Tensor)
         return self.queries / self.importance.clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def through_norm(norm: nn.RMSNorm, keys: Tensor, met: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what normed keys meet as directions of the keys before the norm, and how much these count.
+
+    Args:
+        norm: of a head, or of all heads together.
+        keys: [batch, keys, width], before the norm.
+        met: [batch, heads, group, keys, head_dim], of the keys behind it; importance: [batch, heads, keys].
+    """
+    assert norm.eps is not None
+    split = keys.unflatten(-1, (met.shape[1], -1)).transpose(1, 2)  # [batch, heads, keys, head_dim]
+    width = norm.normalized_shape[0]
+    gain = (norm.weight + getattr(norm, "offset", 0.0)).view(-1, 1, met.shape[-1])  # of all heads, or of each
+    square = split.square().mean(-1, keepdim=True)
+    if width != met.shape[-1]:
+        square = square.mean(1, keepdim=True)
+    inverse = (square + norm.eps).rsqrt()
+    unit, scaled = (split * inverse)[:, :, None], met * gain[:, None]
+    back = (scaled - unit * (unit * scaled).sum(-1, keepdim=True) / width) * inverse[:, :, None]
+    return back, importance * (gain.square().mean(-1) * inverse[..., 0].square())
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.layers import make_rms_norm
 from ..model.layout import LayerPlan
 from ..presets.edit import set_mechanisms
 from .activations import Recorder
@@ -106,9 +107,9 @@ class Latents(Reduction):
         kind += "latents" if keys else "latent-values"
         self.name, self.measures = f"{kind}-{100 * share:.10g}{_at(at_context)}", f"best-{kind}"
         self.cut = may_be_cut(config, layers)
-        could = [can_read_keys(config, layer) for layer in config.plan.layers]
-        self.could_read_keys, self.from_keys = any(could), [not separate and can for can in could]
         self._may_cut_keys, self._unrotated = keys, unrotated
+        could = [can_read_keys(config, layer, self._before_rotary(layer)) for layer in config.plan.layers]
+        self.could_read_keys, self.from_keys = any(could), [not separate and can for can in could]
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)
         check_context(config, at_context)
@@ -152,7 +153,8 @@ class Latents(Reduction):
             return LatentGrams(values, None)
         felt, scaling = felt_output(self.config, self.tensors, layer), plan.attention_scale(layer)
         if self._before_rotary(plan):
-            return LatentGrams(values, UnrotatedKeyGrams(felt, scaling, torch.Generator().manual_seed(layer)))
+            norm = key_norm(self.config, self.tensors, layer)
+            return LatentGrams(values, UnrotatedKeyGrams(felt, scaling, torch.Generator().manual_seed(layer), norm))
         return LatentGrams(values, KeyGrams(felt, plan.rope is not None, scaling))
 
     def _inputs(self, layer: int) -> int:
@@ -181,12 +183,15 @@ class Latents(Reduction):
         self.ranks, self.key_ranks = ranks[: len(layers)], ranks[len(layers) :]
         both = zip(self.ranks, self.key_ranks, strict=True)
         self.first = next(layer for layer, pair in enumerate(both) if min(pair) < self.width)
-        values = {layer: self._value_mechanism(layer) for layer in self._reduced(self.ranks)}
-        keys = {layer: self._key_mechanism(layer) for layer in self._reduced(self.key_ranks)}
-        self.target = set_mechanisms(set_mechanisms(self.config, "value", values), "key", keys)
+        values = {layer: self._value_mechanism(layer) for layer in layers if self.ranks[layer] < self.width}
+        keys = {layer: self._key_mechanism(layer) for layer in layers if not self._keeps_keys(layer)}
+        self.target = set_mechanisms(set_mechanisms(self.config, "key", keys), "value", values)
 
-    def _reduced(self, ranks: list[int]) -> list[int]:
-        return [layer for layer, rank in enumerate(ranks) if rank < self.width]
+    def _keeps_keys(self, layer: int) -> bool:
+        """Whether the source's keys stay. Values are made of keys before their norm, which a latent holds, be it of all
+        columns."""
+        read = self.config.qk_norm and self.from_keys[layer] and self.ranks[layer] < self.width
+        return self.key_ranks[layer] == self.width and not read
 
     def _value_mechanism(self, layer: int) -> dict[str, Any]:
         return {"type": "latent", "rank": self.ranks[layer], **({"keys": True} if self.from_keys[layer] else {})}
@@ -257,7 +262,7 @@ class Latents(Reduction):
 
     def _reduce_keys(self, layer: int) -> KeyLatent | None:
         """Return the latent of a layer's keys; None: the source's keys stay."""
-        if self.key_ranks[layer] == self.width:
+        if self._keeps_keys(layer):
             return None
         return key_latent(self._keys(layer), self._key(layer), self.key_ranks[layer])
 
@@ -318,9 +323,20 @@ class Latents(Reduction):
         return 8 * (columns**2 + self.width + self.width * (2 * self.width + 1) * any(self.key_cut))
 
 
-def can_read_keys(config: LeanConfig, layer: LayerPlan) -> bool:
-    """Return whether a layer's latent values can be made of its keys: all of them, and linear in its input."""
-    return layer.key.kind == "linear" and not config.qk_norm and layer.window is None
+def can_read_keys(config: LeanConfig, layer: LayerPlan, before_rotary: bool = False) -> bool:
+    """Return whether a layer's latent values can be made of its cached keys: all of them, and linear in its input; or
+    of a latent of keys before rotary positions, and so before their norm."""
+    return layer.key.kind == "linear" and layer.window is None and (before_rotary or not config.qk_norm)
+
+
+def key_norm(config: LeanConfig, tensors: Mapping[str, Tensor], layer: int) -> nn.RMSNorm | None:
+    """Return the norm of a layer's keys in float64; None: they have none."""
+    if not config.qk_norm:
+        return None
+    weight = tensors[f"model.layers.{layer}.self_attn.k_norm.weight"].double()
+    norm = make_rms_norm(config, len(weight))
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    return norm
 
 
 def check_context(config: LeanConfig, tokens: int | None) -> None:

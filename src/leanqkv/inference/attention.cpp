@@ -6,7 +6,7 @@
 //
 // Values may be one head that all queries read, beside several heads of keys; it is read once too. They may be a latent
 // with the keys behind it, as they were before rotary positions: these are turned back here, row by row, and nowhere kept.
-// Keys may be made of one latent for all heads, by a map for each, and then turned by rotary positions; block by block.
+// Keys may be made of one latent for all heads, by a map for each, normed, and turned by rotary positions; block by block.
 // One head of keys or values may lie in pieces, some of its columns here and some there, as MLA's latent and rotary key.
 //
 // Each head's positions are cut into `chunks` parts, which threads take in turn ("flash-decoding", Dao et al. 2023,
@@ -56,6 +56,7 @@ struct Call {
   const int64_t* frequency;  // of the first half of these columns, and so of the second; or null: one after the other
   void* output;        // [batch, heads * group, value_dim + plain_heads * plain_dim]
   const float* up;     // what makes key heads of a latent, [heads * key_heads, columns, padded(made)]; or null
+  const float* norm;   // the weight of their RMSNorm, [made]; or null
   // Of every row of the batch: positions, of which the last `length` of mask, cos and sin are; the first that is read; and
   // how many of them are in pages. Or null: `length`, 0 and 0.
   const int64_t *lengths, *firsts, *paged;
@@ -67,7 +68,7 @@ struct Call {
   int64_t plain_heads, turned, frequencies;
   int64_t query_batch, query_head, table_batch, table_row, mask_batch, output_batch, output_head;
   int64_t padded_right;  // whether the first of mask, cos and sin are a shorter row's, and not the last
-  float scaling;
+  float scaling, epsilon;  // of the norm
 };
 
 namespace {
@@ -843,7 +844,21 @@ void read_latent(const Source& source, const Block& block, int64_t rows, Scratch
   }
 }
 
-// Key heads that are made of a latent and turned: one head of the `rows` positions from `n` on.
+// The key in `key` over the root of its mean square, times `weight`; all of `size` columns.
+inline void norm_key(float* key, const float* weight, int64_t size, float epsilon) {
+  Floats squares(0.0f);
+  int64_t d = 0;
+  for (; d + kFloats <= size; d += kFloats) {
+    const Floats some = Floats::loadu(key + d);
+    squares = at::vec::fmadd(some, some, squares);
+  }
+  float total = sum(squares);
+  for (; d < size; ++d) total += key[d] * key[d];
+  const float scale = 1.0f / std::sqrt(total / float(size) + epsilon);
+  for (d = 0; d < size; ++d) key[d] *= scale * weight[d];
+}
+
+// Key heads that are made of a latent, normed and turned: one head of the `rows` positions from `n` on.
 template <typename T>
 Block make_keys(const Call& call, const Part<T>& part, int64_t n, int64_t rows, int64_t head, Scratch& scratch) {
   constexpr int64_t tile = 4;
@@ -871,8 +886,10 @@ Block make_keys(const Call& call, const Part<T>& part, int64_t n, int64_t rows, 
       }
     }
   }
-  for (int64_t r = 0; r < rows && call.turned; ++r) {
+  for (int64_t r = 0; r < rows; ++r) {
     float* const row = scratch.keys + r * to;
+    if (call.norm) norm_key(row, call.norm, call.made, call.epsilon);
+    if (!call.turned) continue;
     std::copy(row, row + call.made, scratch.turn.key.data());
     turn_key(scratch.turn, turn_at(call, part, n + r, scratch.turn), call.turned, call.made, row);
   }

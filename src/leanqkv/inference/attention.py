@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ..compat import compile_cpp
 from ..model.attention_latent import attend_to_latent
 from ..model.cache_quantized import SCALE_DTYPE
-from ..model.latent import frequencies_of, is_absorbable
+from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs, attend_turned
 from ..model.position import Rotation
 from .history import History
 from .repeat import Arguments, call, made_of
-from .step import kernel_source
+from .step import KeyMaps, kernel_source, makes_keys
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Heads = Tensor | History
@@ -55,7 +55,7 @@ class _Call(Arguments):
     _fields_ = [
         *((name, _Source * PIECES) for name in ("keys", "values")),
         ("plain", _Source),
-        *((name, ctypes.c_void_p) for name in ("query", "mask", "cos", "sin", "frequency", "output", "up")),
+        *((name, ctypes.c_void_p) for name in ("query", "mask", "cos", "sin", "frequency", "output", "up", "norm")),
         *((name, ctypes.c_void_p) for name in ("lengths", "firsts", "paged")),
         *((name, ctypes.c_int64) for name in ("page", "tail", "batch", "heads", "group", "length")),
         *((name, ctypes.c_int64) for name in ("threads", "chunks")),
@@ -63,7 +63,7 @@ class _Call(Arguments):
         *((name, ctypes.c_int64) for name in ("key_heads", "made", "plain_heads", "turned", "frequencies")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
-        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scaling", "epsilon")),
     ]
 
     @property
@@ -130,7 +130,7 @@ def attend_one_query_turned(
 ) -> tuple[Tensor, Tensor | None]:
     """As `model.latent_heads.attend_turned`, in whose place it is put: by the kernel where that applies."""
     maps, output = attention.key_maps, None
-    if maps is not None and is_absorbable(attention.k_up_proj):  # which may have been given a hook since
+    if maps is not None and makes_keys(attention):  # which may have been given a hook since
         output = one_query_attention_to_made(query, latent, maps, values, mask, scaling, rotation)
     if output is not None:
         return output, None
@@ -245,21 +245,22 @@ def one_query_attention_to_both(
 def one_query_attention_to_made(
     query: Tensor,
     latent: Heads,
-    maps: Tensor,
+    maps: KeyMaps,
     values: Sequence[Heads] | LatentAndKeys,
     attention_mask: Tensor | None,
     scaling: float,
     rotation: Rotation,
 ) -> Tensor | None:
-    """The same for keys that are made of a latent [batch, 1, key positions, columns] and turned.
+    """The same for keys that are made of a latent [batch, 1, key positions, columns], normed and turned.
 
-    maps: see `key_maps`; values: heads, a latent that all heads share, or one and the keys' own behind it.
+    values: heads, a latent that all heads share, or one and the keys' own behind it.
     """
     both = values if isinstance(values, LatentAndKeys) else None
     # Not for those of a first token alone.
     if both is not None and (both.keys is not latent or both.keys.shape[2] == both.new.shape[1]):
         return None
-    parts = [both.latent.expand(-1, len(maps), -1, -1)] if both is not None else [*values]
+    key_heads, columns, _ = maps.up.shape
+    parts = [both.latent.expand(-1, key_heads, -1, -1)] if both is not None else [*values]
     kernel = _kernel(query, (query, latent, *parts, *rotation))
     batch, heads, _, head_dim = query.shape
     length, turned = latent.shape[2], rotation[0].shape[-1]
@@ -267,9 +268,9 @@ def one_query_attention_to_made(
     if (
         kernel is None
         or not length
-        or heads % len(maps)
-        or tuple(latent.shape) != (batch, 1, length, maps.shape[1])
-        or [tuple(part.shape[:3]) for part in parts] != [(batch, len(maps), length)]
+        or heads % key_heads
+        or tuple(latent.shape) != (batch, 1, length, columns)
+        or [tuple(part.shape[:3]) for part in parts] != [(batch, key_heads, length)]
         or isinstance(latent, Tensor) != isinstance(parts[0], Tensor)
         or turned > head_dim
         or any(tuple(table.shape) not in tables for table in rotation)
@@ -311,7 +312,7 @@ def _call(
     mask: Tensor | None,
     scaling: float,
     both: LatentAndKeys | None = None,
-    maps: Tensor | None = None,
+    maps: KeyMaps | None = None,
     rotation: Rotation | None = None,
 ) -> _Call:
     """The kernel's arguments, which name the memory of these tensors.
@@ -338,8 +339,9 @@ def _call(
     if both is not None:
         made.plain, made.plain_heads = _source(both.keys), both.keys.shape[1]
     if maps is not None:
-        key_heads = len(maps) // heads
-        made.up, made.made = maps.data_ptr(), query.shape[-1]
+        key_heads = len(maps.up) // heads
+        made.up, made.made = maps.up.data_ptr(), query.shape[-1]
+        made.norm, made.epsilon = None if maps.norm is None else maps.norm.data_ptr(), maps.epsilon
     if (tables := rotation or (both and both.back)) is not None:
         cos, sin = tables
         made.cos, made.sin = cos.data_ptr(), sin.data_ptr()

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -152,11 +152,35 @@ def head_products(attention: Any) -> tuple[HeadProduct | None, HeadProduct | Non
     return into, out_of
 
 
-def key_maps(up: nn.Linear, head_dim: int) -> Tensor:
-    """Return what makes key heads of a latent, as the kernel reads it: [heads, columns, head_dim] in float32, padded to
-    a multiple of KEY_COLUMNS."""
+class KeyMaps(NamedTuple):
+    """What makes key heads of a latent, as the kernel reads it, in float32; a copy.
+
+    up: [heads, columns, head_dim], padded to a multiple of KEY_COLUMNS.
+    norm: the weight of every head's norm, [head_dim], and its epsilon; None: there is none.
+    """
+
+    up: Tensor
+    norm: Tensor | None
+    epsilon: float
+
+
+def key_maps(attention: Any) -> KeyMaps | None:
+    """Return what makes an attention's key heads of their latent; None: the kernel cannot make them."""
+    up, norm, head_dim = attention.k_up_proj, attention.k_norm, attention.head_dim
+    if not attention.turns_keys or not makes_keys(attention) or (norm is not None and len(norm.weight) != head_dim):
+        return None
     maps = up.weight.detach().float().unflatten(0, (-1, head_dim)).mT
-    return nn.functional.pad(maps, (0, -head_dim % KEY_COLUMNS)).contiguous()
+    maps = nn.functional.pad(maps, (0, -head_dim % KEY_COLUMNS)).contiguous()
+    if norm is None:
+        return KeyMaps(maps, None, 0.0)
+    return KeyMaps(maps, norm.weight.detach().float() + getattr(norm, "offset", 0.0), norm.eps)
+
+
+def makes_keys(attention: Any) -> bool:
+    """Whether the weights of an attention's up projection and norm say all that its keys are made by."""
+    norm = attention.k_norm
+    plain = norm is None or (type(norm) in (nn.RMSNorm, OffsetRMSNorm, FusedNorm) and _is_plain_norm(norm))
+    return plain and is_absorbable(attention.k_up_proj)
 
 
 def use_head_products(attention: Any) -> None:
@@ -164,7 +188,7 @@ def use_head_products(attention: Any) -> None:
     its `head_products`."""
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
     into, out_of = attention.head_products = head_products(attention)
-    attention.key_maps = key_maps(key, head_dim) if attention.turns_keys and is_absorbable(key) else None
+    attention.key_maps = key_maps(attention) if attention.turns_keys else None
     if into is not None:
 
         def absorb_key(query: Tensor) -> Tensor:

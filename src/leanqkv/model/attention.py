@@ -207,9 +207,9 @@ class LeanAttention(Attention):
     ) -> tuple[Any, Any, Any, Any]:
         """As `project`, but query, key and value are [batch, heads, positions, head_dim], normed and rotated."""
         query, key, value, gate = self.project(hidden_states, mlp_hidden)
-        query = self._split_heads(query, self.q_norm, rotation)
-        key = self._split_heads(key, self.k_norm, rotation)
-        return query, key, self._split_heads(value, None, None), gate
+        query = self.split_heads(query, self.q_norm, rotation)
+        key = self.split_heads(key, self.k_norm, rotation)
+        return query, key, self.split_heads(value, None, None), gate
 
     def _make_norm(self, heads: int) -> nn.Module | None:
         """`qk_norm` of that many heads, each alone or all of them together."""
@@ -218,7 +218,7 @@ class LeanAttention(Attention):
         width = heads * self.head_dim if self.config.qk_norm == "width" else self.head_dim
         return make_rms_norm(self.config, width)
 
-    def _split_heads(self, projected: Tensor | None, norm: nn.Module | None, rotation: Rotation | None) -> Any:
+    def split_heads(self, projected: Tensor | None, norm: nn.Module | None, rotation: Rotation | None) -> Any:
         """[batch, positions, width] to [batch, heads, positions, head_dim], normed and rotated."""
         if projected is None:
             return None

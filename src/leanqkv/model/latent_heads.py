@@ -5,8 +5,9 @@ positions multiply frequency f of every head by the same `exp(i s w_f)`, which c
 between the heads at that frequency. So `k_h,f = sum of u_h,j c_j` over the columns j of frequency f, and columns are
 rotated before they are cached. Ours; TransMLA (Meng et al. 2025, https://arxiv.org/abs/2502.07864) rotates key heads
 into each other, frequency by frequency. With `before_rotary` a layer caches `c = x W_c` as it is, and key heads are any
-linear maps of it, which are rotated whenever they are read: fewer columns hold as much, and every head of every
-cached token is made again at each step. Palu (Chang et al. 2024, https://arxiv.org/abs/2407.21118) caches such keys.
+linear maps of it, which are normed, with `qk_norm`, and rotated whenever they are read: fewer columns hold as much, and
+every head of every cached token is made again at each step. Palu (Chang et al. 2024, https://arxiv.org/abs/2407.21118)
+caches such keys.
 
 Values: a layer caches `c = x W_c`, and its value heads `v_h = c W_h` are made from it. Ours; the values' half of
 multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1), beside keys that keep their rotary
@@ -74,8 +75,10 @@ class LatentKeys(Projection):
     def _clash_in_layer(self, config, num_heads: int, rope: str | None) -> str | None:
         if config.key_value["type"] != "projected":
             return f"key_value {config.key_value['type']!r} shares heads, and here only a latent of the keys is kept"
-        if config.qk_norm:
-            return "qk_norm norms every head's key, and the keys are never made when decoding from the latent"
+        if config.qk_norm and not (rope and self.before_rotary):
+            return "qk_norm norms every head's key, and queries on the latent never make the keys" + (
+                "; with before_rotary=true they are made whenever they are read" if rope else ""
+            )
         if self.columns is not None and self.rank is not None:
             return "columns and rank both say how wide the latent is; give one of them"
         width = num_heads * config.head_dim
@@ -151,8 +154,6 @@ class LatentValues(Projection):
     def clash(self, config, heads: int) -> str | None:
         if config.key_value["type"] != "projected":
             return f"key_value {config.key_value['type']!r} shares value heads, and here only a latent is kept"
-        if self.keys and config.qk_norm:
-            return "values are made of keys as they are projected, and qk_norm norms these; leave keys=true out"
         width = heads * config.head_dim
         if not 1 <= self.latent_rank(config, heads) <= width:
             return f"rank must be from 1 to {width}, the width of its {heads} value heads; found {self.rank}"
@@ -214,9 +215,9 @@ def attend_turned(
     rotation: Rotation,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `attend_to_inputs`, to keys that are made of a latent [batch, 1, key positions, rank] and then turned."""
-    heads = attention.rotate(expand(attention.k_up_proj, latent[:, 0], attention.head_dim), rotation)
-    return attention.attend(attention, query, autocast(heads), values, mask, scaling, **kwargs)
+    """As `attend_to_inputs`, to keys that are made of a latent [batch, 1, key positions, rank], normed and turned."""
+    heads = attention.split_heads(attention.k_up_proj(latent[:, 0]), attention.k_norm, rotation)
+    return attention.attend(attention, query, heads, values, mask, scaling, **kwargs)
 
 
 class LatentHeadsAttention(Absorbing, LeanAttention):
@@ -244,12 +245,12 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         """Attention of one layer, as LeanAttention.forward; a latent is one head of its own width."""
         query, new_keys, value, gate = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
-        query = self._split_heads(query, self.q_norm, rotation)
+        query = self.split_heads(query, self.q_norm, rotation)
         if self.k_up_proj is None:
-            key = self._split_heads(new_keys, self.k_norm, rotation)
+            key = self.split_heads(new_keys, self.k_norm, rotation)
         else:
             key = self._latent_head(new_keys, layer.key_columns, rotation)
-        value = self._split_heads(value, None, None) if self.v_up_proj is None else self._latent_head(value, None, None)
+        value = self.split_heads(value, None, None) if self.v_up_proj is None else self._latent_head(value, None, None)
         own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
         key, values = own.keys, own.values
         assert key is not None and values is not None

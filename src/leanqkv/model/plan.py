@@ -222,6 +222,12 @@ def _refuse(config, layer: LayerPlan) -> None:
             f"value {layer.value.kind!r} in layer {layer.layer}: values that are made of keys need all of them, and a "
             f"sliding window ({layer.window}) lets the old ones go; leave keys=true out there"
         )
+    if layer.values_read_keys and config.qk_norm and not layer.keys_turn_when_read:
+        raise ConfigError(
+            f"value {layer.value.kind!r} in layer {layer.layer}: values are made of keys as they are projected, and "
+            "qk_norm norms these before they are cached; leave keys=true out, or cache a latent of the keys with "
+            "before_rotary=true"
+        )
     if layer.keys_turn_when_read and layer.window is not None:
         raise ConfigError(
             f"key {layer.key.kind!r} in layer {layer.layer}: keys that are turned when they are read need the "

@@ -122,7 +122,7 @@ class Histories:
             core.attend_to_latent = self.kernel.attend_one_query_to_latent
             turned = getattr(self.kernel, "attend_one_query_turned", None)  # of CPUs
             if turned is not None and getattr(core, "turns_keys", False):
-                core.key_maps, core.attend_turned = key_maps(core.k_up_proj, core.head_dim), turned
+                core.key_maps, core.attend_turned = key_maps(core), turned
             self._cores[block] = core
         return self._cores[block]
 

@@ -114,9 +114,9 @@ class PagedAttention(LeanAttention):
         """As LeanAttention.forward, of the tokens of a step [1, tokens, hidden_size]."""
         query, key, value, gate = self.project(hidden_states, mlp_hidden)
         rotation = rotation_of(layer, position_embeddings)
-        query = self._split_heads(query, self.q_norm, rotation)
-        key = self._split_heads(key, self.k_norm, rotation)
-        new_values = value = self._split_heads(value, None, None)
+        query = self.split_heads(query, self.q_norm, rotation)
+        key = self.split_heads(key, self.k_norm, rotation)
+        new_values = value = self.split_heads(value, None, None)
         if self.mixer is not None:
             value = mix(self.mixer, value, layer, borrowed, hidden_states)
         own = KeyValues(key, value, new_values)
