@@ -73,6 +73,10 @@ struct Call {
 
 namespace {
 
+using Scales = Numbers<c10::BFloat16>;  // and offsets
+using Ints = at::vec::Vectorized<int32_t>;
+static_assert(Ints::size() == kFloats);
+
 // Positions that are worked on together: their keys and values stay in the processor's first cache.
 constexpr int64_t kBlock = 64;
 static_assert(kBlock % kFloats == 0);
@@ -446,8 +450,6 @@ template <int count, int bits>
 inline void multiply_lanes(
     const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* factors, int64_t size,
     float* out, int64_t out_size) {
-  using Ints = at::vec::Vectorized<int32_t>;
-  static_assert(Ints::size() == kFloats);
   const Ints mask((1 << bits) - 1);
   Floats totals[count];
   for (int g = 0; g < count; ++g) totals[g] = Floats(0.0f);
@@ -508,6 +510,18 @@ inline void transpose(const uint8_t* codes, int64_t row, int64_t columns, uint8_
       _mm512_storeu_si512(first + 3 * to_row, _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd));
     }
   }
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m128i mask = _mm_set1_epi8(char((1 << bits) - 1));
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  for (int64_t d = 0; d < (columns + 15) / 16 * 16; d += 4) {  // [4 positions, 4 columns] become [4 columns, 4 positions]
+    const uint8_t* const from = codes + d / (4 * places) * row;
+    for (int64_t n = 0; n < kBlock; n += 4) {
+      const auto* const here = reinterpret_cast<const __m128i*>(from + 4 * n);
+      const __m128i read = d < columns ? _mm_loadu_si128(here) : _mm_setzero_si128();
+      const __m128i own = _mm_and_si128(_mm_srli_epi16(read, int(bits * (d / 4 % places))), mask);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + n / 4 * to_row + 4 * d), _mm_shuffle_epi8(own, order));
+    }
+  }
 #else
   for (int64_t d = 0; d < (columns + 15) / 16 * 16; ++d) {
     const uint8_t* const from = codes + d / (4 * places) * row + d % 4;
@@ -559,7 +573,8 @@ struct Turn {
 };
 
 // to[d] = table[frequency[d]] for a multiple of kStep columns. Gathering is slow on many processors.
-inline void spread(const float* table, int64_t frequencies, const std::vector<int32_t>& frequency, float* to) {
+inline void spread(const float* table, int64_t frequencies, const std::vector<int32_t>& frequency, bool in_order, float* to) {
+  if (in_order) return std::copy(table, table + frequencies, to), void();
 #ifdef CPU_CAPABILITY_AVX512
   for (size_t d = 0; d < frequency.size(); d += 16) {
     const __m512i at = _mm512_loadu_si512(frequency.data() + d), part = _mm512_srli_epi32(at, 4);
@@ -599,12 +614,16 @@ inline void to_floats(const Source& source, const Block& block, int64_t n, float
     }
     return;
   }
-  const uint8_t* const own = codes + n / 4 / places * block.row + n % 4;
-  const int shift = int(n / 4 % places * source.bits);
+  const uint8_t* const own = codes + n / 4 / places * block.row;
+  const Ints shift(int(n % 4 * 8 + n / 4 % places * source.bits)), lowest(mask);
   for (int64_t group = 0; group < source.groups; ++group) {
-    const float scale = block.scale[n * source.groups + group], low = block.low[n * source.groups + group];
+    const Floats scale(float(block.scale[n * source.groups + group])), low(float(block.low[n * source.groups + group]));
     const int64_t stop = std::min((group + 1) * source.width, source.columns);
-    for (int64_t d = group * source.width; d < stop; ++d) to[d] = float(own[4 * d] >> shift & mask) * scale + low;
+    for (int64_t d = group * source.width; d < stop; d += kFloats) {
+      const int64_t left = std::min(stop - d, kFloats);
+      const Floats code = at::vec::convert<float>(Ints::loadu(own + 4 * d, left) >> shift & lowest);
+      at::vec::fmadd(code, scale, low).store(to + d, left);
+    }
   }
 }
 
@@ -638,8 +657,8 @@ const float* turn_at(const Call& call, const Part<T>& part, int64_t n, Turn& tur
       for (const T* const tables : {part.cos, part.sin}) {
         const auto* const from = reinterpret_cast<const char*>(tables + (first + i) * call.table_row);
         to_floats<Numbers<T>>(from, 2 * call.frequencies, turn.table.data());
-        spread(turn.table.data(), call.frequencies, turn.frequency, to);
-        spread(turn.table.data() + call.frequencies, call.frequencies, turn.frequency, to + size);
+        spread(turn.table.data(), call.frequencies, turn.frequency, !call.frequency, to);
+        spread(turn.table.data() + call.frequencies, call.frequencies, turn.frequency, !call.frequency, to + size);
         to += 2 * size;
       }
     }
@@ -712,7 +731,6 @@ template <typename T>
 void score_codes(
     const Source& source, const Block& keys, int64_t ahead, const float* queries, int64_t count, int64_t size,
     Scratch& scratch, float* weights) {
-  using Scales = Numbers<c10::BFloat16>;
   Floats scale[Scales::kParts], low[Scales::kParts];
   const auto *const scales = reinterpret_cast<const char*>(keys.scale), *const lows = reinterpret_cast<const char*>(keys.low);
   float* const factors = scratch.factors;
@@ -788,7 +806,6 @@ template <typename T>
 void add_channels(
     const Source& source, const Block& values, const float* weights, int64_t count, Scratch& scratch, float* sums,
     int64_t size) {
-  using Scales = Numbers<c10::BFloat16>;
   Floats scale[Scales::kParts], low[Scales::kParts];
   const int64_t lanes = padded(source.columns);
   auto* const codes = reinterpret_cast<uint8_t*>(scratch.rows);
@@ -837,10 +854,20 @@ void read_latent(const Source& source, const Block& block, int64_t rows, Scratch
   with_bits(source.bits, [&](auto bits) {
     transpose<bits>(reinterpret_cast<const uint8_t*>(block.first), block.row, columns, codes, 4 * width);
   });
-  for (int64_t n = 0; n < kBlock; ++n) {
-    const uint8_t* const own = codes + n / 4 * 4 * width + n % 4;
-    float* const to = scratch.latent + n * width;
-    for (int64_t d = 0; d < columns; ++d) to[d] = float(own[4 * d]) * float(block.scale[d]) + float(block.low[d]);
+  Floats scale[Scales::kParts], low[Scales::kParts];
+  for (int64_t d = 0; d < columns; d += Scales::kWidth) {
+    Scales::load(reinterpret_cast<const char*>(block.scale), d, columns - d, scale);
+    Scales::load(reinterpret_cast<const char*>(block.low), d, columns - d, low);
+    for (int64_t n = 0; n < kBlock; n += 4) {
+      for (int64_t p = 0; p < Scales::kParts; ++p) {
+        const int64_t place = d + p * kFloats;
+        const Ints read = Ints::loadu(codes + n * width + 4 * place);
+        for (int64_t i = 0; i < 4; ++i) {  // the bytes of a column are four positions
+          const Floats code = at::vec::convert<float>(read >> Ints(int(8 * i)) & Ints(255));
+          at::vec::fmadd(code, scale[p], low[p]).store(scratch.latent + (n + i) * width + place);
+        }
+      }
+    }
   }
 }
 
