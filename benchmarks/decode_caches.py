@@ -183,8 +183,8 @@ def bounds(record: dict[str, Any], shape: str) -> str:
 
 
 def _time_of_one(cache: str, dtype: str) -> float:
-    """The time of a multiplication, in that of one of floats: codes are multiplied four at once, with factors in so many
-    parts (attention.cpp), but for those that keys are made of."""
+    """The time of a multiplication, in that of one of floats: but for those that keys are made of, codes are multiplied
+    four at once, with factors in so many parts (attention.cpp)."""
     kind, _, bits = CACHES[cache]
     if bits == "16" or kind == "unrotated latents":
         return 1.0
