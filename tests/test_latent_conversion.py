@@ -348,6 +348,12 @@ def test_the_result_is_a_checkpoint(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, LeanConfig, float, tuple[int, ...] | None]] = {
     "too little": ("from 25% of its cache .* `cache=20%` is out of reach. For less", tiny("llama"), 0.2, None),
+    "too little where keys are normed": (
+        "from 62.5% of its cache .* For less, take unrotated-latents, which reduce normed keys too, or quantize",
+        tiny("llama", qk_norm=True),
+        0.4,
+        None,
+    ),
     "too little of one layer": ("from 75% of its cache", tiny("llama"), 0.74, (1,)),
     "none": ("`cache=0%` is out", tiny("llama"), 0.0, None),
     "all": ("`cache=100%` is out", tiny("llama"), 1.0, None),

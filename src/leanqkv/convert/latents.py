@@ -385,9 +385,12 @@ def cache_budget(
     budget = int(share * total + 1e-9) if 0 < share < 1 else 0
     if not smallest <= budget < total:
         least = f"{ceil(1000 * smallest / total) / 10:g}%"
+        each = zip(config.plan.layers, cut, key_cut, strict=True)
+        normed = config.qk_norm and any(layer.rope and not layer.window and v and not k for layer, v, k in each)
+        other = "take unrotated-latents, which reduce normed keys too, or " if normed else ""
         raise LeanError(
             f"latents of this model take from {least} of its cache up to all of it{context}; "
-            f"`cache={100 * share:g}%` is out of reach. For less, quantize the cache as well"
+            f"`cache={100 * share:g}%` is out of reach. For less, {other}quantize the cache as well"
         )
     return budget
 
