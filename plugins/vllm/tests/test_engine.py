@@ -63,12 +63,16 @@ def test_preempted_requests_and_cached_prefixes(name: str, tmp_path: Path) -> No
 
 
 # Latents so wide that it takes a long history for absorbing them to be fewer multiplications.
-WIDE = {"key": [{"type": "latent", "rank": 126, "layers": [0, 1, 2, 3]}]}
+IN_PLACE: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("keys-as-values", "latent-keys", "latent-values", "values-from-keys", "mla")},
+    "moe": {"key": [{"type": "latent", "rank": 126, "layers": [0, 1, 2, 3]}]},
+    "values-from-keys, before norms": {"key": [{"type": "latent", "before_rotary": True}], "qk_norm": True},
+}
 
 
-@pytest.mark.parametrize("name", ["keys-as-values", "latent-keys", "latent-values", "values-from-keys", "mla", "moe"])
-def test_nothing_is_gathered_while_decoding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = saved(name, tmp_path, **(WIDE if name == "moe" else {}))
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_nothing_is_gathered_while_decoding(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(case.partition(",")[0], tmp_path, **IN_PLACE[case])
     prompts = torch.randint(1, model.config.vocab_size, (3, 100), generator=torch.Generator().manual_seed(0)).tolist()
     prompts[1] = prompts[1][:70]
     gathered, gather = [], Pages.gather
