@@ -293,6 +293,21 @@ def test_nothing_is_lost_where_keys_are_narrow_too(tmp_path: Path) -> None:
     assert_near(logits(found.config, found.tensors, ids), logits(*model, ids), 128 * EPS)
 
 
+def test_less_is_lost_by_what_the_keys_norm_lets_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than by keys as they are before it, where it takes most of some columns away."""
+    config, tensors = source("llama", qk_norm=True)
+    for layer in range(config.num_hidden_layers):
+        name = f"model.layers.{layer}.self_attn.k_norm.weight"
+        tensors[name] = 4 * torch.linspace(0, 1, config.head_dim, dtype=torch.float64).square()
+    ids, errors = tokens(4, 12, config.vocab_size), []
+    for given in ("with", "without"):
+        if given == "without":
+            monkeypatch.setattr("leanqkv.convert.latents.key_norm", lambda *_: None)
+        found = to_latents((config, tensors), sample_of(config, 32), tmp_path / given, 0.5, unrotated=True)
+        errors.append(float((logits(found.config, found.tensors, ids) - logits(config, tensors, ids)).square().mean()))
+    assert errors[0] < 0.8 * errors[1]
+
+
 @pytest.mark.parametrize("norm", [True, "width"])
 def test_nothing_is_lost_where_normed_keys_stay_whole(norm: bool | str, tmp_path: Path) -> None:
     """Values are made of what keys are before their norm, and so a latent of all their columns is cached."""
