@@ -103,7 +103,7 @@ def test_predicted_memory_is_near_what_a_process_takes():
 
 
 def test_the_largest_micro_batch_that_fits_is_chosen():
-    step = Step(preset("tiny"), 12, 128, "cpu", parse_precision("fp32"))
+    step = Step(preset("tiny+num_hidden_layers=2"), 12, 128, "cpu", parse_precision("fp32"))
     sizes = {size: step.bytes(size) for size in (2, 3, 6, 12)}
     for size, needed in sizes.items():
         chosen = choose_micro_batch([step], math.ceil(needed / USABLE_SHARE) + 1)
@@ -117,7 +117,7 @@ def test_the_largest_micro_batch_that_fits_is_chosen():
     other = replace(step, batch_size=8)
     assert choose_micro_batch([step, other], 10**12).size is None
     assert choose_micro_batch([step, other], math.ceil(sizes[6] / USABLE_SHARE)).size == 4
-    wide = replace(step, config=preset("tiny+intermediate_size=4096"))
+    wide = replace(step, config=preset("tiny+num_hidden_layers=2+intermediate_size=4096"))
     assert choose_micro_batch([step, wide], math.ceil(sizes[6] / USABLE_SHARE)).size < 6
 
 

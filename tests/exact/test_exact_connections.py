@@ -68,11 +68,11 @@ def test_refused(case: str, mode: str) -> None:
 
 
 def jacobian(config: LeanConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The derivatives of all logits by every tensor: [logits, elements] each."""
+    """The derivatives by every tensor of the logits after all texts of three tokens: [logits, elements] each."""
     model = build(config, tensors)
     ids = torch.cartesian_prod(*[torch.arange(config.vocab_size)] * 3)
-    slopes = jacrev(lambda given: functional_call(model, given, (ids,)).logits, chunk_size=200)(dict(tensors))
-    return {name: slope.flatten(0, 2).flatten(1) for name, slope in slopes.items()}
+    slopes = jacrev(lambda given: functional_call(model, given, (ids,)).logits[:, -1], chunk_size=200)(dict(tensors))
+    return {name: slope.flatten(0, 1).flatten(1) for name, slope in slopes.items()}
 
 
 def rank(slopes: Mapping[str, Tensor], without: str) -> int:

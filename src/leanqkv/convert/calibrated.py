@@ -255,7 +255,7 @@ class Calibration:
             order,
             output[rows] if self.config.attention_output_bias else None,
         )
-        return heads, error / (term.target_square or 1)
+        return heads, max(error, 0.0) / (term.target_square or 1)  # rounding may leave less than nothing
 
     def _term(
         self, layer: int, order: tuple[int, ...], own_values: Tensor | None, shared_values: Tensor | None

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -196,6 +197,7 @@ def choose_micro_batch(steps: Sequence[Step], free: int) -> MicroBatch:
     alike = len(batches) == 1
     batch_size = max(batches) if alike else None
 
+    @cache
     def needed(size: int) -> int:
         return max(step.bytes(size) for step in steps)
 
