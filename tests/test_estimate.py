@@ -15,6 +15,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "h
 SHAPES = {"mha": WIDE, "gqa": WIDE | {"num_key_value_heads": 2}, "qk_norm": WIDE | {"qk_norm": True}}
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("kind", ["latents", "merged"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_operations_and_memory_are_those_of_the_sweeps(kind: str, shape: str, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def conversions(tmp_path: Path) -> dict[str, Callable[[], Any]]:
     return made | {"first-layer values": lambda: [calibrated(*windows, sample, SkipV1Options(batch_size=1))[1]]}
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("kind", [*KINDS, "first-layer values"])
 def test_patterns_are_made_a_run_of_queries_at_a_time(kind: str, tmp_path: Path, monkeypatch) -> None:
     """Of no layer's heads are all patterns in memory; the sums are the same, in another order."""

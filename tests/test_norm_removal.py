@@ -258,6 +258,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("shape", SHAPES)
 def test_from_training_to_a_verified_elimination(shape: str, tmp_path, cli, monkeypatch) -> None:
     fields, remove, layer = SHAPES[shape]
