@@ -36,6 +36,7 @@ COMBINED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "nonlinear-key:anchor=linear+gqa": (("nonlinear-key:anchor=linear", "gqa"), {}),
     "latent-keys+nonlinear-value": (("latent-keys", "nonlinear-value"), {}),
+    "latent-keys:before_rotary=true": (("latent-keys:before_rotary=true", "values-from-keys"), {}),
 }
 PAD = 0
 # What the slots that are no field of a configuration set.

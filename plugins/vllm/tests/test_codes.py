@@ -34,6 +34,7 @@ NAMES = ("baseline", "gqa+skipv1", "yoco", "cla", "resformer", "keys-as-values",
 NAMES += (
     "latent-values",
     "values-from-keys",
+    "latent-keys:before_rotary=true",
     "mla",
     "mla+skipv1",
     "moe",
