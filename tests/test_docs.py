@@ -213,7 +213,7 @@ NUMBERS = {
         ("one-decay", "skipv1-six-seeds", "tiny-deep-decay", "tiny-prose", "kv-sharing", "small-h100", "frontier"),
         ("0.0345", "0.06"),
     ),  # the sign is in words; the shares have a test of their own
-    "shrink-a-checkpoint.md": Sources(CONVERSION, ("frontier",)),
+    "shrink-a-checkpoint.md": Sources((*CONVERSION, ("decode_caches", "decode/caches-fp32-avx2.json")), ("frontier",)),
     "remove-weights.md": Sources(EXACT, (), ("0.06", "0.25", "0.95", "3.5")),  # the shares; 3.54 GB
     "train-and-compare.md": Sources((), ("kv-sharing",), ("12.7", "4.3")),  # Student's t at 1 and 2 degrees of freedom
     "generate-and-serve.md": Sources(INFERENCE, ("bench",), ("2.11", "5.17")),  # versions
