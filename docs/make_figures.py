@@ -73,7 +73,7 @@ ALL: dict[str, Figure] = {
     "sequences-at-once": Figure(("vllm/serving.json",), memory.sequences_at_once),
     "decoding": Figure(("decode/transformers.json",), memory.decoding),
     "cache-by-context": Figure(("bench/gpt2-124m/bench.json",), memory.cache_by_context),
-    "frontier": Figure(("frontier/smollm2/frontier.json",), memory.frontier),
+    "frontier": Figure(("frontier/smollm2/frontier.json", "frontier/smollm2-unrotated/frontier.json"), memory.frontier),
     "quantized-cache": Figure(("quantized-cache.json",), memory.quantized_cache),
     "probes": Figure(("analysis/probes/analysis.json",), analysis.probes),
     "head-scores": Figure(("analysis/analysis.json",), analysis.head_scores),

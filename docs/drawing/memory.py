@@ -123,7 +123,8 @@ def cache_by_context() -> str:
 
 def frontier() -> str:
     """Loss against the share of the cache, a line for each kind of reduction and precision; the best kinds alone."""
-    points = read_points(read("frontier/smollm2/frontier.json"))
+    points, others = (read_points(read(f"frontier/{name}/frontier.json")) for name in ("smollm2", "smollm2-unrotated"))
+    points += [one for one in others if one.reduction != "source"]
     kinds = {"source": (GREY, "o"), "latents": (BLUE, "s"), "separate-latents": (ORANGE, "^")}
     kinds["unrotated-latents"] = (GREEN, "D")
     precisions = {"16 bits": "-", "8/4 bits": "--", "4 bits": ":"}
