@@ -23,7 +23,7 @@ from leanqkv.evaluate.states import cached_states
 from leanqkv.frontier.measure import calibration_samples
 from leanqkv.frontier.points import PRECISIONS as QUANTIZED
 from leanqkv.frontier.points import candidates
-from leanqkv.frontier.scoring import Scorer, decode_speed
+from leanqkv.frontier.scoring import Scorer, decode_speeds
 from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.report.frontier import KIND, best_within, read_points, recommendations
 
@@ -83,7 +83,8 @@ def test_the_points_are_all_there(measured: Path) -> None:
     assert source[0]["scores"][0]["loss_difference"]["mean"] == 0 and source[0]["greedy_agreement"] == 1
     assert all(point["scores"][0]["divergence"]["mean"] > 0 for point in source[1:])  # they are read quantized
     assert all(point["same_tokens_without_cache"] for point in record["points"])
-    assert all(point["tokens_per_second"]["16"] > 0 for point in record["points"] if not point["sample"])
+    for point in (one for one in record["points"] if not one["sample"]):
+        assert point["tokens_per_second"]["16"] > 0 < point["of_source"]["16"]
     assert len(record["calibration"]["seconds"]) == 3 and min(record["calibration"]["seconds"]) > 0
     assert record["seconds"] == pytest.approx(sum(point["seconds"] for point in record["points"]))
     sizes = {point["label"]: point["bytes_per_token"] for point in record["points"] if point["key_bits"] == 16}
@@ -108,7 +109,7 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
 
 def test_the_page(measured: Path) -> None:
     page = KIND.write(measured).read_text()
-    speed = "tokens per second of one sequence after 16 tokens"
+    speed = "speed of one sequence after 16 tokens, of the source&#x27;s"
     for words in ("For every budget", "latents 84%, 8/4 bits", "What every layer caches", "Time of the fits", speed):
         assert words in page
     assert page.count("<figure>") == 2
@@ -202,20 +203,24 @@ def test_every_precision_has_its_own_score() -> None:
 
 @pytest.mark.parametrize("mechanisms", [(), ("skipv1",), ("latent-keys", "latent-values"), ("keys-as-values",)])
 def test_decoding_is_timed_behind_a_full_cache(monkeypatch, mechanisms: tuple[str, ...]) -> None:
-    """Each step reads all that is said to be cached, in any precision and for any tensors of the plan."""
+    """Each step reads all that is said to be cached, in any precision and for any tensors of the plan; two models take
+    turns in every round."""
     config, seen = tiny("llama", *mechanisms, max_position_embeddings=256), []
     model = randomize(LeanForCausalLM(config), std=0.3).eval()
+    shallow = tiny("llama", max_position_embeddings=256, num_hidden_layers=1)
+    source, layers = randomize(LeanForCausalLM(shallow)).eval(), (1, config.num_hidden_layers)
     forward = type(model.model).forward
 
     def recorded(self, **given):
-        seen.append(given["past_key_values"].get_seq_length())
+        seen.append((len(self.layers), given["past_key_values"].get_seq_length()))
         return forward(self, **given)
 
     monkeypatch.setattr(type(model.model), "forward", recorded)
     for precision in PRECISIONS:
         seen.clear()
-        assert decode_speed(model, precision, 130, new_tokens=2, rounds=2) > 0
-        assert seen == [130, 131, 132, 133, 134]
+        both = decode_speeds([(source, PLAIN), (model, precision)], 130, new_tokens=2, rounds=3)
+        assert [len(speeds) for speeds in both] == [3, 3] and min(map(min, both)) > 0
+        assert seen == [(of, 130 + 2 * turn + step) for turn in range(4) for of in layers for step in range(2)]
 
 
 def test_samples_have_no_sequence_in_common() -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
 from ..records import NUMBER, read_record
 from .points import Candidate
-from .scoring import Questions, Scorer, decode_speed
+from .scoring import Questions, Scorer, decode_speeds
 
 RECORD = "frontier.json"
 MODEL = "model"  # the one that is being measured
@@ -184,7 +185,7 @@ class Frontier:
             }
             if not number:
                 self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, decoding")
-                point["tokens_per_second"] = {c: decode_speed(model, precision, c) for c in self.contexts}
+                point |= self._speeds(model, precision)
                 point["layers"] = layers if not precision.quantized else []
             if self.questions is not None and not number:
                 self._message(f"sample 1, {candidate.label} in {precision.name}, tasks")
@@ -193,6 +194,15 @@ class Frontier:
             point["seconds"] = scoring + time.perf_counter() - started
             write_json(self._file(candidate, precision, number), point)
         remove(directory)
+
+    def _speeds(self, model: Any, precision: CacheBits) -> dict[str, Any]:
+        """Return the tokens per second by context, and their share of the source's, which decodes in turns with it."""
+        ways = [(self.scorer.source, PLAIN), (model, precision)]
+        timed = {context: decode_speeds(ways, context) for context in self.contexts}
+        return {
+            "tokens_per_second": {context: median(speeds) for context, (_, speeds) in timed.items()},
+            "of_source": {c: median(s / o for o, s in zip(*rounds, strict=True)) for c, rounds in timed.items()},
+        }
 
     def _precisions_of(self, candidate: Candidate) -> Sequence[CacheBits]:
         """Those that a candidate is measured in: from the weights alone it loses too much to be worth quantizing."""

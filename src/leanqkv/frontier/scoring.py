@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import torch
@@ -130,25 +129,34 @@ class Scorer:
 
 
 @torch.no_grad()
-def decode_speed(model: Any, precision: CacheBits, context: int, *, new_tokens: int = 8, rounds: int = 3) -> float:
-    """Return the tokens decoded per second after `context` tokens, the median of the rounds.
+def decode_speeds(
+    ways: Sequence[tuple[Any, CacheBits]], context: int, *, new_tokens: int = 8, rounds: int = 5
+) -> list[list[float]]:
+    """Return the tokens per second that each model decodes after `context` tokens, by round, in which they take turns.
 
     What these tokens were makes no difference, so random numbers stand in the cache and no prompt is read.
     """
-    parameter = next(model.parameters())
-    decoder = Decoder(model, cache_bits=precision)
-    decoder.cache = allocate_cache(model.config, context + rounds * new_tokens + 1, precision)
-    _fill(decoder.cache, model.config, context, parameter)
-    token = decoder.step(parameter.new_zeros(1, dtype=torch.long)).argmax(-1)  # compiles what is compiled
-    speeds = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        for _ in range(new_tokens):
-            token = decoder.step(token).argmax(-1)
-        if parameter.device.type != "cpu":
-            torch.accelerator.synchronize()
-        speeds.append(new_tokens / (time.perf_counter() - started))
-    return median(speeds)
+    decoders, speeds = [], [list[float]() for _ in ways]
+    for model, precision in ways:
+        decoder = Decoder(model, cache_bits=precision)
+        decoder.cache = allocate_cache(model.config, context + (rounds + 1) * new_tokens, precision)
+        _fill(decoder.cache, model.config, context, next(model.parameters()))
+        decoders.append(decoder)
+    for _ in range(rounds + 1):
+        for (model, _), decoder, found in zip(ways, decoders, speeds, strict=True):
+            found.append(new_tokens / _seconds(decoder, next(model.parameters()), new_tokens))
+    return [found[1:] for found in speeds]  # the first round compiles what is compiled
+
+
+def _seconds(decoder: Decoder, like: Tensor, steps: int) -> float:
+    """Return the seconds that so many steps of one sequence take."""
+    token = like.new_zeros(1, dtype=torch.long)
+    started = time.perf_counter()
+    for _ in range(steps):
+        token = decoder.step(token).argmax(-1)
+    if like.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - started
 
 
 def _fill(cache: Any, config: LeanConfig, tokens: int, like: Tensor) -> None:

@@ -32,7 +32,7 @@ class Point:
         losses: by text, the difference to the source in nats per token: mean and half of its 95% interval, over
             samples, or over windows of the text where there is one sample.
         divergence, agreement, greedy: means over texts and samples; greedy of the source's continuation.
-        speeds: tokens per second by context.
+        speeds: tokens per second by context; ratios: to the source's, which took turns with it.
         tasks: of each, the share of right answers, and how many of the source's were lost and won, in words.
     """
 
@@ -46,6 +46,7 @@ class Point:
     agreement: float
     greedy: float
     speeds: dict[str, float]
+    ratios: dict[str, float]
     tasks: dict[str, str]
 
     @property
@@ -86,6 +87,7 @@ def _point(samples: list[dict[str, Any]], record: dict[str, Any]) -> Point:
         agreement=fmean(score["agreement"]["mean"] for score in scores),
         greedy=fmean(sample["greedy_agreement"] for sample in samples),
         speeds=first.get("tokens_per_second", {}),
+        ratios=first.get("of_source", {}),
         tasks={task: _answers(first, task) for task in first.get("tasks", {})},
     )
 
@@ -96,6 +98,13 @@ def _answers(point: dict[str, Any], task: str) -> str:
         return ABSENT
     moved = f" (−{change['lost']}, +{change['won']})" if "won" in change else ""
     return f"{figures['acc']:.1%}{moved}"
+
+
+def _speed(point: Point, context: str) -> str:
+    if context not in point.speeds:
+        return ABSENT
+    ratio = f" (× {point.ratios[context]:.2f})" if context in point.ratios else ""
+    return f"{point.speeds[context]:.1f}{ratio}"
 
 
 def best_within(points: Sequence[Point], share: float) -> Point | None:
@@ -159,7 +168,7 @@ def points_table(record: dict[str, Any]) -> Table:
             *(plus_minus(signed(mean), width) for mean, width in point.losses),
             *(f"{point.divergence:.4f}", f"{point.agreement:.1%}", f"{point.greedy:.1%}"),
             *(point.tasks.get(task, ABSENT) for task in tasks),
-            *(f"{point.speeds[c]:.1f}" if c in point.speeds else ABSENT for c in contexts),
+            *(_speed(point, context) for context in contexts),
         )
         for point in _by_size(record)
     ]
@@ -171,6 +180,8 @@ def points_table(record: dict[str, Any]) -> Table:
         f"values in 4. Bytes are those of {_counted(record)}; the newest tokens, fewer than 64, are not quantized, nor "
         "is what the first 64 tokens of a window read. Speeds are of the first calibration, in float32."
     )
+    if any(point.ratios for point in read_points(record)):
+        note += " ×: of the source's speed, whose steps were timed in turns with them."
     if tasks:
         note += (
             " Of tasks it is the share of right answers of the first calibration, with how many of the source's were "
@@ -236,10 +247,11 @@ def _figures(record: dict[str, Any]) -> Iterator[Figure]:
     caption = f"{ABOVE} the share of its KV cache in bfloat16. Down and to the left is better. {LEFT_OUT}"
     yield Figure(drawing, caption)
     for context in _contexts(record):
-        after = f"tokens per second of one sequence after {int(context):,} tokens"
-        speed = _series(record, lambda point: point.speeds.get(context))  # noqa: B023
-        caption = f"{ABOVE} {after}, in float32. Down and to the right is better. {LEFT_OUT}"
-        yield Figure(frontier_lines(f"speed{context}", speed, after), caption)
+        after = f"speed of one sequence after {int(context):,} tokens, of the source's"
+        speed = _series(record, lambda point: point.ratios.get(context))  # noqa: B023
+        caption = f"{ABOVE} the {after}, in float32. Down and to the right is better. {LEFT_OUT}"
+        if speed:
+            yield Figure(frontier_lines(f"speed{context}", speed, after), caption)
 
 
 def _series(record: dict[str, Any], across: Callable[[Point], float | None]) -> list[Series]:
