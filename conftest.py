@@ -24,9 +24,9 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # `make test-fast` runs every tenth case of a test, beginning with the first: of 89 architectures, 9.
 CASES_PER_FAST_ONE = 10
-# `make test` runs every case of a test that has up to MANY, and every tenth of the others and of those marked as long,
-# other ones each week, so that all are reached; SAMPLE=8 make test runs those of week 8 again. It runs a third of the
-# tests of experiments and benchmarks.
+# `make test` runs every case of a test that has up to MANY or is marked as cheap, and every tenth of the others and of
+# those marked as long, other ones each week, so that all are reached; SAMPLE=8 make test runs those of week 8 again. It
+# runs a third of the tests of experiments and benchmarks.
 MANY = 10
 CASES_PER_TESTED_ONE = 10
 SAMPLE = int(os.environ.get("SAMPLE", date.today().isocalendar().week))
@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(items):
         many = totals[test] > MANY or item.get_closest_marker("long_cases")
         of = min(CASES_PER_TESTED_ONE, totals[test])
         beside = "experiments/" in item.nodeid or "benchmarks" in item.nodeid  # and not of the package
-        if (many and numbers[test] % of != SAMPLE % of) or (beside and crc32(item.nodeid.encode()) % 3 != SAMPLE % 3):
+        left_out = many and numbers[test] % of != SAMPLE % of
+        left_out = left_out or (beside and crc32(item.nodeid.encode()) % 3 != SAMPLE % 3)
+        if left_out and not item.get_closest_marker("cheap_cases"):
             item.add_marker(pytest.mark.exhaustive)
         numbers[test] += 1
 

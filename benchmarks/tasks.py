@@ -4,6 +4,8 @@ Tasks are those of `leanqkv eval --tasks` that are made of local files. All mode
 are paired, and p is McNemar's.
 
     python benchmarks/tasks.py MODEL.gguf --tasks piqa:FOLDER cloze:book.txt --limit 500 --out results/real/tasks.json
+    python benchmarks/tasks.py MODEL.gguf --tasks needle:book.txt recall --kinds unrotated-latents --limit 100 \\
+        --context 4096 --quantize-latents --out results/real/retrieval.json
     python benchmarks/tasks.py --tables results/real/tasks.json
 """
 
@@ -23,8 +25,8 @@ from leanqkv.checkpoints.tensors import finite
 from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.checkpoints.write import source_hashes, write_model
 from leanqkv.convert.conversion import calibration_tokens
-from leanqkv.convert.latents import Latents
 from leanqkv.convert.sweeps import Sweeps
+from leanqkv.convert.targets import BUDGETED, TARGETS, read_options
 from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import LeanError
 from leanqkv.evaluate.harness import load_tasks, paired_answers, task_scores
@@ -37,23 +39,25 @@ SURE = 0.05
 
 def models(source: Any, options: argparse.Namespace, tokens: Any) -> Iterator[tuple[str, Any, CacheBits, list[Any]]]:
     """Yield what is scored, the source first: its name, the model, its cache, and the ranks of its layers."""
-    whole = load_model(source, torch.float32).eval()
-    for bits in ("16", *options.bits):
-        chosen = CacheBits.of(bits)
-        yield SOURCE if chosen == PLAIN else f"{SOURCE}, {chosen.name}", whole, chosen, []
+    whole, tensors = load_model(source, torch.float32).eval(), finite(source.tensors)
+    precisions = [PLAIN, *map(CacheBits.of, options.bits)]
+    for bits in precisions:
+        yield SOURCE if bits == PLAIN else f"{SOURCE}, {bits.name}", whole, bits, []
     reductions = {
-        f"latents {share:.0%}": Latents(source.config, finite(source.tensors), share) for share in options.shares
+        f"{kind} {share:.0%}": TARGETS[kind].make(source.config, tensors, read_options(kind, {"cache": share}))
+        for kind in options.kinds
+        for share in options.shares
     }
     with tempfile.TemporaryDirectory() as place:
         show = lambda text: print(text, flush=True)  # noqa: E731
-        sweeps = Sweeps(
-            source.config, finite(source.tensors), tokens, Path(place), list(reductions.values()), message=show
-        )
+        sweeps = Sweeps(source.config, tensors, tokens, Path(place), list(reductions.values()), message=show)
         for name, found in zip(reductions, sweeps.run(), strict=True):
             out = Path(place, name)
             write_model(source, out, found.config, found.tensors, torch.float32)
             model = load_model(open_causal_lm(out), torch.float32).eval()
-            yield name, model, PLAIN, [ranks(layer) for layer in found.layers]
+            for bits in precisions if options.quantize_latents else [PLAIN]:
+                of_bits = "" if bits == PLAIN else f", {bits.name}"
+                yield f"{name}{of_bits}", model, bits, [ranks(layer) for layer in found.layers]
 
 
 def measure(options: argparse.Namespace) -> harness.Record:
@@ -108,8 +112,10 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="as `leanqkv eval` takes them")
     parser.add_argument("--limit", type=int, default=500, metavar="N", help="questions of each task")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens of needle's and recall's")
+    parser.add_argument("--kinds", nargs="+", choices=BUDGETED, default=["latents"], metavar="KIND", help="of latents")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.84, 0.75, 0.5], help="of the cache, for latents")
     parser.add_argument("--bits", nargs="+", default=["8/4", "4"], help="of the source's cache")
+    parser.add_argument("--quantize-latents", action="store_true", help="score latents in these bits too")
     harness.calibration_options(parser)
     harness.run(parser, measure, tables)
 

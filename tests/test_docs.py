@@ -31,6 +31,8 @@ from leanqkv.report import bench as inference
 from leanqkv.report import frontier
 from leanqkv.report.comparison import markdown
 
+pytestmark = pytest.mark.cheap_cases  # together a minute; every number of every page counts
+
 ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs", ROOT / "results"
 PAGES = sorted((*ROOT.glob("*.md"), *DOCS.glob("*.md")))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from leanqkv.data.tokenizer import train_tokenizer
 from leanqkv.evaluate.harness import load_tasks, task_scores
 from leanqkv.evaluate.paired import spread_windows
 from leanqkv.evaluate.states import cached_states
+from leanqkv.frontier import measure
 from leanqkv.frontier.measure import calibration_samples
 from leanqkv.frontier.points import PRECISIONS as QUANTIZED
 from leanqkv.frontier.points import candidates
@@ -221,6 +223,12 @@ def test_decoding_is_timed_behind_a_full_cache(monkeypatch, mechanisms: tuple[st
         both = decode_speeds([(source, PLAIN), (model, precision)], 130, new_tokens=2, rounds=3)
         assert [len(speeds) for speeds in both] == [3, 3] and min(map(min, both)) > 0
         assert seen == [(of, 130 + 2 * turn + step) for turn in range(4) for of in layers for step in range(2)]
+
+
+def test_a_speed_is_a_share_of_the_sources_in_the_same_round(monkeypatch) -> None:
+    monkeypatch.setattr(measure, "decode_speeds", lambda ways, context: [[8.0, 2.0, 4.0], [2.0, 1.0, 4.0]])
+    one: Any = SimpleNamespace(scorer=SimpleNamespace(source=None), contexts=[512])
+    assert measure.Frontier._speeds(one, None, PLAIN) == {"tokens_per_second": {512: 2}, "of_source": {512: 0.5}}
 
 
 def test_samples_have_no_sequence_in_common() -> None:
