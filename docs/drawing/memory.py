@@ -1,12 +1,13 @@
 """Memory and speed."""
 
+from collections.abc import Callable
 from itertools import product
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, PercentFormatter
 
 import leanqkv
-from leanqkv.report.frontier import read_points
+from leanqkv.report.frontier import Point, read_points
 
 from .svg import BLUE, GREEN, GREY, INK, ORANGE, plot, read
 
@@ -122,9 +123,19 @@ def cache_by_context() -> str:
 
 
 def frontier() -> str:
-    """Loss against the share of the cache, a line for each kind of reduction and precision; the best kinds alone."""
-    points, others = (read_points(read(f"frontier/{name}/frontier.json")) for name in ("smollm2", "smollm2-unrotated"))
-    points += [one for one in others if one.reduction != "source"]
+    """Loss against the share of the cache."""
+    return _frontier("cache against loss", "share of the source's cache in 16 bits", lambda point: point.share)
+
+
+def frontier_speed() -> str:
+    """Loss against the speed with that cache."""
+    measured = "share of the source's speed, one text after 4,096 tokens"
+    return _frontier("speed against loss", measured, lambda point: point.ratios["4096"])
+
+
+def _frontier(title: str, measured: str, measure: Callable[[Point], float]) -> str:
+    """Loss against what is measured, a line for each kind of reduction and precision; the best kinds alone."""
+    points = read_points(read("frontier/smollm2/frontier.json"))
     kinds = {"source": (GREY, "o"), "latents": (BLUE, "s"), "separate-latents": (ORANGE, "^")}
     kinds["unrotated-latents"] = (GREEN, "D")
     precisions = {"16 bits": "-", "8/4 bits": "--", "4 bits": ":"}
@@ -133,20 +144,19 @@ def frontier() -> str:
         for (kind, (color, marker)), (precision, line) in product(kinds.items(), precisions.items()):
             shown = [one for one in points if one.label.startswith(kind) and one.label.endswith(f", {precision}")]
             shown.sort(key=lambda one: one.share)
-            shares, losses = [100 * one.share for one in shown], [one.loss for one in shown]
-            label = f"{kind}, {precision}"
-            axes.plot(shares, losses, color=color, marker=marker, linestyle=line, label=label)
+            across, losses = [100 * measure(one) for one in shown], [one.loss for one in shown]
+            axes.plot(across, losses, color=color, marker=marker, linestyle=line, label=f"{kind}, {precision}")
         axes.set_yscale("symlog", linthresh=0.01)
         axes.yaxis.set_major_locator(FixedLocator([0, 0.01, 0.03, 0.1, 0.3, 1]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter(PercentFormatter(decimals=0))
-        axes.set_xlabel("share of the source's cache in 16 bits")
+        axes.set_xlabel(measured)
         axes.set_ylabel("nats above the source's loss")
-        axes.set_title("SmolLM2-135M: cache against loss", loc="left")
+        axes.set_title(f"SmolLM2-135M: {title}", loc="left")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=3, columnspacing=1, fontsize=11)
 
-    return plot("Loss above the source's against the share of its KV cache, by reduction and precision.", 480, draw)
+    return plot(f"Loss above the source's against the {measured}, by reduction and precision.", 480, draw)
 
 
 def quantized_cache() -> str:
