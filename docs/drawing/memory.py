@@ -138,14 +138,15 @@ def _frontier(title: str, measured: str, measure: Callable[[Point], float]) -> s
     points = read_points(read("frontier/smollm2/frontier.json"))
     kinds = {"source": (GREY, "o"), "latents": (BLUE, "s"), "separate-latents": (ORANGE, "^")}
     kinds["unrotated-latents"] = (GREEN, "D")
-    precisions = {"16 bits": "-", "8/4 bits": "--", "4 bits": ":"}
+    precisions = {"16 bits": ("-", "full"), "8/4 bits": ("--", "left"), "4 bits": (":", "none")}
 
     def draw(axes: Axes) -> None:
-        for (kind, (color, marker)), (precision, line) in product(kinds.items(), precisions.items()):
+        for (kind, (color, marker)), (precision, (line, fill)) in product(kinds.items(), precisions.items()):
             shown = [one for one in points if one.label.startswith(kind) and one.label.endswith(f", {precision}")]
             shown.sort(key=lambda one: one.share)
             across, losses = [100 * measure(one) for one in shown], [one.loss for one in shown]
-            axes.plot(across, losses, color=color, marker=marker, linestyle=line, label=f"{kind}, {precision}")
+            look = {"color": color, "marker": marker, "fillstyle": fill, "markerfacecoloralt": "white", "linestyle": line}
+            axes.plot(across, losses, label=f"{kind}, {precision}", **look)
         axes.set_yscale("symlog", linthresh=0.01)
         axes.yaxis.set_major_locator(FixedLocator([0, 0.01, 0.03, 0.1, 0.3, 1]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))

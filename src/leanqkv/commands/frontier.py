@@ -28,7 +28,7 @@ def frontier(
             f"{listed([kind for kind in SMALLER if kind not in SWEPT])} from weights alone. "
             "KIND:SHARE:... for budgets of its own."
         ),
-    ] = "latents,separate-latents:84%,skipv1,gqa",
+    ] = "unrotated-latents,latents:84%,separate-latents:84%,skipv1,gqa",
     at_context: int | None = None,
     contexts: str = "512,4096",
     cache_bits: str | None = None,

@@ -193,7 +193,7 @@ def points_table(record: dict[str, Any]) -> Table:
 def terminal(record: dict[str, Any]) -> TerminalTable:
     """Return the points for a terminal: their size, and means over the texts."""
     tasks = _tasks(record)
-    headers = ("cache", "bytes per token", "share", "loss", "KL, nats", "same likeliest token", *tasks)
+    headers = ("cache", "bytes per\ntoken", "share", "loss", "KL, nats", "same\nlikeliest\ntoken", *tasks)
     rows = [
         (
             *(*one.cells, signed(one.loss), f"{one.divergence:.4f}", f"{one.agreement:.1%}"),
@@ -201,7 +201,7 @@ def terminal(record: dict[str, Any]) -> TerminalTable:
         )
         for one in _by_size(record)
     ]
-    return Table(headers, rows, note="Loss above the source's, nats per token.").terminal(whole=headers[:5])
+    return Table(headers, rows, note="Loss above the source's, nats per token.").terminal(whole=headers[:6])
 
 
 def markdown(record: dict[str, Any]) -> str:
