@@ -10,9 +10,11 @@ import torch
 import yaml
 from corpus import SHAPE, write_corpus
 from huggingface_hub import ModelCard
+from shapes import randomize, tiny
 
 import experiments.vision  # noqa: F401, models of images are trained here too
 from leanqkv.checkpoints.card import card, origin
+from leanqkv.model.causal_lm import LeanForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +84,29 @@ def test_from_training_to_elimination(place, cli):
     assert torch.allclose(found(ids).logits, expected(ids).logits, atol=1e-4)
 
 
+def test_a_licence_goes_along_with_the_weights(place, cli):
+    """Whatever makes a directory of another one; there is no tokenizer here, and no card loads one."""
+    randomize(LeanForCausalLM(tiny("llama"))).save_pretrained("plain")
+    licence = {"license": "other", "license_name": "own", "license_link": "https://example.com/licence"}
+    made = {
+        "stock": ("export", "plain"),
+        "imported": ("import", "stock"),
+        "converted": ("convert", "imported", "--to", "gqa"),
+        "fewer": ("eliminate", "converted", "--remove", "block-diagonal"),
+    }
+    Path("plain/README.md").write_text(f"---\n{yaml.safe_dump(licence)}---\n")
+    for name, command in made.items():
+        code, _, err = cli(*command, "--out", name)
+        assert code == 0, err
+        front, body = parts(name)
+        assert {field: front[field] for field in licence} == licence and front["base_model"] == "plain", name
+        assert "No licence" not in body and ("trust" in body) == (name != "stock")
+        assert "AutoTokenizer" not in body, name
+    assert type(loaded("stock")["model"]).__name__ == "LlamaForCausalLM"
+    assert cli("import", "stock", "--dtype", "bf16", "--out", "rounded")[0] == 0
+    assert "The weights of plain in another format, stored in bfloat16." in parts("rounded")[1]
+
+
 def test_a_card_that_its_owner_wrote_stays(place, cli):
     Path("run").mkdir()
     assert cli("train", f"tiny{SHAPE}", *TRAIN, "--out", "run")[0] == 0
@@ -147,6 +172,8 @@ def test_where_a_file_comes_from(tmp_path, monkeypatch):
     about = {"general.license": "apache-2.0", "general.base_model.0.repo_url": "https://huggingface.co/owner/base"}
     monkeypatch.setattr("leanqkv.checkpoints.card.GgufFile.open", lambda path: SimpleNamespace(metadata=about))
     assert origin(file) == {"base_model": "owner/base", "license": "apache-2.0"}
+    about["general.license.link"] = "https://example.com/licence"
+    assert origin(file)["license_link"] == about["general.license.link"]
     about.clear()
     assert origin(file) == {"base_model": "model.Q8_0"}
 

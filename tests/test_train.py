@@ -515,6 +515,7 @@ def test_a_run_with_muon_goes_on_with_the_same_losses(data, tmp_path):
     kill(chosen, data, tmp_path / "parts", 17)
     assert losses(train(chosen, data, tmp_path / "parts", device="cpu")) == losses(whole)
     assert whole["recipe"]["optimizer"] == "muon"
+    assert "Muon and AdamW with a peak" in (tmp_path / "whole/README.md").read_text()
     plain = train(spec(data), data, tmp_path / "plain", device="cpu")
     assert "optimizer" not in plain["recipe"] and plain["training"] != whole["training"]
 

@@ -145,8 +145,8 @@ def _frontier(title: str, measured: str, measure: Callable[[Point], float]) -> s
             shown = [one for one in points if one.label.startswith(kind) and one.label.endswith(f", {precision}")]
             shown.sort(key=lambda one: one.share)
             across, losses = [100 * measure(one) for one in shown], [one.loss for one in shown]
-            look = {"color": color, "marker": marker, "fillstyle": fill, "markerfacecoloralt": "white", "linestyle": line}
-            axes.plot(across, losses, label=f"{kind}, {precision}", **look)
+            look = {"color": color, "marker": marker, "fillstyle": fill, "markerfacecoloralt": "white"}
+            axes.plot(across, losses, linestyle=line, label=f"{kind}, {precision}", **look)
         axes.set_yscale("symlog", linthresh=0.01)
         axes.yaxis.set_major_locator(FixedLocator([0, 0.01, 0.03, 0.1, 0.3, 1]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))

@@ -16,6 +16,8 @@ TASKS = {
     "masked_lm": ("fill-mask", "AutoModelForMaskedLM"),
     "image_classification": ("image-classification", "AutoModelForImageClassification"),
 }
+# What the head of a card says of a licence.
+LICENSE = ("license", "license_name", "license_link")
 OWN_CODE = """The code of the model is in this repository, so `transformers` asks to trust it:
 
 {code}
@@ -25,7 +27,7 @@ NO_LICENSE = "No licence is known for these weights: add `license:` to the first
 
 
 def origin(source: Path) -> dict[str, str]:
-    """Return `base_model` and, if it is known, `license` of what is made from a checkpoint.
+    """Return `base_model` and, if it is known, those of LICENSE of what is made from a checkpoint.
 
     The name is that of the Hub, whose cache the files are in, or what the checkpoint's own card or GGUF metadata says;
     else that of the directory.
@@ -36,7 +38,8 @@ def origin(source: Path) -> dict[str, str]:
     if is_gguf(source):
         about, name = GgufFile.open(source).metadata, source.stem
         repository = str(about.get("general.base_model.0.repo_url", "")).partition("https://huggingface.co/")[2]
-        said = {"base_model": repository, "license": about.get("general.license")}
+        licence = {field: about.get(f"general.{field.replace('_', '.')}") for field in LICENSE}
+        said = {"base_model": repository, **licence}
     elif (source / CARD).is_file():
         said = _front_matter(source / CARD)
     in_cache = [folder.name for folder in source.parents if folder.name.startswith("models--")]
@@ -44,7 +47,7 @@ def origin(source: Path) -> dict[str, str]:
         name = in_cache[0].removeprefix("models--").replace("--", "/")
     elif isinstance(said.get("base_model"), str) and (is_gguf(source) or "leanqkv" in (said.get("tags") or ())):
         name = said["base_model"] or name  # of ours, which has no repository; another's is a model of its own
-    licenses = {field: said.get(field) for field in ("license", "license_name", "license_link")}
+    licenses = {field: said.get(field) for field in LICENSE}
     return {"base_model": name} | {field: value for field, value in licenses.items() if isinstance(value, str)}
 
 

@@ -16,17 +16,18 @@ from transformers import PreTrainedConfig
 
 from ..environment import give_back_freed_memory, versions
 from ..errors import LeanError
-from ..files import check_free, hash_files, remove, replacing, write_json
+from ..files import check_free, hash_files, remove, replacing, write_json, write_text
 from ..job import Job, beside, is_locked, unfinished
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters, parameter_shapes
 from ..presets.edit import with_fields
+from .card import CARD, card, origin
 from .dense import to_dense, with_norm_offset
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors, norm_offset_of
 from .open import MODELS, Checkpoint, open_checkpoint
 from .tensors import WEIGHTS, LazyTensors, finite
-from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer
+from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer, has_tokenizer
 
 SHARD_BYTES = 2**30
 Progress = Callable[[int, int], None]
@@ -67,7 +68,15 @@ def rewrite(
     give_back_freed_memory()
     opened = open_checkpoint(source)
     config, tensors, stored = opened.config, finite(opened.tensors), dtype or opened.dtype
-    options: Any = {"stock": stock, "family": family, "exact": dtype is None, "progress": progress}
+
+    def finish(directory: Path) -> None:
+        made_from = origin(source)
+        rounded = "" if dtype is None else f", stored in {str(dtype).removeprefix('torch.')}"
+        what = f"The weights of {made_from['base_model']} in another format{rounded}."
+        name, tokenizer = out.resolve().name, has_tokenizer(directory)
+        write_text(directory / CARD, card(name, config.task, [], made_from, stock, what, tokenizer=tokenizer))
+
+    options: Any = {"stock": stock, "family": family, "exact": dtype is None, "finish": finish, "progress": progress}
     return write_model(opened, out, config, tensors, stored, **options), count_parameters(config).total
 
 

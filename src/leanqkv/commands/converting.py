@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ..checkpoints.card import origin
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
+from ..checkpoints.tokenizer import has_tokenizer
 from ..convert.conversion import Conversion, calibration_tokens, sequence_length
 from ..convert.estimate import Estimate
 from ..data.evaluation import EvaluationText, unseen_split
@@ -209,7 +210,8 @@ def read_evaluation(
 
 def about_conversion(source: Path, out: Path, device: str) -> dict[str, Any]:
     """Return the report's entries on how it was made; no path of this machine."""
-    return {"name": out.resolve().name, **origin(source), "command": command_line(), **made_on(device)}
+    about = {"name": out.resolve().name, **origin(source), "tokenizer": has_tokenizer(source)}
+    return {**about, "command": command_line(), **made_on(device)}
 
 
 def read_calibration(source: Checkpoint, text: str) -> TokenData:

@@ -13,6 +13,7 @@ from ..checkpoints.card import CARD, card, origin
 from ..checkpoints.disabled_norms import norms_disabled
 from ..checkpoints.open import MODELS, open_checkpoint
 from ..checkpoints.tensors import finite, weights_hash
+from ..checkpoints.tokenizer import has_tokenizer
 from ..checkpoints.write import Progress, write_model
 from ..errors import LeanError
 from ..files import check_free, write_json, write_text
@@ -108,7 +109,7 @@ def eliminate_directory(
         report.update(certificate(before, result, after, request, dtype, inputs, message))
         report.update(weights_sha256=weights_hash(directory), source_sha256=weights_hash(source))
         write_json(directory / CERTIFICATE, report)
-        write_text(directory / CARD, _card(out.resolve().name, result.config.task, source, stock, report))
+        write_text(directory / CARD, _card(directory, out.resolve().name, result.config.task, source, stock, report))
 
     message("writing")
     write_model(
@@ -126,8 +127,8 @@ def eliminate_directory(
     return report
 
 
-def _card(name: str, task: str, source: Path, stock: bool, report: Mapping[str, Any]) -> str:
-    """Return the model card of a directory whose certificate is `report`."""
+def _card(directory: Path, name: str, task: str, source: Path, stock: bool, report: Mapping[str, Any]) -> str:
+    """Return the model card of a directory, which will have this name and whose certificate is `report`."""
     made_from, (before, after) = origin(source), report["parameters"].values()
     where = "all layers" if report["layers"] is None else f"layers {', '.join(map(str, report['layers']))}"
     return card(
@@ -139,4 +140,5 @@ def _card(name: str, task: str, source: Path, stock: bool, report: Mapping[str, 
         f"{made_from['base_model']} with redundant weights removed by leanqkv; it computes the same function.",
         f"## Result\n\nRemoved from {where}: {', '.join(report['removed'])}. {before:,} parameters became {after:,}. "
         f"Stored in {report['dtype']}; certificate.json says how exactly the logits are the original's.",
+        tokenizer=has_tokenizer(directory),
     )

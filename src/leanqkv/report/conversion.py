@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table as TerminalTable
 
-from ..checkpoints.card import CARD, card
+from ..checkpoints.card import CARD, LICENSE, card
 from ..compare.statistics import Band
 from .figures import Series, measured_lines
 from .page import Figure, Kind, Page, Section, described, footer
@@ -126,12 +126,13 @@ def model_card(record: dict[str, Any]) -> str:
         record.get("name", "model"),
         record.get("source", {}).get("task", "causal_lm"),
         ["kv-cache", record["to"]],
-        {name: record[name] for name in ("base_model", "license") if record.get(name)},
+        {name: record[name] for name in ("base_model", *LICENSE) if record.get(name)},
         False,
         summary(record).replace(NOT_EVALUATED, "") + f"\n\n## What changed\n\n{_what_changed(record)}",
         f"## Result\n\n{table.markdown()}\n{table.note}",
         "## How it was made\n\n" + "".join(f"- {term}: {text}\n" for term, text in _facts(record)).rstrip(),
         "## Limits\n\n" + "".join(f"- {limit}\n" for limit in _limits(record)).rstrip(),
+        tokenizer=record.get("tokenizer", True),
     )
 
 

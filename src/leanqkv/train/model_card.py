@@ -21,10 +21,11 @@ def model_card(name: str, record: dict[str, Any], initial: Path | None, tokenize
     recipe, task = record["recipe"], LeanConfig(**record["config"]).task
     rate = f"{recipe['learning_rate']:g}"
     unit = "images" if task == "image_classification" else f"sequences of {record['context_length']:,} tokens"
+    optimizer = {"adamw": "AdamW", "muon": "Muon and AdamW"}[recipe.get("optimizer", "adamw")]
     start = "from new weights" if initial is None else f"from the weights of {made_from['base_model']}"
     trained = (
         f"`{record['name']}`, trained with leanqkv {start}: {recipe['steps']:,} steps of {recipe['batch_size']:,} "
-        f"{unit} of {record['data']['description']}, AdamW with a peak learning rate of {rate}."
+        f"{unit} of {record['data']['description']}, {optimizer} with a peak learning rate of {rate}."
     )
     if "norms" in record:
         trained += " Its norms were removed on the way: this is a model without norms."
