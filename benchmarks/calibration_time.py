@@ -4,14 +4,12 @@ python benchmarks/calibration_time.py --out results/conversion/gpt2-small-time.j
 """
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 
 from leanqkv import LeanForCausalLM, preset
@@ -47,16 +45,14 @@ def main() -> None:
         assert tokenizer is not None
         tokenizer.save_pretrained(source)
         command = ["convert", str(source), "--to", "skipv1", "--calibration", "stdlib", "--tokens", str(asked.tokens)]
-        started = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-m", "leanqkv.cli", *command, "--out", str(result)])
-        _, status, usage = os.wait4(process.pid, 0)
-        if code := os.waitstatus_to_exitcode(status):
+        code, cost = harness.launched([sys.executable, "-m", "leanqkv.cli", *command, "--out", str(result)])
+        if code:
             sys.exit(f"leanqkv convert failed with {code}")
         record = {
             "record": RECORD_FORMAT,
             "model": MODEL,
-            "seconds": time.perf_counter() - started,
-            "peak_resident_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            "seconds": cost["seconds"],
+            "peak_resident_bytes": cost["peak_resident_bytes"],
             "threads": torch.get_num_threads(),
             "conversion": read_json(result / "conversion.json"),
             **made_on("cpu"),

@@ -10,9 +10,7 @@ zero or infinite, which leaves nothing to certify. `leanqkv eliminate` is killed
 """
 
 import argparse
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import psutil
 import torch
 
 from leanqkv import LeanConfig
@@ -137,22 +136,18 @@ def run(command: list[str], watched: Path | None = None, kill_after: int = 0) ->
 
     With `watched` it is killed as soon as that directory has `kill_after` shards.
     """
-    start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "leanqkv.cli", *command], stdout=sys.stderr)
-    if watched is not None:
-        while shards(watched) < kill_after and process.poll() is None:
+
+    def kill(launcher: subprocess.Popen[str]) -> None:
+        while watched is not None and launcher.poll() is None:
+            for child in psutil.Process(launcher.pid).children() if shards(watched) >= kill_after else ():
+                child.kill()
             time.sleep(0.5)
-        process.send_signal(signal.SIGKILL)
-    _, status, usage = os.wait4(process.pid, 0) if process.returncode is None else (0, process.returncode, None)
-    cost = {"seconds": time.perf_counter() - start, "exit": os.waitstatus_to_exitcode(status) if usage else status}
-    if usage is not None:
-        unit = 1 if sys.platform == "darwin" else 1024
-        cost["peak_resident_bytes"] = usage.ru_maxrss * unit
-        cost["cpu_seconds"] = usage.ru_utime + usage.ru_stime
+
+    code, cost = harness.launched([sys.executable, "-m", "leanqkv.cli", *command], kill)
     print(command[0], cost, file=sys.stderr, flush=True)
-    if watched is None and cost["exit"]:
+    if watched is None and code:
         sys.exit(f"leanqkv {command[0]} failed")
-    return cost
+    return {**cost, "exit": code}
 
 
 def size(directory: Path) -> int:

@@ -5,6 +5,7 @@ the documentation; `run` puts them together.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,17 @@ from leanqkv.files import read_json, write_json
 from leanqkv.report.text import markdown_table
 
 Record = dict[str, Any]
+# A process counts the memory of the one that started it as its own; this one is small.
+LAUNCHER = """
+import json, os, subprocess, sys, time
+started = time.perf_counter()
+process = subprocess.Popen(sys.argv[1:], stdout=sys.stderr)
+_, status, usage = os.wait4(process.pid, 0)
+seconds = time.perf_counter() - started
+peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+cost = {"seconds": seconds, "cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_resident_bytes": peak}
+print(json.dumps({"exit": os.waitstatus_to_exitcode(status), "cost": cost}))
+"""
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
@@ -36,6 +48,21 @@ def calibration_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", default="prose", metavar="TEXT")
     parser.add_argument("--tokens", type=int, default=12_288, metavar="N", help="to calibrate on")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="of a sequence")
+
+
+def launched(
+    command: Sequence[str], meanwhile: Callable[[subprocess.Popen[str]], None] = lambda launcher: None, **options: Any
+) -> tuple[int, dict[str, float]]:
+    """Run a command in a process of its own; return its exit code, and its wall and CPU time and peak resident memory.
+
+    meanwhile: is called with the process whose only child runs the command. options: of `subprocess.Popen`.
+    """
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True, **options
+    )
+    meanwhile(launcher)
+    outcome = json.loads(launcher.communicate()[0])
+    return outcome["exit"], outcome["cost"]
 
 
 def run(

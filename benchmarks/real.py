@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -57,17 +56,6 @@ OF_A_CERTIFICATE = (
     *("dtype", "exact", "dtypes", "rounding"),
 )
 SIDES = (("original", "source"), ("result", "result"))
-# A process counts the memory of the one that started it as its own; this one is small.
-LAUNCHER = """
-import json, os, subprocess, sys, time
-started = time.perf_counter()
-process = subprocess.Popen(sys.argv[1:], stdout=sys.stderr)
-_, status, usage = os.wait4(process.pid, 0)
-seconds = time.perf_counter() - started
-peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-cost = {"seconds": seconds, "cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_resident_bytes": peak}
-print(json.dumps({"exit": os.waitstatus_to_exitcode(status), "cost": cost}))
-"""
 Save = Callable[[dict[str, Any]], None]
 
 
@@ -258,18 +246,17 @@ class Bench:
             Refusal: the command refused, in its own words.
             LeanError: it failed otherwise.
         """
-        command = [sys.executable, "-c", LAUNCHER, sys.executable, "-m", "leanqkv", *map(str, arguments)]
+        command = [sys.executable, "-m", "leanqkv", *map(str, arguments)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
         log = self.work / "last.log"
         with log.open("w") as errors:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, env=environment, check=True)
-        outcome = json.loads(done.stdout)
-        if outcome["exit"] == 2:
+            code, cost = harness.launched(command, stderr=errors, env=environment)
+        if code == 2:
             lines = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
             raise Refusal(lines[-1].removeprefix("error: ") if lines else f"{arguments[0]} refused; see {log}")
-        if outcome["exit"]:
-            raise LeanError(f"leanqkv {arguments[0]} failed with exit code {outcome['exit']}; see {log}")
-        return outcome["cost"]
+        if code:
+            raise LeanError(f"leanqkv {arguments[0]} failed with exit code {code}; see {log}")
+        return cost
 
 
 PARTS = {"conversion": Bench.conversion, "methods": Bench.methods, "elimination": Bench.elimination}

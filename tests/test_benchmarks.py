@@ -7,6 +7,7 @@ import random
 import runpy
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import replace
 from datetime import datetime
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import decode_llama_cpp
 import distill
+import eliminate_large
 import gguf
 import harness
 import numpy as np
@@ -183,10 +185,22 @@ def test_the_layers_that_stay_merged_are_those_that_miss_least():
 
 
 def test_a_process_is_not_charged_with_the_memory_of_this_one():
-    command = [sys.executable, "-c", real.LAUNCHER, sys.executable, "-c", "bytearray(2 * 10**7); exit(3)"]
-    outcome = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert outcome["exit"] == 3
-    assert 2e7 < outcome["cost"]["peak_resident_bytes"] < psutil.Process().memory_info().rss / 2
+    code, cost = harness.launched([sys.executable, "-c", "bytearray(2 * 10**7); exit(3)"])
+    assert code == 3
+    assert 2e7 < cost["peak_resident_bytes"] < psutil.Process().memory_info().rss / 2
+
+
+def test_a_killed_command_has_a_cost(tmp_path, monkeypatch):
+    """`run` kills the command itself, not what launched it, as soon as enough shards are written."""
+    (tmp_path / "model-1.safetensors").touch()
+    (tmp_path / "leanqkv").mkdir()
+    (tmp_path / "leanqkv/__init__.py").touch()
+    (tmp_path / "leanqkv/cli.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.chdir(tmp_path)
+    started = time.perf_counter()
+    cost = eliminate_large.run(["anything"], watched=tmp_path, kill_after=1)
+    assert cost["exit"] == -9 and cost["peak_resident_bytes"] > 10**6
+    assert time.perf_counter() - started < 60
 
 
 def make_real(monkeypatch, capsys, *model: str) -> tuple[int, list[str]]:
