@@ -3,6 +3,8 @@
 import errno
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,27 @@ def test_values_that_do_not_fit_the_dtype_are_refused(tmp_path):
     with pytest.raises(LeanError, match="tensor0 has values that float32 cannot hold"):
         written(tmp_path / "out", lambda name: torch.full((8, 8), 1e300, dtype=torch.float64))
     assert not list(tmp_path.iterdir())
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+import torch
+from leanqkv.checkpoints import write
+from leanqkv.checkpoints.tensors import LazyTensors
+size = 2**28
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+bytearray(b"1") * size  # above what the imports took
+start, shapes = peak(), {"large": (size // 2**11, 2**10)}
+tensors = LazyTensors(shapes, lambda name: torch.zeros(shapes[name], dtype=torch.bfloat16))
+write.write_checkpoint(Path("out"), shapes, tensors, torch.bfloat16, job={}, finish=lambda directory: None)
+print((peak() - start) / size)
+"""
+
+
+@pytest.mark.slow
+def test_a_tensor_is_in_memory_as_read_and_twice_as_written(tmp_path):
+    """The file's library takes a copy; nothing else may be as large, such as marks of what is not finite."""
+    done = subprocess.run([sys.executable, "-c", PEAK], cwd=tmp_path, stdout=subprocess.PIPE, check=True)
+    assert float(done.stdout) < 2.4

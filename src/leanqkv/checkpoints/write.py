@@ -26,7 +26,7 @@ from .dense import to_dense, with_norm_offset
 from .disabled_norms import disable_norms
 from .families import choose_family, export_tensors, norm_offset_of
 from .open import MODELS, Checkpoint, open_checkpoint
-from .tensors import WEIGHTS, LazyTensors, finite
+from .tensors import WEIGHTS, LazyTensors, count_nonfinite, finite
 from .tokenizer import TEMPLATES, TOKENIZER_FILES, copy_tokenizer, has_tokenizer
 
 SHARD_BYTES = 2**30
@@ -207,7 +207,7 @@ def _write_shard(
         tensor = tensors[name]
         # A copy of its own: a view of a mapped file, or of another tensor, cannot be written.
         shard[name] = tensor.to(dtype, copy=True).contiguous() if tensor.is_floating_point() else tensor.clone()
-        if not shard[name].isfinite().all():
+        if count_nonfinite(shard[name]):
             raise LeanError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold")
         narrower = exact and dtype.itemsize < min(tensor.dtype.itemsize, torch.float32.itemsize)
         if narrower and (count := int((shard[name] != tensor).sum())):
