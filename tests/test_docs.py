@@ -24,6 +24,7 @@ from experiments.demo.command import demo
 from leanqkv import LeanConfig, LeanForCausalLM, kv_bytes_per_token, preset
 from leanqkv.cli import alone, app
 from leanqkv.compare.records import load_comparison
+from leanqkv.compare.statistics import paired_difference
 from leanqkv.compare.suites import SUITES
 from leanqkv.model import mechanisms
 from leanqkv.presets.catalog import MECHANISMS
@@ -96,6 +97,18 @@ def benchmark_tables(name: str, record: str) -> tuple[str, ...]:
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))
     made = benchmark.get("tables", benchmark.get("table"))(json.loads((RESULTS / record).read_text()))
     return tuple("\n\n".join(made.values() if isinstance(made, dict) else [made]).split("\n\n"))
+
+
+def test_the_page_on_shares_of_value_heads_says_what_the_runs_say():
+    """Differences between shares, which the comparison's table, of differences to the baseline, does not have."""
+    results = {result.name: result.losses for result in load_comparison(RESULTS / "skip-ratio-gpt2").results}
+    half = results["tiny+skipv1"]
+    quarter, most, all_of_them = (
+        paired_difference(results[f"tiny+skipv1:ratio={ratio}"], half) for ratio in ("0.25", "0.75", "1.0")
+    )
+    for above in (quarter, all_of_them):
+        assert above.clear and min(above.by_seed.values()) > 0
+    assert not most.clear and max(most.by_seed.values()) < 0
 
 
 def has_rows(page: str, table: str) -> bool:

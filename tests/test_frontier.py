@@ -1,7 +1,9 @@
 """`leanqkv frontier`: what its points say against the pieces they are made of, goes on after a stop, and its page."""
 
 import json
+import re
 import shutil
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from corpus import write_corpus
+from rich.console import Console
 from scipy import stats
 from shapes import randomize, tiny
 
@@ -30,6 +33,7 @@ from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.report.frontier import KIND, best_within, read_points, recommendations
 
 VOCABULARY = 300
+SMOLLM2 = "results/frontier/smollm2/frontier.json"
 PRECISIONS = (PLAIN, *QUANTIZED)
 
 
@@ -316,3 +320,12 @@ def test_separate_latents_are_measured_where_they_are_others(fields: dict[str, A
     ] * same
     alone, _ = candidates(config, {}, {"separate-latents": (0.84,)})
     assert [one.label for one in alone] == ["source", "separate-latents 84%"]
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    """No number and no header is broken within a word."""
+    console = Console(width=80, file=StringIO())
+    console.print(KIND.terminal(json.loads(Path(__file__).parents[1].joinpath(SMOLLM2).read_text())))
+    shown = console.file.getvalue()
+    assert "likeliest" in shown.split() and all(len(line) <= 80 for line in shown.splitlines())
+    assert not re.search(r"(?m)^\s*[\d.]+%?\s*$", shown), "a number that is broken at the end of a line"
