@@ -33,9 +33,12 @@ def test_heads_are_the_means_of_their_neighbours(ratio: float, kept: int, fields
                 assert_near(tensor[head * width + column], sum(rows) / pooled, 1e-15)
 
 
-@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "attention_bias": True}])
-def test_nothing_is_lost_where_neighbours_are_the_same(fields: dict) -> None:
-    config, tensors = source("llama", **fields)
+@pytest.mark.parametrize(
+    "mechanisms, fields",
+    [((), {}), ((), {"qk_norm": True, "attention_bias": True}), (("output-gate",), {}), (("nonlinear-query",), {})],
+)
+def test_nothing_is_lost_where_neighbours_are_the_same(mechanisms: tuple[str, ...], fields: dict) -> None:
+    config, tensors = source("llama", *mechanisms, **fields)
     for name, tensor in tensors.items():
         if ".k_proj." in name or ".v_proj." in name:
             heads = tensor.unflatten(0, (2, 2, config.head_dim))

@@ -5,6 +5,7 @@ are.
 
     python plugins/vllm/benchmarks/serving.py --parts tokens memory --out results/vllm/serving.json
     python plugins/vllm/benchmarks/serving.py --parts throughput --checkpoint MODEL.gguf --out results/vllm/serving.json
+    python plugins/vllm/benchmarks/serving.py --parts long --out results/vllm/long-requests.json
     python plugins/vllm/benchmarks/serving.py --parts throughput --dtype float32 --out results/vllm/float32.json
     python plugins/vllm/benchmarks/serving.py --tables results/vllm/serving.json
 """
@@ -55,6 +56,8 @@ BASELINE, NOT_OF_SCARCITY = "leanqkv", "vLLM's own class"
 LATENTS = {f"{kind.replace('-', ' ')} of 84%": kind for kind in ("latents", "separate-latents", "unrotated-latents")}
 # Models whose pages are of codes of so many bits.
 CODED = {"4-bit pages": "4", "8/4-bit pages": "8/4"}
+# Tokens of a request, the new ones among them, where the precision of the pages is compared.
+LONG = (256, 1024, 4096)
 OF_MEMORY = ("", "gqa", "skipv1", "skipv1+gqa", "skipkv1", "skipv1-yoco", "latent-values", "latent-keys+latent-values")
 
 
@@ -119,34 +122,53 @@ def _gaps(model: Any, prompts: Any, found: Any, wanted: Any) -> list[float]:
 def measure_memory() -> list[dict[str, Any]]:
     """Sequences at once in a fixed memory: 96 requests of 100 tokens and 28 more."""
     rows = []
-    with progress_bar("memory") as bar, tempfile.TemporaryDirectory() as place:
+    with progress_bar("memory") as bar:
         for done, name in enumerate(OF_MEMORY):
             mechanisms = name.split("+") if name else []
             fields = {"num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
             fields |= {"vocab_size": 512, "max_position_embeddings": 256, "intermediate_size": 256}
             fields |= {"num_key_value_heads": 4} if "gqa" in mechanisms else {}
             config = preset("llama-130m", *(one for one in mechanisms if one != "gqa"), **fields)
-            model = randomize(LeanForCausalLM(config), std=0.05)
-            directory = Path(place, str(done))
-            model.save_pretrained(directory)
-            prompts = torch.randint(1, 512, (96, 100), generator=torch.Generator().manual_seed(0)).tolist()
-            options = {"max_model_len": 128, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
-            options |= {"kv_cache_memory_bytes": MEMORY, "enable_prefix_caching": False}
-            with engine(directory, **options) as llm:
-                runner = core_of(llm).model_executor.driver_worker.worker.model_runner
-                blocks, found = runner.kv_cache_config.num_blocks, run(llm, prompts, 0, 28)
+            found = _at_once(config, 96, 100, 28)
             kept = config.plan.kv_bytes_per_token(torch.float32)
-            rows.append(
-                {
-                    "mechanism": name or "baseline",
-                    "bytes_per_token": kept,
-                    "tokens": blocks * 32,
-                    "most_at_once": found["most_at_once"],
-                    "preempted": found["preempted"],
-                }
-            )
+            rows.append({"mechanism": name or "baseline", "bytes_per_token": kept, **found})
             bar(done + 1, len(OF_MEMORY))
     return rows
+
+
+def measure_long() -> list[dict[str, Any]]:
+    """Sequences at once in a fixed memory, by the precision of the pages and the length of the requests, in bfloat16.
+
+    2 layers of 4 heads of 64 columns, each with a key and a value: 2,048 bytes a token in bfloat16.
+    """
+    rows, places = [], [(bits, tokens) for tokens in LONG for bits in (None, "8/4", "4")]
+    fields = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    fields |= {"vocab_size": 512, "max_position_embeddings": max(LONG), "intermediate_size": 256}
+    with progress_bar("long requests") as bar:
+        for done, (bits, tokens) in enumerate(places):
+            own: dict[str, Any] = {"dtype": "bfloat16", "block_size": 64, "max_num_seqs": 512}
+            # So many that memory is full before the first request ends.
+            own |= {"max_num_batched_tokens": 16_384}
+            own |= {"additional_config": {"cache_bits": bits}} if bits else {}
+            requests = 5 * 2**15 // tokens  # five times those of 16 bits that have room
+            found = _at_once(preset("llama-130m", **fields), requests, tokens - 48, 48, **own)
+            rows.append({"cache_bits": bits, "request_tokens": tokens, **found})
+            bar(done + 1, len(places))
+    return rows
+
+
+def _at_once(config: LeanConfig, requests: int, prompt: int, new: int, **own: Any) -> dict[str, Any]:
+    """Answer so many requests with random weights; return how many ran at once at most, and how many were preempted."""
+    prompts = torch.randint(1, 512, (requests, prompt), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {"max_model_len": prompt + new, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    options |= {"kv_cache_memory_bytes": MEMORY, "enable_prefix_caching": False, "block_size": 32, **own}
+    with tempfile.TemporaryDirectory() as directory:
+        randomize(LeanForCausalLM(config), std=0.05).save_pretrained(directory)
+        with engine(Path(directory), **options) as llm:
+            blocks = core_of(llm).model_executor.driver_worker.worker.model_runner.kv_cache_config.num_blocks
+            found = run(llm, prompts, 0, new)
+    counts = {name: found[name] for name in ("most_at_once", "preempted")}
+    return {"tokens": blocks * options["block_size"], **counts}
 
 
 def measure_throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -338,6 +360,7 @@ def _metric(metrics: str, name: str) -> float:
 PARTS = {
     "tokens": lambda options: measure_tokens(),
     "memory": lambda options: measure_memory(),
+    "long": lambda options: measure_long(),
     "throughput": measure_throughput,
     "clients": lambda options: measure_clients(),
 }
@@ -364,6 +387,8 @@ def tables(record: dict[str, Any]) -> str:
         made.append(tokens_table(record["tokens"]["rows"]))
     if "memory" in record:
         made.append(memory_table(record["memory"]["rows"]))
+    if "long" in record:
+        made.append(long_table(record["long"]["rows"]))
     if "throughput" in record:
         made.append(throughput_table(record["throughput"]["rows"]))
     if "clients" in record:
@@ -425,6 +450,23 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return harness.table(("mechanism", "bytes per token", "tokens in 64 MiB", "sequences at once"), cells)
+
+
+def long_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each length of requests and precision of the pages."""
+    whole = {row["request_tokens"]: row["most_at_once"] for row in rows if row["cache_bits"] is None}
+    cells = [
+        (
+            f"{row['request_tokens']:,}",
+            f"{row['cache_bits'] or 16} bits",
+            str(row["most_at_once"]),
+            f"{row['most_at_once'] / whole[row['request_tokens']]:.2f}",
+            str(row["preempted"]),
+        )
+        for row in rows
+    ]
+    headers = ("tokens of a request", "pages", "sequences at once", "of 16 bits", "preempted")
+    return harness.table(headers, cells, "rlrrr")
 
 
 def main() -> None:
