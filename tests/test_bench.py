@@ -10,7 +10,8 @@ import pytest
 import torch
 from shapes import randomize, tiny
 
-from leanqkv import LeanForCausalLM
+from leanqkv import LeanError, LeanForCausalLM
+from leanqkv.files import new_directory
 from leanqkv.inference import Decoder
 from leanqkv.inference.bench import measure
 from leanqkv.memory import PeakMemory
@@ -129,3 +130,14 @@ def test_the_command(tmp_path, monkeypatch, unwrapped):
     again = unwrapped("report", "out")
     assert again[0] == 0 and Path("out/report.html").read_text() == page
     assert Path("out/table.md").read_text().count("\n") == 10
+
+
+def test_a_place_that_another_command_fills_meanwhile_stays_as_it_is(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(LeanError, match="out exists and is not empty; nothing is ever written over"):  # noqa: SIM117
+        with new_directory(out) as partial:
+            (partial / "record.json").touch()
+            out.mkdir()
+            (out / "other").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["other"]

@@ -199,6 +199,20 @@ def test_command_and_record(checkpoints, cli, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["record.json", "text.txt"]
 
 
+def test_a_record_that_another_command_writes_meanwhile_stays_as_it_is(checkpoints, cli, tmp_path, monkeypatch):
+    out = tmp_path / "record.json"
+
+    def score(*_):
+        out.write_text("another's")
+        return {}
+
+    monkeypatch.setattr("leanqkv.commands.scoring.score_text", score)
+    arguments = (str(checkpoints / "gpt"), "--data", str(checkpoints / "corpus.txt"), "--out", str(out))
+    code, _, error = cli("eval", *arguments)
+    assert code == 2 and "record.json exists, and nothing is ever written over" in " ".join(error.split())
+    assert out.read_text() == "another's"
+
+
 def test_a_directory_of_transformers(checkpoints, cli, tmp_path):
     out = tmp_path / "record.json"
     arguments = ("--data", str(checkpoints / "corpus.txt"), "--split", "validation", "--out", str(out))

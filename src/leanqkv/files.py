@@ -91,6 +91,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     partial = make_directory(partial_name(out))
     try:
         yield partial
+        check_free(out)  # another process may have filled it
         if out.exists():
             out.rmdir()
         partial.replace(out)

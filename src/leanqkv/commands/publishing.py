@@ -9,9 +9,9 @@ from ..report.page import Kind, written
 
 
 def publish(kind: Kind, out: Path, record: dict[str, Any]) -> None:
-    """Write the record and its page into `out`, and print its table."""
+    """Print the record's table, and write the record and its page into `out`."""
+    console.print(kind.terminal(record))
     with new_directory(out) as directory:
         write_json(directory / kind.file, record)
         page = kind.write(directory)
-    console.print(kind.terminal(record))
     console.print(written(page and out / page.name), soft_wrap=True)

@@ -30,7 +30,7 @@ from ..evaluate.loss import masked_figures
 from ..evaluate.paired import paired_record, spread_windows
 from ..evaluate.states import cached_states, last_states, obstacle
 from ..evaluate.strided import NEXT_TOKEN, by_position, loss_figures, strided_windows, window_losses
-from ..files import RECORD_FORMAT, write_json
+from ..files import RECORD_FORMAT, check_new_file, write_json
 from ..model.cache_quantized import BLOCK
 from ..progress import console, progress_bar, terminal
 from ..report import conversion
@@ -98,6 +98,7 @@ def score(
     started = time.perf_counter()
     figures = score_text(scored, text) if tasks.tasks is None else score_tasks(scored, tasks)
     if out is not None:
+        check_new_file(out)  # another process may have written it
         seconds = round(time.perf_counter() - started, 2)
         write_json(out, {"record": RECORD_FORMAT, **scored.record(), **figures, "seconds": seconds})
         console.print(f"{out}: the record")
