@@ -134,10 +134,10 @@ def test_the_command(tmp_path, monkeypatch, unwrapped):
 
 def test_a_place_that_another_command_fills_meanwhile_stays_as_it_is(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(LeanError, match="out exists and is not empty; nothing is ever written over"):  # noqa: SIM117
-        with new_directory(out) as partial:
-            (partial / "record.json").touch()
-            out.mkdir()
-            (out / "other").touch()
+    written_over = pytest.raises(LeanError, match="out exists and is not empty; nothing is ever written over")
+    with written_over, new_directory(out) as partial:
+        (partial / "record.json").touch()
+        out.mkdir()
+        (out / "other").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in out.iterdir()] == ["other"]
