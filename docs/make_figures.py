@@ -86,6 +86,7 @@ ALL: dict[str, Figure] = {
         tuple(f"{name}/copying.json" for name in COPIED),
         lambda: training.copied("skipv1", {f"{name}/copying.json": setting for name, setting in COPIED.items()}),
     ),
+    "stability": Figure(_files("stability"), lambda: training.recipes("stability", "Recipes, one seed", 6.5)),
     **{name: _comparison(name, words) for name, words in COMPARISONS.items()},
 }
 

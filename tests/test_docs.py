@@ -54,10 +54,13 @@ BENCHMARKS = (
     ("convert_large", "real/llama-7b-shape.json", "reference-conversion.md"),
     ("convert_large", "real/llama-2-7b-shape-latents.json", "reference-conversion.md"),
     ("convert_large", "real/llama-3-8b-shape.json", "reference-conversion.md"),
+    ("convert_large", "real/qwen3-8b-shape.json", "reference-conversion.md"),
     ("key_value_sources", "real/key-value-sources.json", "reference-conversion.md"),
     ("partial_rope", "real/partial-rope.json", "reference-conversion.md"),
     ("peers", "real/peers.json", "reference-conversion.md"),
     ("tasks", "real/tasks.json", "reference-conversion.md"),
+    ("tasks", "real/needle.json", "reference-conversion.md"),
+    ("tasks", "real/recall.json", "reference-conversion.md"),
     ("calibration_time", "conversion/gpt2-small-time.json", "reference-conversion.md"),
     ("decode", "decode/transformers.json", "reference-inference.md"),
     ("decode_caches", "decode/caches-bf16.json", "reference-inference.md"),
@@ -236,7 +239,16 @@ NUMBERS = {
             ("by_scale", "by-length.json"),
             ("decode_caches", "decode/caches-bf16.json"),
         ),
-        ("one-decay", "skipv1-six-seeds", "tiny-deep-decay", "tiny-prose", "kv-sharing", "small-h100", "frontier"),
+        (
+            "one-decay",
+            "skipv1-six-seeds",
+            "tiny-deep-decay",
+            "tiny-prose",
+            "kv-sharing",
+            "small-h100",
+            "rate-times-5",
+            "frontier",
+        ),
         ("0.0345", "0.06"),
     ),  # the sign is in words; the shares have a test of their own
     "shrink-a-checkpoint.md": Sources((*CONVERSION, ("decode_caches", "decode/caches-fp32-avx2.json")), ("frontier",)),
@@ -282,6 +294,10 @@ NUMBERS = {
         (), ("kv-sharing", "kv-both", "skip-ratio-gpt2", "uptraining"), ("0.02", "0.06", "1.7")
     ),
     "results-queries.md": Sources((), ("query",), ("2.6",)),
+    # A difference of two rows; the sign is in words.
+    "results-recipes.md": Sources(
+        (), ("stability", "rate-times-2", "rate-times-5"), ("0.020", "0.3576", "0.7200", "0.7555")
+    ),
     "results-quickstart.md": Sources((), ("quickstart",)),
     "results-images.md": Sources((), ("vision",), ("2.9",)),
     "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5",)),  # P2

@@ -43,6 +43,35 @@ def differences(directory: str, title: str, unit: str) -> str:
     return plot(description, 130 + 34 * rows, draw)
 
 
+def recipes(directory: str, title: str, most: float) -> str:
+    """The last loss of every model under every recipe: groups that differ in the recipe alone, one seed each.
+
+    most: losses above it, and runs that stopped, are a cross on the edge.
+    """
+    results = load_comparison(RESULTS / directory).results
+    kinds = list(dict.fromkeys(result.name.partition(", ")[0] for result in results))
+    names = list(dict.fromkeys(result.name.partition(", ")[2] for result in results))
+    looks = dict(zip(kinds, zip((GREY, ORANGE, BLUE), "os^", strict=True), strict=True))
+
+    def draw(axes: Axes) -> None:
+        for kind, (color, marker) in looks.items():
+            axes.plot([], [], color=color, marker=marker, linestyle="", label=kind)
+        for result in results:
+            kind, _, name = result.name.partition(", ")
+            color, marker = looks[kind]
+            loss = result.mean_loss if result.losses else most
+            row = names.index(name) + 0.2 * (kinds.index(kind) - 1)
+            axes.plot(min(loss, most), row, "X" if loss >= most else marker, color=color, clip_on=False)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlim(right=most)
+        axes.set_xlabel("validation loss at the end, nats")
+        axes.set_title(title, loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.3, -0.12), ncols=1)
+
+    return plot(f"{title}: the last loss of every model under every recipe.", 210 + 40 * len(names), draw)
+
+
 def by_length(lines: Mapping[str, tuple[str, str]]) -> str:
     """Differences to the baseline in trainings of several lengths, with the 95% interval over seeds.
 
