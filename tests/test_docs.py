@@ -66,6 +66,7 @@ BENCHMARKS = (
     ("decode_caches", "decode/caches-bf16.json", "reference-inference.md"),
     ("decode_caches", "decode/caches-fp32.json", "reference-inference.md"),
     ("decode_caches", "decode/caches-fp32-avx2.json", "reference-inference.md"),
+    ("decode_caches", "decode/caches-fp32-llama-130m-avx2.json", "reference-inference.md"),
     ("decode_llama_cpp", "real/decode.json", "reference-inference.md"),
     ("decode_parts", "decode/parts.json", "reference-inference.md"),
     ("decode_variants", "decode/variants.json", "reference-inference.md"),
