@@ -120,7 +120,7 @@ def run(app: typer.Typer) -> None:
         message = _user_message(error)
         if message is None:
             _fail(_unforeseen(error), 1)
-        _fail(_as_options(message, app), _exit_code(error))
+        _fail(_as_options(message, app), getattr(error, "exit_code", 2))
 
 
 def _refuse_empty(arguments: list[str]) -> None:
@@ -129,10 +129,6 @@ def _refuse_empty(arguments: list[str]) -> None:
         name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
         if equals and not value and name != "--prompt":
             raise LeanError(f"the value after {name} is empty; give one or leave the option out")
-
-
-def _exit_code(error: Exception) -> int:
-    return error.exit_code if isinstance(error, LeanError) else 2
 
 
 def _user_message(error: Exception) -> str | None:

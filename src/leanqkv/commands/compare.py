@@ -26,7 +26,6 @@ from .options import (
     console,
     outcome,
     prepare,
-    recipe_overrides,
 )
 from .texts import TaskScoring
 
@@ -115,7 +114,7 @@ def compare(
         return replace(
             choose(names or [], suite, scale, base),
             **{field: value for field, value in asked.items() if value},
-            recipe=recipe_overrides(**vars(recipe)),
+            recipe=recipe.given(),
             learning_rates=_search(lr_grid, grid_steps, recipe),
             grid_steps=grid_steps,
             context_length=context_length,

@@ -103,6 +103,10 @@ class RecipeOptions:
     schedule_steps: int | None = None
     optimizer: str | None = None
 
+    def given(self) -> dict[str, Any]:
+        """Return the fields that were given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -263,11 +267,6 @@ def _as_option(parameter: inspect.Parameter, words: str | None) -> inspect.Param
         info = typer.Option(*([f"--{parameter.name.replace('_', '-')}"] if switch else []))
     info.help = info.help or words
     return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
-
-
-def recipe_overrides(**options: Any) -> dict[str, Any]:
-    """Return the options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def prepare(options: DataOptions, configs: "Sequence[LeanConfig]") -> "PreparedData":

@@ -7,17 +7,7 @@ from typing import Annotated
 import typer
 
 from ..job import check_out
-from .options import (
-    NAME_HELP,
-    SOURCE,
-    BatchSize,
-    DataOptions,
-    RecipeOptions,
-    RunOptions,
-    TeacherOptions,
-    TextOptions,
-    recipe_overrides,
-)
+from .options import NAME_HELP, SOURCE, BatchSize, DataOptions, RecipeOptions, RunOptions, TeacherOptions, TextOptions
 
 
 def train(
@@ -33,7 +23,7 @@ def train(
     _check_out(run.out)
     from .training import train_preset
 
-    train_preset(name, recipe_overrides(**vars(recipe)), data, run)
+    train_preset(name, recipe.given(), data, run)
 
 
 def uptrain(
