@@ -23,6 +23,7 @@ from .options import (
     MicroBatchSize,
     PrecisionOption,
     RecipeOptions,
+    changed,
     console,
     outcome,
     prepare,
@@ -114,7 +115,7 @@ def compare(
         return replace(
             choose(names or [], suite, scale, base),
             **{field: value for field, value in asked.items() if value},
-            recipe=recipe.given(),
+            recipe=changed(recipe),
             learning_rates=_search(lr_grid, grid_steps, recipe),
             grid_steps=grid_steps,
             context_length=context_length,

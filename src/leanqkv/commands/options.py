@@ -103,10 +103,6 @@ class RecipeOptions:
     schedule_steps: int | None = None
     optimizer: str | None = None
 
-    def given(self) -> dict[str, Any]:
-        """Return the fields that were given."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -205,11 +201,15 @@ class ClusterOptions:
         return Cluster(self.cluster, *sizes, options)
 
 
-def check_left_out(options: Any, leader: str) -> None:
+def changed(group: Any) -> dict[str, Any]:
+    """Return the options of a group that differ from their defaults."""
+    return {field.name: value for field in fields(group) if (value := getattr(group, field.name)) != field.default}
+
+
+def check_left_out(group: Any, leader: str) -> None:
     """Refuse options of a group that were given without `leader`, which they go with."""
-    for field in fields(options):
-        if getattr(options, field.name) != field.default:
-            raise LeanError(f"`{field.name}` goes with {leader}; leave it out")
+    for name in changed(group):
+        raise LeanError(f"`{name}` goes with {leader}; leave it out")
 
 
 def option_groups(command: Callable[..., Any]) -> Callable[..., None]:

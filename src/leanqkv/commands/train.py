@@ -23,7 +23,7 @@ def train(
     _check_out(run.out)
     from .training import train_preset
 
-    train_preset(name, recipe.given(), data, run)
+    train_preset(name, recipe, data, run)
 
 
 def uptrain(

@@ -25,7 +25,7 @@ from ..train.tasks import Data as PreparedData
 from ..train.tasks import check_fit, task_of
 from ..train.training import check_trackers, read_teacher
 from ..train.training import train as train_run
-from .options import DataOptions, RunOptions, TeacherOptions, TextOptions, outcome, prepare
+from .options import DataOptions, RecipeOptions, RunOptions, TeacherOptions, TextOptions, changed, outcome, prepare
 
 NO_TEACHER = TeacherOptions()
 # Nats that a run's training loss may rise without a word.
@@ -46,9 +46,9 @@ class Start:
     remove_norms: bool = False
 
 
-def train_preset(name: str, overrides: dict[str, Any], data: DataOptions, run: RunOptions) -> None:
-    """Train the model of a name by its recipe, of which `overrides` replace fields."""
-    train_model(name, preset(name), recipe(name, **overrides), data, run, Start())
+def train_preset(name: str, changes: RecipeOptions, data: DataOptions, run: RunOptions) -> None:
+    """Train the model of a name by its recipe with these changes."""
+    train_model(name, preset(name), recipe(name, **changed(changes)), data, run, Start())
 
 
 def uptrain_checkpoint(
