@@ -10,7 +10,7 @@ from ..cache_bits import CacheBits
 from ..environment import check_device
 from ..errors import LeanError, needs
 from ..files import check_free
-from ..progress import console, terminal
+from ..progress import console, progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
 from .options import NAME_HELP, SOURCE, Device, as_dtype
 
@@ -154,10 +154,14 @@ def bench(
     if dtype not in ("bf16", "fp32"):
         raise LeanError(f"`dtype` is bf16 or fp32, found {dtype!r}")
     precisions = CacheBits.list_of(cache_bits)
-    from .measuring import measure_and_report
+    from ..inference.bench import bench_record
+    from ..report.bench import KIND
+    from .publishing import publish
 
-    sizes = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
-    measure_and_report(models, contexts, batches, out, precisions=precisions, **sizes)
+    how: dict[str, Any] = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
+    with progress_bar("measuring") as bar:
+        record = bench_record(models, contexts, batches, precisions=precisions, **how, progress=bar.show)
+    publish(KIND, out, record)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:
