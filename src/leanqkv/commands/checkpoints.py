@@ -10,7 +10,7 @@ from ..files import check_free
 from ..progress import console, progress_bar
 from .options import SOURCE, Out, as_dtype
 
-StoredDtype = Annotated[str | None, typer.Option(help="fp64, fp32 or bf16. Default: as stored.", show_default=False)]
+StoredDtype = Annotated[str | None, typer.Option(help="fp64, fp32 or bf16. Default: as stored.")]
 
 
 def import_checkpoint(

@@ -34,12 +34,6 @@ if TYPE_CHECKING:
     from ..compare.suite import Comparison
 
 
-LearningRateGrid = Annotated[
-    str | None,
-    typer.Option(help="Learning rates such as 1e-3,2e-3,3e-3: search the best for every model on a separate seed."),
-]
-
-
 def _list_suites(asked: bool) -> None:
     if not asked:
         return
@@ -55,8 +49,7 @@ def compare(
     *,
     out: Path,
     names: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"A suite, or models, the baseline first: {NAME_HELP}", show_default=False),
+        list[str] | None, typer.Argument(help=f"A suite, or models, the baseline first: {NAME_HELP}")
     ] = None,
     suite: str | None = None,
     scale: str | None = None,
@@ -67,7 +60,7 @@ def compare(
     cluster: ClusterOptions,
     tasks: TaskScoring,
     seeds: int | None = None,
-    lr_grid: LearningRateGrid = None,
+    lr_grid: str | None = None,
     grid_steps: int | None = None,
     micro_batch_size: MicroBatchSize = None,
     context_length: ContextLength = None,
@@ -99,6 +92,7 @@ def compare(
         base: Build a suite's models on another base of the same shape, such as encoder-tiny or tiny+mask_type=prefix.
         _list: List the suites, and stop.
         seeds: Number of paired seeds. Default: the suite's, else 3.
+        lr_grid: Learning rates such as 1e-3,2e-3,3e-3: search the best for every model on a separate seed.
         grid_steps: With --lr-grid: steps of the search, with a schedule of the same length.
         jobs: Parallel runs. Default: one per core for small models on a CPU, else 1. Under torchrun 1.
         shard: fsdp: split weights and optimizer over the processes of torchrun, or of each job of --launcher submitit.

@@ -11,9 +11,7 @@ from .options import SOURCE, Dtype, Out, as_dtype
 
 # The largest difference of logits at which two checkpoints are one function, relative to the largest logit, in float64.
 TOLERANCE = 1e-3
-Text = Annotated[
-    Path | None, typer.Option(help="Text to compare on. Default: random tokens from a fixed seed.", show_default=False)
-]
+Text = Annotated[Path | None, typer.Option(help="Text to compare on. Default: random tokens from a fixed seed.")]
 
 
 def eliminate(

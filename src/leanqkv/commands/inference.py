@@ -62,7 +62,7 @@ def generate(
 def serve(
     directory: Annotated[Path, typer.Argument(help=SOURCE)],
     engine_options: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="For vLLM, behind --.", show_default=False)
+        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="For vLLM, behind --.")
     ] = None,
     host: str = "127.0.0.1",
     port: int = 8000,

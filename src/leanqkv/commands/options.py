@@ -42,8 +42,7 @@ BatchSize = Annotated[int | None, typer.Option(help="Sequences per step, over al
 MicroBatchSize = Annotated[
     int | None,
     typer.Option(
-        help="Sequences per forward pass of a process; gradients are accumulated. Default: what fits in memory.",
-        show_default=False,
+        help="Sequences per forward pass of a process; gradients are accumulated. Default: what fits in memory."
     ),
 ]
 ContextLength = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: all positions.")]
