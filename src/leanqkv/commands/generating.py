@@ -58,9 +58,8 @@ def generate_answers(
             print(flush=True)
             terminal.print("stopped", style="dim")
         except (LeanError, MemoryError, RuntimeError) as error:  # PyTorch reports missing memory as a RuntimeError.
-            message = " ".join(str(error).split())
             terminal.print("error:", style="bold red", end=" ")
-            terminal.print(message, soft_wrap=True, markup=False)
+            terminal.print(" ".join(str(error).split()), soft_wrap=True)
 
 
 def _tokenizer(directory: Path, chat: bool) -> Any:

@@ -10,8 +10,6 @@ from ..cache_bits import CacheBits
 from ..errors import LeanError
 from .options import ContextLength, MaxDocuments, MicroBatchSize, TextField
 
-TOKENS, EVALUATED_TOKENS, SAMPLES = 12_288, 4096, 3
-
 
 @dataclass(frozen=True)
 class ConversionTexts:
@@ -57,10 +55,10 @@ class FrontierTexts:
 
     evaluate: list[str]
     calibration: str = "prose"
-    tokens: int = TOKENS
-    calibrations: int = SAMPLES
+    tokens: int = 12_288
+    calibrations: int = 3
     sequence_length: int | None = None
-    evaluate_tokens: int = EVALUATED_TOKENS
+    evaluate_tokens: int = 4096
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,8 @@ class Launcher:
 
     def _store(self, handles: Mapping[Path, Any]) -> None:
         """Add jobs to those that are kept; those of other runs, which may wait, stay."""
-        write_json(
-            self.folder / STARTED, self._started() | {out.name: handle.job_id for out, handle in handles.items()}
-        )
+        numbers = {out.name: handle.job_id for out, handle in handles.items()}
+        write_json(self.folder / STARTED, self._started() | numbers)
 
     def _started(self) -> dict[str, str]:
         """Return the number of the last job of each run, by the name of its directory."""
