@@ -4,7 +4,6 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,10 +98,12 @@ def compare(
     """
     if "RANK" not in os.environ:
         check_out(out, "comparison")
+    from ..compare.comparison import processes_of_a_run
     from ..compare.suites import choose
+    from ..train.processes import first_decides, is_first
 
     asked: dict[str, Any] = {"seeds": tuple(range(seeds or 0)), "evaluate_every": evaluate_every}
-    asked["tasks"] = tuple(map(str.strip, (tasks.tasks or "").split(","))) if tasks.tasks else ()
+    asked["tasks"] = tuple(map(str.strip, tasks.tasks.split(","))) if tasks.tasks else ()
 
     def planned() -> "Comparison":
         check_out(out, "comparison")
@@ -118,27 +119,9 @@ def compare(
             command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
         )
 
-    how: dict[str, Any] = {"precision": precision, "device": device, "jobs": jobs, "cluster": cluster.chosen()}
-    how |= {"include_path": tasks.include_path}
-    _run(planned, data, evaluation_sequences, shard, out, **how)
-
-
-def _run(
-    planned: Callable[[], "Comparison"],
-    data: DataOptions,
-    evaluation_sequences: int | None,
-    shard: str | None,
-    out: Path,
-    **options: Any,
-) -> None:
-    """Train and compare on the data of the command line, or else on the comparison's own, and show the report.
-
-    Of torchrun's processes the first one plans, and reads the data before the others do.
-    """
-    from ..compare.comparison import processes_of_a_run
-    from ..train.processes import first_decides, is_first
-
-    processes_of_a_run(options["cluster"], shard, options["device"], options["jobs"])
+    how: dict[str, Any] = {"device": device, "jobs": jobs, "cluster": cluster.chosen()}
+    processes_of_a_run(shard=shard, **how)
+    # Of torchrun's processes the first one plans, and reads the data before the others do.
     comparison = first_decides(planned)
     if data.data is None:
         data = replace(data, data=comparison.data, tokenizer=data.tokenizer or comparison.tokenizer)
@@ -149,15 +132,14 @@ def _run(
     comparison = replace(comparison, evaluation_sequences=sequences, shard=shard)
     if differing := comparison.recipe_differences:
         console.print(f"recipes: the models differ in {' and '.join(differing)}")
-    train_with_display(comparison, prepared, out, **options)
-    if not is_first():
-        return
-    from ..report.comparison_page import KIND
-    from ..report.page import written
+    train_with_display(comparison, prepared, out, precision=precision, include_path=tasks.include_path, **how)
+    if is_first():
+        from ..report.comparison_page import KIND
+        from ..report.page import written
 
-    page = KIND.write(out)
-    console.print(KIND.show(out))
-    console.print(written(page), soft_wrap=True)
+        page = KIND.write(out)
+        console.print(KIND.show(out))
+        console.print(written(page), soft_wrap=True)
 
 
 def _search(lr_grid: str | None, grid_steps: int | None, recipe: RecipeOptions) -> tuple[float, ...] | None:
