@@ -127,12 +127,12 @@ class _Runs:
         self.on_jobs(todo)
         done = first_decides(lambda: {job.out for job in todo if (job.out / RECORD).exists()})
         todo = sorted(todo, key=lambda job: job.out not in done)
-        threads = self.directory.content["threads"]
-        settings = {"device": self.directory.device, "batches": self.directory.directory / "batches"}
+        settings: dict[str, Any] = {"device": self.directory.device, "batches": self.directory.directory / "batches"}
+        settings["threads"] = self.directory.content["threads"]
         at_once = self.at_once or len(todo)
         if self.launcher is None:
-            return run_jobs(todo, self.data, settings, at_once, threads, self.on_update)
-        return self.launcher.run(todo, self.data, settings, threads, at_once, self.on_message, self.on_update)
+            return run_jobs(todo, self.data, settings, at_once, self.on_update)
+        return self.launcher.run(todo, self.data, settings, at_once, self.on_message, self.on_update)
 
     def train_here(self, todo: list[PlannedRun]) -> None:
         """The same of those that were not begun on another machine."""

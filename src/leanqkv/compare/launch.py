@@ -6,11 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-import torch
 
 from ..errors import LeanError
 from ..files import write_json
@@ -117,11 +116,6 @@ def _in_process(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple
         return None, None
 
 
-def _train(job: PlannedRun, data: Data, settings: Mapping[str, Any], threads: int) -> None:
-    torch.set_num_threads(threads)
-    job.train(data, **settings)
-
-
 class Launcher:
     """Submits functions as jobs, whose files are under `out`."""
 
@@ -159,7 +153,6 @@ class Launcher:
         jobs: Sequence[PlannedRun],
         data: Data,
         settings: Mapping[str, Any],
-        threads: int,
         at_once: int,
         on_message: Callable[[str], None],
         on_update: Callable[[Update], None],
@@ -167,6 +160,7 @@ class Launcher:
         """Train every run that has no record in a job of its own, and return the records by directory.
 
         Args:
+            settings: of `PlannedRun.train`.
             at_once: how many jobs wait or run at a time.
 
         Raises:
@@ -192,7 +186,7 @@ class Launcher:
                     continue
                 if handle is not None:
                     self._note_death(job, handle, deaths, on_message)
-                handles[job.out] = self._submit(_train, job, data, settings, threads)
+                handles[job.out] = self._submit(partial(job.train, data, **settings))
                 self._store(handles)
             if running:
                 time.sleep(SECONDS)
