@@ -80,7 +80,7 @@ def run_comparison(
     comparison = replace(comparison, context_length=context)
     where = parse_precision(precision), device, jobs, cluster is not None and cluster.elsewhere, processes
     begun = first_decides(lambda: _Directory(out, comparison, data.sha256, *where).begun(data))
-    launcher = None if cluster is None else Launcher(cluster, out, comparison.shard)
+    launcher = None if cluster is None else Launcher(cluster, out, comparison.shard, on_message)
     runs = _Runs(begun, data, launcher, jobs, on_message, on_jobs, on_update)
 
     rates = runs.best_rates(comparison)
@@ -129,10 +129,8 @@ class _Runs:
         todo = sorted(todo, key=lambda job: job.out not in done)
         settings: dict[str, Any] = {"device": self.directory.device, "batches": self.directory.directory / "batches"}
         settings["threads"] = self.directory.content["threads"]
-        at_once = self.at_once or len(todo)
-        if self.launcher is None:
-            return run_jobs(todo, self.data, settings, at_once, self.on_update)
-        return self.launcher.run(todo, self.data, settings, at_once, self.on_message, self.on_update)
+        run = run_jobs if self.launcher is None else self.launcher.run
+        return run(todo, self.data, settings, self.at_once or len(todo), self.on_update)
 
     def train_here(self, todo: list[PlannedRun]) -> None:
         """The same of those that were not begun on another machine."""

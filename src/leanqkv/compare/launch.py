@@ -119,11 +119,13 @@ def _in_process(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple
 class Launcher:
     """Submits functions as jobs, whose files are under `out`."""
 
-    def __init__(self, cluster: Cluster, out: Path, shard: str | None = None):
+    def __init__(
+        self, cluster: Cluster, out: Path, shard: str | None = None, on_message: Callable[[str], None] = print
+    ):
         """Submit nothing yet."""
         import submitit
 
-        self.cluster, self.folder = cluster, out / JOBS
+        self.cluster, self.folder, self.on_message = cluster, out / JOBS, on_message
         self.processes = max(1, cluster.gpus) if cluster.gpus > 1 or shard is not None else None
         self.executor = submitit.AutoExecutor(self.folder, cluster=cluster.kind)
         settings: dict[str, Any] = {"timeout_min": max(1, round(60 * cluster.hours)), "name": f"leanqkv-{out.name}"}
@@ -152,9 +154,8 @@ class Launcher:
         self,
         jobs: Sequence[PlannedRun],
         data: Data,
-        settings: Mapping[str, Any],
+        settings: dict[str, Any],
         at_once: int,
-        on_message: Callable[[str], None],
         on_update: Callable[[Update], None],
     ) -> dict[Path, dict[str, Any]]:
         """Train every run that has no record in a job of its own, and return the records by directory.
@@ -185,16 +186,14 @@ class Launcher:
                     running.remove(job)
                     continue
                 if handle is not None:
-                    self._note_death(job, handle, deaths, on_message)
+                    self._note_death(job, handle, deaths)
                 handles[job.out] = self._submit(partial(job.train, data, **settings))
                 self._store(handles)
             if running:
                 time.sleep(SECONDS)
         return records
 
-    def _note_death(
-        self, job: PlannedRun, handle: Any, deaths: dict[Path, tuple[int, int]], on_message: Callable[[str], None]
-    ) -> None:
+    def _note_death(self, job: PlannedRun, handle: Any, deaths: dict[Path, tuple[int, int]]) -> None:
         """Say that a job died and is started again, unless that is hopeless."""
         log = handle.paths.stderr
         if handle.paths.result_pickle.exists():
@@ -204,7 +203,7 @@ class Launcher:
         deaths[job.out] = (step, count + 1 if step == before else 1)
         if deaths[job.out][1] >= MOST_DEATHS:
             raise LeanError(f"the job of {job.out.name} died {MOST_DEATHS} times at step {step:,}; {log} says why")
-        on_message(f"the job of {job.out.name} died; another one goes on from step {step:,}")
+        self.on_message(f"the job of {job.out.name} died; another one goes on from step {step:,}")
 
     def _earlier(self, jobs: Sequence[PlannedRun]) -> dict[Path, Any]:
         """Return the jobs of an earlier start of this command that still wait or run; why others ended is past.
