@@ -139,15 +139,15 @@ def _cache(scored: Scored, length: int) -> dict[str, Any]:
         raise LeanError(f"`cache_bits={bits}`: {reason}")
     if not bits.quantized:
         return {}
-    size = bits.bytes_per_token(config.plan, torch.bfloat16)
-    console.print(f"cache in {bits.name}, {size:,.0f} bytes per token; {BLOCK} tokens are read together")
-    return {"cache": _cache_record(scored, size)}
+    cache = _cache_record(scored)
+    size = f"{cache['bytes_per_token']:,.0f} bytes per token"
+    console.print(f"cache in {bits.name}, {size}; {BLOCK} tokens are read together")
+    return {"cache": cache}
 
 
-def _cache_record(scored: Scored, size: float) -> dict[str, Any]:
-    bits = scored.cache_bits
-    bits_of = {"key_bits": bits.key_bits, "value_bits": bits.value_bits}
-    return {**bits_of, "bytes_per_token": size, "tokens_read_together": BLOCK}
+def _cache_record(scored: Scored) -> dict[str, Any]:
+    size = scored.cache_bits.bytes_per_token(scored.checkpoint.config.plan, torch.bfloat16)
+    return {**vars(scored.cache_bits), "bytes_per_token": size, "tokens_read_together": BLOCK}
 
 
 def _masks(checkpoint: Checkpoint) -> MaskedTokens:
@@ -278,12 +278,11 @@ def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
     if mean is not None and len(scores.figures) > 1:
         console.print(f"mean acc: {mean:.4f} over {len(scores.figures)} tasks")
     if scores.cached is not None:
-        size = scored.cache_bits.bytes_per_token(scored.checkpoint.config.plan, torch.bfloat16)
+        record["cache"] = cache = _cache_record(scored) | {"requests_that_read_it": scores.cached}
         console.print(
-            f"cache in {scored.cache_bits.name}, {size:,.0f} bytes per token, read by {scores.cached:.1%} of the "
-            f"requests; the others have at most {BLOCK} tokens, which are not quantized"
+            f"cache in {scored.cache_bits.name}, {cache['bytes_per_token']:,.0f} bytes per token, read by "
+            f"{scores.cached:.1%} of the requests; the others have at most {BLOCK} tokens, which are not quantized"
         )
-        record["cache"] = _cache_record(scored, size) | {"requests_that_read_it": scores.cached}
     if scored.other is not None:
         plain = replace(scored, checkpoint=scored.other, cache_bits=PLAIN)
         before = _score_tasks(plain, tokenizer, tasks, options.limit)
