@@ -8,7 +8,7 @@ import typer
 
 from ..cache_bits import CacheBits
 from ..errors import LeanError
-from .options import ContextLength, MaxDocuments, MicroBatchSize, TextField
+from .options import ContextLength, Device, MaxDocuments, MicroBatchSize, TextField
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,24 @@ class TaskScoring:
 
 
 @dataclass(frozen=True)
-class ComparedScoring:
-    """What a text and tasks are scored with.
+class ScoringOptions:
+    """How a text and tasks are scored.
 
     Options:
         context_length: Tokens per window, or of a question of needle and recall. Default: all positions.
         against: A second checkpoint, for example the source of a conversion: report the difference to it.
         cache_bits: Read every window or question through a cache of these bits, blocks of 64 tokens at a time: 8, 4, 2
             or KEYS/VALUES. --against keeps its own precision. 16: no cache.
+        batch_size: Windows, or task requests, per batch. Default: 8, or those that have 8,192 tokens.
+        precision: fp32 or bf16, with +sdpa or +eager.
     """
 
     context_length: int | None = None
     against: Path | None = None
     cache_bits: str = "16"
+    batch_size: int | None = None
+    precision: str = "fp32"
+    device: Device = None
 
     def __post_init__(self) -> None:
         CacheBits.of(self.cache_bits)
