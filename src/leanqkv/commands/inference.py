@@ -13,6 +13,7 @@ from ..files import check_free
 from ..progress import console, progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
 from .options import NAME_HELP, SOURCE, Device, as_dtype
+from .texts import AnswerOptions
 
 ENGINES = ("leanqkv", "vllm")
 
@@ -21,13 +22,8 @@ def generate(
     directory: Annotated[Path, typer.Argument(help=SOURCE)],
     prompt: str | None = None,
     interactive: bool = False,
-    chat: bool = False,
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    cache_bits: str = "16",
-    seed: int = 0,
-    device: Device = None,
+    *,
+    options: AnswerOptions,
 ) -> None:
     """Continue a prompt with a trained model; speed and KV-cache size go to standard error.
 
@@ -44,19 +40,12 @@ def generate(
         interactive: Read prompts from standard input, one per line, until it ends (Ctrl-D). Each is answered by itself,
             with the same seed. A backslash at the end of a line continues the prompt on the next line. Ctrl-C stops an
             answer.
-        chat: Put each prompt into the model's chat template, as a user's message.
-        temperature: Sampling temperature. 0: greedy.
-        top_k: Sample from the k likeliest tokens.
-        cache_bits: Bits of cached keys and values: 8, 4, 2 or KEYS/VALUES. 16: the model's own precision.
     """
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
-    bits = CacheBits.of(cache_bits)
     from .generating import generate_answers
 
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    how: dict[str, Any] = {"chat": chat, "seed": seed, "device": device, "cache_bits": bits}
-    generate_answers(directory, prompt, **how, max_new_tokens=max_new_tokens, **sampling)
+    generate_answers(directory, prompt, options)
 
 
 def serve(

@@ -119,6 +119,29 @@ class ScoringOptions:
 
 
 @dataclass(frozen=True)
+class AnswerOptions:
+    """How prompts are answered.
+
+    Options:
+        chat: Put each prompt into the model's chat template, as a user's message.
+        temperature: Sampling temperature. 0: greedy.
+        top_k: Sample from the k likeliest tokens.
+        cache_bits: Bits of cached keys and values: 8, 4, 2 or KEYS/VALUES. 16: the model's own precision.
+    """
+
+    chat: bool = False
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    top_k: int | None = 50
+    cache_bits: str = "16"
+    seed: int = 0
+    device: Device = None
+
+    def __post_init__(self) -> None:
+        CacheBits.of(self.cache_bits)
+
+
+@dataclass(frozen=True)
 class MachineOptions:
     """What a run is planned for.
 
