@@ -170,12 +170,9 @@ class Launcher:
         records: dict[Path, dict[str, Any]] = {}
         deaths: dict[Path, tuple[int, int]] = {}
         handles = self._earlier(jobs)
-        waiting = list(jobs)
-        running: list[PlannedRun] = []
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                running.append(waiting.pop(0))
-            for job in list(running):
+        todo = list(jobs)
+        while todo:
+            for job in todo[:at_once]:
                 handle = handles.get(job.out)
                 if (handle is not None and not handle.done()) or is_locked(job.out):  # waits, or is trained
                     on_update(Update(job, _last_step(job.out)))
@@ -183,13 +180,13 @@ class Launcher:
                 if (record := claim(job.out, job.spec)) is not None:
                     records[job.out] = record
                     on_update(Update(job, job.spec.recipe.steps, record=record))
-                    running.remove(job)
+                    todo.remove(job)
                     continue
                 if handle is not None:
                     self._note_death(job, handle, deaths)
                 handles[job.out] = self._submit(partial(job.train, data, **settings))
                 self._store(handles)
-            if running:
+            if todo:
                 time.sleep(SECONDS)
         return records
 
