@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
 from ..cache_bits import CacheBits
 from ..checkpoints.open import load_model, open_causal_lm
@@ -39,10 +38,7 @@ def generate_answers(directory: Path, prompt: str | None, options: AnswerOptions
     model = load_model(opened).to(check_device(options.device))
     decoder = Decoder(model, cache_bits=CacheBits.of(options.cache_bits))
     if prompt is not None:
-        try:
-            _print_answer(decoder, tokenizer, prompt, options, echo=not options.chat)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+        _print_answer(decoder, tokenizer, prompt, options, echo=not options.chat)
         return
     for line in _input_lines():
         try:

@@ -99,12 +99,8 @@ def serve(
         cache = f", cache in {bits.name}" if bits.quantized else ""
         console.print(f"{name}: {address}{cache} (Ctrl-C ends it)", soft_wrap=True, markup=False)
 
-    device = check_device(device)
-    try:
-        where: dict[str, Any] = {"host": host, "port": port, "device": device}
-        run(directory, **where, dtype=as_dtype(dtype), cache_bits=bits, started=started)
-    except KeyboardInterrupt:  # The model was still loading.
-        raise typer.Exit(130) from None
+    where: dict[str, Any] = {"host": host, "port": port, "device": check_device(device)}
+    run(directory, **where, dtype=as_dtype(dtype), cache_bits=bits, started=started)
 
 
 def bench(
