@@ -13,20 +13,7 @@ import typer
 from ..errors import LeanError, needs
 from ..job import check_out
 from . import options
-from .options import (
-    NAME_HELP,
-    ClusterOptions,
-    ContextLength,
-    DataOptions,
-    Device,
-    MicroBatchSize,
-    PrecisionOption,
-    RecipeOptions,
-    changed,
-    console,
-    outcome,
-    prepare,
-)
+from .options import NAME_HELP, ClusterOptions, DataOptions, RecipeOptions, changed, console, outcome, prepare
 from .texts import TaskScoring
 
 if TYPE_CHECKING:
@@ -61,10 +48,10 @@ def compare(
     seeds: int | None = None,
     lr_grid: str | None = None,
     grid_steps: int | None = None,
-    micro_batch_size: MicroBatchSize = None,
-    context_length: ContextLength = None,
-    precision: PrecisionOption = "auto",
-    device: Device = None,
+    micro_batch_size: int | None = None,
+    context_length: int | None = None,
+    precision: str = "auto",
+    device: str | None = None,
     jobs: int | None = None,
     evaluate_every: int | None = None,
     evaluation_sequences: int | None = None,

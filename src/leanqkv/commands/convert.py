@@ -13,7 +13,7 @@ from ..convert.targets import CALIBRATED, METHODS, SMALLER, TARGETS, listed
 from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_free
-from .options import SOURCE, Dtype, Out, as_dtype, changed
+from .options import SOURCE, as_dtype, changed
 from .texts import ConversionTexts
 
 
@@ -68,10 +68,10 @@ class TargetOptions:
 
 def convert(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    out: Out,
+    out: Path,
     target: TargetOptions,
     texts: ConversionTexts,
-    dtype: Dtype = "fp32",
+    dtype: str = "fp32",
     dry_run: bool = False,
     verbose: bool = False,
 ) -> None:

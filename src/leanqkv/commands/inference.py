@@ -12,7 +12,7 @@ from ..errors import LeanError, needs
 from ..files import check_free
 from ..progress import console, progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
-from .options import NAME_HELP, SOURCE, Device, as_dtype
+from .options import NAME_HELP, SOURCE, as_dtype
 from .texts import AnswerOptions
 
 ENGINES = ("leanqkv", "vllm")
@@ -55,7 +55,7 @@ def serve(
     ] = None,
     host: str = "127.0.0.1",
     port: int = 8000,
-    device: Device = None,
+    device: str | None = None,
     dtype: str | None = None,
     cache_bits: str = "16",
     engine: str = "leanqkv",
@@ -112,7 +112,7 @@ def bench(
     rounds: int = 3,
     dtype: str = "bf16",
     cache_bits: str = "16",
-    device: Device = None,
+    device: str | None = None,
 ) -> None:
     """Measure KV cache, memory, prefill and decoding of several models, in turns in one process.
 

@@ -8,7 +8,6 @@ import typer
 
 from ..cache_bits import CacheBits
 from ..errors import LeanError
-from .options import ContextLength, Device, MaxDocuments, MicroBatchSize, TextField
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class TextScoring:
     data: str | None = None
     split: str = "whole"
     stride: int | None = None
-    text_field: TextField = "text"
-    max_documents: MaxDocuments = None
+    text_field: str = "text"
+    max_documents: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class ScoringOptions:
     cache_bits: str = "16"
     batch_size: int | None = None
     precision: str = "fp32"
-    device: Device = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         CacheBits.of(self.cache_bits)
@@ -135,7 +134,7 @@ class AnswerOptions:
     top_k: int | None = 50
     cache_bits: str = "16"
     seed: int = 0
-    device: Device = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         CacheBits.of(self.cache_bits)
@@ -169,7 +168,7 @@ class PlanOptions:
 
     devices: int = 8
     utilization: float = 0.4
-    context_length: ContextLength = None
-    micro_batch_size: MicroBatchSize = None
+    context_length: int | None = None
+    micro_batch_size: int | None = None
     shard: str | None = None
     gradient_checkpointing: Annotated[bool, typer.Option()] = False
