@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from leanqkv.commands.compare import learning_rates
-from leanqkv.commands.options import ContextLength, DataOptions, Device, TextOptions, prepare
+from leanqkv.commands.options import DataOptions, TextOptions, prepare
 from leanqkv.commands.publishing import publish
 from leanqkv.data.token_files import TokenData, stored_tokens
 from leanqkv.environment import check_device
@@ -29,11 +29,11 @@ def analysis(
         typer.Argument(metavar="DIR...", help="Directories of causal language models.", show_default=False),
     ] = None,
     samples: int = 64,
-    context_length: ContextLength = None,
+    context_length: int | None = None,
     probe_steps: int = 500,
     probe_batch_size: int = 2,
     probe_rates: str = "1e-4,2e-4,3e-4",
-    device: Device = None,
+    device: str | None = None,
 ) -> None:
     """Analyze models: linear probes, similarity of heads and tokens, copying heads, singular values.
 

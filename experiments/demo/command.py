@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from leanqkv.commands.compare import train_with_display
-from leanqkv.commands.options import DataOptions, Device, prepare
+from leanqkv.commands.options import DataOptions, prepare
 from leanqkv.data.batches import check_plan
 from leanqkv.environment import check_device
 from leanqkv.errors import LeanError
@@ -23,7 +23,7 @@ from .page import KIND, SCALE
 from .phases import PHASES
 
 
-def demo(out: Path, steps: int = 400, device: Device = None) -> None:
+def demo(out: Path, steps: int = 400, device: str | None = None) -> None:
     """Run every tool on one small model and write one page: one to two minutes on two CPU cores.
 
     Trains a baseline and a SkipV1 model on the same batches, converts the trained baseline to a smaller KV cache,

@@ -120,7 +120,7 @@ def run(app: typer.Typer) -> None:
         message = _user_message(error)
         if message is None:
             _fail(_unforeseen(error), 1)
-        _fail(_as_options(message, app), _exit_code(error))
+        _fail(_as_options(message, app), getattr(error, "exit_code", 2))
 
 
 def _refuse_empty(arguments: list[str]) -> None:
@@ -129,10 +129,6 @@ def _refuse_empty(arguments: list[str]) -> None:
         name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
         if equals and not value and name != "--prompt":
             raise LeanError(f"the value after {name} is empty; give one or leave the option out")
-
-
-def _exit_code(error: Exception) -> int:
-    return error.exit_code if isinstance(error, LeanError) else 2
 
 
 def _user_message(error: Exception) -> str | None:
@@ -147,8 +143,7 @@ def _user_message(error: Exception) -> str | None:
         where = f": {name}" if (name := error.filename2 or error.filename) else ""
         reasons = {errno.ENOSPC: "the disk is full", errno.EACCES: "permission denied", errno.EROFS: "read-only"}
         if error.errno in reasons:
-            again = "what was complete is kept, the same command goes on from there"
-            return f"{reasons[error.errno]}{where}; {again}"
+            return f"{reasons[error.errno]}{where}; what was complete is kept, the same command goes on from there"
         return f"{error.strerror}{where}" if where else None
     # PyTorch reports missing memory as a RuntimeError.
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory|not enough memory", str(error)):
@@ -195,11 +190,11 @@ def _unforeseen(error: Exception) -> str:
 def _shortened(line: str) -> str:
     """Cut the middle out of long words and lists, which quote a value, and out of a line that is long even so."""
 
-    def cut(text: str, most: int) -> str:
-        is_path = "/" in text and len(text) < 5000
-        return text if len(text) <= most or is_path else f"{text[: most * 2 // 3]}…{text[-most // 4 :]}"
+    def cut(found: re.Match[str]) -> str:
+        is_path = "/" in found[0] and len(found[0]) < 5000
+        return found[0] if is_path else f"{found[0][:80]}…{found[0][-30:]}"
 
-    line = re.sub(r"\[[^][]{200,}\]|\{[^{}]{200,}\}|\S{121,}", lambda value: cut(value[0], 120), line)
+    line = re.sub(r"\[[^][]{200,}\]|\{[^{}]{200,}\}|\S{121,}", cut, line)
     return line if len(line) <= 1500 else f"{line[:1000]}…{line[-400:]}"
 
 

@@ -8,29 +8,30 @@ import typer
 from ..errors import LeanError
 from ..files import check_free
 from ..progress import console, progress_bar
-from .options import SOURCE, Out, as_dtype
-
-StoredDtype = Annotated[str | None, typer.Option(help="fp64, fp32 or bf16. Default: as stored.", show_default=False)]
+from .options import SOURCE, as_dtype
 
 
 def import_checkpoint(
-    source: Annotated[Path, typer.Argument(help=SOURCE, metavar="SOURCE")], out: Out, dtype: StoredDtype = None
+    source: Annotated[Path, typer.Argument(help=SOURCE, metavar="SOURCE")], out: Path, dtype: str | None = None
 ) -> None:
     """Convert a checkpoint of transformers, or a GGUF file, to leanqkv's format. Every tensor is accounted for.
 
     leanqkv import hf/pythia-160m --out runs/pythia
 
     leanqkv import model.Q8_0.gguf --out runs/model
+
+    Options:
+        dtype: fp64, fp32 or bf16. Default: as stored.
     """
     _rewrite(source, out, dtype, stock=False)
 
 
 def export_checkpoint(
     source: Annotated[Path, typer.Argument(help=SOURCE, metavar="DIR")],
-    out: Out,
+    out: Path,
     format: str = "stock",
     family: str | None = None,
-    dtype: StoredDtype = None,
+    dtype: str | None = None,
 ) -> None:
     """Convert a checkpoint of leanqkv to a class of transformers. Identities become plain matrices.
 
@@ -39,6 +40,7 @@ def export_checkpoint(
     Options:
         format: stock, a class of transformers.
         family: Class to export to: llama, gpt2, … Default: the simplest that fits.
+        dtype: fp64, fp32 or bf16. Default: as stored.
     """
     if format != "stock":
         raise LeanError(f"`format` is stock, found {format!r}")

@@ -4,7 +4,6 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,30 +13,11 @@ import typer
 from ..errors import LeanError, needs
 from ..job import check_out
 from . import options
-from .options import (
-    NAME_HELP,
-    ClusterOptions,
-    ContextLength,
-    DataOptions,
-    Device,
-    MicroBatchSize,
-    PrecisionOption,
-    RecipeOptions,
-    console,
-    outcome,
-    prepare,
-    recipe_overrides,
-)
+from .options import NAME_HELP, ClusterOptions, DataOptions, RecipeOptions, changed, console, outcome, prepare
 from .texts import TaskScoring
 
 if TYPE_CHECKING:
     from ..compare.suite import Comparison
-
-
-LearningRateGrid = Annotated[
-    str | None,
-    typer.Option(help="Learning rates such as 1e-3,2e-3,3e-3: search the best for every model on a separate seed."),
-]
 
 
 def _list_suites(asked: bool) -> None:
@@ -55,8 +35,7 @@ def compare(
     *,
     out: Path,
     names: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"A suite, or models, the baseline first: {NAME_HELP}", show_default=False),
+        list[str] | None, typer.Argument(help=f"A suite, or models, the baseline first: {NAME_HELP}")
     ] = None,
     suite: str | None = None,
     scale: str | None = None,
@@ -67,12 +46,12 @@ def compare(
     cluster: ClusterOptions,
     tasks: TaskScoring,
     seeds: int | None = None,
-    lr_grid: LearningRateGrid = None,
+    lr_grid: str | None = None,
     grid_steps: int | None = None,
-    micro_batch_size: MicroBatchSize = None,
-    context_length: ContextLength = None,
-    precision: PrecisionOption = "auto",
-    device: Device = None,
+    micro_batch_size: int | None = None,
+    context_length: int | None = None,
+    precision: str = "auto",
+    device: str | None = None,
     jobs: int | None = None,
     evaluate_every: int | None = None,
     evaluation_sequences: int | None = None,
@@ -99,23 +78,26 @@ def compare(
         base: Build a suite's models on another base of the same shape, such as encoder-tiny or tiny+mask_type=prefix.
         _list: List the suites, and stop.
         seeds: Number of paired seeds. Default: the suite's, else 3.
+        lr_grid: Learning rates such as 1e-3,2e-3,3e-3: search the best for every model on a separate seed.
         grid_steps: With --lr-grid: steps of the search, with a schedule of the same length.
         jobs: Parallel runs. Default: one per core for small models on a CPU, else 1. Under torchrun 1.
         shard: fsdp: split weights and optimizer over the processes of torchrun, or of each job of --launcher submitit.
     """
     if "RANK" not in os.environ:
         check_out(out, "comparison")
+    from ..compare.comparison import processes_of_a_run
     from ..compare.suites import choose
+    from ..train.processes import first_decides, is_first
 
     asked: dict[str, Any] = {"seeds": tuple(range(seeds or 0)), "evaluate_every": evaluate_every}
-    asked["tasks"] = tuple(map(str.strip, (tasks.tasks or "").split(","))) if tasks.tasks else ()
+    asked["tasks"] = tuple(map(str.strip, tasks.tasks.split(","))) if tasks.tasks else ()
 
     def planned() -> "Comparison":
         check_out(out, "comparison")
         return replace(
             choose(names or [], suite, scale, base),
             **{field: value for field, value in asked.items() if value},
-            recipe=recipe_overrides(**vars(recipe)),
+            recipe=changed(recipe),
             learning_rates=_search(lr_grid, grid_steps, recipe),
             grid_steps=grid_steps,
             context_length=context_length,
@@ -124,27 +106,9 @@ def compare(
             command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
         )
 
-    how: dict[str, Any] = {"precision": precision, "device": device, "jobs": jobs, "cluster": cluster.chosen()}
-    how |= {"include_path": tasks.include_path}
-    _run(planned, data, evaluation_sequences, shard, out, **how)
-
-
-def _run(
-    planned: Callable[[], "Comparison"],
-    data: DataOptions,
-    evaluation_sequences: int | None,
-    shard: str | None,
-    out: Path,
-    **options: Any,
-) -> None:
-    """Train and compare on the data of the command line, or else on the comparison's own, and show the report.
-
-    Of torchrun's processes the first one plans, and reads the data before the others do.
-    """
-    from ..compare.comparison import processes_of_a_run
-    from ..train.processes import first_decides, is_first
-
-    processes_of_a_run(options["cluster"], shard, options["device"], options["jobs"])
+    how: dict[str, Any] = {"device": device, "jobs": jobs, "cluster": cluster.chosen()}
+    processes_of_a_run(shard=shard, **how)
+    # Of torchrun's processes the first one plans, and reads the data before the others do.
     comparison = first_decides(planned)
     if data.data is None:
         data = replace(data, data=comparison.data, tokenizer=data.tokenizer or comparison.tokenizer)
@@ -155,15 +119,14 @@ def _run(
     comparison = replace(comparison, evaluation_sequences=sequences, shard=shard)
     if differing := comparison.recipe_differences:
         console.print(f"recipes: the models differ in {' and '.join(differing)}")
-    train_with_display(comparison, prepared, out, **options)
-    if not is_first():
-        return
-    from ..report.comparison_page import KIND
-    from ..report.page import written
+    train_with_display(comparison, prepared, out, precision=precision, include_path=tasks.include_path, **how)
+    if is_first():
+        from ..report.comparison_page import KIND
+        from ..report.page import written
 
-    page = KIND.write(out)
-    console.print(KIND.show(out))
-    console.print(written(page), soft_wrap=True)
+        page = KIND.write(out)
+        console.print(KIND.show(out))
+        console.print(written(page), soft_wrap=True)
 
 
 def _search(lr_grid: str | None, grid_steps: int | None, recipe: RecipeOptions) -> tuple[float, ...] | None:

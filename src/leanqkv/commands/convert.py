@@ -1,6 +1,7 @@
 """`leanqkv convert`: a finished checkpoint with a smaller KV cache, or a nonlinear query."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -8,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..convert.targets import CALIBRATED, FREEDOMS, METHODS, SMALLER, TARGETS, listed
+from ..convert.targets import CALIBRATED, METHODS, SMALLER, TARGETS, listed
 from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_free
-from .options import SOURCE, Dtype, Out, as_dtype
+from .options import SOURCE, as_dtype, changed
 from .texts import ConversionTexts
 
 
@@ -60,25 +61,17 @@ class TargetOptions:
         Raises:
             LeanError: a share, a list of layers or a device that is none.
         """
-        values = {
-            "method": None if self.method == CALIBRATED else self.method,
-            "cache": None if self.cache is None else read_share(self.cache),
-            "at_context": self.at_context,
-            "ratio": self.ratio,
-            "layers": None if self.layers is None else _read_layers(self.layers),
-            **{name: None if getattr(self, name) else False for name in FREEDOMS},
-            "device": None if self.device is None else check_device(self.device),
-            "seed": self.seed or None,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        read: dict[str, Callable[[str], Any]] = {"cache": read_share, "layers": _read_layers, "device": check_device}
+        given = {name: value for name, value in changed(self).items() if name != "to"}
+        return {name: read[name](value) if name in read else value for name, value in given.items()}
 
 
 def convert(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
-    out: Out,
+    out: Path,
     target: TargetOptions,
     texts: ConversionTexts,
-    dtype: Dtype = "fp32",
+    dtype: str = "fp32",
     dry_run: bool = False,
     verbose: bool = False,
 ) -> None:

@@ -47,7 +47,7 @@ def convert_checkpoint(
     texts: ConversionTexts,
     dtype: torch.dtype,
     verbose: bool,
-    dry_run: bool = False,
+    dry_run: bool,
 ) -> None:
     """Convert the checkpoint `source` to a target with the options that were `given`, and show the result.
 
@@ -66,7 +66,7 @@ def convert_checkpoint(
             found = conversion.estimate((max(1, tokens // length), length), dtype)
         show_estimate(found, out, given.get("device", "cpu"), texts.evaluate is not None)
         return
-    comparison = read_evaluation(opened, texts.evaluate, texts.evaluate_tokens, length, texts.calibration)
+    comparison = read_evaluation(opened, texts, length)
     about, sample = about_conversion(source, out, given.get("device", "cpu")), None
     if texts.calibration is not None:
         data = read_calibration(opened, texts.calibration)
@@ -182,15 +182,13 @@ class Comparison:
         return first
 
 
-def read_evaluation(
-    source: Checkpoint, evaluate: str | None, tokens: int | None, length: int, calibration: str | None
-) -> Comparison | None:
-    """Return what is to be compared on the text `evaluate`, or None of no text.
+def read_evaluation(source: Checkpoint, texts: ConversionTexts, length: int) -> Comparison | None:
+    """Return what is to be compared on the text of --evaluate, or None of no text.
 
     Raises:
         LeanError: no such text, too short, or read by the calibration too; or too little memory for both models.
     """
-    if evaluate is None:
+    if texts.evaluate is None:
         return None
     needed, free = 2 * 4 * count_parameters(source.config).total, free_memory("cpu")
     if needed > free:
@@ -198,12 +196,12 @@ def read_evaluation(
             f"--evaluate holds source and result in float32: {needed / 1e9:,.1f} GB of memory, and "
             f"{free / 1e9:,.1f} GB are free. Leave it out, and score both with leanqkv eval"
         )
-    split = unseen_split(evaluate, calibration)
-    text = read_text(source, evaluate, split)
+    split, tokens = unseen_split(texts.evaluate, texts.calibration), texts.evaluate_tokens
+    text = read_text(source, texts.evaluate, split)
     if tokens is not None and tokens > (there := len(text.tokens) - 1):
         raise LeanError(
-            f"--evaluate-tokens {tokens:,} are asked for, the {split} text of {evaluate} has {there:,}. Give more "
-            "text, or fewer tokens"
+            f"--evaluate-tokens {tokens:,} are asked for, the {split} text of {texts.evaluate} has {there:,}. Give "
+            "more text, or fewer tokens"
         )
     return Comparison(source, text, tokens or EVALUATED_TOKENS, min(length, len(text.tokens) - 1))
 

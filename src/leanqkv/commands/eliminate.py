@@ -7,26 +7,23 @@ import typer
 
 from ..errors import LeanError
 from ..files import check_free
-from .options import SOURCE, Dtype, Out, as_dtype
+from .options import SOURCE, as_dtype
 
 # The largest difference of logits at which two checkpoints are one function, relative to the largest logit, in float64.
 TOLERANCE = 1e-3
-Text = Annotated[
-    Path | None, typer.Option(help="Text to compare on. Default: random tokens from a fixed seed.", show_default=False)
-]
 
 
 def eliminate(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     remove: str,
-    out: Out,
+    out: Path,
     layer: str = "all",
     format: str = "strict",
     family: str | None = None,
-    dtype: Dtype = "fp32",
+    dtype: str = "fp32",
     max_condition: float = 1e8,
     plain: bool = False,
-    text: Text = None,
+    text: Path | None = None,
 ) -> None:
     """Remove weights from a checkpoint without changing its function. A certificate states the error.
 
@@ -45,6 +42,7 @@ def eliminate(
         family: Class for --format stock: llama, gpt2, … Default: the simplest that fits.
         max_condition: Refuse to solve with a matrix of a larger condition number.
         plain: Use the textbook form instead of the one with the smallest rounding error.
+        text: Text to compare on. Default: random tokens from a fixed seed.
     """
     if format not in ("strict", "stock"):
         raise LeanError(f"`format` is strict or stock, found {format!r}")
@@ -60,7 +58,7 @@ def eliminate(
 def verify(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     other: Annotated[Path, typer.Argument(help="Another checkpoint with the same vocabulary.", metavar="DIR")],
-    text: Text = None,
+    text: Path | None = None,
     tolerance: float = TOLERANCE,
 ) -> None:
     """Compare two checkpoints on their logits, in float64, float32 and bfloat16; exit code 1 if they differ.
@@ -68,6 +66,7 @@ def verify(
     leanqkv verify runs/a runs/b --text book.txt
 
     Options:
+        text: Text to compare on. Default: random tokens from a fixed seed.
         tolerance: Largest difference of logits in float64, relative to the largest logit.
     """
     from .eliminating import verify_and_report

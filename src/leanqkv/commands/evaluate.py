@@ -6,21 +6,17 @@ from typing import Annotated
 
 import typer
 
-from ..environment import check_device
 from ..errors import LeanError
 from ..files import check_new_file
-from .options import SOURCE, Device, check_left_out
-from .texts import ComparedScoring, TaskScoring, TextScoring
+from .options import SOURCE, check_left_out
+from .texts import ScoringOptions, TaskScoring, TextScoring
 
 
 def evaluate(
     source: Annotated[Path, typer.Argument(help=SOURCE)],
     text: TextScoring,
     tasks: TaskScoring,
-    compared: ComparedScoring,
-    batch_size: int | None = None,
-    precision: str = "fp32",
-    device: Device = None,
+    options: ScoringOptions,
     out: Path | None = None,
 ) -> None:
     """Score a checkpoint on every token of a text, or on downstream tasks.
@@ -42,8 +38,6 @@ def evaluate(
     leanqkv eval hf/smaller --against hf/llama --tasks piqa:data/piqa,cloze:book.txt,needle:book.txt,recall
 
     Options:
-        batch_size: Windows, or task requests, per batch. Default: 8, or those that have 8,192 tokens.
-        precision: fp32 or bf16, with +sdpa or +eager.
         out: New JSON file for the record: figures, hashes, hardware, versions.
     """
     if (text.data is None) == (tasks.tasks is None):
@@ -52,10 +46,10 @@ def evaluate(
         check_left_out(tasks, "`tasks`")
     else:
         check_left_out(text, "`data`")
-        if compared.context_length is not None and not {"needle", "recall"} & set(re.split("[,: ]+", tasks.tasks)):
+        if options.context_length is not None and not {"needle", "recall"} & set(re.split("[,: ]+", tasks.tasks)):
             raise LeanError("`context_length` goes with `data`, or with the tasks needle and recall; leave it out")
     if out is not None:
         check_new_file(out)
     from .scoring import score
 
-    score(source, text, tasks, compared, batch_size, precision, check_device(device), out)
+    score(source, text, tasks, options, out)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
 from ..cache_bits import CacheBits
 from ..checkpoints.open import load_model, open_causal_lm
@@ -24,43 +23,32 @@ from ..inference.text import TextStream, check_chat_template, check_tokens, enco
 from ..memory import check_cache
 from ..model.cache import cache_bytes
 from ..progress import terminal
+from .texts import AnswerOptions
 
 
-def generate_answers(
-    directory: Path,
-    prompt: str | None,
-    *,
-    chat: bool,
-    seed: int,
-    device: str | None,
-    cache_bits: CacheBits,
-    **options: Any,
-) -> None:
-    """Answer a prompt, or each line of standard input where `prompt` is None; `options` are those of the decoder.
+def generate_answers(directory: Path, prompt: str | None, options: AnswerOptions) -> None:
+    """Answer a prompt, or each line of standard input where `prompt` is None.
 
     Raises:
         LeanError: no causal language model or tokenizer, or a prompt that is refused. One refused line of standard
             input is reported, and the next one is read.
     """
     opened = open_causal_lm(directory)
-    tokenizer = _tokenizer(directory, chat)
-    decoder = Decoder(load_model(opened).to(check_device(device)), cache_bits=cache_bits)
+    tokenizer = _tokenizer(directory, options.chat)
+    model = load_model(opened).to(check_device(options.device))
+    decoder = Decoder(model, cache_bits=CacheBits.of(options.cache_bits))
     if prompt is not None:
-        try:
-            _print_answer(decoder, tokenizer, prompt, seed, options, chat=chat, echo=not chat)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+        _print_answer(decoder, tokenizer, prompt, options, echo=not options.chat)
         return
     for line in _input_lines():
         try:
-            _print_answer(decoder, tokenizer, line, seed, options, chat=chat)
+            _print_answer(decoder, tokenizer, line, options)
         except KeyboardInterrupt:
             print(flush=True)
             terminal.print("stopped", style="dim")
         except (LeanError, MemoryError, RuntimeError) as error:  # PyTorch reports missing memory as a RuntimeError.
-            message = " ".join(str(error).split())
             terminal.print("error:", style="bold red", end=" ")
-            terminal.print(message, soft_wrap=True, markup=False)
+            terminal.print(" ".join(str(error).split()), soft_wrap=True)
 
 
 def _tokenizer(directory: Path, chat: bool) -> Any:
@@ -80,20 +68,18 @@ def _tokenizer(directory: Path, chat: bool) -> Any:
     return tokenizer
 
 
-def _print_answer(
-    decoder: Decoder, tokenizer: Any, prompt: str, seed: int, options: dict[str, Any], *, chat: bool, echo: bool = False
-) -> None:
+def _print_answer(decoder: Decoder, tokenizer: Any, prompt: str, options: AnswerOptions, echo: bool = False) -> None:
     """Print the continuation of a prompt while it is generated, after the prompt itself if `echo`.
 
     Raises:
         LeanError: the model cannot read the prompt, prompt and answer exceed its positions, or their cache the memory.
     """
-    if chat:
+    if options.chat:
         ids = encode_chat(tokenizer, render_chat(tokenizer, [{"role": "user", "content": prompt}]))
     else:
         ids = encode_prompt(tokenizer, prompt)
     check_tokens(ids[0].tolist(), decoder.config.vocab_size, tokenizer)
-    length, new = ids.shape[1], options["max_new_tokens"]
+    length, new = ids.shape[1], options.max_new_tokens
     positions = last_position(decoder.config, length)
     if positions is not None and new > (room := positions - length):
         advice = f"--max-new-tokens can be {room} at most, found {new}" if room > 0 else "shorten it"
@@ -101,15 +87,16 @@ def _print_answer(
     check_cache(decoder.model, 1, length + new, "--max-new-tokens", decoder.cache_bits)
     if echo:
         print(prompt, end="", flush=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(options.seed)
     start = time.perf_counter()
     stream = TextStream(tokenizer, ids[0].tolist())
 
     def show(tokens: torch.Tensor) -> None:
         print(stream.add(int(tokens)), end="", flush=True)
 
-    ends = end_tokens(decoder.generation_config, tokenizer)
-    output = decoder.generate(ids.to(decoder.model.device), callback=show, eos_token_id=ends, **options)
+    ends, greedy = end_tokens(decoder.generation_config, tokenizer), options.temperature == 0
+    how: dict[str, Any] = {"do_sample": not greedy, "temperature": options.temperature, "top_k": options.top_k}
+    output = decoder.generate(ids.to(decoder.model.device), max_new_tokens=new, callback=show, eos_token_id=ends, **how)
     print(stream.finish(), flush=True)
     assert decoder.cache is not None
     new, seconds = output.shape[1] - length, time.perf_counter() - start

@@ -10,9 +10,10 @@ from ..cache_bits import CacheBits
 from ..environment import check_device
 from ..errors import LeanError, needs
 from ..files import check_free
-from ..progress import console, terminal
+from ..progress import console, progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
-from .options import NAME_HELP, SOURCE, Device, as_dtype
+from .options import NAME_HELP, SOURCE, as_dtype
+from .texts import AnswerOptions
 
 ENGINES = ("leanqkv", "vllm")
 
@@ -21,13 +22,8 @@ def generate(
     directory: Annotated[Path, typer.Argument(help=SOURCE)],
     prompt: str | None = None,
     interactive: bool = False,
-    chat: bool = False,
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    cache_bits: str = "16",
-    seed: int = 0,
-    device: Device = None,
+    *,
+    options: AnswerOptions,
 ) -> None:
     """Continue a prompt with a trained model; speed and KV-cache size go to standard error.
 
@@ -44,29 +40,22 @@ def generate(
         interactive: Read prompts from standard input, one per line, until it ends (Ctrl-D). Each is answered by itself,
             with the same seed. A backslash at the end of a line continues the prompt on the next line. Ctrl-C stops an
             answer.
-        chat: Put each prompt into the model's chat template, as a user's message.
-        temperature: Sampling temperature. 0: greedy.
-        top_k: Sample from the k likeliest tokens.
-        cache_bits: Bits of cached keys and values: 8, 4, 2 or KEYS/VALUES. 16: the model's own precision.
     """
     if (prompt is None) != interactive:
         raise LeanError("generate takes either --prompt or --interactive")
-    bits = CacheBits.of(cache_bits)
     from .generating import generate_answers
 
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    how: dict[str, Any] = {"chat": chat, "seed": seed, "device": device, "cache_bits": bits}
-    generate_answers(directory, prompt, **how, max_new_tokens=max_new_tokens, **sampling)
+    generate_answers(directory, prompt, options)
 
 
 def serve(
     directory: Annotated[Path, typer.Argument(help=SOURCE)],
     engine_options: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="For vLLM, behind --.", show_default=False)
+        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="For vLLM, behind --.")
     ] = None,
     host: str = "127.0.0.1",
     port: int = 8000,
-    device: Device = None,
+    device: str | None = None,
     dtype: str | None = None,
     cache_bits: str = "16",
     engine: str = "leanqkv",
@@ -110,12 +99,8 @@ def serve(
         cache = f", cache in {bits.name}" if bits.quantized else ""
         console.print(f"{name}: {address}{cache} (Ctrl-C ends it)", soft_wrap=True, markup=False)
 
-    device = check_device(device)
-    try:
-        where: dict[str, Any] = {"host": host, "port": port, "device": device}
-        run(directory, **where, dtype=as_dtype(dtype), cache_bits=bits, started=started)
-    except KeyboardInterrupt:  # The model was still loading.
-        raise typer.Exit(130) from None
+    where: dict[str, Any] = {"host": host, "port": port, "device": check_device(device)}
+    run(directory, **where, dtype=as_dtype(dtype), cache_bits=bits, started=started)
 
 
 def bench(
@@ -127,7 +112,7 @@ def bench(
     rounds: int = 3,
     dtype: str = "bf16",
     cache_bits: str = "16",
-    device: Device = None,
+    device: str | None = None,
 ) -> None:
     """Measure KV cache, memory, prefill and decoding of several models, in turns in one process.
 
@@ -154,10 +139,14 @@ def bench(
     if dtype not in ("bf16", "fp32"):
         raise LeanError(f"`dtype` is bf16 or fp32, found {dtype!r}")
     precisions = CacheBits.list_of(cache_bits)
-    from .measuring import measure_and_report
+    from ..inference.bench import bench_record
+    from ..report.bench import KIND
+    from .publishing import publish
 
-    sizes = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
-    measure_and_report(models, contexts, batches, out, precisions=precisions, **sizes)
+    how: dict[str, Any] = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
+    with progress_bar("measuring") as bar:
+        record = bench_record(models, contexts, batches, precisions=precisions, **how, progress=bar.show)
+    publish(KIND, out, record)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

@@ -34,23 +34,19 @@ SOURCE = (
     "Granite, OLMo 2, Phi-3 or SmolLM3; or a .gguf file"
 )
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
-Out = Annotated[Path, typer.Option(help="New directory, written completely or not at all. Rerun to resume.")]
-Dtype = Annotated[str, typer.Option(help="Dtype of the stored weights: fp64, fp32 or bf16.")]
-TextField = Annotated[str, typer.Option(help="Field of JSONL, Parquet and datasets that holds the text.")]
-MaxDocuments = Annotated[int | None, typer.Option(help="Read at most this many documents.")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences per step, over all processes.")]
-MicroBatchSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Sequences per forward pass of a process; gradients are accumulated. Default: what fits in memory.",
-        show_default=False,
-    ),
-]
-ContextLength = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: all positions.")]
-PrecisionOption = Annotated[
-    str, typer.Option(help="auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps. Default: an accelerator if there is one.")]
+# The help of options that several commands have; a docstring goes before it.
+SHARED_HELP = {
+    "out": "New directory, written completely or not at all. Rerun to resume.",
+    "dtype": "Dtype of the stored weights: fp64, fp32 or bf16.",
+    "text_field": "Field of JSONL, Parquet and datasets that holds the text.",
+    "max_documents": "Read at most this many documents.",
+    "batch_size": "Sequences per step, over all processes.",
+    "micro_batch_size": "Sequences per forward pass of a process; gradients are accumulated. Default: what fits in "
+    "memory.",
+    "context_length": "Tokens per sequence. Default: all positions.",
+    "precision": "auto (times the candidates), or fp32 or bf16 with +compile and +sdpa or +eager.",
+    "device": "cpu, cuda or mps. Default: an accelerator if there is one.",
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,8 @@ class TextOptions:
     """
 
     data: str | None = None
-    text_field: TextField = "text"
-    max_documents: MaxDocuments = None
+    text_field: str = "text"
+    max_documents: int | None = None
     workers: int = 1
 
 
@@ -95,7 +91,7 @@ class RecipeOptions:
     """
 
     steps: int | None = None
-    batch_size: BatchSize = None
+    batch_size: int | None = None
     learning_rate: float | None = None
     min_learning_rate: float | None = None
     weight_decay: float | None = None
@@ -122,10 +118,10 @@ class RunOptions:
 
     out: Path
     seed: int = 0
-    micro_batch_size: MicroBatchSize = None
-    context_length: ContextLength = None
-    precision: PrecisionOption = "auto"
-    device: Device = None
+    micro_batch_size: int | None = None
+    context_length: int | None = None
+    precision: str = "auto"
+    device: str | None = None
     evaluate_every: int = 50
     evaluation_sequences: int | None = None
     gradient_checkpointing: Annotated[bool, typer.Option()] = False
@@ -201,19 +197,23 @@ class ClusterOptions:
         return Cluster(self.cluster, *sizes, options)
 
 
-def check_left_out(options: Any, leader: str) -> None:
+def changed(group: Any) -> dict[str, Any]:
+    """Return the options of a group that differ from their defaults."""
+    return {field.name: value for field in fields(group) if (value := getattr(group, field.name)) != field.default}
+
+
+def check_left_out(group: Any, leader: str) -> None:
     """Refuse options of a group that were given without `leader`, which they go with."""
-    for field in fields(options):
-        if getattr(options, field.name) != field.default:
-            raise LeanError(f"`{field.name}` goes with {leader}; leave it out")
+    for name in changed(group):
+        raise LeanError(f"`{name}` goes with {leader}; leave it out")
 
 
 def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
     """Return a function for Typer that checks every number and the place of results, and then calls the command.
 
-    A parameter is an option; its help stands in the section Options, the last one of the command's docstring. Of a
-    parameter that is a dataclass every field is an option, with its help in the docstring of the class. Options without
-    a default come first.
+    A parameter is an option; its help stands in the section Options, the last one of the command's docstring, or in
+    SHARED_HELP. Of a parameter that is a dataclass every field is an option, with its help in the docstring of the
+    class. Options without a default come first.
     """
     signature, (text, helps) = inspect.signature(command), _documented(command)
     groups: dict[str, Any] = {}
@@ -225,6 +225,7 @@ def option_groups(command: Callable[..., Any]) -> Callable[..., None]:
             helps |= {name: words for cls in groups[name].__mro__ for name, words in _documented(cls)[1].items()}
         else:
             parameters.append(parameter)
+    helps = SHARED_HELP | helps
     parameters = [_as_option(parameter, helps.get(parameter.name)) for parameter in parameters]
     parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
 
@@ -263,11 +264,6 @@ def _as_option(parameter: inspect.Parameter, words: str | None) -> inspect.Param
         info = typer.Option(*([f"--{parameter.name.replace('_', '-')}"] if switch else []))
     info.help = info.help or words
     return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
-
-
-def recipe_overrides(**options: Any) -> dict[str, Any]:
-    """Return the options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def prepare(options: DataOptions, configs: "Sequence[LeanConfig]") -> "PreparedData":

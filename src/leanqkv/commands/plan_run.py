@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .options import NAME_HELP, RecipeOptions, recipe_overrides
+from .options import NAME_HELP, RecipeOptions
 from .texts import MachineOptions, PlanOptions
 
 
@@ -26,4 +26,4 @@ def plan_run(
     """
     from .planning import show_plans
 
-    show_plans(names, recipe_overrides(**vars(recipe)), machine, plan)
+    show_plans(names, recipe, machine, plan)

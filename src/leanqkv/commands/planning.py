@@ -1,7 +1,6 @@
 """The table of `leanqkv plan-run`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -12,16 +11,12 @@ from ..progress import console, progress_bar
 from ..train.processes import check_shard
 from ..train.run_plan import ACCELERATORS, Accelerator, RunPlan, plan_run
 from ..train.tasks import check_context
+from .options import RecipeOptions, changed
 from .texts import MachineOptions, PlanOptions
 
 
-def show_plans(
-    names: Sequence[str],
-    overrides: Mapping[str, Any],
-    machine: MachineOptions,
-    options: PlanOptions,
-) -> None:
-    """Print what runs of these models need; `overrides` are of their recipes."""
+def show_plans(names: Sequence[str], changes: RecipeOptions, machine: MachineOptions, options: PlanOptions) -> None:
+    """Print what runs of these models need, by their recipes with these changes."""
     check_shard(options.shard)
     device, plans = _device(machine), {}
     with progress_bar("counting") as bar:
@@ -30,7 +25,7 @@ def show_plans(
             context = options.context_length or config.max_position_embeddings
             check_context(name, config, context)
             how = {**vars(options), "context_length": context}
-            plans[name] = plan_run(config, recipe(name, **overrides), device=device, **how)
+            plans[name] = plan_run(config, recipe(name, **changed(changes)), device=device, **how)
             bar(done + 1, len(names))
     _print(plans, device, options.devices, options.utilization)
 

@@ -92,6 +92,5 @@ def measure_frontier(
     write_json(out / RECORD, record)
     page = KIND.write(out)
     console.print(KIND.terminal(record))
-    for line in recommendations(record):
-        console.print(line, highlight=False)
+    console.print("\n".join(recommendations(record)))
     console.print(f"{page or NO_PAGE}, {out / RECORD}", highlight=False, soft_wrap=True)

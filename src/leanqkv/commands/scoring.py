@@ -16,7 +16,7 @@ from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vo
 from ..convert.conversion import sizes_of
 from ..data.evaluation import EvaluationText
 from ..data.objectives import MaskedTokens
-from ..environment import made_on
+from ..environment import check_device, made_on
 from ..errors import LeanError
 from ..evaluate.harness import (
     TOKENS_AT_A_TIME,
@@ -37,7 +37,7 @@ from ..report import conversion
 from ..report.text import ABSENT, Table, plus_minus, signed
 from ..train.precision import Precision, parse_precision
 from .options import read_text
-from .texts import ComparedScoring, TaskScoring, TextScoring
+from .texts import ScoringOptions, TaskScoring, TextScoring
 
 
 @dataclass(frozen=True)
@@ -70,31 +70,22 @@ class Scored:
         return {"role": "evaluation", **_about(self.checkpoint), **made}
 
 
-def score(
-    source: Path,
-    text: TextScoring,
-    tasks: TaskScoring,
-    compared: ComparedScoring,
-    batch_size: int | None,
-    precision: str,
-    device: str,
-    out: Path | None,
-) -> None:
+def score(source: Path, text: TextScoring, tasks: TaskScoring, options: ScoringOptions, out: Path | None) -> None:
     """Score a checkpoint on the tasks if some are asked for, else on the text; write the record to `out`, if any."""
-    arithmetic = parsed_precision(precision)
+    device, precision = check_device(options.device), parsed_precision(options.precision)
     opened = open_checkpoint(source)
     if tasks.tasks is not None or opened.config.task != "masked_lm":
         opened = open_causal_lm(source)
     positions = opened.config.max_position_embeddings
-    context = compared.context_length or positions
+    context = options.context_length or positions
     if context > positions:
         beyond = f"--context-length {context} is longer than the {positions} positions of the model"
         if tasks.tasks is not None or opened.config.position_embedding_type == "learned":
             raise LeanError(beyond)
         terminal.print(f"warning: {beyond}; losses behind them are of positions that it was not trained on")
-    other = None if compared.against is None else _open_other(opened, compared.against, context)
-    at_a_time = batch_size or max(1, min(8, TOKENS_AT_A_TIME // context))
-    scored = Scored(opened, arithmetic, device, at_a_time, CacheBits.of(compared.cache_bits), context, other)
+    other = None if options.against is None else _open_other(opened, options.against, context)
+    batch_size = options.batch_size or max(1, min(8, TOKENS_AT_A_TIME // context))
+    scored = Scored(opened, precision, device, batch_size, CacheBits.of(options.cache_bits), context, other)
     started = time.perf_counter()
     figures = score_text(scored, text) if tasks.tasks is None else score_tasks(scored, tasks)
     if out is not None:
@@ -139,15 +130,15 @@ def _cache(scored: Scored, length: int) -> dict[str, Any]:
         raise LeanError(f"`cache_bits={bits}`: {reason}")
     if not bits.quantized:
         return {}
-    size = bits.bytes_per_token(config.plan, torch.bfloat16)
-    console.print(f"cache in {bits.name}, {size:,.0f} bytes per token; {BLOCK} tokens are read together")
-    return {"cache": _cache_record(scored, size)}
+    cache = _cache_record(scored)
+    size = f"{cache['bytes_per_token']:,.0f} bytes per token"
+    console.print(f"cache in {bits.name}, {size}; {BLOCK} tokens are read together")
+    return {"cache": cache}
 
 
-def _cache_record(scored: Scored, size: float) -> dict[str, Any]:
-    bits = scored.cache_bits
-    bits_of = {"key_bits": bits.key_bits, "value_bits": bits.value_bits}
-    return {**bits_of, "bytes_per_token": size, "tokens_read_together": BLOCK}
+def _cache_record(scored: Scored) -> dict[str, Any]:
+    size = scored.cache_bits.bytes_per_token(scored.checkpoint.config.plan, torch.bfloat16)
+    return {**vars(scored.cache_bits), "bytes_per_token": size, "tokens_read_together": BLOCK}
 
 
 def _masks(checkpoint: Checkpoint) -> MaskedTokens:
@@ -278,12 +269,11 @@ def score_tasks(scored: Scored, options: TaskScoring) -> dict[str, Any]:
     if mean is not None and len(scores.figures) > 1:
         console.print(f"mean acc: {mean:.4f} over {len(scores.figures)} tasks")
     if scores.cached is not None:
-        size = scored.cache_bits.bytes_per_token(scored.checkpoint.config.plan, torch.bfloat16)
+        record["cache"] = cache = _cache_record(scored) | {"requests_that_read_it": scores.cached}
         console.print(
-            f"cache in {scored.cache_bits.name}, {size:,.0f} bytes per token, read by {scores.cached:.1%} of the "
-            f"requests; the others have at most {BLOCK} tokens, which are not quantized"
+            f"cache in {scored.cache_bits.name}, {cache['bytes_per_token']:,.0f} bytes per token, read by "
+            f"{scores.cached:.1%} of the requests; the others have at most {BLOCK} tokens, which are not quantized"
         )
-        record["cache"] = _cache_record(scored, size) | {"requests_that_read_it": scores.cached}
     if scored.other is not None:
         plain = replace(scored, checkpoint=scored.other, cache_bits=PLAIN)
         before = _score_tasks(plain, tokenizer, tasks, options.limit)

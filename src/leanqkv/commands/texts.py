@@ -8,9 +8,6 @@ import typer
 
 from ..cache_bits import CacheBits
 from ..errors import LeanError
-from .options import ContextLength, MaxDocuments, MicroBatchSize, TextField
-
-TOKENS, EVALUATED_TOKENS, SAMPLES = 12_288, 4096, 3
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,10 @@ class FrontierTexts:
 
     evaluate: list[str]
     calibration: str = "prose"
-    tokens: int = TOKENS
-    calibrations: int = SAMPLES
+    tokens: int = 12_288
+    calibrations: int = 3
     sequence_length: int | None = None
-    evaluate_tokens: int = EVALUATED_TOKENS
+    evaluate_tokens: int = 4096
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,8 @@ class TextScoring:
     data: str | None = None
     split: str = "whole"
     stride: int | None = None
-    text_field: TextField = "text"
-    max_documents: MaxDocuments = None
+    text_field: str = "text"
+    max_documents: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,19 +94,47 @@ class TaskScoring:
 
 
 @dataclass(frozen=True)
-class ComparedScoring:
-    """What a text and tasks are scored with.
+class ScoringOptions:
+    """How a text and tasks are scored.
 
     Options:
         context_length: Tokens per window, or of a question of needle and recall. Default: all positions.
         against: A second checkpoint, for example the source of a conversion: report the difference to it.
         cache_bits: Read every window or question through a cache of these bits, blocks of 64 tokens at a time: 8, 4, 2
             or KEYS/VALUES. --against keeps its own precision. 16: no cache.
+        batch_size: Windows, or task requests, per batch. Default: 8, or those that have 8,192 tokens.
+        precision: fp32 or bf16, with +sdpa or +eager.
     """
 
     context_length: int | None = None
     against: Path | None = None
     cache_bits: str = "16"
+    batch_size: int | None = None
+    precision: str = "fp32"
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        CacheBits.of(self.cache_bits)
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How prompts are answered.
+
+    Options:
+        chat: Put each prompt into the model's chat template, as a user's message.
+        temperature: Sampling temperature. 0: greedy.
+        top_k: Sample from the k likeliest tokens.
+        cache_bits: Bits of cached keys and values: 8, 4, 2 or KEYS/VALUES. 16: the model's own precision.
+    """
+
+    chat: bool = False
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    top_k: int | None = 50
+    cache_bits: str = "16"
+    seed: int = 0
+    device: str | None = None
 
     def __post_init__(self) -> None:
         CacheBits.of(self.cache_bits)
@@ -143,7 +168,7 @@ class PlanOptions:
 
     devices: int = 8
     utilization: float = 0.4
-    context_length: ContextLength = None
-    micro_batch_size: MicroBatchSize = None
+    context_length: int | None = None
+    micro_batch_size: int | None = None
     shard: str | None = None
     gradient_checkpointing: Annotated[bool, typer.Option()] = False

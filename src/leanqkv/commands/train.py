@@ -7,17 +7,7 @@ from typing import Annotated
 import typer
 
 from ..job import check_out
-from .options import (
-    NAME_HELP,
-    SOURCE,
-    BatchSize,
-    DataOptions,
-    RecipeOptions,
-    RunOptions,
-    TeacherOptions,
-    TextOptions,
-    recipe_overrides,
-)
+from .options import NAME_HELP, SOURCE, DataOptions, RecipeOptions, RunOptions, TeacherOptions, TextOptions
 
 
 def train(
@@ -33,7 +23,7 @@ def train(
     _check_out(run.out)
     from .training import train_preset
 
-    train_preset(name, recipe_overrides(**vars(recipe)), data, run)
+    train_preset(name, recipe, data, run)
 
 
 def uptrain(
@@ -42,7 +32,7 @@ def uptrain(
     text: TextOptions,
     run: RunOptions,
     learns: TeacherOptions,
-    batch_size: BatchSize = 16,
+    batch_size: int = 16,
     learning_rate: float = 1.5e-4,
     min_learning_rate: float | None = None,
     weight_decay: float = 0.1,
@@ -73,7 +63,7 @@ def uptrain(
 
     end = learning_rate / 10 if min_learning_rate is None else min_learning_rate
     warmup = steps // 10 if warmup_steps is None else warmup_steps
-    recipe = (steps, batch_size or 16, learning_rate, end, weight_decay, warmup)
+    recipe = (steps, batch_size, learning_rate, end, weight_decay, warmup)
     uptrain_checkpoint(source, recipe, text, run, learns, remove_norms)
 
 

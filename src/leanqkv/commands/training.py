@@ -1,6 +1,6 @@
 """What `leanqkv train` and `uptrain` do."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,32 +25,41 @@ from ..train.tasks import Data as PreparedData
 from ..train.tasks import check_fit, task_of
 from ..train.training import check_trackers, read_teacher
 from ..train.training import train as train_run
-from .options import DataOptions, RunOptions, TeacherOptions, TextOptions, outcome, prepare
+from .options import DataOptions, RecipeOptions, RunOptions, TeacherOptions, TextOptions, changed, outcome, prepare
 
 NO_TEACHER = TeacherOptions()
 # Nats that a run's training loss may rise without a word.
 ALARMING_RISE = 1.0
 
 
-def train_preset(name: str, overrides: dict[str, Any], data: DataOptions, run: RunOptions) -> None:
-    """Train the model of a name by its recipe, of which `overrides` replace fields."""
-    train_model(name, preset(name), recipe(name, **overrides), data, run)
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with, and what it learns from beside the text.
+
+    Attributes:
+        checkpoint: whose weights it continues; None: new weights.
+        remove_norms: one after another.
+    """
+
+    checkpoint: Path | None = None
+    learns: TeacherOptions = NO_TEACHER
+    remove_norms: bool = False
+
+
+def train_preset(name: str, changes: RecipeOptions, data: DataOptions, run: RunOptions) -> None:
+    """Train the model of a name by its recipe with these changes."""
+    train_model(name, preset(name), recipe(name, **changed(changes)), data, run, Start())
 
 
 def uptrain_checkpoint(
-    source: Path,
-    sizes: tuple[Any, ...],
-    text: TextOptions,
-    run: RunOptions,
-    learns: TeacherOptions,
-    remove_norms: bool = False,
+    source: Path, sizes: tuple[Any, ...], text: TextOptions, run: RunOptions, learns: TeacherOptions, remove_norms: bool
 ) -> None:
     """Train a checkpoint further, without dropout; `sizes` are the fields of the recipe."""
     overrides = open_checkpoint(source).config.as_overrides()
     config = LeanConfig(**{key: value for key, value in overrides.items() if not key.endswith("_dropout")})
     has_tokenizer = task_of(config, source.name).has_tokenizer
     data = DataOptions(**vars(text), tokenizer=str(source) if has_tokenizer else None)
-    record = train_model(source.name, config, Recipe(*sizes), data, run, source, learns, remove_norms)
+    record = train_model(source.name, config, Recipe(*sizes), data, run, Start(source, learns, remove_norms))
     first = record["evaluations"][0]
     console.print(f"{loss_name(first)} before the first step: {first['loss']:.4f}")
     for stage in record["norms"]["stages"] if remove_norms and is_first() else ():
@@ -58,14 +67,7 @@ def uptrain_checkpoint(
 
 
 def train_model(
-    name: str,
-    config: LeanConfig,
-    recipe: Recipe,
-    data: DataOptions,
-    run: RunOptions,
-    initial: Path | None = None,
-    learns: TeacherOptions = NO_TEACHER,
-    remove_norms: bool = False,
+    name: str, config: LeanConfig, recipe: Recipe, data: DataOptions, run: RunOptions, start: Start
 ) -> dict[str, Any]:
     """Read the data, choose micro-batch and precision, train, and return the record.
 
@@ -75,29 +77,22 @@ def train_model(
         LeanError: options that do not fit together, before anything is read or written if possible.
     """
     connect(check_device(run.device), run.shard)
-    spec, prepared = first_decides(lambda: _specify(name, config, recipe, data, run, initial, learns, remove_norms))
+    spec, prepared = first_decides(lambda: _specify(name, config, recipe, data, run, start))
     if not is_first():  # another machine may have another cache
         prepared = prepare(data, [config])
-    return _train(spec, prepared, run, initial, learns.teacher)
+    return _train(spec, prepared, run, start)
 
 
 def _specify(
-    name: str,
-    config: LeanConfig,
-    recipe: Recipe,
-    data: DataOptions,
-    run: RunOptions,
-    initial: Path | None,
-    learns: TeacherOptions,
-    remove_norms: bool,
+    name: str, config: LeanConfig, recipe: Recipe, data: DataOptions, run: RunOptions, start: Start
 ) -> tuple[RunSpec, PreparedData]:
     """Return the specification of a run and its data."""
     task_of(config, name)
-    teacher = learns.teacher
-    check_out(run.out, "run", initial, teacher)
-    if remove_norms:
+    teacher = start.learns.teacher
+    check_out(run.out, "run", start.checkpoint, teacher)
+    if start.remove_norms:
         check_removal(run.shard, run.keep_checkpoints)
-    schedule = removal_schedule(config, recipe.steps) if remove_norms else None
+    schedule = removal_schedule(config, recipe.steps) if start.remove_norms else None
     check_trackers(run.report_to or ())
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
@@ -114,7 +109,7 @@ def _specify(
         run.gradient_checkpointing,
         teacher_config,
         run.shard,
-        remove_norms,
+        start.remove_norms,
     )
     micro_batch_size, precision = _settle(run, step, recipe.steps)
     spec = RunSpec(
@@ -132,27 +127,25 @@ def _specify(
         gradient_checkpointing=run.gradient_checkpointing,
         norm_schedule=schedule,
         shard=run.shard,
-        **_start(initial, learns, teacher_config),
+        **_origin(start, teacher_config),
     )
     return spec, prepared
 
 
-def _start(initial: Path | None, learns: TeacherOptions, teacher_config: LeanConfig | None) -> dict[str, Any]:
+def _origin(start: Start, teacher_config: LeanConfig | None) -> dict[str, Any]:
     """Return the fields of a specification that say what the run begins with, and what it learns from."""
-    if initial is None:
+    if start.checkpoint is None:
         return {}
     with progress_bar("hashing the weights"):
-        start: dict[str, Any] = {"role": "uptrain", "initial_sha256": weights_hash(initial)}
-        if learns.teacher is not None and teacher_config is not None:
-            start |= {**asdict(learns), "teacher_sha256": weights_hash(learns.teacher)}
-            start["teacher_config"] = teacher_config.as_overrides()
-            del start["teacher"]  # where it lies does not decide the numbers
-    return start
+        origin: dict[str, Any] = {"role": "uptrain", "initial_sha256": weights_hash(start.checkpoint)}
+        if start.learns.teacher is not None and teacher_config is not None:
+            origin |= {**asdict(start.learns), "teacher_sha256": weights_hash(start.learns.teacher)}
+            origin["teacher_config"] = teacher_config.as_overrides()
+            del origin["teacher"]  # where it lies does not decide the numbers
+    return origin
 
 
-def _train(
-    spec: RunSpec, data: PreparedData, run: RunOptions, initial: Path | None, teacher: Path | None
-) -> dict[str, Any]:
+def _train(spec: RunSpec, data: PreparedData, run: RunOptions, start: Start) -> dict[str, Any]:
     """Train, showing the progress and the outcome.
 
     Raises:
@@ -166,8 +159,8 @@ def _train(
                 data,
                 run.out,
                 device=run.device,
-                initial=initial,
-                teacher=teacher,
+                initial=start.checkpoint,
+                teacher=start.learns.teacher,
                 keep_checkpoints=run.keep_checkpoints,
                 max_hours=run.max_hours,
                 report_to=run.report_to or (),

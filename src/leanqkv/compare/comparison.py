@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -80,8 +80,8 @@ def run_comparison(
     comparison = replace(comparison, context_length=context)
     where = parse_precision(precision), device, jobs, cluster is not None and cluster.elsewhere, processes
     begun = first_decides(lambda: _Directory(out, comparison, data.sha256, *where).begun(data))
-    launcher = None if cluster is None else Launcher(cluster, out, comparison.shard)
-    runs = _Runs.settled(begun, data, launcher, jobs, on_message, on_jobs, on_update)
+    launcher = None if cluster is None else Launcher(cluster, out, comparison.shard, on_message)
+    runs = _Runs(begun, data, launcher, jobs, on_message, on_jobs, on_update)
 
     rates = runs.best_rates(comparison)
     job = runs.directory.job
@@ -96,49 +96,41 @@ def run_comparison(
         here(score_runs, [job.out for job in finals.values()], tasks, comparison.shard, device)
 
 
-class _Runs(NamedTuple):
+class _Runs:
     """The runs of a comparison in the making, by this command and torchrun's processes, or by the jobs of a cluster.
 
     at_once: runs at a time; None: all.
     """
 
-    directory: "_Directory"
-    data: Data
-    launcher: Launcher | None
-    at_once: int | None
-    on_message: Callable[[str], None]
-    on_jobs: Callable[[Sequence[PlannedRun]], None]
-    on_update: Callable[[Update], None]
-
-    @classmethod
-    def settled(
-        cls,
+    def __init__(
+        self,
         directory: "_Directory",
         data: Data,
         launcher: Launcher | None,
         jobs: int | None,
         on_message: Callable[[str], None],
-        *callbacks: Any,
-    ) -> "_Runs":
+        on_jobs: Callable[[Sequence[PlannedRun]], None],
+        on_update: Callable[[Update], None],
+    ):
         """Settle threads, micro-batch and precision, on the machine of the runs."""
         if launcher is not None and directory.precision is None:
             on_message("a job chooses micro-batch and precision")
             directory = launcher.wait_for(_settled, directory)
-        directory, workers = first_decides(lambda: (directory, directory.settle(on_message)))
-        torch.set_num_threads(directory.content["threads"])
-        return cls(directory, data, launcher, jobs if directory.elsewhere else workers, on_message, *callbacks)
+        self.directory, workers = first_decides(lambda: (directory, directory.settle(on_message)))
+        torch.set_num_threads(self.directory.content["threads"])
+        self.data, self.launcher = data, launcher
+        self.at_once = jobs if self.directory.elsewhere else workers
+        self.on_message, self.on_jobs, self.on_update = on_message, on_jobs, on_update
 
     def train(self, todo: list[PlannedRun]) -> dict[Path, dict[str, Any]]:
         """Train what is not trained yet, and return the record of each."""
         self.on_jobs(todo)
         done = first_decides(lambda: {job.out for job in todo if (job.out / RECORD).exists()})
         todo = sorted(todo, key=lambda job: job.out not in done)
-        threads = self.directory.content["threads"]
-        settings = {"device": self.directory.device, "batches": self.directory.directory / "batches"}
-        at_once = self.at_once or len(todo)
-        if self.launcher is None:
-            return run_jobs(todo, self.data, settings, at_once, threads, self.on_update)
-        return self.launcher.run(todo, self.data, settings, threads, at_once, self.on_message, self.on_update)
+        settings: dict[str, Any] = {"device": self.directory.device, "batches": self.directory.directory / "batches"}
+        settings["threads"] = self.directory.content["threads"]
+        run = run_jobs if self.launcher is None else self.launcher.run
+        return run(todo, self.data, settings, self.at_once or len(todo), self.on_update)
 
     def train_here(self, todo: list[PlannedRun]) -> None:
         """The same of those that were not begun on another machine."""
@@ -378,14 +370,10 @@ class _Directory(Job):
 def _settled(directory: _Directory) -> _Directory:
     """Settle a comparison in a job; its log has the messages. Of several processes the first one does."""
     connect(check_device(directory.device), directory.comparison.shard)
-    return first_decides(lambda: _settle_here(directory))
-
-
-def _settle_here(directory: _Directory) -> _Directory:
     elsewhere, directory.elsewhere = directory.elsewhere, False  # this is the machine of the runs
-    directory.settle(print)
+    first_decides(lambda: directory.settle(print))
     if elsewhere:
-        directory.write(cluster_hardware=directory.here)
+        first_decides(lambda: directory.write(cluster_hardware=directory.here))
     directory.elsewhere = elsewhere
     return directory
 

@@ -27,8 +27,9 @@ class PlannedRun:
     out: Path
     initial: Path | None = None
 
-    def train(self, data: Data, **settings: Any) -> dict[str, Any]:
-        """Train it, or go on, with these settings of `train`, and return its record."""
+    def train(self, data: Data, threads: int, **settings: Any) -> dict[str, Any]:
+        """Train it, or go on, in so many threads and with these settings of `train`, and return its record."""
+        torch.set_num_threads(threads)
         return train(self.spec, data, self.out, initial=self.initial, **settings)
 
 
@@ -44,14 +45,12 @@ class Update:
 
 
 def run_jobs(
-    jobs: Sequence[PlannedRun],
-    data: Data,
-    settings: dict[str, Any],
-    workers: int,
-    threads: int,
-    on_update: Callable[[Update], None],
+    jobs: Sequence[PlannedRun], data: Data, settings: dict[str, Any], workers: int, on_update: Callable[[Update], None]
 ) -> dict[Path, dict[str, Any]]:
-    """Run the jobs here one after another, or in `workers` processes; return their records by directory."""
+    """Run the jobs here one after another, or in `workers` processes; return their records by directory.
+
+    settings: of `PlannedRun.train`.
+    """
     records: dict[Path, dict[str, Any]] = {}
 
     def progress(job: PlannedRun, step: int, steps: int, loss: float | None, rate: float | None) -> None:
@@ -67,12 +66,12 @@ def run_jobs(
             finish(job, job.train(data, progress=partial(progress, job), **settings))
         return records
     context = multiprocessing.get_context("spawn")
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers read it when they load torch
+    os.environ["OMP_NUM_THREADS"] = str(settings["threads"])  # the workers read it when they load torch
     # Where all of these processes are killed, the one that cleans up after them has nothing to warn about.
     filters = filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))
     os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys(filters))
     steps = context.Queue()
-    with ProcessPoolExecutor(workers, context, _start_worker, (threads, steps)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (steps,)) as pool:
         others = multiprocessing.active_children()
         with children_ignore_interrupts():
             pending = {pool.submit(_work, index, job, data, settings): job for index, job in enumerate(jobs)}
@@ -98,10 +97,9 @@ def run_jobs(
 _steps: Any = None  # in a worker: the queue on which it reports its steps
 
 
-def _start_worker(threads: int, steps: Any) -> None:
+def _start_worker(steps: Any) -> None:
     global _steps
     _steps = steps
-    torch.set_num_threads(threads)
     end_with_parent()  # it must not write where the next one will
 
 

@@ -6,11 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-import torch
 
 from ..errors import LeanError
 from ..files import write_json
@@ -117,19 +116,16 @@ def _in_process(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple
         return None, None
 
 
-def _train(job: PlannedRun, data: Data, settings: Mapping[str, Any], threads: int) -> None:
-    torch.set_num_threads(threads)
-    job.train(data, **settings)
-
-
 class Launcher:
     """Submits functions as jobs, whose files are under `out`."""
 
-    def __init__(self, cluster: Cluster, out: Path, shard: str | None = None):
+    def __init__(
+        self, cluster: Cluster, out: Path, shard: str | None = None, on_message: Callable[[str], None] = print
+    ):
         """Submit nothing yet."""
         import submitit
 
-        self.cluster, self.folder = cluster, out / JOBS
+        self.cluster, self.folder, self.on_message = cluster, out / JOBS, on_message
         self.processes = max(1, cluster.gpus) if cluster.gpus > 1 or shard is not None else None
         self.executor = submitit.AutoExecutor(self.folder, cluster=cluster.kind)
         settings: dict[str, Any] = {"timeout_min": max(1, round(60 * cluster.hours)), "name": f"leanqkv-{out.name}"}
@@ -158,15 +154,14 @@ class Launcher:
         self,
         jobs: Sequence[PlannedRun],
         data: Data,
-        settings: Mapping[str, Any],
-        threads: int,
+        settings: dict[str, Any],
         at_once: int,
-        on_message: Callable[[str], None],
         on_update: Callable[[Update], None],
     ) -> dict[Path, dict[str, Any]]:
         """Train every run that has no record in a job of its own, and return the records by directory.
 
         Args:
+            settings: of `PlannedRun.train`.
             at_once: how many jobs wait or run at a time.
 
         Raises:
@@ -175,12 +170,9 @@ class Launcher:
         records: dict[Path, dict[str, Any]] = {}
         deaths: dict[Path, tuple[int, int]] = {}
         handles = self._earlier(jobs)
-        waiting = list(jobs)
-        running: list[PlannedRun] = []
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                running.append(waiting.pop(0))
-            for job in list(running):
+        todo = list(jobs)
+        while todo:
+            for job in todo[:at_once]:
                 handle = handles.get(job.out)
                 if (handle is not None and not handle.done()) or is_locked(job.out):  # waits, or is trained
                     on_update(Update(job, _last_step(job.out)))
@@ -188,19 +180,17 @@ class Launcher:
                 if (record := claim(job.out, job.spec)) is not None:
                     records[job.out] = record
                     on_update(Update(job, job.spec.recipe.steps, record=record))
-                    running.remove(job)
+                    todo.remove(job)
                     continue
                 if handle is not None:
-                    self._note_death(job, handle, deaths, on_message)
-                handles[job.out] = self._submit(_train, job, data, settings, threads)
+                    self._note_death(job, handle, deaths)
+                handles[job.out] = self._submit(partial(job.train, data, **settings))
                 self._store(handles)
-            if running:
+            if todo:
                 time.sleep(SECONDS)
         return records
 
-    def _note_death(
-        self, job: PlannedRun, handle: Any, deaths: dict[Path, tuple[int, int]], on_message: Callable[[str], None]
-    ) -> None:
+    def _note_death(self, job: PlannedRun, handle: Any, deaths: dict[Path, tuple[int, int]]) -> None:
         """Say that a job died and is started again, unless that is hopeless."""
         log = handle.paths.stderr
         if handle.paths.result_pickle.exists():
@@ -210,7 +200,7 @@ class Launcher:
         deaths[job.out] = (step, count + 1 if step == before else 1)
         if deaths[job.out][1] >= MOST_DEATHS:
             raise LeanError(f"the job of {job.out.name} died {MOST_DEATHS} times at step {step:,}; {log} says why")
-        on_message(f"the job of {job.out.name} died; another one goes on from step {step:,}")
+        self.on_message(f"the job of {job.out.name} died; another one goes on from step {step:,}")
 
     def _earlier(self, jobs: Sequence[PlannedRun]) -> dict[Path, Any]:
         """Return the jobs of an earlier start of this command that still wait or run; why others ended is past.
@@ -226,9 +216,8 @@ class Launcher:
 
     def _store(self, handles: Mapping[Path, Any]) -> None:
         """Add jobs to those that are kept; those of other runs, which may wait, stay."""
-        write_json(
-            self.folder / STARTED, self._started() | {out.name: handle.job_id for out, handle in handles.items()}
-        )
+        numbers = {out.name: handle.job_id for out, handle in handles.items()}
+        write_json(self.folder / STARTED, self._started() | numbers)
 
     def _started(self) -> dict[str, str]:
         """Return the number of the last job of each run, by the name of its directory."""

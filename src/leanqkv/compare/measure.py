@@ -12,10 +12,6 @@ def _token_counts(data: Mapping[str, Any]) -> str:
     return counts + (f", {size:.3g} bytes of text per token" if (size := data["bytes_per_token"]) else "")
 
 
-def _image_counts(data: Mapping[str, Any]) -> str:
-    return f"{data['train_images']:,} to train on, {data['test_images']:,} to test on"
-
-
 @dataclass(frozen=True)
 class Measure:
     """The measure for one kind of data, and the words of a report about that data.
@@ -71,7 +67,7 @@ ACCURACY = Measure(
     evaluation="accuracy",
     beside=("accuracy", "test accuracy", ".4f"),
     data=IMAGES,
-    data_size=("Images in the data", _image_counts),
+    data_size=("Images in the data", "{train_images:,} to train on, {test_images:,} to test on".format_map),
     inputs="images",
 )
 

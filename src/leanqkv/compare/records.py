@@ -200,9 +200,9 @@ class ComparisonRecord:
     uptrained: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def from_scratch(self) -> list[list[str]]:
-        """The groups without uptrained architectures."""
-        return [[name for name in names if name not in self.uptrained] for names in self.groups]
+    def from_scratch(self) -> list[list[Result]]:
+        """The results of each group, without those of uptrained architectures."""
+        return [[result for result in group if result.name not in self.uptrained] for group in self.result_groups]
 
     @property
     def measure(self) -> Measure:
@@ -217,13 +217,18 @@ class ComparisonRecord:
         return [group[0] for group in self.groups]
 
     @cached_property
-    def results(self) -> list[Result]:
-        """One per architecture, group by group."""
-        results: list[Result] = []
+    def result_groups(self) -> list[list[Result]]:
+        """In each group one result per architecture, the baseline's first."""
+        groups = []
         for first, *others in self.groups:
             baseline = self._result(first, None)
-            results += [baseline, *(self._result(name, baseline) for name in others)]
-        return results
+            groups.append([baseline, *(self._result(name, baseline) for name in others)])
+        return groups
+
+    @property
+    def results(self) -> list[Result]:
+        """Those of all groups, one after another."""
+        return [result for group in self.result_groups for result in group]
 
     def _result(self, name: str, baseline: Result | None) -> Result:
         runs = [run for run in self.runs if run.name == name]

@@ -83,12 +83,11 @@ def difference_curve(curves: Mapping[int, Curve], baseline: Mapping[int, Curve])
 
     With one pair the interval is unknown, and `low` and `high` are the mean.
     """
-    seeds = curves.keys() & baseline.keys()
+    seeds = sorted(curves.keys() & baseline.keys())
     if not seeds:
         return []
     bands = []
-    for step in sorted(set.intersection(*(set(curves[seed].keys() & baseline[seed].keys()) for seed in seeds))):
-        difference = paired_difference(*({seed: of[seed][step] for seed in seeds} for of in (curves, baseline)))
-        assert difference is not None
+    for step in sorted(set.intersection(*(curves[seed].keys() & baseline[seed].keys() for seed in seeds))):
+        difference = over_seeds({seed: curves[seed][step] - baseline[seed][step] for seed in seeds})
         bands.append(Band(step, difference.mean, *(difference.interval or 2 * (difference.mean,))))
     return bands

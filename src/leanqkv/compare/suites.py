@@ -55,22 +55,14 @@ def load_suite(file: Path) -> Suite:
 
 
 def _group(
-    base: str,
-    entries: Sequence[Mapping[str, Any]],
-    name: str = "",
-    suffix: str = "",
-    recipe: Mapping[str, Any] | None = None,
+    base: str, entries: Sequence[Mapping[str, Any]], name: str = "", suffix: str = "", recipe: Mapping[str, Any] = {}
 ) -> Group:
-    shared = recipe or {}
+    shared = recipe
 
     def entry(
-        row: str = "",
-        add: str = "",
-        suffix: str = suffix,
-        recipe: Mapping[str, Any] | None = None,
-        uptrain: float | None = None,
+        row: str = "", add: str = "", suffix: str = suffix, recipe: Mapping[str, Any] = {}, uptrain: float | None = None
     ) -> Entry:
-        return Entry(base + add, (name or base) + add + suffix, {**shared, **(recipe or {})}, row, uptrain)
+        return Entry(base + add, (name or base) + add + suffix, {**shared, **recipe}, row, uptrain)
 
     return tuple(entry(**fields) for fields in entries)
 

@@ -12,10 +12,9 @@ from .text import Table, mean_with_deviation, with_interval
 
 def _groups(comparison: ComparisonRecord) -> Iterator[tuple[list[Result], list[Result]]]:
     """Yield the results of each group with uptrained models that have a loss: whole runs, and uptrained ones."""
-    for names in comparison.groups:
-        results = [result for result in comparison.results if result.name in names and result.losses]
-        uptrained = [result for result in results if result.name in comparison.uptrained]
-        whole = [result for result in results if result not in uptrained]
+    for group in comparison.result_groups:
+        uptrained = [result for result in group if result.losses and result.name in comparison.uptrained]
+        whole = [result for result in group if result.losses and result.name not in comparison.uptrained]
         if whole and uptrained:
             yield whole, uptrained
 
@@ -78,19 +77,18 @@ def mean_accuracies(comparison: ComparisonRecord) -> dict[str, float]:
 def task_tables(comparison: ComparisonRecord) -> list[Table]:
     """Return a table of the accuracy on every task and of their mean; none where nothing was scored on one task."""
     tasks = _tasks(comparison)
-    means = {result.name: _means(result, tasks) for result in comparison.results}
-    scored = [result for result in comparison.results if means[result.name]]
     if not tasks:
         return []
     headers = ["model", *tasks, "mean", "difference to\nbaseline, 95%"]
     rows = []
-    for result in scored:
+    for result in comparison.results:
+        if not (means := _means(result, tasks)):
+            continue
         runs = [run.tasks for run in result.finals.values() if run.tasks]
         cells = [f"{100 * np.mean([run[task] for run in runs]):.1f}" for task in tasks]
-        own, base = means[result.name], {} if result.baseline is None else means[result.baseline.name]
-        difference = paired_difference(own, base) if result.baseline else None
-        against = "baseline" if result.baseline is None else with_interval(difference, 1)
-        rows.append([f"`{result.name}`", *cells, f"{np.mean([*own.values()]):.1f}", against])
+        base = _means(result.baseline, tasks) if result.baseline else {}
+        against = with_interval(paired_difference(means, base), 1) if result.baseline else "baseline"
+        rows.append([f"`{result.name}`", *cells, f"{np.mean([*means.values()]):.1f}", against])
     note = (
         "Accuracy in percent, zero-shot where the task says no other, mean over seeds. Intervals are over seeds: those "
         "of the examples, which every model shares, are wider."

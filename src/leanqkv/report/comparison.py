@@ -56,18 +56,15 @@ def interval_note(comparison: ComparisonRecord) -> str:
 def warnings(comparison: ComparisonRecord) -> list[str]:
     """Return what makes the differences weak evidence: unlike runs, learning rates, few seeds, few sequences."""
     lines, searched = _unlike_runs(comparison), comparison.grid
-    by_name = {result.name: result for result in comparison.results}
-    groups = [{rate for name in names if (rate := by_name[name].learning_rate)} for names in comparison.from_scratch]
+    groups = [{result.learning_rate for result in group if result.learning_rate} for group in comparison.from_scratch]
     rates = listed([f"{rate:g}" for rate in sorted(set().union(*groups))])
     if any(len(group) > 1 for group in groups):
         each = "each is the best of its search" if searched else "none was searched"
         lines.append(f"Learning rates differ ({rates}); {each}. Part of a difference may come from them.")
     elif rates and not searched:
         lines.append(f"The learning rate ({rates}) was not searched. Another may favor another model.")
-    recipes = {name: result.any_run.recipe for name, result in by_name.items() if result.any_run is not None}
-    if differing := recipe_differences(
-        [recipes[name] for name in names if name in recipes] for names in comparison.from_scratch
-    ):
+    recipes = [[result.any_run.recipe for result in group if result.any_run] for group in comparison.from_scratch]
+    if differing := recipe_differences(recipes):
         lines.append(f"Recipes differ in {listed(differing)}. Part of a difference may come from them.")
     if searched and (steps := searched.get("steps")):
         lines.append(f"Rates were searched in runs of {steps:,} steps. Longer runs often want lower ones.")
@@ -161,10 +158,7 @@ def length_tables(comparison: ComparisonRecord) -> list[Table]:
 
 def reading(comparison: ComparisonRecord) -> str:
     """Return the result in a sentence for each baseline."""
-    return " ".join(
-        _group_reading(comparison, [result for result in comparison.results if result.name in names])
-        for names in comparison.groups
-    )
+    return " ".join(_group_reading(comparison, group) for group in comparison.result_groups)
 
 
 def _group_reading(comparison: ComparisonRecord, group: Sequence[Result]) -> str:
@@ -225,10 +219,7 @@ def _unlike_runs(comparison: ComparisonRecord) -> list[str]:
     lines = []
     if len({run.data["sha256"] for run in comparison.finals}) > 1:
         lines.append("The runs did not all use the same data; their losses cannot be compared.")
-    groups = [
-        [run for result in comparison.results if result.name in names for run in result.finals.values()]
-        for names in comparison.from_scratch
-    ]
+    groups = [[run for result in group for run in result.finals.values()] for group in comparison.from_scratch]
     for seed in comparison.seeds:
         if any(len({run.batch_plan["sha256"] for run in runs if run.seed == seed}) > 1 for runs in groups):
             lines.append(f"Seed {seed}: the runs did not all see the same batches; their differences are not paired.")

@@ -13,7 +13,6 @@ from .figures import Series, measured_lines
 from .page import Figure, Kind, Page, Section, described, footer
 from .text import ABSENT, Table, plus_minus, signed
 
-SIZES = {"parameters": "parameters", "kv_bytes_per_token_bf16": "KV cache, bytes per token (bf16)"}
 # Of what `loss_figures` returns, with the digits that are shown.
 SCORES = {"loss": ("loss, nats per token", 4), "perplexity": ("perplexity", 2), "bits_per_byte": ("bits per byte", 4)}
 # By the first word of a number's name in a layer's entry.
@@ -41,8 +40,7 @@ def terminal(record: dict[str, Any]) -> TerminalTable:
 def result_table(record: dict[str, Any]) -> Table:
     """Return sizes and scores before and after."""
     rows = []
-    sizes = dict(SIZES)
-    sizes["kv_bytes_per_token_bf16"] += _until(record)
+    sizes = {"parameters": "parameters", "kv_bytes_per_token_bf16": f"KV cache, bytes per token (bf16){_until(record)}"}
     if "at_context" in record:
         sizes["kv_bytes_at_context_bf16"] = f"KV cache at {record['at_context']:,} tokens, bytes (bf16)"
     for name, words in sizes.items():

@@ -131,8 +131,7 @@ class Canvas:
         self.axes.set_ylim(low - margin, high + margin)
 
     def names(self, across: str, up: str) -> None:
-        self.axes.set_xlabel(across)
-        self.axes.set_ylabel(up)
+        self.axes.set(xlabel=across, ylabel=up)
 
     def ticks(self, axis: Any, most: tuple[int, int], text: Any, **options: Any) -> None:
         """Set ticks at round numbers, at most so many in the narrow and the wide version, and their text."""
@@ -158,12 +157,10 @@ def chart(plot: Callable[Concatenate[Canvas, P], str]) -> Callable[Concatenate[s
 
     @wraps(plot)
     def draw(name: str, *arguments: P.args, **options: P.kwargs) -> Drawing:
-        return Drawing(
-            *(
-                _svg(f"{name}-{version}", version == "narrow", lambda canvas: plot(canvas, *arguments, **options))
-                for version in ("wide", "narrow")
-            )
-        )
+        def version(width: str) -> str:
+            return _svg(f"{name}-{width}", width == "narrow", lambda canvas: plot(canvas, *arguments, **options))
+
+        return Drawing(version("wide"), version("narrow"))
 
     return draw
 

@@ -27,7 +27,7 @@ class Point:
     """One kind of reduction in one precision, over the calibration samples.
 
     Attributes:
-        label: with its precision; reduction: without.
+        label: with its precision; line: of a figure, its kind and precision.
         share: of the source's cache in bfloat16.
         losses: by text, the difference to the source in nats per token: mean and half of its 95% interval, over
             samples, or over windows of the text where there is one sample.
@@ -37,7 +37,7 @@ class Point:
     """
 
     label: str
-    reduction: str
+    line: str
     quantized: bool
     bytes_per_token: float
     share: float
@@ -78,7 +78,7 @@ def _point(samples: list[dict[str, Any]], record: dict[str, Any]) -> Point:
     bits = CacheBits(first["key_bits"], first["value_bits"])
     return Point(
         label=f"{first['label']}, {bits.name}",
-        reduction=first["label"],
+        line=f"{first['kind']}, {bits.name}",
         quantized=bits.quantized,
         bytes_per_token=first["bytes_per_token"],
         share=first["bytes_per_token"] / record["source"]["bytes_per_token"],
@@ -256,16 +256,15 @@ def _figures(record: dict[str, Any]) -> Iterator[Figure]:
 
 def _series(record: dict[str, Any], across: Callable[[Point], float | None]) -> list[Series]:
     """Return the losses of what is of use: one line for every kind and precision."""
-    kinds: dict[str, list[Band]] = {}
-    of_label = {point["label"]: point["kind"] for point in record["points"]}
+    lines: dict[str, list[Band]] = {}
     for point in (one for one in read_points(record) if one.loss < USELESS):
         width = max((width or 0.0) for _, width in point.losses)
-        bands = kinds.setdefault(f"{of_label[point.reduction]}, {point.label.rsplit(', ', 1)[1]}", [])
+        bands = lines.setdefault(point.line, [])
         if (place := across(point)) is not None:
             bands.append(Band(place, point.loss, point.loss - width, point.loss + width))
     return [
         Series(label, style, sorted(bands, key=attrgetter("step")))
-        for style, (label, bands) in enumerate(kinds.items(), 1)
+        for style, (label, bands) in enumerate(lines.items(), 1)
         if bands
     ]
 
