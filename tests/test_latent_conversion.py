@@ -251,7 +251,7 @@ def test_the_result_is_what_was_fitted(name: str, separate: bool, unrotated: boo
     chosen = Latents(*model, share, separate=separate, unrotated=unrotated)
     (found,) = sweeping(model, sample_of(config, 16), tmp_path, [chosen]).run()
     assert min(chosen.ranks) < chosen.width and (min(chosen.key_ranks) == chosen.width) == bool(keys_stay)
-    turned = [layer.keys_turn_when_read for layer in found.config.plan.layers]
+    turned = [layer.key.before_rotary for layer in found.config.plan.layers]
     could = [layer.rope is not None and layer.window is None for layer in config.plan.layers]
     assert any(turned) == (unrotated and any(could)) and not any(
         t and not c for t, c in zip(turned, could, strict=True)
@@ -317,7 +317,7 @@ def test_nothing_is_lost_where_normed_keys_stay_whole(norm: bool | str, tmp_path
     model = with_narrow_values(config, tensors, [rank] * layers)
     found = to_latents(model, sample_of(config, 64), tmp_path, (width + rank) / (2 * width), unrotated=True)
     assert [(at["key_rank"], at["rank"], at["from_keys"]) for at in found.layers] == [(width, rank, True)] * layers
-    assert all(layer.keys_turn_when_read and layer.key_rank == width for layer in found.config.plan.layers)
+    assert all(layer.key.before_rotary and layer.key_rank == width for layer in found.config.plan.layers)
     ids = tokens(2, 12, config.vocab_size)
     assert_near(logits(found.config, found.tensors, ids), logits(*model, ids), 128 * EPS)
 

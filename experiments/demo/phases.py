@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from leanqkv.checkpoints.open import load_config, load_model, open_checkpoint
+from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.compare.suite import Comparison, Entry
 from leanqkv.convert.conversion import REPORT, Conversion, calibration_tokens
 from leanqkv.data.batches import batch_plan, collate
@@ -181,7 +181,7 @@ def eliminate(out: Path, settings: Settings, data: TokenData, message: Callable[
     if (out / ELIMINATED / CERTIFICATE).exists():
         certificate = read_record(out / ELIMINATED / CERTIFICATE, DEMO["elimination?"]["certificate"], AGAIN)
     else:
-        length = min(64, load_config(source).max_position_embeddings or 64)
+        length = min(64, open_checkpoint(source).config.max_position_embeddings or 64)
         inputs = {"input_ids": collate(data.validation(), [0, length], length)["input_ids"]}
         request = parse_request("block-diagonal")
         certificate = eliminate_directory(source, out / ELIMINATED, request, inputs=inputs, message=message)
@@ -192,7 +192,7 @@ def eliminate(out: Path, settings: Settings, data: TokenData, message: Callable[
 def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progress: Progress) -> dict[str, Any]:
     """Return size and loss of all four models, on the held-out sequences that training was validated on."""
     directories = model_directories(out, settings)
-    context = load_config(directories[settings.baseline]).max_position_embeddings
+    context = open_checkpoint(directories[settings.baseline]).config.max_position_embeddings
     assert context is not None
     plan = batch_plan(
         out / COMPARISON / "batches",

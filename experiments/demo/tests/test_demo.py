@@ -12,7 +12,7 @@ from corpus import SHAPE, write_corpus
 
 from experiments.demo import phases
 from leanqkv import count_parameters, kv_bytes_per_token, preset, progress
-from leanqkv.checkpoints.open import load_config
+from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.eliminate import verify
 
 pytestmark = pytest.mark.slow
@@ -84,8 +84,8 @@ def test_the_record(whole):
     models = {
         BASELINE: preset(BASELINE),
         VARIANT: preset(VARIANT),
-        converted: load_config(out / "converted"),
-        removed: load_config(out / "eliminated"),
+        converted: open_checkpoint(out / "converted").config,
+        removed: open_checkpoint(out / "eliminated").config,
     }
     evaluated, decoded = (record[part]["models"] for part in ("evaluation", "decoding"))
     assert list(evaluated) == list(decoded) == list(models)

@@ -22,7 +22,7 @@ def to_dense(config: LeanConfig, tensors: Mapping[str, Tensor]) -> tuple[LeanCon
     Mechanisms that are no linear map stay as they are. So do keys that values are, or are made of, because values have
     no scale that could be written into them. If one layer has a bias, all layers get one, of zeros.
     """
-    keys_reused = any(layer.reuses_keys or layer.values_read_keys for layer in config.plan.layers)
+    keys_reused = any(layer.value.reuses_keys or layer.value.reads_keys for layer in config.plan.layers)
     fields: dict[str, Any] = {}
     dense: dict[str, Projection] = {}
     scales: dict[str, float] = {}  # of QK-norm's weights: a scale before the norm would have no effect

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..errors import LeanError, needs
 from .families import FAMILIES
 from .families.family import Packed
 from .gguf_format import PLAIN, Array, GgufFile
-from .tensors import StoredTensors, some
+from .tensors import Stored, StoredTensors, some
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -96,10 +96,9 @@ class GgufCheckpoint(GgufFile):
     def architecture(self) -> Architecture:
         """Return its architecture; raise a LeanError for one that cannot be opened."""
         name = self.required("general.architecture")
-        if name not in ARCHITECTURES or ARCHITECTURES[name].model_type not in FAMILIES:
-            known = [name for name, architecture in ARCHITECTURES.items() if architecture.model_type in FAMILIES]
+        if name not in ARCHITECTURES:
             raise LeanError(
-                f"{self.path} holds a model of architecture {name!r}; only {', '.join(known)} can be opened"
+                f"{self.path} holds a model of architecture {name!r}; only {', '.join(ARCHITECTURES)} can be opened"
             )
         return ARCHITECTURES[name]
 
@@ -139,16 +138,25 @@ class GgufCheckpoint(GgufFile):
             if wrong:
                 raise LeanError(f"{self.path} {what} tensors: {some(sorted(wrong))}")
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config.get("num_key_value_heads", 0)}
-        changes = {
-            packed.name: _Change(
-                transposed=packed.transposed,
-                pairs=heads.get(names[packed.name].split(".")[-2], 0) if architecture.paired else 0,
-                offset=architecture.norm_offset and names[packed.name].endswith("norm.weight"),
-            )
-            for packed in tensor_map
-        }
-        file = _Weights(self, {name: names[name] for name in changes}, changes)
-        return StoredTensors(self.path, dict.fromkeys(changes, file), "metadata")
+
+        def stored(packed: Packed) -> Stored:
+            """Return a tensor as transformers has it: the file may have it transposed, in other rows, or plus 1."""
+            name = names[packed.name]
+            entry = self.entries[name]
+            paired_heads = heads.get(name.split(".")[-2], 0) if architecture.paired else 0
+            offset = architecture.norm_offset and name.endswith("norm.weight")
+
+            def read() -> Tensor:
+                tensor = self.read(name)
+                if paired_heads:
+                    tensor = tensor.unflatten(0, (paired_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+                tensor = tensor.T if packed.transposed else tensor
+                return (tensor - 1 if offset else tensor).contiguous()
+
+            shape = entry.shape[::-1] if packed.transposed else entry.shape
+            return Stored(self.path, shape, PLAIN.get(entry.kind, torch.float32), read)
+
+        return StoredTensors(self.path, _narrowed({packed.name: stored(packed) for packed in tensor_map}), "metadata")
 
     def _number(self, key: str, default: float | None = None) -> Any:
         """Return the metadata `key`; raise a LeanError if it is missing without a default, or not above 0."""
@@ -244,42 +252,16 @@ class GgufCheckpoint(GgufFile):
         return {"bos_token_id": ids["bos"], "eos_token_id": end, "pad_token_id": ids["padding"]}
 
 
-class _Change(NamedTuple):
-    """How a tensor differs from that of transformers: transposed, with `pairs` heads of paired rows, with 1 added."""
-
-    transposed: bool
-    pairs: int
-    offset: bool
-
-    def undo(self, tensor: Tensor) -> Tensor:
-        if self.pairs:
-            tensor = tensor.unflatten(0, (self.pairs, -1, 2)).transpose(1, 2).flatten(0, 2)
-        tensor = tensor.T if self.transposed else tensor
-        return tensor - 1 if self.offset else tensor
-
-
-class _Weights:
-    """The tensors of a GGUF file as `StoredTensors` reads them, under the names of transformers.
-
-    Norms and biases are always stored in float32. They count as float16 or bfloat16 where all matrices are that and
-    the values are the same in it.
-    """
-
-    def __init__(self, file: GgufFile, names: Mapping[str, str], changes: Mapping[str, _Change]):
-        self.path = file.path
-        self._file, self._names, self._changes = file, names, changes
-        stored = {name: file.entries[names[name]] for name in names}
-        self.shapes = {name: e.shape[::-1] if changes[name].transposed else e.shape for name, e in stored.items()}
-        self.dtypes = {name: PLAIN.get(entry.kind, torch.float32) for name, entry in stored.items()}
-        matrices = {self.dtypes[name] for name in names if len(self.shapes[name]) > 1}
-        if len(matrices) == 1 and (narrow := matrices.pop()) != torch.float32:
-            for name in names:
-                if len(self.shapes[name]) == 1 and _holds(narrow, self.read(name)):
-                    self.dtypes[name] = narrow
-
-    def read(self, name: str) -> Tensor:
-        tensor = self._changes[name].undo(self._file.read(self._names[name]))
-        return tensor.to(self.dtypes[name]).contiguous()
+def _narrowed(stored: dict[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors with norms and biases, always stored in float32, in float16 or bfloat16 where all matrices are
+    that and the values are the same in it."""
+    matrices = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
+    if len(matrices) != 1 or (narrow := matrices.pop()) == torch.float32:
+        return stored
+    return {
+        name: tensor._replace(dtype=narrow) if len(tensor.shape) == 1 and _holds(narrow, tensor.read()) else tensor
+        for name, tensor in stored.items()
+    }
 
 
 def _stored_names(architecture: str, tensor_map: Sequence[Packed], layers: int) -> dict[str, str]:
@@ -287,11 +269,7 @@ def _stored_names(architecture: str, tensor_map: Sequence[Packed], layers: int) 
     gguf = needs("gguf", "gguf")
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     modules = gguf.get_tensor_name_map(number, layers)
-    names = {}
-    for packed in tensor_map:
-        module, _, kind = packed.name.rpartition(".")
-        names[packed.name] = f"{modules.get_name(module)}.{kind}"
-    return names
+    return {packed.name: modules.get_name(packed.name, (".weight", ".bias")) for packed in tensor_map}
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

@@ -30,9 +30,7 @@ from .gguf_format import is_gguf
 from .tensors import LazyTensors, StoredTensors, check_stored, count_nonfinite, finite, open_tensors, read_tied
 
 MODELS: dict[str, Any] = {
-    "causal_lm": LeanForCausalLM,
-    "masked_lm": LeanForMaskedLM,
-    "image_classification": LeanForImageClassification,
+    model.builds: model for model in (LeanForCausalLM, LeanForMaskedLM, LeanForImageClassification)
 }
 DEFAULTS = GenerationConfig._get_default_generation_params()
 SWITCHES = {name for name, value in DEFAULTS.items() if isinstance(value, bool)} - {"early_stopping"}  # or "never"
@@ -82,7 +80,11 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     hf = _read_config(directory) if gguf is None else gguf.config()
     kind = hf.get("model_type")
     if kind == LeanConfig.model_type:
-        config, stored = load_config(directory), open_tensors(directory)
+        try:
+            config = LeanConfig.from_pretrained(directory)
+        except INVALID as error:
+            raise LeanError(f"{directory / 'config.json'}: {last_line(error)}") from None
+        stored = open_tensors(directory)
         return Checkpoint(directory, config, _own_tensors(config, stored), stored, None)
     if kind not in FAMILIES:
         why = f" ({NOT_THESE[kind]})" if kind in NOT_THESE else ""
@@ -172,17 +174,6 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
             dtype = parameters[name].copy_(stored).dtype
             if torch.finfo(dtype).max < torch.finfo(stored.dtype).max and count_nonfinite(parameters[name]):
                 raise LeanError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold")
-
-
-def load_config(directory: Path) -> LeanConfig:
-    """Return the configuration of a checkpoint of ours; raise a LeanError if there is none."""
-    kind = _read_config(directory).get("model_type")
-    if kind != LeanConfig.model_type:
-        raise LeanError(f"{directory} is a {kind!r} checkpoint; only {LeanConfig.model_type!r} ones can be opened")
-    try:
-        return LeanConfig.from_pretrained(directory)
-    except INVALID as error:
-        raise LeanError(f"{directory / 'config.json'}: {last_line(error)}") from None
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from scipy.cluster.hierarchy import DisjointSet
 
 from ..model.config import LeanConfig
-from ..model.layout import LayerPlan
 from ..model.shapes import parameter_shapes
 
 PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -138,16 +137,10 @@ def _blocked(config: LeanConfig) -> Iterator[tuple[StreamPoint, str]]:
         for slot in PROJECTIONS:
             kind = getattr(layer, slot).kind
             reads_all = kind in ("linear", "latent") or (slot == "value" and kind == "keys")
-            if reads_all or not computed_heads(layer, slot):
+            if reads_all or not layer.computed_heads(slot):
                 continue
             yield (
                 after_attention(config, i) if slot == "output" else StreamPoint(i),
                 f"the {slot} of layer {i} is {kind!r}: it passes on the stream's own coordinates, and a change of "
                 "basis would have to give it a full matrix",
             )
-
-
-def computed_heads(layer: LayerPlan, slot: str) -> int:
-    """Return how many heads the layer's own query, key, value or output has; 0 if it has none of its own."""
-    heads = {"key": layer.computed_key_heads, "value": layer.computed_value_heads}
-    return heads.get(slot, layer.num_query_heads)

@@ -4,9 +4,10 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from zipfile import ZipFile
 
 import torch
@@ -49,6 +50,15 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self.shapes)
 
 
+class Stored(NamedTuple):
+    """A tensor in a file of weights. `dtype` is the one it is used in, whatever `read` returns."""
+
+    file: Path
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
 class StoredTensors(LazyTensors):
     """The tensors in a directory of weights. Names, `shapes` and `dtypes` are known without reading any data.
 
@@ -57,17 +67,16 @@ class StoredTensors(LazyTensors):
     `described_by` says where their configuration is.
     """
 
-    def __init__(self, directory: Path, files: Mapping[str, "WeightsFile"], described_by: str = "config.json"):
-        stored = _plain_names(directory, files)
-        shapes = {name: files[theirs].shapes[theirs] for name, theirs in stored.items()}
-        super().__init__(shapes, lambda name: files[stored[name]].read(stored[name]))
-        self.directory, self.described_by = directory, described_by
-        self.dtypes = {name: files[theirs].dtypes[theirs] for name, theirs in stored.items()}
-        self._files = {name: files[theirs] for name, theirs in stored.items()}
+    def __init__(self, directory: Path, stored: Mapping[str, Stored], described_by: str = "config.json"):
+        plain = {name: stored[theirs] for name, theirs in _plain_names(directory, stored).items()}
+        shapes = {name: tensor.shape for name, tensor in plain.items()}
+        super().__init__(shapes, lambda name: plain[name].read().to(plain[name].dtype))
+        self.directory, self.described_by, self._stored = directory, described_by, plain
+        self.dtypes = {name: tensor.dtype for name, tensor in plain.items()}
 
     def file(self, name: str) -> Path:
         """Return the path of the file that holds the tensor."""
-        return self._files[name].path
+        return self._stored[name].file
 
 
 def _plain_names(directory: Path, names: Iterable[str]) -> dict[str, str]:
@@ -81,63 +90,50 @@ def _plain_names(directory: Path, names: Iterable[str]) -> dict[str, str]:
     return stored
 
 
-class WeightsFile(Protocol):
-    """A file of weights, each of which is read on its own."""
-
-    path: Path
-    shapes: dict[str, Shape]
-    dtypes: dict[str, torch.dtype]
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor of the file."""
-        ...
-
-
-class _File:
-    """A file of weights, safetensors or of torch.save: `shapes` and `dtypes` of its tensors, each read on its own.
+def _read_file(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a file of weights, safetensors or of torch.save, each read on its own.
 
     Plain float8 tensors, in which nothing computes, are bfloat16 here: it holds every value of every float8 kind.
     """
+    with naming_file(path), path.open("rb") as file:
+        # What torch.save wrote before PyTorch 1.6 is no zip archive and cannot be mapped: it is held whole.
+        mapped = path.suffix == ".safetensors" or file.read(4) == b"PK\x03\x04"
+    tensors = _load(path, mapped)
+    if mapped and path.suffix != ".safetensors":
+        with naming_file(path):
+            _check_records(path, tensors.values())
+    held = None if mapped else tensors
 
-    def __init__(self, path: Path):
-        self.path = path
-        with naming_file(path), path.open("rb") as file:
-            # What torch.save wrote before PyTorch 1.6 is no zip archive and cannot be mapped: it is held whole.
-            self._mapped = path.suffix == ".safetensors" or file.read(4) == b"PK\x03\x04"
-        tensors = self._load()
-        if self._mapped and path.suffix != ".safetensors":
-            with naming_file(path):
-                _check_records(path, tensors.values())
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self.dtypes = {name: _computing(tensor.dtype) for name, tensor in tensors.items()}
-        self._held = None if self._mapped else tensors
+    def read(name: str) -> Tensor:
+        return (held or _load(path, mapped, name))[name]
 
-    def read(self, name: str) -> Tensor:
-        return (self._held or self._load(name))[name].to(self.dtypes[name])
+    return {
+        name: Stored(path, tuple(tensor.shape), _computing(tensor.dtype), partial(read, name))
+        for name, tensor in tensors.items()
+    }
 
-    def _load(self, wanted: str | None = None) -> dict[str, Tensor]:
-        """Return the tensor `wanted`, or all, as views of the mapped file: no data is read."""
-        with naming_file(self.path, wanted):
-            if self.path.suffix == ".safetensors":
-                with safe_open(self.path, framework="pt") as file:
-                    return {name: file.get_tensor(name) for name in ([wanted] if wanted else file.keys())}
-            with warnings.catch_warnings():  # of old pickles: they are read or refused
-                warnings.simplefilter("ignore")
-                contents: Any = torch.load(self.path, map_location="cpu", mmap=self._mapped, weights_only=True)
-        if not isinstance(contents, Mapping):
-            raise LeanError(f"{self.path} holds no state dict but a {type(contents).__name__}")
-        for name, tensor in contents.items():
-            if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise LeanError(
-                    f"{self.path} holds no state dict of tensors: {name!r} is a {type(tensor).__name__}; save the "
-                    "model's state dict alone"
-                )
-            if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
-                kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
-                raise LeanError(
-                    f"{self.path}: {name} is a {kind.removeprefix('torch.')} tensor; save dense ones that have data"
-                )
-        return {name: tensor.detach() for name, tensor in contents.items()}
+
+def _load(path: Path, mapped: bool, wanted: str | None = None) -> dict[str, Tensor]:
+    """Return the tensor `wanted`, or all. Those of a mapped file are views of it: no data is read."""
+    with naming_file(path, wanted):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in ([wanted] if wanted else file.keys())}
+        with warnings.catch_warnings():  # of old pickles: they are read or refused
+            warnings.simplefilter("ignore")
+            contents: Any = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    if not isinstance(contents, Mapping):
+        raise LeanError(f"{path} holds no state dict but a {type(contents).__name__}")
+    for name, tensor in contents.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise LeanError(
+                f"{path} holds no state dict of tensors: {name!r} is a {type(tensor).__name__}; save the model's state "
+                "dict alone"
+            )
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+            raise LeanError(f"{path}: {name} is a {kind.removeprefix('torch.')} tensor; save dense ones that have data")
+    return {name: tensor.detach() for name, tensor in contents.items()}
 
 
 def _check_records(path: Path, tensors: Iterable[Tensor]) -> None:
@@ -189,22 +185,21 @@ def open_tensors(directory: Path) -> StoredTensors:
     if weights is None:
         raise LeanError(f"{directory} has no weights: there is none of {', '.join(WEIGHTS)}")
     if weights.suffix != ".json":
-        file = _File(weights)
-        return StoredTensors(directory, dict.fromkeys(file.shapes, file))
+        return StoredTensors(directory, _read_file(weights))
     shards = read_json(weights).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         raise LeanError(f"{weights} has no weight_map from the tensors' names to the files they are in")
-    files: dict[str, _File] = {}
+    files: dict[str, dict[str, Stored]] = {}
     for shard in dict.fromkeys(shards.values()):
         if Path(shard).name != shard:
             raise LeanError(f"{weights} names {shard!r}; shards lie beside their index, give the name alone")
         if not (directory / shard).is_file():
             raise LeanError(f"{directory / shard} is missing: {weights.name} names it")
-        files[shard] = _File(directory / shard)
+        files[shard] = _read_file(directory / shard)
     for name, shard in shards.items():
-        if name not in files[shard].shapes:
+        if name not in files[shard]:
             raise LeanError(f"{directory / shard} does not hold {name}, which {weights.name} says is in it")
-    return StoredTensors(directory, {name: files[shard] for name, shard in shards.items()})
+    return StoredTensors(directory, {name: files[shard][name] for name, shard in shards.items()})
 
 
 def some(names: Sequence[str]) -> str:

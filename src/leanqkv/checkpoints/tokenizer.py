@@ -219,17 +219,12 @@ def _settings_of_file(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, 
     """Return settings with which transformers changes nothing of a tokenizer.json."""
     changing = {"auto_map", "added_tokens_decoder", "add_bos_token", "add_eos_token", "split_special_tokens"}
     changing |= {"add_prefix_space", "tokenizer_file", "fix_mistral_regex"}
-    flags = {token.content: token for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()}
+    own = {token.content: token for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()}
     kept = {name: value for name, value in settings.items() if name not in changing}
     for name in [name for name in kept if name.endswith("_token")]:
         content = value["content"] if isinstance(value := kept[name], dict) else value
-        if content in flags:
-            own = flags[content]
-            kept[name] = {
-                "__type": "AddedToken",
-                "content": content,
-                **{flag: getattr(own, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")},
-            }
+        if content in own:
+            kept[name] = tokenizer.convert_added_tokens(own[content], save=True)
         elif content not in tokenizer.get_vocab():
             del kept[name]
     return {**kept, "tokenizer_class": "PreTrainedTokenizerFast"}

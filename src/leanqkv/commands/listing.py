@@ -5,12 +5,10 @@ from dataclasses import fields
 import torch
 from rich.table import Table
 
-from ..model.depth_average import DEFAULTS
-from ..model.mechanisms import CONNECTIONS, KEY_VALUES, OUTPUT_GATES
+from ..model.plan import LAYER_SLOTS, MODEL_SLOTS
 from ..model.shapes import count_parameters
 from ..presets import preset
 from ..presets.catalog import BASES, MECHANISMS, MechanismPreset
-from ..presets.edit import TABLES
 from ..progress import console
 
 
@@ -39,12 +37,11 @@ def list_presets() -> None:
 
 def _options(mechanism: MechanismPreset) -> str:
     """Every option that the mechanism's name can have, with its default."""
-    if "type" not in mechanism.spec:
-        defaults = DEFAULTS if mechanism.slot == "depth_average" else mechanism.spec
-        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in defaults.items())
-    of_model = {"key_value": KEY_VALUES, "output_gate": OUTPUT_GATES, "hyper_connections": CONNECTIONS}
-    cls = (TABLES | of_model)[mechanism.slot][mechanism.spec["type"]]
+    tables = (LAYER_SLOTS | MODEL_SLOTS).get(mechanism.slot)
+    if tables is None:
+        return ", ".join(f"{name}={'by width' if value is None else value}" for name, value in mechanism.spec.items())
+    cls = tables[mechanism.spec.get("type", "average")]
     named = [f for f in fields(cls) if not isinstance(f.default, tuple)]  # a name cannot hold rows
     options = [f"{f.name}={mechanism.spec.get(f.name, f.default)}" for f in named]
-    options += ["layers=all"] if mechanism.slot in TABLES else []
+    options += ["layers=all"] if mechanism.slot in LAYER_SLOTS else []
     return ", ".join(options + [f"recipe={name}" for name in mechanism.recipes])

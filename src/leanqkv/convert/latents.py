@@ -113,7 +113,7 @@ class Latents(Reduction):
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)
         check_context(config, at_context)
-        self.costs = config.plan.kept_tokens(at_context)
+        self.costs = config.plan.kept_tokens(at_context or 1)  # which every window holds
         self.budget = cache_budget(config, share, self.costs, self.cut, self.key_cut, _at(at_context))
         self.least_tokens = TOKENS_PER_COLUMN * self.width
         self._exact = exact

@@ -10,7 +10,7 @@ from typing import Any
 from scipy.cluster.hierarchy import DisjointSet
 from torch import Tensor
 
-from ..checkpoints.stream import PROJECTIONS, computed_heads
+from ..checkpoints.stream import PROJECTIONS
 from ..checkpoints.tensors import LazyTensors
 from ..model.config import LeanConfig
 from ..model.layout import LayerPlan
@@ -42,7 +42,7 @@ class HeadClasses:
         for layer in layers:
             for head, other in _added_heads(layer, side):
                 classes.merge((layer.layer, head), other)
-            for head in range(computed_heads(layer, slot)):
+            for head in range(layer.computed_heads(slot)):
                 classes.merge(made.setdefault((layer.block, head), (layer.layer, head)), (layer.layer, head))
                 if reason := _why_blocked(config, layer, side):
                     blocked.setdefault((layer.layer, head), reason)
@@ -116,7 +116,7 @@ def change_heads(
 
 def _held_heads(layer: LayerPlan, slot: str) -> int:
     """How many heads other layers can attend with: the computed ones, and means of them."""
-    return computed_heads(layer, slot) + (layer.layout.derived_value_heads if slot == "value" else 0)
+    return layer.computed_heads(slot) + (layer.layout.derived_value_heads if slot == "value" else 0)
 
 
 def _added_heads(layer: LayerPlan, side: str) -> Iterator[tuple[int, Head]]:
@@ -150,8 +150,8 @@ def _why_blocked(config: LeanConfig, layer: LayerPlan, side: str) -> str | None:
             "rotary positions turn every column of the heads; what commutes with them is a scaled rotation of each "
             f"pair, {config.head_dim} numbers a head, which are left in place"
         )
-    if layer.reuses_keys:
+    if layer.value.reuses_keys:
         return f"the keys of layer {layer.layer} are its values"
-    if side == "keys" and layer.values_read_keys:
+    if side == "keys" and layer.value.reads_keys:
         return f"the values of layer {layer.layer} are made of its keys"
     return None if kind == "linear" else f"the {slot} of layer {layer.layer} is {kind!r}"

@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..checkpoints.stream import PROJECTIONS, Stream, StreamPoint, StreamTensor, after_attention, computed_heads
+from ..checkpoints.stream import PROJECTIONS, Stream, StreamPoint, StreamTensor, after_attention
 from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.plan import LAYER_SLOTS
 from ..model.registry import make_mechanism
 from ..model.shapes import parameter_shapes
-from ..presets.edit import TABLES, set_mechanisms, with_fields
+from ..presets.edit import set_mechanisms, with_fields
 from .linalg import Basis, Factored
 
 # What each norm commutes with.
@@ -60,7 +61,7 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
         return f"it is {kind!r}, not a plain matrix"
     if layer.latent is not None and removal.slot in ("key", "value"):
         return "keys and values are made from a latent (MLA), which is narrower than the stream"
-    if not computed_heads(layer, removal.slot):
+    if not layer.computed_heads(removal.slot):
         kind = layer.key_value.kind
         return f"the layer has none of its own, its {removal.slot}s come from another layer (key_value is {kind!r})"
     if config.norm_type != "none":
@@ -70,7 +71,7 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
     shape = parameter_shapes(config)[weight_name(config, removal)]
     if shape[0] != shape[1]:
         return f"it is not square ({shape[1]} by {shape[0]}), so it has no inverse{_fewer_heads(config, removal)}"
-    identity = make_mechanism(TABLES[removal.slot], removal.slot, {"type": "identity"})
+    identity = make_mechanism(LAYER_SLOTS[removal.slot], removal.slot, {"type": "identity"})
     if clash := identity.clash(config, shape[0] // config.head_dim):
         return clash
     if blocked := stream.blocked.get(_basis_of(removal, stream)):
@@ -83,7 +84,7 @@ def why_not(removal: Removal, stream: Stream) -> str | None:
 def _fewer_heads(config: LeanConfig, removal: Removal) -> str:
     """Say what leaves the layer fewer heads of this kind than attention has; empty where nothing does."""
     layer = config.plan.layers[removal.layer]
-    heads = computed_heads(layer, removal.slot)
+    heads = layer.computed_heads(removal.slot)
     if heads >= config.num_attention_heads:
         return ""
     grouped = removal.slot in ("key", "value") and heads == config.num_key_value_heads

@@ -171,7 +171,7 @@ class LeanAttention(Attention):
         **kwargs,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
         """What `forward` does with what `project_heads` gives: cache and attend; the output is still in heads."""
-        if layer.reuses_keys and layer.computed_value_heads:
+        if layer.value.reuses_keys and layer.computed_value_heads:
             value = key[:, : layer.computed_value_heads]
 
         new_values = value
@@ -189,7 +189,7 @@ class LeanAttention(Attention):
             outputs.append(self.attend(self, *given, layer.attention_scale(group.keys.layer), **kwargs))
         output, attention_weights = concatenate_heads(outputs)
 
-        if layer.reuses_keys and rotation is not None:
+        if layer.value.reuses_keys and rotation is not None:
             cos, sin = rotation
             output = self.rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
         return output, attention_weights, own
@@ -318,7 +318,7 @@ def update_cache(past_key_values: Cache | None, layer: LayerPlan, keys: Any, val
     histories = past_key_values.update(first, others[0] if others else first[:, :0], layer.layer)
     for cached, history in zip(layer.cached, histories, strict=False):
         tensors[cached.name] = history
-    if layer.reuses_keys and len(layer.cached) == 1 and values is not None:
+    if layer.value.reuses_keys and len(layer.cached) == 1 and values is not None:
         tensors["values"] = tensors["keys"][:, : layer.computed_value_heads]
     return tensors["keys"], tensors["values"]
 

@@ -66,7 +66,7 @@ class LatentAttention(Absorbing, Attention):
         self.latent: LatentShape = layer.latent
         self.num_heads, self.num_key_value_groups = layer.num_query_heads, 1
         d, bias, rope_dim = config.hidden_size, config.attention_bias, self.latent.rope_dim
-        columns, width = layer.latent_columns, self.num_heads * self.head_dim
+        columns, width = layer.computed_value_heads, self.num_heads * self.head_dim
         self.q_rope_proj = nn.Linear(d, self.num_heads * rope_dim, bias=bias) if rope_dim else None
         self.k_rope_proj = nn.Linear(d, rope_dim, bias=bias) if layer.computed_key_heads else None
         self.kv_down_proj = nn.Linear(d, columns, bias=bias) if columns else None

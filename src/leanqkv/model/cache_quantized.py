@@ -367,8 +367,7 @@ class KiviLayer(DynamicLayer):
 
 def kivi_layers(plan, key_bits: int = 8, value_bits: int = 4, kind: type[KiviLayer] = KiviLayer) -> list[KiviLayer]:
     """Return a cache layer, of a kind, for every layer of the plan."""
-    names = [[tensor.name for tensor in layer.cached] for layer in plan.layers]
-    return [kind(key_bits, value_bits, own, layer.window) for own, layer in zip(names, plan.layers, strict=True)]
+    return [kind(key_bits, value_bits, [one.name for one in layer.cached], layer.window) for layer in plan.layers]
 
 
 def quantized_bytes_per_token(plan, key_bits: int = 8, value_bits: int = 4) -> float:
@@ -380,7 +379,8 @@ def quantized_bytes_per_token(plan, key_bits: int = 8, value_bits: int = 4) -> f
         ValueError: other bits.
     """
     check_bits(key_bits, value_bits)
-    return sum(page_bytes(layer, key_bits, value_bits) for layer in plan.layers) / BLOCK
+    # Of a whole block no token is left in the dtype that is given.
+    return quantized_bytes(plan, BLOCK, SCALE_DTYPE, key_bits, value_bits) / BLOCK
 
 
 def quantized_bytes(plan, tokens: int, dtype: torch.dtype, key_bits: int = 8, value_bits: int = 4) -> int:
@@ -390,15 +390,10 @@ def quantized_bytes(plan, tokens: int, dtype: torch.dtype, key_bits: int = 8, va
     size = 0
     for layer in plan.layers:
         seen = pages if layer.window is None else min(pages, max(ceil((layer.window - 1 - newest) / BLOCK), 0))
-        size += seen * page_bytes(layer, key_bits, value_bits)
+        layouts = [page_layout(one.name, key_bits, value_bits, one.num_heads, one.head_dim) for one in layer.cached]
+        size += seen * sum(layout.page_bytes for layout in layouts)
         size += newest * dtype.itemsize * sum(tensor.elements for tensor in layer.cached)
     return size
-
-
-def page_bytes(layer, key_bits: int, value_bits: int) -> int:
-    """Return the bytes of a block of tokens in a layer of the plan, scales and offsets included."""
-    layouts = [page_layout(one.name, key_bits, value_bits, one.num_heads, one.head_dim) for one in layer.cached]
-    return sum(layout.page_bytes for layout in layouts)
 
 
 def check_bits(key_bits: Any, value_bits: Any) -> None:

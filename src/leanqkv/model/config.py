@@ -17,20 +17,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .cache import layer_type
-from .mechanisms import (
-    ATTENTIONS,
-    CONNECTIONS,
-    DEPTH,
-    KEY_VALUES,
-    KEYS,
-    MLPS,
-    OUTPUT_GATES,
-    OUTPUTS,
-    QUERIES,
-    TASKS,
-    VALUES,
-)
-from .plan import Plan, make_plan
+from .mechanisms import ATTENTIONS, KEY_VALUES, MLPS, TASKS
+from .plan import LAYER_SLOTS, MODEL_SLOTS, Plan, make_plan
 from .registry import ConfigError, by_kind, suggest
 
 # A whole number that may be left out: `__post_init__` fills it in (but for the vocabulary of a model of images).
@@ -263,7 +251,7 @@ class LeanConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         self._check_positions()
         self._check_shape()
-        for slot in ("query", "key", "value", "output"):
+        for slot in LAYER_SLOTS:
             setattr(self, slot, getattr(self, slot) or [])
         self.key_value = self.key_value or {"type": "projected"}
         if warning := make_plan(self).warning:  # which refuses what cannot be built
@@ -437,6 +425,16 @@ class LeanConfig(PreTrainedConfig):
             return f"num_experts_per_tok ({chosen}) is more than num_local_experts ({experts})"
         if self.mlp_type == "moe" and self.mlp_bias:
             return "mlp_bias: experts have no biases; leave it out with mlp_type 'moe'"
+        if self.kv_lora_rank is not None and self.num_key_value_heads != self.num_attention_heads:
+            return (
+                f"num_key_value_heads ({self.num_key_value_heads}) has no meaning with a latent (kv_lora_rank): each "
+                f"of the {self.num_attention_heads} heads makes its own key and value from it; leave it out"
+            )
+        if self.kv_lora_rank is not None and self.qk_norm:
+            return (
+                "qk_norm cannot act with a latent (kv_lora_rank): it norms every head's key, and the keys are never "
+                "made when decoding from the latent"
+            )
         if self.task == "causal_lm" and self.mask_type == "bidirectional":
             return (
                 "a causal_lm cannot attend bidirectionally: it would see the token it is to predict; use task=masked_lm"
@@ -509,18 +507,13 @@ class LeanConfig(PreTrainedConfig):
 
     def _own_lines(self, mechanisms: str) -> str:
         """The source of mechanisms.py without the classes that this configuration does not name."""
-        slots = ((QUERIES, self.query), (KEYS, self.key), (VALUES, self.value), (OUTPUTS, self.output))
-        used = [table[spec["type"]] for table, specs in slots for spec in ({"type": "linear"}, *(specs or ()))]
-        used += [] if self.output_gate is None else [OUTPUT_GATES[self.output_gate["type"]]]
-        used += [KEY_VALUES[kind] for kind in ("projected", (self.key_value or {})["type"])]
+        used: list[Any] = [MLPS[self.mlp_type], TASKS[self.task], KEY_VALUES["projected"], by_kind]
         used += [ATTENTIONS[layer.attention] for layer in self.plan.layers]
-        used += [
-            MLPS[self.mlp_type],
-            TASKS[self.task],
-            *([] if self.depth_average is None else DEPTH.values()),
-            *([] if self.hyper_connections is None else CONNECTIONS.values()),
-            by_kind,
-        ]
+        for slot, table in LAYER_SLOTS.items():
+            used += [table[spec["type"]] for spec in ({"type": "linear"}, *getattr(self, slot))]
+        for slot, table in MODEL_SLOTS.items():
+            spec = getattr(self, slot)  # one of averages over depth has no type
+            used += [] if spec is None else [table[spec.get("type", "average")]]
         names, tree = {part.__name__ for part in used}, ast.parse(mechanisms)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level:

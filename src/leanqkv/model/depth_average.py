@@ -4,20 +4,18 @@ Pagliardini et al. 2024, "DenseFormer: Enhancing Information Flow in Transformer
 https://arxiv.org/abs/2402.02622. Cited by Wu et al. 2025 (P3), appendix B.1.
 """
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-DEFAULTS = {"dilation": 1, "period": 1}
+from .registry import Mechanism
 
 
 class DepthAverage(nn.Module):
     """`Y_i = sum_j alpha_ij X_j` over j = i, i - dilation, i - 2 dilation, ... >= 0, ascending in `weight`. Starts as
     the identity: 1 for the block's own output, 0 for the others."""
-
-    kind = "average"
 
     def __init__(self, inputs: tuple[int, ...]):
         super().__init__()
@@ -34,20 +32,28 @@ class DepthAverage(nn.Module):
             average = average + weight * outputs[index]
         return average.to(outputs[-1].dtype)
 
-    @staticmethod
-    def inputs_after(spec: Mapping[str, Any], num_layers: int) -> dict[int, tuple[int, ...]]:
-        """Per layer after which an average is taken: which outputs enter it (0: the embedding, i + 1: block i's)."""
-        dilation, period = (spec.get(name, default) for name, default in DEFAULTS.items())
-        return {
-            i: tuple(range((i + 1) % dilation, i + 2, dilation)) for i in range(num_layers) if (i + 1) % period == 0
-        }
+
+@dataclass(frozen=True)
+class DepthAverages(Mechanism):
+    """An average after every `period`-th block, over every `dilation`-th output down from the block's own."""
+
+    kind = "average"
+    dilation: int = 1
+    period: int = 1
 
     @staticmethod
-    def clash(spec: Mapping[str, Any], num_layers: int) -> str | None:
-        """Return why the averages cannot be taken, or None."""
-        for name, value in spec.items():
-            if name not in DEFAULTS:
-                return f"no option {name!r}: valid: {', '.join(DEFAULTS)}"
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= num_layers:
-                return f"{name} must be a whole number from 1 to the number of layers ({num_layers}), found {value!r}"
+    def build(inputs: tuple[int, ...]) -> DepthAverage:
+        return DepthAverage(inputs)
+
+    def inputs_after(self, i: int) -> tuple[int, ...]:
+        """Return which outputs are averaged after layer i (0: the embedding, j + 1: block j's); none: no average."""
+        if (i + 1) % self.period:
+            return ()
+        return tuple(range((i + 1) % self.dilation, i + 2, self.dilation))
+
+    def clash(self, config, heads: Any = None) -> str | None:
+        layers = config.num_hidden_layers
+        for name in ("dilation", "period"):
+            if not 1 <= (value := getattr(self, name)) <= layers:
+                return f"{name} must be a whole number from 1 to the number of layers ({layers}), found {value!r}"
         return None

@@ -126,9 +126,6 @@ class FirstLayerValues(KeyValue):
             if self.keys or self.middle_keys or self.injection != "second_half":
                 return "inject=false borrows nothing, so injection, keys and middle_keys have no meaning with it"
         if self.keys and floor(self.ratio * counts.num_key_heads) == 0 and self.ratio > 0:
-            return (
-                f"keys=true has nothing to share: ratio {self.ratio} of {counts.num_key_heads} "
-                + ("rotary key" if config.kv_lora_rank else "key head")
-                + " is less than one"
-            )
+            found = f"{counts.num_key_heads} {'rotary key' if config.kv_lora_rank else 'key head'}"
+            return f"keys=true has nothing to share: ratio {self.ratio} of {found} is less than one"
         return None

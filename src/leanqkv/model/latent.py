@@ -9,6 +9,7 @@ section 2.1.
 
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -154,11 +155,8 @@ def _frequencies(columns: Columns) -> list[int]:
 
 def _places(columns: Columns) -> list[list[int]]:
     """The columns of every frequency, [frequencies, most columns of one]; -1 for those that it has fewer."""
-    most, places, end = max(columns), [], 0
-    for number in columns:
-        places.append([*range(end, end + number), *[-1] * (most - number)])
-        end += number
-    return places
+    most, ends = max(columns), accumulate(columns)
+    return [[*range(end - number, end), *[-1] * (most - number)] for number, end in zip(columns, ends, strict=True)]
 
 
 def _index(make: Callable[[Columns], list], columns: Columns, device: torch.device) -> Tensor:

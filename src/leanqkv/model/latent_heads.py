@@ -55,13 +55,9 @@ class LatentKeys(Projection):
     rank: int | None = None
     before_rotary: bool = False
 
-    @property
-    def turns_when_read(self) -> bool:  # type: ignore[override]
-        return self.before_rotary
-
-    def in_layer(self, config, num_heads: int, rope: str | None) -> "LatentKeys":
+    def in_layer(self, config, layer: int, num_heads: int, rope: str | None) -> "LatentKeys":
         if reason := self._clash_in_layer(config, num_heads, rope):
-            raise ConfigError(reason)
+            raise ConfigError(f"key {self.kind!r} in layer {layer}: {reason}")
         if rope is None or self.before_rotary:
             rank = num_heads * config.head_dim // 2 if self.rank is None else self.rank
             return replace(self, rank=rank, before_rotary=rope is not None)
@@ -229,7 +225,7 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
 
     def __init__(self, config, layer: LayerPlan):
         super().__init__(config, layer)
-        self.turns_keys = layer.keys_turn_when_read
+        self.turns_keys = layer.key.before_rotary
 
     def forward(
         self,
@@ -249,7 +245,7 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         if self.k_up_proj is None:
             key = self.split_heads(new_keys, self.k_norm, rotation)
         else:
-            key = self._latent_head(new_keys, layer.key_columns, rotation)
+            key = self._latent_head(new_keys, layer.key.columns, rotation)
         value = self.split_heads(value, None, None) if self.v_up_proj is None else self._latent_head(value, None, None)
         own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
         key, values = own.keys, own.values
@@ -283,11 +279,11 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         self, own: KeyValues, new_keys: Tensor, layer: LayerPlan, position_embeddings: Rotations | None
     ) -> LatentAndKeys | None:
         """Return what values that read keys are made of; None: they are what is cached, or made of that alone."""
-        if not layer.values_read_keys:
+        if not layer.value.reads_keys:
             return None
         assert own.keys is not None and own.values is not None
-        back = None if layer.keys_turn_when_read else rotation_back(layer, position_embeddings)
-        return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key_columns)
+        back = None if layer.key.before_rotary else rotation_back(layer, position_embeddings)
+        return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key.columns)
 
     def _absorbs_values(self, query: Tensor, key: Tensor, columns: int) -> bool:
         """Whether heads attend to latent values themselves. With dropout their weights do not add up to 1."""

@@ -170,30 +170,10 @@ class BlockWeights:
             return "latent"
         return self.key.attention if self.key_rank is not None else self.value.attention
 
-    @property
-    def latent_columns(self) -> int:
-        """Columns of MLA's latent that the layer computes: its layout counts them as value heads."""
-        return self.computed_value_heads if self.latent is not None else 0
-
-    @property
-    def reuses_keys(self) -> bool:
-        """Whether its keys are its values (`keys-as-values`)."""
-        return self.value.reuses_keys
-
-    @property
-    def values_read_keys(self) -> bool:
-        """Whether its values are made of its keys as well as of a latent (`values-from-keys`)."""
-        return self.value.reads_keys
-
-    @property
-    def keys_turn_when_read(self) -> bool:
-        """Whether its cached keys are as they were before rotary positions."""
-        return self.key.turns_when_read
-
-    @property
-    def key_columns(self) -> tuple[int, ...] | None:
-        """Complex columns of the keys' latent, by frequency; None: there are none."""
-        return self.key.columns
+    def computed_heads(self, slot: str) -> int:
+        """Return how many heads the layer's own query, key, value or output has; 0 if it has none of its own."""
+        heads = {"key": self.computed_key_heads, "value": self.computed_value_heads}
+        return heads.get(slot, self.num_query_heads)
 
     def build_mixer(self, config) -> Any:
         """Return the module that new values pass through before they are cached (see HeadLayout), or None."""
@@ -246,17 +226,13 @@ class LayerPlan(BlockWeights):
     @cached_property
     def cached(self) -> tuple[CachedTensor, ...]:
         """The tensors that the layer keeps of every token, for itself and for the layers that borrow from it."""
-        values = self.computed_value_heads + self.layout.derived_value_heads
+        value_heads = self.computed_value_heads + self.layout.derived_value_heads
         if self.latent is not None:
-            tensors = [CachedTensor("latent", 1, values + self.computed_key_heads * self.latent.rope_dim)]
+            tensors = [CachedTensor("latent", 1, value_heads + self.computed_key_heads * self.latent.rope_dim)]
         else:
-            if self.reuses_keys and self.layout.mixer is None:
-                values = 0  # the keys are the values
-            tensors = [
-                CachedTensor(name, number, self.head_dim) if rank is None else CachedTensor(name, 1, rank)
-                for name, number, rank in (
-                    ("keys", self.computed_key_heads, self.key_rank),
-                    ("values", values, self.value_rank),
-                )
-            ]
+            if self.value.reuses_keys and self.layout.mixer is None:
+                value_heads = 0  # the keys are the values
+            keys = (self.computed_key_heads, self.head_dim) if self.key_rank is None else (1, self.key_rank)
+            values = (value_heads, self.head_dim) if self.value_rank is None else (1, self.value_rank)
+            tensors = [CachedTensor("keys", *keys), CachedTensor("values", *values)]
         return tuple(tensor for tensor in tensors if tensor.elements) if self.caches else ()

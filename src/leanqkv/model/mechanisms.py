@@ -4,7 +4,7 @@ from typing import Any
 
 from .attention import LeanAttention
 from .attention_latent import LatentAttention
-from .depth_average import DepthAverage
+from .depth_average import DepthAverages
 from .hyper_connections import HyperConnections
 from .images import Images
 from .keyvalue_borrowed_values import BorrowedValues
@@ -79,7 +79,7 @@ TASKS: Table = {
     "image_classification": Images,
 }
 DEPTH: Table = by_kind(
-    DepthAverage,
+    DepthAverages,
 )
 CONNECTIONS: Table = by_kind(
     HyperConnections,

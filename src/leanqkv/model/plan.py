@@ -17,6 +17,15 @@ from .mechanisms import CONNECTIONS, DEPTH, KEY_VALUES, KEYS, MLPS, OUTPUT_GATES
 from .position import latent_score_scale
 from .registry import ConfigError, Projection, make_mechanism
 
+# What a configuration chooses in each layer, and what once for the whole model: by field, the mechanisms it can name.
+LAYER_SLOTS = {"query": QUERIES, "key": KEYS, "value": VALUES, "output": OUTPUTS}
+MODEL_SLOTS = {
+    "key_value": KEY_VALUES,
+    "output_gate": OUTPUT_GATES,
+    "depth_average": DEPTH,
+    "hyper_connections": CONNECTIONS,
+}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -45,7 +54,7 @@ class Plan:
     def turns_keys_in(self) -> int | None:
         """The first layer that turns cached keys when it reads them: back, where values are made of them, or by rotary
         positions, where they are cached as before. None: there is none."""
-        turning = (layer.layer for layer in self.layers if layer.values_read_keys or layer.keys_turn_when_read)
+        turning = (layer.layer for layer in self.layers if layer.value.reads_keys or layer.key.before_rotary)
         return next(turning, None)
 
     @property
@@ -67,12 +76,10 @@ class Plan:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes the cache keeps for one token of one sequence, over all layers, while no window is full."""
-        return dtype.itemsize * sum(cached.elements for layer in self.layers for cached in layer.cached)
+        return self.kv_bytes(1, dtype)
 
-    def kept_tokens(self, tokens: int | None) -> list[int]:
-        """How many of so many tokens each layer keeps: one with a window the last `window - 1`. None: 1 for each."""
-        if tokens is None:
-            return [1] * len(self.layers)
+    def kept_tokens(self, tokens: int) -> list[int]:
+        """How many of so many tokens each layer keeps: one with a window the last `window - 1`."""
         return [tokens if layer.window is None else min(tokens, layer.window - 1) for layer in self.layers]
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
@@ -95,20 +102,17 @@ def make_plan(config) -> Plan:
 
 def _make_layers(config) -> list[LayerPlan]:
     num_layers = config.num_hidden_layers
-    slots = {"query": QUERIES, "key": KEYS, "value": VALUES, "output": OUTPUTS}
-    chosen = {slot: _per_layer(config, slot, table) for slot, table in slots.items()}
+    chosen = {slot: _per_layer(config, slot) for slot in LAYER_SLOTS}
     latent = LatentShape(config.kv_lora_rank, config.qk_rope_head_dim) if config.kv_lora_rank else None
     counts = HeadCounts(num_layers, config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     if latent is not None:
         counts = HeadCounts(num_layers, config.num_attention_heads, int(latent.rope_dim > 0), latent.rank)
-    key_value = make_mechanism(KEY_VALUES, "key_value", config.key_value)
-    if reason := key_value.clash(config, counts):
-        raise ConfigError(f"key_value {key_value.kind!r}: {reason}")
-    averaged, connections, gate = _averaged(config, num_layers), _connections(config), config.output_gate
-    gate = gate and make_mechanism(OUTPUT_GATES, "output_gate", gate)
+    key_value = _of_model(config, "key_value", counts)
+    gate, connections = _of_model(config, "output_gate"), _of_model(config, "hyper_connections")
+    averages = _of_model(config, "depth_average")
     layers = []
     for i in range(num_layers):
-        query, key, value, output = (mechanisms[i] for mechanisms in chosen.values())
+        projections: dict[str, Any] = {slot: mechanisms[i] for slot, mechanisms in chosen.items()}
         layout = key_value.layout(counts, i)
         computed_keys = sum(s.num_heads for s in layout.keys if s.layer == i)
         computed_values = max((s.stop for s in layout.values if s.layer == i), default=0)  # one head may serve twice
@@ -116,15 +120,12 @@ def _make_layers(config) -> list[LayerPlan]:
         window = config.sliding_window if windowed else None
         rope = _rope(config, i, window)
         if latent is None:
-            key = _in_layer(config, key, i, computed_keys, rope)
+            projections["key"] = projections["key"].in_layer(config, i, computed_keys, rope)
         layer = LayerPlan(
             layer=i,
             block=_block(config, i),
             head_dim=config.head_dim,
-            query=query,
-            key=key,
-            value=value,
-            output=output,
+            **projections,
             output_gate=gate,
             key_value=key_value,
             layout=layout,
@@ -133,13 +134,13 @@ def _make_layers(config) -> list[LayerPlan]:
             num_query_heads=layout.num_query_heads,
             computed_key_heads=computed_keys,
             computed_value_heads=computed_values,
-            key_rank=key.latent_rank(config, computed_keys),
-            value_rank=value.latent_rank(config, computed_values),
+            key_rank=projections["key"].latent_rank(config, computed_keys),
+            value_rank=projections["value"].latent_rank(config, computed_values),
             latent=latent,
             window=window,
             rope=rope,
             lends_mlp_hidden=i + 1 < num_layers and chosen["query"][i + 1].reads_mlp,
-            averaged=averaged.get(i, ()),
+            averaged=averages.inputs_after(i) if averages else (),
             connections=connections,
             key_scales=tuple((source.layer, chosen["key"][source.layer].scale) for source in layout.keys),
             score_scale=latent_score_scale(config) if latent else 1.0,
@@ -147,7 +148,9 @@ def _make_layers(config) -> list[LayerPlan]:
             attention_divisor=i + 1 if config.scale_attn_by_inverse_layer_idx else 1,
             caches=config.mask_type != "bidirectional",
         )
-        _refuse(config, layer)
+        if clash := _clash(config, layer):
+            slot, reason = clash
+            raise ConfigError(f"{slot} {getattr(layer, slot).kind!r} in layer {i}: {reason}")
         layers.append(layer)
     _refuse_across(config, layers)
     for layer in layers:  # a compiled forward pass cannot fill a cached_property (Python 3.11)
@@ -161,32 +164,16 @@ def _block(config, layer: int) -> int:
     return layer % groups if config.group_order == "turns" else layer * groups // config.num_hidden_layers
 
 
-def _averaged(config, num_layers: int) -> dict[int, tuple[int, ...]]:
-    """The outputs that are averaged after a layer (DenseFormer)."""
-    if config.depth_average is None:
-        return {}
-    depth_average = DEPTH["average"]
-    if reason := depth_average.clash(config.depth_average, num_layers):
-        raise ConfigError(f"depth_average: {reason}")
-    return depth_average.inputs_after(config.depth_average, num_layers)
-
-
-def _connections(config) -> Any:
-    """The hyper-connections of every layer; None: skip connections."""
-    if config.hyper_connections is None:
+def _of_model(config, slot: str, counts: HeadCounts | None = None) -> Any:
+    """The mechanism that the whole model has in a slot; None: there is none."""
+    if (spec := getattr(config, slot)) is None:
         return None
-    connections = make_mechanism(CONNECTIONS, "hyper_connections", config.hyper_connections)
-    if reason := connections.clash(config, None):
-        raise ConfigError(f"hyper_connections: {reason}")
-    return connections
-
-
-def _in_layer(config, key: Projection, layer: int, heads: int, rope: str | None) -> Projection:
-    """The key mechanism with the options that it has in this layer: a latent's columns depend on rotary positions."""
-    try:
-        return key.in_layer(config, heads, rope)
-    except ConfigError as error:
-        raise ConfigError(f"key {key.kind!r} in layer {layer}: {error}") from None
+    if slot == "depth_average":  # its one type goes without saying
+        spec = {"type": "average"} | spec
+    mechanism = make_mechanism(MODEL_SLOTS[slot], slot, spec)
+    if reason := mechanism.clash(config, counts):
+        raise ConfigError(f"{slot} {mechanism.kind!r}: {reason}")
+    return mechanism
 
 
 def _rope(config, layer: int, window: int | None) -> str | None:
@@ -196,83 +183,58 @@ def _rope(config, layer: int, window: int | None) -> str | None:
     return "rope_parameters" if window is None or not config.window_rope_parameters else "window_rope_parameters"
 
 
-def _refuse(config, layer: LayerPlan) -> None:
-    """Refuse what one layer cannot have."""
-    if layer.latent is not None:
-        _refuse_latent(config, layer)
-    for slot, heads in (
-        ("query", layer.num_query_heads),
-        ("key", layer.computed_key_heads),
-        ("value", layer.computed_value_heads),
-        ("output", layer.num_query_heads),
-    ):
+def _clash(config, layer: LayerPlan) -> tuple[str, str] | None:
+    """The slot of a layer whose mechanism it cannot have, and why; None where it can have all of them."""
+    for slot in LAYER_SLOTS:
+        mechanism, heads = getattr(layer, slot), layer.computed_heads(slot)
         if layer.latent is not None and slot in ("key", "value"):
+            if mechanism.kind != "linear":
+                return slot, (
+                    "with a latent (kv_lora_rank) keys and values are made from it, there is no "
+                    f"{slot} projection to replace"
+                )
             continue
-        mechanism = getattr(layer, slot)
         if reason := mechanism.clash(config, heads):
-            raise ConfigError(f"{slot} {mechanism.kind!r} in layer {layer.layer}: {reason}")
+            return slot, reason
         named = {index for spec in getattr(config, slot) for index in spec.get("layers") or ()}
         if not heads and layer.layer in named:
-            raise ConfigError(
-                f"{slot} {mechanism.kind!r} in layer {layer.layer}: it computes no {slot}s of its own, they come from "
-                "another layer; leave it out of `layers`"
-            )
-    if layer.values_read_keys and layer.window is not None:
-        raise ConfigError(
-            f"value {layer.value.kind!r} in layer {layer.layer}: values that are made of keys need all of them, and a "
-            f"sliding window ({layer.window}) lets the old ones go; leave keys=true out there"
+            return slot, f"it computes no {slot}s of its own, they come from another layer; leave it out of `layers`"
+    if layer.value.reads_keys and layer.window is not None:
+        return "value", (
+            f"values that are made of keys need all of them, and a sliding window ({layer.window}) lets the old ones "
+            "go; leave keys=true out there"
         )
-    if layer.values_read_keys and config.qk_norm and not layer.keys_turn_when_read:
-        raise ConfigError(
-            f"value {layer.value.kind!r} in layer {layer.layer}: values are made of keys as they are projected, and "
-            "qk_norm norms these before they are cached; leave keys=true out, or cache a latent of the keys with "
-            "before_rotary=true"
+    if layer.value.reads_keys and config.qk_norm and not layer.key.before_rotary:
+        return "value", (
+            "values are made of keys as they are projected, and qk_norm norms these before they are cached; leave "
+            "keys=true out, or cache a latent of the keys with before_rotary=true"
         )
-    if layer.keys_turn_when_read and layer.window is not None:
-        raise ConfigError(
-            f"key {layer.key.kind!r} in layer {layer.layer}: keys that are turned when they are read need the "
-            f"positions of all, and a sliding window ({layer.window}) lets old ones go; leave before_rotary=true out "
-            "there"
+    if layer.key.before_rotary and layer.window is not None:
+        return "key", (
+            f"keys that are turned when they are read need the positions of all, and a sliding window ({layer.window}) "
+            "lets old ones go; leave before_rotary=true out there"
         )
-    if layer.reuses_keys and layer.key_rank is not None:
-        raise ConfigError(
-            f"value 'keys' in layer {layer.layer}: its keys are a latent (key {layer.key.kind!r}), and no heads are "
-            "kept that could be its values; use latent values beside latent keys"
+    if layer.value.reuses_keys and layer.key_rank is not None:
+        return "value", (
+            f"its keys are a latent (key {layer.key.kind!r}), and no heads are kept that could be its values; use "
+            "latent values beside latent keys"
         )
-    if layer.reuses_keys and layer.computed_value_heads > layer.computed_key_heads:
-        raise ConfigError(
-            f"value 'keys' in layer {layer.layer}: it computes {layer.computed_value_heads} value heads but only "
-            f"{layer.computed_key_heads} keys of its own, so there is nothing to reuse as values"
+    if layer.value.reuses_keys and layer.computed_value_heads > layer.computed_key_heads:
+        return "value", (
+            f"it computes {layer.computed_value_heads} value heads but only {layer.computed_key_heads} keys of its "
+            "own, so there is nothing to reuse as values"
         )
-
-
-def _refuse_latent(config, layer: LayerPlan) -> None:
-    for slot, mechanism in (("key", layer.key), ("value", layer.value)):
-        if mechanism.kind != "linear":
-            raise ConfigError(
-                f"{slot} {mechanism.kind!r} in layer {layer.layer}: with a latent (kv_lora_rank) keys and values are "
-                f"made from it, there is no {slot} projection to replace"
-            )
-    if config.num_key_value_heads != config.num_attention_heads:
-        raise ConfigError(
-            f"num_key_value_heads ({config.num_key_value_heads}) has no meaning with a latent (kv_lora_rank): each of "
-            f"the {config.num_attention_heads} heads makes its own key and value from it; leave it out"
-        )
-    if config.qk_norm:
-        raise ConfigError(
-            "qk_norm cannot act with a latent (kv_lora_rank): it norms every head's key, and the keys are never made "
-            "when decoding from the latent"
-        )
+    return None
 
 
 def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
-    if config.position_embedding_type == "rope" and len({layer.reuses_keys for layer in layers}) > 1:
+    if config.position_embedding_type == "rope" and len({layer.value.reuses_keys for layer in layers}) > 1:
         raise ConfigError(
             "value 'keys' with rotary positions must be used in all layers or none: rotated and plain values of "
             "different layers do not mix"
         )
     for layer in layers:
-        borrows_keys = layer.reuses_keys or any(source.layer != layer.layer for source in layer.layout.keys)
+        borrows_keys = layer.value.reuses_keys or any(source.layer != layer.layer for source in layer.layout.keys)
         for lender in layer.lenders:
             if layers[lender].window != layer.window:  # what one keeps is not what the other's mask is for
                 raise ConfigError(
@@ -294,8 +256,9 @@ def _refuse_across(config, layers: Sequence[LayerPlan]) -> None:
             )
 
 
-def _per_layer(config, slot: str, table) -> list[Projection]:
+def _per_layer(config, slot: str) -> list[Projection]:
     """The mechanism of each layer for one slot; layers that no entry names are linear."""
+    table = LAYER_SLOTS[slot]
     linear = make_mechanism(table, slot, {"type": "linear"})
     chosen = [linear] * config.num_hidden_layers
     claimed: dict[int, str] = {}

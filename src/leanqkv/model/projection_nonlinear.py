@@ -105,6 +105,5 @@ class NonlinearKey(Nonlinear):
     scale: float = 1.0
 
 
-@dataclass(frozen=True)
 class NonlinearValue(Nonlinear):
     """A nonlinear value. A layer that computes fewer value heads takes the leading slices of `X` for its anchor."""

@@ -58,7 +58,6 @@ class Residual(Projection):
         return width_clash(config, "an identity")
 
 
-@dataclass(frozen=True)
 class FromMLP(Residual):
     """A query from the MLP below."""
 

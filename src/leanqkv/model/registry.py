@@ -39,12 +39,12 @@ class Projection(Mechanism):
     reuses_keys = False  # a value that is the key
     reads_keys = False  # a value that is made of keys too
     passes_input = False  # the input itself is in it, multiplied by no weight
-    turns_when_read = False  # a key that is cached as it was before rotary positions
+    before_rotary: bool = False  # a key that is cached before rotary positions, which turn it whenever it is read
     columns: tuple[int, ...] | None = None  # complex ones of a key's latent, by frequency
     attention = "heads"  # the attention that can compute it, in mechanisms.py
 
-    def in_layer(self, config, num_heads: int, rope: str | None) -> "Projection":
-        """Return the mechanism with all options filled in.
+    def in_layer(self, config, layer: int, num_heads: int, rope: str | None) -> "Projection":
+        """Return the mechanism with the options that it has in a layer: those of a latent depend on rotary positions.
 
         rope: the field with the rotary parameters of the layer; None: no rotary positions.
 
@@ -154,8 +154,6 @@ def make_mechanism(table: Mapping[str, Any], slot: str, spec: Mapping[str, Any])
     Raises:
         ConfigError: unknown type or option (with the nearest names), or an option of the wrong type.
     """
-    if not isinstance(spec, Mapping):
-        raise ConfigError(f'`{slot}` is a {{"type": ...}}, found {spec!r}')
     options = dict(spec)
     kind = options.pop("type", None)
     if kind is None:

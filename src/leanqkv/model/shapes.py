@@ -46,7 +46,7 @@ def parameter_shapes(config: LeanConfig) -> Shapes:
             shapes |= _named(f"model.layers.{i}", block)
         for layer in plan.layers:
             if layer.averaged:
-                shapes |= _named(f"model.depth_averages.{layer.layer}", DEPTH["average"](layer.averaged))
+                shapes |= _named(f"model.depth_averages.{layer.layer}", DEPTH["average"].build(layer.averaged))
         shapes |= _named("model.norm", make_norm(config, width))
         if config.task == "image_classification":
             shapes |= _named("classifier", nn.Linear(width, config.num_labels or 0))

@@ -209,7 +209,7 @@ class LeanModel(LeanPreTrainedModel):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(LeanBlock(config, layer) for layer in plan.blocks)
         self.depth_averages = nn.ModuleDict(
-            {str(layer.layer): DEPTH["average"](layer.averaged) for layer in plan.layers if layer.averaged}
+            {str(layer.layer): DEPTH["average"].build(layer.averaged) for layer in plan.layers if layer.averaged}
         )
         self.norm = make_norm(config, config.hidden_size)
         self.rotary_emb = RotaryEmbeddings(config, plan) if config.position_embedding_type == "rope" else None

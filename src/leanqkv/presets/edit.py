@@ -5,10 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..model.config import LeanConfig
-from ..model.mechanisms import KEYS, OUTPUTS, QUERIES, VALUES
+from ..model.plan import LAYER_SLOTS
 from ..model.registry import make_mechanism
-
-TABLES: dict[str, Any] = {"query": QUERIES, "key": KEYS, "value": VALUES, "output": OUTPUTS}
 
 
 def with_fields(config: LeanConfig, **fields: Any) -> LeanConfig:
@@ -27,7 +25,7 @@ def set_mechanisms(config: LeanConfig, slot: str, specs: Mapping[int, Mapping[st
     entries: list[dict[str, Any]] = []
     for layer in config.plan.layers:
         wanted = specs.get(layer.layer)
-        mechanism = getattr(layer, slot) if wanted is None else make_mechanism(TABLES[slot], slot, wanted)
+        mechanism = getattr(layer, slot) if wanted is None else make_mechanism(LAYER_SLOTS[slot], slot, wanted)
         if mechanism.kind == "linear":
             continue
         spec = {"type": mechanism.kind, **asdict(mechanism)}

@@ -64,7 +64,7 @@ def calls_of(layer: LayerPlan) -> list[Call]:
 def kernel_refusal(plan: Plan, kernel: ModuleType) -> str | None:
     """Return why a kernel of vLLM cannot attend as the plan asks; None: it can."""
     for layer in plan.layers:
-        if layer.latent is not None or layer.reuses_keys or layer.key_rank is not None or layer.value_rank is not None:
+        if layer.value.reuses_keys or any(x is not None for x in (layer.latent, layer.key_rank, layer.value_rank)):
             return "the kernel reads keys and values alone"
         if len(layer.cached) == 1 and not _attends_with_all(layer):
             return f"layer {layer.layer} computes heads for others alone, and the kernel writes pairs"

@@ -52,9 +52,9 @@ def codes_refusal_on_gpu(plan: Any, dtype: Any) -> str | None:
     """Return what the kernel for GPUs cannot read of codes, so that each step would gather it; None: it reads all."""
     most = COLUMNS_ON_GPU[dtype.itemsize]
     for layer in plan.layers:
-        if layer.values_read_keys:
+        if layer.value.reads_keys:
             return f"layer {layer.layer} makes values of its keys, which the kernel for GPUs does not turn back"
-        if layer.keys_turn_when_read:
+        if layer.key.before_rotary:
             return f"layer {layer.layer} turns its keys when it reads them, which the kernel for GPUs does not"
         lenders = {source.layer for source in (*layer.layout.keys, *layer.layout.values)}
         if layer.latent is not None and (len(lenders) > 1 or len(layer.layout.values) > 1):
