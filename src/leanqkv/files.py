@@ -24,6 +24,8 @@ RECORD_FORMAT = 1
 DEEPEST = 100
 # Processes of several machines may write to one directory, and know only their own machine's process numbers.
 NODE = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:63] or "node"
+# Like `Path.is_dir`, but False for invalid names.
+is_directory = os.path.isdir
 
 
 def partial_name(file: Path) -> Path:
@@ -162,14 +164,6 @@ def check_free(out: Path, *sources: Path) -> None:
     check_place(out, *sources)
     if out.is_dir() and any(out.iterdir()):
         raise LeanError(f"{out} exists and is not empty; nothing is ever written over, choose another `out`")
-
-
-def is_directory(path: Path) -> bool:
-    """Like `is_dir`, but False for invalid names."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
 
 
 def looks_like_path(name: str) -> bool:

@@ -53,13 +53,11 @@ class Range:
 
 LARGEST = 2**31 - 1
 COUNT = Range(1, LARGEST, whole=True)
-COUNT_OR_NONE = Range(0, LARGEST, whole=True)
 # A batch is held as a list, and its divisors are tried.
 BATCH = Range(1, 2**20, whole=True)
 # A comparison takes the seed after its last one too; NumPy takes 32 bits.
 SEED = Range(0, 2**32 - 2, whole=True)
 POSITIVE = Range(math.ulp(0.0), words="a positive number")
-NOT_NEGATIVE = Range(0)
 SHARE = Range(0, 1)
 # Logits that are divided by less overflow float32; by more, all tokens are equally likely.
 TEMPERATURE = Range(1e-4, 1e4, or_zero=True)
@@ -72,25 +70,21 @@ RANGES: dict[str, Range] = {
         ("max_documents", "documents", "tokens", "evaluate_tokens", "calibration_tokens", "limit", "sweeps"), COUNT
     ),
     **dict.fromkeys(("context_length", "at_context", "stride", "max_new_tokens", "new_tokens", "top_k"), COUNT),
-    **dict.fromkeys(("warmup_steps", "probe_steps"), COUNT_OR_NONE),
+    **dict.fromkeys(("warmup_steps", "probe_steps"), Range(0, LARGEST, whole=True)),
     **dict.fromkeys(("batch_size", "micro_batch_size", "probe_batch_size"), BATCH),
-    **dict.fromkeys(("seed",), SEED),
+    "seed": SEED,
     **dict.fromkeys(("learning_rate", "min_learning_rate", "max_grad_norm", "distillation_temperature"), POSITIVE),
     **dict.fromkeys(("flops", "memory"), Range(1e-3, 1e24, words="a number from 0.001 to 1e24")),
-    "max_hours": POSITIVE,
-    **dict.fromkeys(("weight_decay", "tolerance", "ridge"), NOT_NEGATIVE),
+    **dict.fromkeys(("weight_decay", "tolerance", "ridge"), Range(0)),
     **dict.fromkeys(("ratio", "distillation"), SHARE),
     **dict.fromkeys(("beta1", "beta2"), Range(0, math.nextafter(1, 0), words="a number from 0 up to, but not, 1")),
-    "sequence_length": Range(2, LARGEST, whole=True),
-    "samples": Range(2, LARGEST, whole=True),
-    "seeds": Range(1, 1000, whole=True),
-    "calibrations": Range(1, 1000, whole=True),
+    **dict.fromkeys(("sequence_length", "samples"), Range(2, LARGEST, whole=True)),
     "devices": COUNT,
     "utilization": Range(1e-4, 1),
-    **dict.fromkeys(("jobs", "workers"), Range(1, 1000, whole=True)),
+    **dict.fromkeys(("seeds", "calibrations", "jobs", "workers"), Range(1, 1000, whole=True)),
     "gpus_per_run": Range(0, 1024, whole=True),
     "cpus_per_run": Range(1, 10_000, whole=True),
-    **dict.fromkeys(("memory_per_run", "hours_per_run"), POSITIVE),
+    **dict.fromkeys(("max_hours", "hours_per_run", "memory_per_run"), POSITIVE),
     "rounds": Range(1, 1_000_000, whole=True),
     "max_condition": Range(1),
     "temperature": TEMPERATURE,
@@ -115,10 +109,9 @@ def check_fields(settings: Any) -> None:
     Raises:
         LeanError: one outside of its range.
     """
-    optional = {field.name for field in fields(settings) if "None" in str(field.type)}
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if field.name in RANGES and not isinstance(value, tuple) and not (value is None and field.name in optional):
+        if field.name in RANGES and not isinstance(value, tuple) and not (value is None and "None" in str(field.type)):
             RANGES[field.name].check(field.name, value)
 
 

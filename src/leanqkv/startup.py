@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
 
@@ -13,11 +14,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
     Libraries take seconds to load, catch what they should not, and print tracebacks.
     """
-    above = frame
-    while above is not None:
-        if above.f_code.co_filename.startswith("<frozen importlib"):
-            os._exit(130)
-        above = above.f_back
+    files = (above.f_code.co_filename for above, _ in walk_stack(frame))
+    if any(file.startswith("<frozen importlib") for file in files):
+        os._exit(130)
     signal.default_int_handler(number, frame)
 
 

@@ -28,6 +28,8 @@ IGNORED = -100
 # How many starts are drawn at a time, and the most of a plan: at 2,048 tokens each nine trillion, drawn in a minute.
 BLOCK = 2**18
 MOST_STARTS = 2**32
+# Where sequences begin in the tokens.
+Starts = Sequence[int] | np.ndarray
 
 
 class Draws(Sequence[int]):
@@ -57,16 +59,10 @@ class Draws(Sequence[int]):
         if isinstance(index, slice):
             begin, end, step = index.indices(self._count)
             assert step == 1
-            blocks = range(begin // self._block, -(-end // self._block))
-            parts = [self._of_block(number, begin, end) for number in blocks if begin < end]
-            return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+            return np.concatenate([np.empty(0, dtype=np.int64), *self.pieces(begin, end)])
         if not 0 <= index < self._count:
             raise IndexError(f"there are {self._count} numbers, not one at {index}")
         return int(self._drawn(index // self._block)[index % self._block])
-
-    def _of_block(self, number: int, begin: int, end: int) -> np.ndarray:
-        first = number * self._block
-        return self._drawn(number)[max(begin - first, 0) : end - first]
 
     def _drawn(self, number: int) -> np.ndarray:
         if self._latest[0] != number:
@@ -77,10 +73,12 @@ class Draws(Sequence[int]):
                     self._states.append(self._random.bit_generator.state)
         return self._latest[1]
 
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Yield all numbers, a block at a time."""
-        for begin in range(0, self._count, self._block):
-            yield self[begin : begin + self._block]
+    def pieces(self, begin: int, end: int) -> Iterator[np.ndarray]:
+        """Yield the numbers from one index to another, a block at a time."""
+        while begin < end:
+            number, first = divmod(begin, self._block)
+            yield self._drawn(number)[first : first + end - begin]
+            begin = (number + 1) * self._block
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class BatchPlan:
             samples: random numbers of the targets, for the hash: another version of NumPy may draw others.
         """
         digest = hashlib.sha256()
-        for array in chain(train.blocks(), [evaluation]):
+        for array in chain(train.pieces(0, len(train)), [evaluation]):
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
         if targets:
             digest.update(json.dumps(targets, sort_keys=True).encode())
@@ -226,7 +224,7 @@ def kept_plan(file: Path, plan: BatchPlan) -> BatchPlan:
     return plan
 
 
-def collate(tokens: Tokens, starts: Sequence[int] | np.ndarray, context_length: int) -> dict[str, torch.Tensor]:
+def collate(tokens: Tokens, starts: Starts, context_length: int) -> dict[str, torch.Tensor]:
     """Return one batch: `input_ids` and, one token on, `shift_labels`, both int64 [batch, context_length].
 
     Where the tokenizer begins a text with a token, every sequence begins with it, in place of its own first token, and

@@ -7,15 +7,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import LeanError
 from ..files import hash_files
-
-if TYPE_CHECKING:
-    from .token_files import TokenData, Tokens
+from .token_files import TokenData, Tokens
 
 # A text that has more than its share gives pieces of this many tokens from all over it.
 PIECE = 4096
@@ -70,7 +68,7 @@ def token_counts(available: Sequence[int], shares: Sequence[float]) -> list[int]
     return [min(count, round(total * share)) for count, share in zip(available, shares, strict=True)]
 
 
-def write_mixture(directory: Path, parts: Sequence[Part], prepared: Sequence["TokenData"]) -> dict[str, Any]:
+def write_mixture(directory: Path, parts: Sequence[Part], prepared: Sequence[TokenData]) -> dict[str, Any]:
     """Write train.bin and validation.bin of texts that have one tokenizer; return the fields of their TokenData.
 
     Raises:
@@ -105,7 +103,7 @@ def write_mixture(directory: Path, parts: Sequence[Part], prepared: Sequence["To
     }
 
 
-def _spread(tokens: "Tokens", count: int) -> Iterator[np.ndarray]:
+def _spread(tokens: Tokens, count: int) -> Iterator[np.ndarray]:
     """Yield `count` of the tokens, in pieces that are evenly spread over them and do not overlap."""
     pieces = -(-count // PIECE)
     ends = [count * (i + 1) // pieces for i in range(pieces)]

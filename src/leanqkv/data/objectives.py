@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.tokenizer import framing
-from .batches import IGNORED, collate
+from .batches import IGNORED, Starts, collate
 from .token_files import Tokens
 
 # The streams of random numbers of a plan's seed; 0 and 1 are those of the starts.
@@ -41,16 +41,18 @@ class NextToken:
         """Return the random numbers of a sequence of `length` tokens, float64."""
         return np.empty(0)
 
-    def batch(
-        self, tokens: Tokens, starts: Sequence[int] | np.ndarray, length: int, streams: Iterable[Sequence[int]]
-    ) -> dict[str, Tensor]:
+    def batch(self, tokens: Tokens, starts: Starts, length: int, streams: Iterable[Sequence[int]]) -> dict[str, Tensor]:
         """Return inputs and targets of sequences: `shift_labels`, or `labels` that stand at their own position.
 
         Args:
             tokens, starts, length: as `collate` takes them.
             streams: of each sequence, the seed of its random numbers.
         """
-        return collate(tokens, starts, length)
+        return self.with_targets(collate(tokens, starts, length), [self.draw(stream, length) for stream in streams])
+
+    def with_targets(self, batch: dict[str, Tensor], drawn: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        """Return a batch with this objective's targets in place of every next token; `drawn` is of each sequence."""
+        return batch
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,8 @@ class MaskedTokens(NextToken):
         instead = np.where(to_mask, self.mask, np.where(to_random, token.astype(ids.dtype), ids))
         return np.where(labels == IGNORED, ids, instead), labels
 
-    def batch(
-        self, tokens: Tokens, starts: Sequence[int] | np.ndarray, length: int, streams: Iterable[Sequence[int]]
-    ) -> dict[str, Tensor]:
-        ids = collate(tokens, starts, length)["input_ids"].numpy()
-        rows = [self.hide(row, self.draw(stream, length)) for row, stream in zip(ids, streams, strict=True)]
+    def with_targets(self, batch: dict[str, Tensor], drawn: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        rows = [self.hide(ids, numbers) for ids, numbers in zip(batch["input_ids"].numpy(), drawn, strict=True)]
         seen, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return {"input_ids": seen, "labels": labels}
 
@@ -136,11 +135,8 @@ class AfterPrefix(NextToken):
         """Return the length of the prefix, [1]."""
         return np.random.default_rng(stream).integers(1, length, size=1, endpoint=True).astype(np.float64)
 
-    def batch(
-        self, tokens: Tokens, starts: Sequence[int] | np.ndarray, length: int, streams: Iterable[Sequence[int]]
-    ) -> dict[str, Tensor]:
-        batch = collate(tokens, starts, length)
-        mask = prefix_mask([int(self.draw(stream, length)[0]) for stream in streams], length)
+    def with_targets(self, batch: dict[str, Tensor], drawn: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        mask = prefix_mask([int(length[0]) for length in drawn], batch["input_ids"].shape[1])
         within = torch.nn.functional.pad(mask, (0, 1))[:, 1:].bool()  # whose targets are seen
         # `labels` are for transformers' Trainer, which counts the targets of a whole batch only where there are some.
         labels = batch["input_ids"].masked_fill(mask.bool(), IGNORED)

@@ -24,8 +24,11 @@ VALIDATION_TOKENS = 2**24
 MEGATRON = b"MMIDIDX\0\0" + (1).to_bytes(8, "little")
 MEGATRON_HEADER = 34
 MEGATRON_TYPES = {4: "int32", 8: "uint16"}
-# The first number of llm.c's token files, whose header nanoGPT's do not have, and the bits of a token in them.
-LLM_C = {20240520: 16, 20240801: 32}
+# The first number of llm.c's token files, whose header nanoGPT's do not have, and what to say of such a file.
+LLM_C = {
+    20240520: "with a header: cut its first 1,024 bytes off (tail -c +1025)",
+    20240801: "with a header and tokens of 32 bits, which are read from Megatron's files alone",
+}
 
 # Of a file of tokens: its name, the first token that counts, and how many do.
 Shard = tuple[str, int, int]
@@ -39,7 +42,9 @@ class TokenFiles:
 
     def __init__(self, arrays: Sequence[np.ndarray], around: Framing | None = None):
         self._arrays, self.around = arrays, around
-        self._ends = np.cumsum([len(array) for array in arrays])
+        lengths = [len(array) for array in arrays]
+        self._ends = np.cumsum(lengths)
+        self._starts = self._ends - lengths
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -48,13 +53,9 @@ class TokenFiles:
         """Return the tokens of a slice, whose step is 1."""
         begin, end, step = wanted.indices(len(self))
         assert step == 1
-        parts = []
-        for number in range(int(np.searchsorted(self._ends, begin, side="right")), len(self._arrays)):
-            array = self._arrays[number]
-            start = int(self._ends[number]) - len(array)
-            if start >= end:
-                break
-            parts.append(array[max(begin - start, 0) : end - start])
+        first, last = int(np.searchsorted(self._ends, begin, side="right")), int(np.searchsorted(self._ends, end))
+        touched = zip(self._arrays[first : last + 1], self._starts[first : last + 1], strict=True)
+        parts = [array[max(begin - start, 0) : end - start] for array, start in touched]
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [self._arrays[0][:0]])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -242,15 +243,8 @@ def cut(shards: Sequence[Shard], position: int) -> tuple[list[Shard], list[Shard
 def _nanogpt(file: Path, vocab_size: int) -> Shard:
     with reading(file), file.open("rb") as stream:
         size, start = file.stat().st_size, stream.read(4)
-    if (bits := LLM_C.get(int.from_bytes(start, "little"))) is not None:
-        raise LeanError(
-            f"{file} is a token file of llm.c, with a header"
-            + (
-                ": cut its first 1,024 bytes off (tail -c +1025)"
-                if bits == 16
-                else " and tokens of 32 bits, which are read from Megatron's files alone"
-            )
-        )
+    if (found := LLM_C.get(int.from_bytes(start, "little"))) is not None:
+        raise LeanError(f"{file} is a token file of llm.c, {found}")
     if size % 2:
         raise LeanError(f"{file} is cut off: {size} bytes are not a whole number of 16-bit tokens")
     _check_tokens(file, "uint16", vocab_size)

@@ -189,9 +189,9 @@ def write_tokens(
     begun = read_record(manifest, SHARDS_WRITTEN, "start again") if manifest.exists() else {"shards": []}
     ends = [Point(**end) for end in begun["shards"]]
     at = replace(ends[-1], shard=len(ends), tokens=0) if ends else Point()
-    source = _Documents(corpus, at.part, at.first)
+    begins = [(at.part, at.first)]  # parts of the corpus, and the number of the first document of each
     limit = None if max_documents is None else max_documents - at.first
-    rest = islice(source, at.documents - at.first, limit)
+    rest = islice(_documents(corpus, begins), at.documents - at.first, limit)
     encoded = tokenized(rest, tokenizer, progress, workers, at.documents, at.validation_tokens, vocab_size=vocab_size)
     with closing(encoded), (directory / VALIDATION).open("ab") as validation:
         validation.truncate(at.validation_tokens * dtype.itemsize)
@@ -199,7 +199,7 @@ def write_tokens(
         while more:
             with (directory / _shard(at.shard)).open("wb") as train:
                 more = _write_shard(encoded, train, validation, at)
-            at.part, at.first = source.part_of(at.documents)
+            at.part, at.first = next(begin for begin in reversed(begins) if begin[1] <= at.documents)
             if at.tokens:
                 ends.append(replace(at))
             else:  # what is left was all held out
@@ -253,22 +253,11 @@ def _description(directory: Path, ends: Sequence[Point], dtype: np.dtype) -> dic
     }
 
 
-class _Documents:
-    """The documents of a corpus, from the first one of a part on; it knows where the parts begin."""
-
-    def __init__(self, corpus: Corpus, part: int, first: int):
-        self._corpus = corpus
-        self._begins = [(part, first)]
-
-    def __iter__(self) -> Iterator[str]:
-        part, number = self._begins[0]
-        for documents in self._corpus.parts[part:]:
-            self._begins.append((part, number))
-            for document in documents():
-                number += 1
-                yield document
-            part += 1
-
-    def part_of(self, number: int) -> tuple[int, int]:
-        """Return the last part that begins at document `number` or before, and the number of its first document."""
-        return next(begin for begin in reversed(self._begins) if begin[1] <= number)
+def _documents(corpus: Corpus, begins: list[tuple[int, int]]) -> Iterator[str]:
+    """Yield the documents of a corpus from the part on that is in `begins`, and add each part to it as it is begun."""
+    first, number = begins[0]
+    for part, documents in enumerate(corpus.parts[first:], first):
+        begins.append((part, number))
+        for document in documents():
+            number += 1
+            yield document

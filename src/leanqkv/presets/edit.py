@@ -22,17 +22,11 @@ def set_mechanisms(config: LeanConfig, slot: str, specs: Mapping[int, Mapping[st
     """
     if not specs:
         return config
-    entries: list[dict[str, Any]] = []
+    layers: dict[Any, list[int]] = {}
     for layer in config.plan.layers:
         wanted = specs.get(layer.layer)
         mechanism = getattr(layer, slot) if wanted is None else make_mechanism(LAYER_SLOTS[slot], slot, wanted)
-        if mechanism.kind == "linear":
-            continue
-        spec = {"type": mechanism.kind, **asdict(mechanism)}
-        for entry in entries:
-            if {name: value for name, value in entry.items() if name != "layers"} == spec:
-                entry["layers"].append(layer.layer)
-                break
-        else:
-            entries.append({**spec, "layers": [layer.layer]})
+        if mechanism.kind != "linear":
+            layers.setdefault(mechanism, []).append(layer.layer)
+    entries = [{"type": one.kind, **asdict(one), "layers": numbers} for one, numbers in layers.items()]
     return with_fields(config, **{slot: entries})

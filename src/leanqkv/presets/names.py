@@ -1,6 +1,7 @@
 """The name of a model, `BASE+MECHANISM:option=value+field=value`, and the configuration it stands for."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,12 +12,11 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.registry import suggest
 from .catalog import BASES, MECHANISMS
+from ..model.plan import LAYER_SLOTS
 
 Options = tuple[tuple[str, Any], ...]  # in the order they were given
 
-# Slots that take one entry per group of layers.
-_LAYER_SLOTS = ("query", "key", "value", "output")
-# What each other slot decides, in words and as configuration fields; one mechanism alone can fill it.
+# What each slot of the whole model decides, in words and as configuration fields; one mechanism alone can fill it.
 _MODEL_SLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "key_value": ("how heads are shared between layers", ("key_value",)),
     "heads": ("the key/value heads", ("num_key_value_heads",)),
@@ -83,7 +83,7 @@ def preset(base: str, *mechanisms: str, **overrides: Any) -> LeanConfig:
     filled: dict[str, str] = {}
     for name, options in parsed.mechanisms:
         slot, spec = MECHANISMS[name].slot, {**MECHANISMS[name].spec, **dict(options)}
-        if slot in _LAYER_SLOTS:
+        if slot in LAYER_SLOTS:  # one entry per group of layers
             config[slot] = [*config.get(slot, ()), spec]
             continue
         decides, fields_set = _MODEL_SLOTS[slot]
@@ -154,8 +154,6 @@ def _parse_options(text: str, name: str) -> list[tuple[str, Any]]:
 def _scalar(text: str) -> Any:
     value = yaml.safe_load(text)
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             return float(value)  # YAML reads 1e-3 as a word
-        except ValueError:
-            return value
     return value

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import LeanError
-from ..ranges import RANGES, check_fields
+from ..ranges import check_fields, check_options
 from .catalog import BASES, MECHANISMS
 from .names import parse_name
 
@@ -68,9 +68,7 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     Raises:
         LeanError: unknown names, or numbers that `Recipe` refuses.
     """
-    for field, value in overrides.items():
-        if field in RANGES and value is not None:
-            RANGES[field].check(field, value)  # before others are scaled by it
+    check_options(overrides)  # before others are scaled by it
     parsed = parse_name(name)
     own = Recipe(**BASES[parsed.base].recipe)
     mechanisms = [mechanism for mechanism, _ in parsed.mechanisms]
@@ -96,17 +94,16 @@ def recipe_differences(groups: Iterable[Sequence[Mapping[str, Any]]]) -> list[st
     phrases: dict[str, None] = {}
     for recipes in groups:
         told = {
-            "weight decay": [one["weight_decay"] for one in recipes],
-            "share of its peak that the learning rate falls to": [
+            "weight decay": _different(one["weight_decay"] for one in recipes),
+            "share of its peak that the learning rate falls to": _different(
                 one["min_learning_rate"] / one["learning_rate"] for one in recipes
-            ],
-            "steps of warm-up": [one["warmup_steps"] for one in recipes],
+            ),
+            "steps of warm-up": _different(one["warmup_steps"] for one in recipes),
+            "optimizer": sorted({one.get("optimizer", OPTIMIZERS[0]) for one in recipes}),
         }
-        for name, values in told.items():
-            found = sorted({f"{value:.4g}" for value in values}, key=float)
-            if len(found) > 1:
-                phrases[f"the {name} ({', '.join(found)})"] = None
-        optimizers = sorted({one.get("optimizer", OPTIMIZERS[0]) for one in recipes})
-        if len(optimizers) > 1:
-            phrases[f"the optimizer ({', '.join(optimizers)})"] = None
+        phrases |= {f"the {name} ({', '.join(found)})": None for name, found in told.items() if len(found) > 1}
     return list(phrases)
+
+
+def _different(numbers: Iterable[float]) -> list[str]:
+    return sorted({f"{number:.4g}" for number in numbers}, key=float)

@@ -28,6 +28,8 @@ SPEC = "run.json"
 AGAIN = "delete the run's directory to train again"
 # Written into a checkpoint last, with the hash of each of its files; one without it was cut off and is never picked up.
 COMPLETE = "complete"
+# How files of a checkpoint end that a model is loaded from.
+KEPT = (".json", ".safetensors", ".py")
 
 
 @contextmanager
@@ -193,10 +195,8 @@ def _remains(out: Path, record: dict[str, Any]) -> list[Path]:
     kept = record["checkpoints_kept"]
     evaluated = {entry["step"] for entry in record["evaluations"]} if kept else {}  # at others the time was up
     for step, checkpoint in checkpoints(out).items():
-        if step not in evaluated:
+        if step in evaluated:
+            remains += [file for file in checkpoint.iterdir() if file.suffix not in KEPT and file.name != COMPLETE]
+        else:
             remains.append(checkpoint)
-            continue
-        for file in checkpoint.iterdir():
-            if file.suffix not in (".json", ".safetensors", ".py") and file.name != COMPLETE:
-                remains.append(file)
     return remains

@@ -86,7 +86,10 @@ class Step:
         return counter.get_total_flops()
 
     def _models(self) -> list[PreTrainedModel]:
-        return [_without_content(config) for config in (self.config, self.teacher) if config is not None]
+        """Return the model and its teacher, if it has one, as tensors that have shapes and no content."""
+        configs = [config for config in (self.config, self.teacher) if config is not None]
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return [task_of(config).model_class(config) for config in configs]
 
     def _run_on_shapes(self, micro_batch_size: int, precision: Precision, observer: AbstractContextManager) -> None:
         """Run forward and backward inside `observer`, on tensors that have shapes and no content.
@@ -126,11 +129,6 @@ def _numbers_held(model: PreTrainedModel, shard: str | None, processes: int) -> 
     rest = numbers - sum(blocks)
     # Two units at a time are whole: the one that computes and the next; the embeddings and the head stay whole.
     return TENSORS_PER_PARAMETER * -(-numbers // processes) + 2 * (rest + 2 * max(blocks))
-
-
-def _without_content(config: LeanConfig) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return task_of(config).model_class(config)
 
 
 class _EvenRouting(TorchDispatchMode):

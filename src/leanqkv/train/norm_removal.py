@@ -106,10 +106,8 @@ class RemovableNorm(nn.Module):
 def make_removable(model: nn.Module) -> None:
     """Put a RemovableNorm, which computes the same, in place of every norm of the stream."""
     for name, norm in list(model.named_modules()):
-        if name.endswith("layernorm") or name == "model.norm":
-            owner, own_name = name.rpartition(".")[::2]
-            if not isinstance(norm, nn.Identity):
-                setattr(model.get_submodule(owner), own_name, RemovableNorm(norm))
+        if (name.endswith("layernorm") or name == "model.norm") and not isinstance(norm, nn.Identity):
+            model.set_submodule(name, RemovableNorm(norm))
 
 
 class NormRemoval(TrainerCallback):

@@ -127,16 +127,10 @@ class DrawnTask(TextTask):
 
     def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
         """Return the mean loss of all targets of the plan's evaluation, in nats, and their number."""
-        starts = self.plan.evaluation_starts
-        batches = (
-            self.objective.batch(
-                self.validation,
-                starts[at : at + batch_size],
-                self.context_length,
-                [(0, EVALUATION, number) for number in range(at, min(at + batch_size, len(starts)))],
-            )
-            for at in range(0, len(starts), batch_size)
-        )
+        starts, length = self.plan.evaluation_starts, self.context_length
+        streams = [(0, EVALUATION, number) for number in range(len(starts))]
+        parts = (slice(at, at + batch_size) for at in range(0, len(starts), batch_size))
+        batches = (self.objective.batch(self.validation, starts[part], length, streams[part]) for part in parts)
         losses, predicted = batch_losses(model, batches, autocast)
         number = int(predicted.sum())
         return {"loss": losses.sum().item() / number, self.objective.counted: number}

@@ -43,8 +43,11 @@ class LeanTrainer(Trainer):
     """Trainer over the batch plan, with the run's autocast and validation, and the time of every logging interval.
 
     Attributes:
+        model: the one that is trained; never None.
         watch: what it reports to, and whether the time was up.
     """
+
+    model: Any
 
     def __init__(
         self,
@@ -86,8 +89,7 @@ class LeanTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            trained: Any = self.model
-            self.optimizer = make_optimizer(trained, self.spec.recipe)
+            self.optimizer = make_optimizer(self.model, self.spec.recipe)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -98,8 +100,7 @@ class LeanTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         if self.args.fsdp and self.watch.keep_checkpoints:
-            trained: Any = self.model
-            whole = whole_model(trained)
+            whole = whole_model(self.model)
             if self.is_world_process_zero():
                 whole.save_pretrained(str(output_dir or self.args.output_dir))
 

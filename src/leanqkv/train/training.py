@@ -77,15 +77,20 @@ def train(
         torch.manual_seed(spec.seed)
         model = _model(config, initial)
         teaching = None if teacher_config is None else _model(teacher_config, teacher)
-        _prepare(spec, model, teaching)
+        if spec.norm_schedule is not None:
+            make_removable(model)
+        if spec.only_changed and teaching is not None:
+            train_only_changed(model, teaching)
         task.configure(model)
         trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours, keep_checkpoints)
         if spec.norm_schedule is not None:
             trainer.add_callback(NormRemoval(spec.norm_schedule))
         with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL), denormals_as_zero(device):
             record = _record(trainer, config, data, seconds=_run(trainer, out, initial))
-            whole = _whole(trainer, model, config, record)
+            whole = model if spec.shard is None else whole_model(model)
             if trainer.is_world_process_zero():
+                if spec.norm_schedule is not None and record["diverged"] is None:
+                    whole = _norm_free(trainer, config, record)
                 finish(out, whole, task, record, keep_checkpoints, initial)
     return record
 
@@ -161,23 +166,6 @@ def _model(config: LeanConfig, weights: Path | None) -> PreTrainedModel:
     return model
 
 
-def _prepare(spec: RunSpec, model: PreTrainedModel, teaching: PreTrainedModel | None) -> None:
-    """Make of a model what the run changes."""
-    if spec.norm_schedule is not None:
-        make_removable(model)
-    if spec.only_changed and teaching is not None:
-        train_only_changed(model, teaching)
-
-
-def _whole(trainer: LeanTrainer, model: PreTrainedModel, config: LeanConfig, record: dict[str, Any]) -> Any:
-    """Return the model to store, whole also where it is sharded; on the first process without the norms that went."""
-    spec = trainer.spec
-    whole = model if spec.shard is None else whole_model(model)
-    if trainer.is_world_process_zero() and spec.norm_schedule is not None and record["diverged"] is None:
-        return _norm_free(trainer, config, record)
-    return whole
-
-
 def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float) -> dict[str, Any]:
     return {
         "record": RECORD_FORMAT,
@@ -202,8 +190,7 @@ def _sizes(config: LeanConfig) -> dict[str, Any]:
 
 def _norm_free(trainer: LeanTrainer, config: LeanConfig, record: dict[str, Any]) -> PreTrainedModel:
     """Return the model without norms, and complete the record with it."""
-    trained: Any = trainer.model
-    state = {name: tensor.cpu() for name, tensor in trained.state_dict().items()}
+    state = {name: tensor.cpu() for name, tensor in trainer.model.state_dict().items()}
     model, checked = remove_norms(config, state)
     trainer.task.configure(model)
     record |= _sizes(model.config)
