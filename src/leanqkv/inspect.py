@@ -29,15 +29,8 @@ from .progress import console, progress_bar
 BLOCK_FIELDS = (
     *("task", "mask_type", "sliding_window", "block_type", "attention_skip", "mlp_skip", "norm_type", "mlp_type"),
     *("num_local_experts", "num_experts_per_tok", "norm_topk_prob", "num_hidden_groups", "group_order", "qk_norm"),
-    *(
-        "output_gate",
-        "depth_average",
-        "hyper_connections",
-        "norm_placement",
-        "window_layers",
-        "rope_layers",
-        *MULTIPLIERS,
-    ),
+    *("output_gate", "depth_average", "hyper_connections", "norm_placement", "window_layers", "rope_layers"),
+    *MULTIPLIERS,
 )
 NUMBERS = {"layer", "cached per token (bf16)", "saves", "batch 1", "shape", "rank", "condition", "smallest σ"}
 

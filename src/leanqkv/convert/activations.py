@@ -17,7 +17,6 @@ from torch.func import functional_call
 from ..errors import LeanError
 from ..model.attention import KeyValues, eager_attention
 from ..model.config import LeanConfig
-from ..model.layout import LayerPlan
 from ..model.mechanisms import TASKS
 from ..model.position import RotaryEmbeddings, Rotation, make_masks, rotation_of
 from ..model.transformer import LeanBlock
@@ -69,17 +68,15 @@ class Layers:
         self.config._attn_implementation = "sdpa"
         self.plan, self.tensors, self.device = self.config.plan, tensors, device
         self._positions = torch.arange(length, device=device)
+        # Of a stream's shape, dtype and device; it takes no memory.
+        self._like = torch.zeros((), device=device).expand(1, length, config.hidden_size)
         rotary = RotaryEmbeddings(self.config, self.plan).to(device)
-        self.rotations = rotary(self._hidden, self._positions[None]) if len(rotary) else None
-
-    @property
-    def _hidden(self) -> Tensor:
-        return torch.zeros(1, len(self._positions), self.config.hidden_size, device=self.device)
+        self.rotations = rotary(self._like, self._positions[None]) if len(rotary) else None
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
         """The mask of every window (see `make_masks`)."""
-        return make_masks(self.config, self.plan, self._hidden, None, None, None, self._positions[None])
+        return make_masks(self.config, self.plan, self._like, None, None, None, self._positions[None])
 
     def embed(self, tokens: np.ndarray) -> Iterator[Tensor]:
         """Yield the stream [length, hidden_size] of every sequence before the first layer."""
@@ -100,8 +97,7 @@ class Layers:
         with torch.device("meta"):
             block = LeanBlock(self.config, weights)
         prefix = f"model.layers.{weights.layer}."
-        names = [name for name, _ in block.named_parameters()]
-        state = {name: self.tensors[f"{prefix}{name}"].to(self.device, torch.float32) for name in names}
+        state = {name: self.tensors[f"{prefix}{name}"].to(self.device, torch.float32) for name in block.state_dict()}
         block.load_state_dict(state, assign=True)
         return block.eval()
 
@@ -139,36 +135,27 @@ class Layers:
         Attention comes run by run of queries, of which PATTERNS_AT_A_TIME bounds the patterns. The layer borrows
         nothing.
         """
-        normed, attention, projected = block.input_layernorm(stream), block.self_attn, []
-        hook = attention.k_proj.register_forward_hook(lambda *found: projected.append(found[2]))  # type: ignore[union-attr]
-        rotation = rotation_of(self.plan.layers[layer], self.rotations)
-        query, key, values, _ = attention.project_heads(normed, None, rotation)
-        hook.remove()
-        return normed, self._runs(attention, self.plan.layers[layer], query, key, values, (normed, projected[0]))
+        plan, attention, projected = self.plan.layers[layer], block.self_attn, []
+        normed, rotation = block.input_layernorm(stream), rotation_of(plan, self.rotations)
+        with attention.k_proj.register_forward_hook(lambda *found: projected.append(found[2])):  # type: ignore[union-attr]
+            query, key, values, _ = attention.project_heads(normed, None, rotation)
 
-    def _runs(
-        self,
-        attention: Any,
-        plan: LayerPlan,
-        query: Tensor,
-        key: Tensor,
-        values: Tensor,
-        inputs_and_keys: tuple[Tensor, Tensor],
-    ) -> Iterator[Recorder]:
-        length = query.shape[2]
-        step = max(1, PATTERNS_AT_A_TIME // query[:, :, 0, 0].numel() // length)
-        for start in range(0, length, step):
-            queries = slice(start, min(start + step, length))
-            keys = slice(0 if plan.window is None else max(0, start - plan.window + 1), queries.stop)
-            distance = self._positions[queries, None] - self._positions[keys]
-            seen = (distance >= 0) & (distance < (plan.window or length))
-            mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
-            here = query[:, :, queries], key[:, :, keys], values[:, :, keys]
-            heads, patterns = eager_attention(attention, *here, mask, plan.attention_scale(plan.layer))
-            inputs, projected_key = (part[:, keys] for part in inputs_and_keys)
-            turning = rotation_of(plan, self.rotations)
-            turned = None if turning is None else (turning[0][:, keys], turning[1][:, keys])
-            yield Recorder(queries, keys, here[0], here[1], patterns, here[2], inputs, projected_key, heads, turned)
+        def runs() -> Iterator[Recorder]:
+            length = query.shape[2]
+            step = max(1, PATTERNS_AT_A_TIME // query[:, :, 0, 0].numel() // length)
+            for start in range(0, length, step):
+                queries = slice(start, min(start + step, length))
+                keys = slice(0 if plan.window is None else max(0, start - plan.window + 1), queries.stop)
+                distance = self._positions[queries, None] - self._positions[keys]
+                seen = (distance >= 0) & (distance < (plan.window or length))
+                mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+                here = query[:, :, queries], key[:, :, keys], values[:, :, keys]
+                heads, patterns = eager_attention(attention, *here, mask, plan.attention_scale(plan.layer))
+                turned = None if rotation is None else (rotation[0][:, keys], rotation[1][:, keys])
+                made_of = normed[:, keys], projected[0][:, keys]
+                yield Recorder(queries, keys, here[0], here[1], patterns, here[2], *made_of, heads, turned)
+
+        return normed, runs()
 
 
 def correction(config: LeanConfig, source: Tensor, stream: Tensor) -> Tensor | float:
@@ -197,20 +184,13 @@ class Activations:
         first: the input of the first layer's values, of the same shape.
     """
 
-    def __init__(
-        self,
-        config: LeanConfig,
-        target: LeanConfig,
-        tensors: Mapping[str, Tensor],
-        tokens: np.ndarray,
-        batch_size: int,
-        directory: Path,
-    ):
-        self.config, self.target, self.batch_size = config, target, batch_size
-        self._layers = Layers(config, tensors, tokens.shape[1], CPU)
+    def __init__(self, layers: Layers, target: LeanConfig, tokens: np.ndarray, batch_size: int, directory: Path):
+        self.config, self.target, self.batch_size = layers.config, target, batch_size
+        self._layers = layers
         self._loaded: tuple[int, LeanBlock] | None = None
         self.source, self.converted, self.first = (
-            Stream(directory / name, (*tokens.shape, config.hidden_size)) for name in ("source", "converted", "first")
+            Stream(directory / name, (*tokens.shape, self.config.hidden_size))
+            for name in ("source", "converted", "first")
         )
         norm = self._block(0).input_layernorm
         for place, hidden in enumerate(self._layers.embed(tokens)):

@@ -12,7 +12,7 @@ No gradient of a loss is taken; memory does not grow with the number of calibrat
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from ..checkpoints.tensors import LazyTensors
 from ..checkpoints.write import Progress
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
-from .activations import Activations
+from .activations import CPU, Activations, Layers
 from .heads import (
     ConvertedHeads,
+    Made,
     ValueHeads,
     assemble_tensors,
     check_reads_the_stream,
@@ -65,7 +66,7 @@ def calibrated(
     first_layer_weight: float = FIRST_LAYER_WEIGHT,
     progress: Progress = lambda done, total: None,
     message: Callable[[str], None] = lambda text: None,
-) -> tuple[LeanConfig, LazyTensors, dict[str, Any]]:
+) -> Made:
     """Convert a model of multi-head or grouped-query attention.
 
     Streams and Gram matrices lie in the temporary directory: 12 bytes for each token and unit of hidden_size, and, for
@@ -116,6 +117,7 @@ def choose(costs: np.ndarray) -> tuple[int, ...]:
     return (*(head for head in range(len(costs)) if head not in last), *last)
 
 
+@dataclass(eq=False)
 class Calibration:
     """The three fits, in the order of the methods, on activations that start at the embedding.
 
@@ -123,18 +125,16 @@ class Calibration:
     of ones. An order is a tuple with the source's head at each place; the first `num_own` places keep a value.
     """
 
-    def __init__(
-        self,
-        config: LeanConfig,
-        tensors: Mapping[str, Tensor],
-        tokens: np.ndarray,
-        settings: SkipV1Options,
-        directory: Path,
-        progress: Progress = lambda done, total: None,
-        message: Callable[[str], None] = lambda text: None,
-    ):
-        self.config, self.tensors, self.settings = config, tensors, settings
-        self.directory, self._progress, self._message = directory, progress, message
+    config: LeanConfig
+    tensors: Mapping[str, Tensor]
+    tokens: np.ndarray
+    settings: SkipV1Options
+    directory: Path
+    progress: Progress = lambda done, total: None
+    message: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
+        config, settings = self.config, self.settings
         self.target = calibrated_target(config, settings.ratio)
         self.ties = [immovable(layer) for layer in config.plan.layers]
         self.num_heads, self.num_own = config.num_key_value_heads, self.target.plan.layers[1].computed_value_heads
@@ -150,10 +150,11 @@ class Calibration:
         self._passes, self._passes_done = config.num_hidden_layers * (2 * self.chooses + 2 * self.fits_shared + 3), 0
         grams = 8 * config.num_hidden_layers * (shared_columns + config.attention_output_bias) ** 2 * self.fits_shared
         saved = f"save {grams / 1e6:,.1f} MB by `refit_lent=False`, " if grams else ""
-        check_space(directory, 12 * tokens.size * config.hidden_size + grams, f"{saved}or {ADVICE}")
-        self._message("embedding the text")
-        self._progress(0, self._passes)
-        self.activations = Activations(config, self.target, tensors, tokens, settings.batch_size, directory)
+        check_space(self.directory, 12 * self.tokens.size * config.hidden_size + grams, f"{saved}or {ADVICE}")
+        self.message("embedding the text")
+        self.progress(0, self._passes)
+        source = Layers(config, self.tensors, self.tokens.shape[1], CPU)
+        self.activations = Activations(source, self.target, self.tokens, settings.batch_size, self.directory)
         self.first_layer_values = value_with_bias(self._heads(0))[self.num_own :]
 
     def choose_orders(self) -> list[tuple[int, ...]]:
@@ -208,7 +209,7 @@ class Calibration:
             terms.append(replace(term, gram=gram, weight=weight))
         shared, _, _ = fit_values(
             *(terms, self.first_layer_values, self.settings.ridge, self.settings.sweeps, SHARED_TOLERANCE),
-            on_iteration=lambda iteration: self._message(f"fitting shared values: iteration {iteration}"),
+            on_iteration=lambda iteration: self.message(f"fitting shared values: iteration {iteration}"),
         )
         self.activations.rewind_source()
         return shared
@@ -311,10 +312,10 @@ class Calibration:
     def _layers(self, phase: str, passes: int) -> Iterator[int]:
         """Yield every layer, and report the passes over the tokens that each takes."""
         for layer in range(self.config.num_hidden_layers):
-            self._message(f"{phase} layer {layer + 1} of {self.config.num_hidden_layers}")
+            self.message(f"{phase} layer {layer + 1} of {self.config.num_hidden_layers}")
             yield layer
             self._passes_done += passes
-            self._progress(self._passes_done, self._passes)
+            self.progress(self._passes_done, self._passes)
 
 
 def make_values(inputs: Tensor, matrices: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from .sweeps import Reduction, Sweeps
 from .targets import CALIBRATED, SWEPT, TARGETS, listed, read_options
 
 REPORT = "conversion.json"
-Result = tuple[LeanConfig, Mapping[str, Tensor], dict[str, Any]]
 
 
 def sequence_length(config: LeanConfig, asked: int | None) -> int:
@@ -118,8 +117,7 @@ class Conversion:
             raise LeanError(f"`dry_run` is for {listed(SWEPT)}, and the conversion is to {self.to}; leave it out")
         stored = self.source.stored
         size = sum(file.stat().st_size for file in {stored.file(name) for name in stored})
-        tensors = finite(self.source.tensors)
-        return estimate(self.source.config, tensors, self._made, shape, dtype, self._device, size)
+        return estimate(self._made, shape, dtype, self._device, size)
 
     def write(
         self,
@@ -150,7 +148,9 @@ class Conversion:
         """
         check_free(out, self.source.directory)
         self.check_text(tokens is not None)
-        with _calibration_directory(out, self.to in SWEPT) as work:
+        # Beside `out`, to resume an interrupted calibration; it is removed at the end, or after a refusal.
+        place, swept = Path(os.path.realpath(out)), self.to in SWEPT
+        with unfinished(place, "calibration", "calibrating") if swept else nullcontext(place) as work:
             started = time.perf_counter()
             target, tensors, made, earlier = self._calibrate(tokens, work, calibrating, message)
             source = self.source.config
@@ -168,7 +168,9 @@ class Conversion:
             write_model(
                 self.source, out, target, tensors, dtype, settings=decided, finish=finish_directory, progress=progress
             )
-            return report
+        if swept:
+            remove(work)
+        return report
 
     def _calibrate(
         self, tokens: np.ndarray | None, work: Path, progress: Progress, message: Callable[[str], None]
@@ -176,12 +178,10 @@ class Conversion:
         """The result with its part of the report, and the seconds that interrupted runs have spent on it."""
         if tokens is None:
             return *self._made, 0.0
-        taken = {"calibration_tokens": tokens.size}
+        taken, options = {"calibration_tokens": tokens.size}, asdict(self.options)
         if not isinstance(self._made, Reduction):
             target, tensors, fits = self._made(tokens, progress=progress, message=message)
-            settings = asdict(self.options)
-            return target, tensors, {**taken, "method": settings.pop("method"), "settings": settings, **fits}, 0.0
-        options = asdict(self.options)
+            return target, tensors, {**taken, "method": options.pop("method"), "settings": options, **fits}, 0.0
         job = {
             "to": self.to,
             "source": source_hashes(self.source),
@@ -203,17 +203,6 @@ class Conversion:
         chosen = {name: options[name] for name in ("cache", "ratio") if name in options}
         fits = {**taken, **chosen, "layers": converted.layers}
         return converted.config, converted.tensors, fits, sweeps.earlier_seconds
-
-
-@contextmanager
-def _calibration_directory(out: Path, wanted: bool) -> Iterator[Path]:
-    """A directory beside `out` to resume an interrupted calibration; it is removed at the end, or after a refusal."""
-    if not wanted:
-        yield out
-        return
-    with unfinished(Path(os.path.realpath(out)), "calibration", "calibrating") as directory:
-        yield directory
-    remove(directory)
 
 
 def tokens_hash(tokens: np.ndarray) -> str:

@@ -4,7 +4,7 @@ Products over tokens are counted in float32, per layer, against those of a forwa
 grow with the tokens, in float64. Time comes from one batch through the first layer and one product in float64.
 """
 
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters, parameter_shapes
 from .activations import PATTERNS_AT_A_TIME, Layers, batches
+from .latent_values import value_width
 from .output_fit import MANY, RIDGES, SKETCHED
 from .sweeps import BATCH_SIZE, Reduction, check_enough, disk_bytes, every
 
@@ -48,15 +49,9 @@ class Estimate:
 
 
 def estimate(
-    config: LeanConfig,
-    tensors: Mapping[str, Tensor],
-    reduction: Reduction,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    stored_bytes: int,
+    reduction: Reduction, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, stored_bytes: int
 ) -> Estimate:
-    """Return what a conversion of a model needs on this machine.
+    """Return what the conversion of a model by `reduction` needs on this machine.
 
     Args:
         shape: sequences and their length.
@@ -65,14 +60,14 @@ def estimate(
     Raises:
         LeanError: these are too few.
     """
-    sequences, length = shape
+    config, (sequences, length) = reduction.config, shape
     check_enough([reduction], sequences, sequences * length)
     tokens, layers = sequences * length, config.num_hidden_layers
-    rate, forward = _double_rate(), _forward_seconds(config, tensors, length, device)
+    rate, forward = _double_rate(), _forward_seconds(config, reduction.tensors, length, device)
     products, factorizations = _operations(config, reduction, length, tokens)
     seconds = layers * (products * forward * tokens + factorizations / rate)
     parameters = count_parameters(config).total
-    made = max(0, reduction.made_bytes() // 4 - 2 * layers * config.hidden_size * _key_width(config))
+    made = max(0, reduction.made_bytes() // 4 - 2 * layers * config.hidden_size * value_width(config))
     return Estimate(
         tokens=tokens,
         passes=seconds / (layers * forward * tokens),
@@ -83,10 +78,6 @@ def estimate(
         scratch_bytes=disk_bytes(config, [reduction], tokens),
         written_bytes=dtype.itemsize * (parameters + made),
     )
-
-
-def _key_width(config: LeanConfig) -> int:
-    return config.num_key_value_heads * config.head_dim
 
 
 def _query_width(config: LeanConfig) -> int:
@@ -100,7 +91,7 @@ def _parameters(config: LeanConfig, part: str = "") -> int:
 
 def _operations(config: LeanConfig, reduction: Reduction, length: int, tokens: int) -> tuple[float, float]:
     """Return the products over tokens in forward passes of a layer, and the operations in float64 of a layer."""
-    rows, hidden, width = _query_width(config), config.hidden_size, _key_width(config)
+    rows, hidden, width = _query_width(config), config.hidden_size, value_width(config)
     scores = 4 * length * rows
     forward = 2 * _parameters(config) + scores
     attention = 2 * _parameters(config, "self_attn.") + scores
@@ -115,7 +106,7 @@ def _operations(config: LeanConfig, reduction: Reduction, length: int, tokens: i
 
 def _layer_bytes(config: LeanConfig, reduction: Reduction, length: int) -> int:
     """Return the most bytes of a layer's weights, activations and sums."""
-    rows, hidden, width = _query_width(config), config.hidden_size, _key_width(config)
+    rows, hidden, width = _query_width(config), config.hidden_size, value_width(config)
     batch = next(batches((BATCH_SIZE, length), BATCH_SIZE)).stop * length
     activations = 4 * batch * (2 * (config.intermediate_size or 0) + 6 * hidden)
     activations += 4 * 4 * min(batch * config.num_attention_heads * length, PATTERNS_AT_A_TIME)
@@ -127,12 +118,7 @@ def _layer_bytes(config: LeanConfig, reduction: Reduction, length: int) -> int:
 def _seconds(work: Callable[[], Any], repeats: int) -> float:
     """The fastest of `repeats` calls, behind one that is not counted."""
     work()
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - started)
-    return best
+    return min(timeit.repeat(work, number=1, repeat=repeats))
 
 
 def _double_rate() -> float:

@@ -4,7 +4,6 @@ Ainslie et al. 2023, section 2.1, https://arxiv.org/abs/2305.13245
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..presets.edit import with_fields
-from .heads import check_convertible, pools
+from .heads import Made, Model, check_convertible, pools
 from .targets import GroupedHeadsOptions
 
 
@@ -23,18 +22,14 @@ def ratios(config: LeanConfig) -> list[float]:
     return [1 - kept / heads for kept in range(heads - 1, 0, -1) if heads % kept == 0]
 
 
-def convert(
-    config: LeanConfig, tensors: Mapping[str, Tensor], options: GroupedHeadsOptions
-) -> tuple[LeanConfig, LazyTensors, dict[str, Any]]:
+def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: GroupedHeadsOptions) -> Made:
     """Return `with_grouped_heads` and the entries of the report."""
     target, pooled = with_grouped_heads(config, tensors, options.ratio)
     heads = pools(*(c.num_key_value_heads for c in (config, target)))
     return target, pooled, {"ratio": options.ratio, "pools": heads}
 
 
-def with_grouped_heads(
-    config: LeanConfig, tensors: Mapping[str, Tensor], ratio: float
-) -> tuple[LeanConfig, LazyTensors]:
+def with_grouped_heads(config: LeanConfig, tensors: Mapping[str, Tensor], ratio: float) -> Model:
     """Return configuration and lazy tensors with fewer key and value heads, the same number in every layer.
 
     Args:

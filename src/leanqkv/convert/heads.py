@@ -3,16 +3,21 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import floor
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..checkpoints.tensors import LazyTensors
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.layout import LayerPlan
 from ..presets.edit import with_fields
 
+# What a conversion makes, and with it the entries of its report.
+Model = tuple[LeanConfig, LazyTensors]
+Made = tuple[LeanConfig, LazyTensors, dict[str, Any]]
 # Projections of which each head is its own rows of every tensor, so that heads can change places.
 MOVABLE = {"query": ("linear",), "key": ("linear", "block_identity")}
 
@@ -96,6 +101,23 @@ def check_reads_the_stream(config: LeanConfig) -> None:
         raise LeanError(
             f"{readers[0]}. A calibration follows the residual stream alone: use `to=skipv1` `method=mean-v`"
         )
+
+
+def may_be_cut(config: LeanConfig, layers: tuple[int, ...] | None) -> list[bool]:
+    """Return whether a calibration may reduce a layer, for each.
+
+    Args:
+        layers: those that may be reduced; None: all.
+
+    Raises:
+        LeanError: the source cannot be converted, or it has no such layers; says why.
+    """
+    check_convertible(config)
+    check_reads_the_stream(config)
+    last = config.num_hidden_layers
+    if layers is not None and (wrong := [layer for layer in layers if not 0 <= layer < last]):
+        raise LeanError(f"`layers`: the model has layers 0 to {last - 1}, found {wrong[0]}")
+    return [layers is None or layer in layers for layer in range(last)]
 
 
 def target_config(config: LeanConfig, ratio: float) -> LeanConfig:

@@ -12,6 +12,7 @@ cached before they are turned by these, it mixes everything.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +60,9 @@ class KeyGrams(Grams):
 
     def __init__(self, output: Tensor, rotary: bool, scaling: float):
         """output: W_O as [heads, group, head_dim, hidden_size]; scaling: the factor on the scores."""
-        self.keys: Tensor | float = 0.0
-        self.queries: Tensor | float = 0.0
-        self.importance: Tensor | float = 0.0
+        self.keys: Any = 0.0
+        self.queries: Any = 0.0
+        self.importance: Any = 0.0
         self.tokens = 0
         self._rotary, self._scaling = rotary, scaling
         self._metric = torch.einsum("hgkd,hgld->hgkl", output, output).flatten(0, 1).float()
@@ -103,7 +104,6 @@ class KeyGrams(Grams):
 
     def _energy(self) -> Tensor:
         """The queries' energy of every head times its share of the importance, as a mean over tokens."""
-        assert isinstance(self.queries, Tensor) and isinstance(self.importance, Tensor)
         shares = self.importance / self.importance.sum().clamp_min(torch.finfo(torch.float64).tiny)
         return self.queries / self.tokens * (shares if self._rotary else shares[:, None, None])
 
@@ -114,7 +114,6 @@ class KeyGrams(Grams):
             combine, restore: see `approximate`; by frequency with rotary positions. gains: [frequencies, heads] of
             complex columns, else [width] of real ones.
         """
-        assert isinstance(self.keys, Tensor)
         energy = self._energy() * self._scaling**2
         if not self._rotary:
             combine, restore, gains = approximate(self.keys, torch.block_diag(*energy))
@@ -124,9 +123,8 @@ class KeyGrams(Grams):
             approximate(keys, torch.diag(square / 2).to(keys)) for keys, square in zip(self.keys, energy, strict=True)
         ]
         combine, restore, gains = (torch.stack(part) for part in zip(*parts, strict=True))
-        matrices = {"combine": combine, "restore": restore}
-        stored = {name: torch.view_as_real(matrix).contiguous() for name, matrix in matrices.items()}
-        return {**stored, "gains": gains / self.tokens}
+        combine, restore = (torch.view_as_real(matrix).contiguous() for matrix in (combine, restore))
+        return {"combine": combine, "restore": restore, "gains": gains / self.tokens}
 
 
 class UnrotatedKeyGrams(KeyGrams):
@@ -167,7 +165,6 @@ class UnrotatedKeyGrams(KeyGrams):
         self.keys = self.keys + (columns.mT @ columns).sum(0)
 
     def _energy(self) -> Tensor:
-        assert isinstance(self.queries, Tensor) and isinstance(self.importance, Tensor)
         return self.queries / self.importance.clamp_min(torch.finfo(torch.float64).tiny)
 
 

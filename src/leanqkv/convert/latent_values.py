@@ -63,6 +63,7 @@ def choose_ranks(gains: Tensor, budget: int, cut: list[bool], costs: list[int]) 
     return ranks
 
 
+@dataclass(eq=False)
 class ValueGram(Grams):
     """The Gram matrix of a layer's values under the patterns of every head, in float64 on the CPU.
 
@@ -82,17 +83,15 @@ class ValueGram(Grams):
         total: [columns, columns], of the inputs, or of the values and behind them the keys, before rotary positions.
     """
 
-    def __init__(
-        self,
-        width: int,
-        bias: Tensor | None,
-        key_width: int = 0,
-        inputs: int = 0,
-        generator: torch.Generator | None = None,
-    ):
-        columns = inputs or width + key_width
+    width: int
+    bias: Tensor | None
+    key_width: int = 0
+    inputs: int = 0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        columns = self.inputs or self.width + self.key_width
         self.total = torch.zeros(columns, columns, dtype=torch.float64)
-        self._bias, self._with_keys, self._inputs, self._generator = bias, key_width > 0, inputs, generator
 
     def add(self, recorder: Recorder, weight: Tensor) -> None:
         """Add a run of queries; `weight` [batch, queries] multiplies each token's values."""
@@ -102,19 +101,19 @@ class ValueGram(Grams):
             self.total += (attended.T @ attended).cpu()
 
     def _columns(self, recorder: Recorder) -> Tensor:
-        if self._inputs:
-            missing = self._inputs - recorder.inputs.shape[-1]
+        if self.inputs:
+            missing = self.inputs - recorder.inputs.shape[-1]
             return torch.nn.functional.pad(recorder.inputs, (0, missing), value=1.0)
         columns = recorder.values.transpose(1, 2).flatten(2)  # [batch, length, width]
-        if self._bias is not None:  # it stays beside the latent: every head's patterns add up to 1
-            columns = columns - self._bias.to(columns)
-        return torch.cat((columns, recorder.projected_key), dim=-1) if self._with_keys else columns
+        if self.bias is not None:  # it stays beside the latent: every head's patterns add up to 1
+            columns = columns - self.bias.to(columns)
+        return torch.cat((columns, recorder.projected_key), dim=-1) if self.key_width else columns
 
     def _mixed(self, patterns: Tensor) -> Sequence[Tensor]:
         """The patterns of every head, or their sum with random signs; [batch, queries, keys] each."""
-        if self._generator is None:
+        if self.generator is None:
             return patterns.unbind(1)
-        signs = 2 * torch.randint(2, patterns.shape[:3], generator=self._generator) - 1
+        signs = 2 * torch.randint(2, patterns.shape[:3], generator=self.generator) - 1
         return [(patterns * signs[..., None].to(patterns)).sum(1)]
 
 

@@ -4,7 +4,8 @@ Ours. Columns of keys and of values are measured in the same unit, the error of 
 and go where they take away most: over all layers, and over keys and values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -17,14 +18,7 @@ from ..model.layers import make_rms_norm
 from ..model.layout import LayerPlan
 from ..presets.edit import set_mechanisms
 from .activations import Recorder
-from .heads import (
-    check_convertible,
-    check_reads_the_stream,
-    felt_output,
-    output_with_bias,
-    split_heads,
-    value_with_bias,
-)
+from .heads import felt_output, may_be_cut, output_with_bias, split_heads, value_with_bias
 from .latent_keys import KeyGrams, KeyLatent, UnrotatedKeyGrams, column_gains, columns_of, key_latent, keys_stay
 from .latent_values import ValueGram, choose_ranks, step_of, value_gains, value_latents, value_width
 from .low_rank import EIGENVECTORS, LARGE
@@ -68,6 +62,7 @@ class LatentGrams(Grams):
             self.keys.add(recorder, weight)
 
 
+@dataclass(eq=False)
 class Latents(Reduction):
     """Latents of keys and values whose ranks go where they are worth most.
 
@@ -90,34 +85,32 @@ class Latents(Reduction):
         LeanError: the source cannot be converted, or not to that share; says why.
     """
 
-    def __init__(
-        self,
-        config: LeanConfig,
-        tensors: Mapping[str, Tensor],
-        share: float,
-        layers: tuple[int, ...] | None = None,
-        keys: bool = True,
-        separate: bool = False,
-        unrotated: bool = False,
-        at_context: int | None = None,
-        exact: bool = False,
-    ):
-        self.config, self.tensors = config, tensors
-        kind = "exact-" * exact + "separate-" * separate + "unrotated-" * unrotated
-        kind += "latents" if keys else "latent-values"
-        self.name, self.measures = f"{kind}-{100 * share:.10g}{_at(at_context)}", f"best-{kind}"
-        self.cut = may_be_cut(config, layers)
-        self._may_cut_keys, self._unrotated = keys, unrotated
+    config: LeanConfig
+    tensors: Mapping[str, Tensor]
+    share: float
+    layers: tuple[int, ...] | None = None
+    keys: bool = True
+    separate: bool = False
+    unrotated: bool = False
+    at_context: int | None = None
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        config = self.config
+        kind = "exact-" * self.exact + "separate-" * self.separate + "unrotated-" * self.unrotated
+        kind += "latents" if self.keys else "latent-values"
+        context = "" if self.at_context is None else f" at {self.at_context} tokens"
+        self.name, self.measures = f"{kind}-{100 * self.share:.10g}{context}", f"best-{kind}"
+        self.cut = may_be_cut(config, self.layers)
         could = [can_read_keys(config, layer, self._before_rotary(layer)) for layer in config.plan.layers]
-        self.could_read_keys, self.from_keys = any(could), [not separate and can for can in could]
+        self.could_read_keys, self.from_keys = any(could), [not self.separate and can for can in could]
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)
-        check_context(config, at_context)
-        self.costs = config.plan.kept_tokens(at_context or 1)  # which every window holds
-        self.budget = cache_budget(config, share, self.costs, self.cut, self.key_cut, _at(at_context))
+        check_context(config, self.at_context)
+        self.costs = config.plan.kept_tokens(self.at_context or 1)  # which every window holds
+        self.budget = self._budget(context)
         self.least_tokens = TOKENS_PER_COLUMN * self.width
-        self._exact = exact
-        if not exact:
+        if not self.exact:
             # Keys as wide as the stream make its values whatever the tokens are: few tell the rest.
             held = all(self.from_keys) and self.width >= config.hidden_size
             per_column = TOKENS_PER_COLUMN if held else CHOOSING_TOKENS_PER_COLUMN
@@ -126,10 +119,34 @@ class Latents(Reduction):
         self.key_ranks: list[int] = []
         self._measured: Callable[[int], Mapping[str, Tensor]] = lambda layer: {}
 
+    def _budget(self, context: str) -> int:
+        """Return what the cached columns of all layers may cost together.
+
+        Args:
+            context: at which they are counted, in words, for the error.
+
+        Raises:
+            LeanError: the source cannot be cut to that share; says what is possible.
+        """
+        total, columns = 2 * self.width * sum(self.costs), self.width - step_of(self.width)
+        each = list(zip(self.config.plan.layers, self.costs, self.cut, self.key_cut, strict=True))
+        smallest = total - columns * sum(cost * (values + keys) for _, cost, values, keys in each)
+        budget = int(self.share * total + 1e-9) if 0 < self.share < 1 else 0
+        if not smallest <= budget < total:
+            least = f"{ceil(1000 * smallest / total) / 10:g}%"
+            left = [layer for layer, _, values, keys in each if values and not keys]
+            normed = self.config.qk_norm and any(layer.rope and not layer.window for layer in left)
+            other = "take unrotated-latents, which reduce normed keys too, or " if normed else ""
+            raise LeanError(
+                f"latents of this model take from {least} of its cache up to all of it{context}; "
+                f"`cache={100 * self.share:g}%` is out of reach. For less, {other}quantize the cache as well"
+            )
+        return budget
+
     @property
     def same_as_latents(self) -> str | None:
         """Why they would be the same if they were neither separate nor unrotated; None: they would not."""
-        if self._unrotated:
+        if self.unrotated:
             turned = (
                 may and self._before_rotary(plan)
                 for may, plan in zip(self.key_cut, self.config.plan.layers, strict=True)
@@ -139,15 +156,15 @@ class Latents(Reduction):
 
     def _keys_can(self, layer: int) -> bool:
         plan = self.config.plan.layers[layer]
-        return self._may_cut_keys and keys_stay(self.config, plan, self._before_rotary(plan)) is None
+        return self.keys and keys_stay(self.config, plan, self._before_rotary(plan)) is None
 
     def _before_rotary(self, plan: LayerPlan) -> bool:
-        return self._unrotated and plan.rope is not None and plan.window is None
+        return self.unrotated and plan.rope is not None and plan.window is None
 
     def grams(self, layer: int) -> LatentGrams:
         heads, plan = split_heads(self.config, self.tensors, layer), self.config.plan.layers[layer]
         bias = None if heads.value_bias is None else heads.value_bias.flatten()
-        signs = None if self._exact else torch.Generator().manual_seed(layer)
+        signs = None if self.exact else torch.Generator().manual_seed(layer)
         values = ValueGram(self.width, bias, self.width if self.from_keys[layer] else 0, self._inputs(layer), signs)
         if not self._keys_can(layer):
             return LatentGrams(values, None)
@@ -205,18 +222,17 @@ class Latents(Reduction):
 
     def reduce(self, layer: int) -> ReducedHeads:
         """Return a layer's heads, made from its latents."""
-        rows = output_with_bias(
-            self.config, self.tensors, layer, split_heads(self.config, self.tensors, layer).output.mT
-        )
-        key = self._reduce_keys(layer)
+        output, inputs = split_heads(self.config, self.tensors, layer).output.mT, self.config.hidden_size
+        rows = output_with_bias(self.config, self.tensors, layer, output)
+        key = None
+        if not self._keeps_keys(layer):
+            key = key_latent(self._keys(layer), self._key(layer), self.key_ranks[layer])
         value, made = self._reduce_values(layer, key)
-        if key is None:
-            return ReducedHeads(value, rows, made, self.config.attention_output_bias)
-        inputs = self.config.hidden_size
-        made |= {"k_proj.weight": key.latent[:, :inputs], "k_up_proj.weight": key.up}
-        if self.config.attention_bias:
-            made["k_proj.bias"] = key.latent[:, inputs]
-        return ReducedHeads(value, rows, made, self.config.attention_output_bias, key.key)
+        if key is not None:
+            made |= {"k_proj.weight": key.latent[:, :inputs], "k_up_proj.weight": key.up}
+            if self.config.attention_bias:
+                made["k_proj.bias"] = key.latent[:, inputs]
+        return ReducedHeads(value, rows, made, self.config.attention_output_bias, None if key is None else key.key)
 
     def _reduce_values(self, layer: int, key: KeyLatent | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The value heads, [heads, hidden_size (+ 1), head_dim], and the tensors that make them."""
@@ -260,12 +276,6 @@ class Latents(Reduction):
         themselves = torch.eye(self.width, dtype=torch.float64).unflatten(0, (-1, self.config.head_dim))
         return key.latent, key_latent(self._keys(layer), themselves, self.key_ranks[layer]).latent.T
 
-    def _reduce_keys(self, layer: int) -> KeyLatent | None:
-        """Return the latent of a layer's keys; None: the source's keys stay."""
-        if self._keeps_keys(layer):
-            return None
-        return key_latent(self._keys(layer), self._key(layer), self.key_ranks[layer])
-
     def _key(self, layer: int) -> Tensor:
         """W_K head by head with its bias, [heads, head_dim, hidden_size (+ 1)], in float64."""
         name = f"model.layers.{layer}.self_attn.k_proj"
@@ -294,12 +304,12 @@ class Latents(Reduction):
         """Return those of one Gram matrix and of the keys' importance, and those of regression and eigenvectors."""
         columns, both = self._columns()
         queries, width = self.config.num_attention_heads, self.width
-        per_token = (queries if self._exact else 1) * 2 * columns * (columns + length)
+        per_token = (queries if self.exact else 1) * 2 * columns * (columns + length)
         # Of the importance; and of what unrotated keys meet.
-        per_token += (6 if self._unrotated else 4) * length * queries * (self.config.head_dim or 0)
+        per_token += (6 if self.unrotated else 4) * length * queries * (self.config.head_dim or 0)
         projected = 2 * both * columns * (both + columns) if columns < both else 0
         regressed = (both > width) * 9 * width**3
-        by_frequency = self.config.position_embedding_type == "rope" and not self._unrotated
+        by_frequency = self.config.position_embedding_type == "rope" and not self.unrotated
         of_keys = EIGENVECTORS * width**3 * (any(self.key_cut) and not by_frequency)
         # Where keys are as wide as the stream, a few eigenvectors are nearly always enough to choose by.
         factored = 2 - (any(self.from_keys) and width >= max(LARGE, self.config.hidden_size))
@@ -348,52 +358,3 @@ def check_context(config: LeanConfig, tokens: int | None) -> None:
     limit = config.max_position_embeddings
     if tokens is not None and not 0 < tokens <= limit:
         raise LeanError(f"`at_context` must be from 1 to {limit}, the positions of this model, found {tokens}")
-
-
-def may_be_cut(config: LeanConfig, layers: tuple[int, ...] | None) -> list[bool]:
-    """Return whether a layer may be reduced, for each.
-
-    Raises:
-        LeanError: the source cannot be converted, or it has no such layers; says why.
-    """
-    check_convertible(config)
-    check_reads_the_stream(config)
-    last = config.num_hidden_layers
-    if layers is not None and (wrong := [layer for layer in layers if not 0 <= layer < last]):
-        raise LeanError(f"`layers`: the model has layers 0 to {last - 1}, found {wrong[0]}")
-    return [layers is None or layer in layers for layer in range(last)]
-
-
-def cache_budget(
-    config: LeanConfig, share: float, costs: list[int], cut: Sequence[bool], key_cut: Sequence[bool], context: str = ""
-) -> int:
-    """Return what the cached columns of all layers may cost together.
-
-    Args:
-        share: of what the source's cost.
-        costs: of a column of every layer.
-        cut, key_cut: whether a layer's values, and its keys, may become latents.
-        context: in words, for the error.
-
-    Raises:
-        LeanError: the source cannot be cut to that share; says what is possible.
-    """
-    width = value_width(config)
-    total = 2 * width * sum(costs)
-    saved = sum(cost * (values + keys) for cost, values, keys in zip(costs, cut, key_cut, strict=True))
-    smallest = total - saved * (width - step_of(width))
-    budget = int(share * total + 1e-9) if 0 < share < 1 else 0
-    if not smallest <= budget < total:
-        least = f"{ceil(1000 * smallest / total) / 10:g}%"
-        each = zip(config.plan.layers, cut, key_cut, strict=True)
-        normed = config.qk_norm and any(layer.rope and not layer.window and v and not k for layer, v, k in each)
-        other = "take unrotated-latents, which reduce normed keys too, or " if normed else ""
-        raise LeanError(
-            f"latents of this model take from {least} of its cache up to all of it{context}; "
-            f"`cache={100 * share:g}%` is out of reach. For less, {other}quantize the cache as well"
-        )
-    return budget
-
-
-def _at(context: int | None) -> str:
-    return "" if context is None else f" at {context} tokens"

@@ -17,14 +17,7 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..presets.edit import with_fields
 from .activations import Recorder
-from .heads import (
-    check_convertible,
-    check_reads_the_stream,
-    felt_output,
-    output_with_bias,
-    split_heads,
-    value_with_bias,
-)
+from .heads import felt_output, may_be_cut, output_with_bias, split_heads, value_with_bias
 from .low_rank import EIGENVECTORS, approximate
 from .sweeps import Grams, ReducedHeads, Reduction
 from .targets import MergedValuesOptions
@@ -59,12 +52,8 @@ def count_merges(config: LeanConfig, ratio: float, layers: tuple[int, ...] | Non
     Raises:
         LeanError: the source cannot be converted, or there is nothing to merge; says why.
     """
-    check_convertible(config)
-    check_reads_the_stream(config)
-    heads, last = config.num_key_value_heads, config.num_hidden_layers
-    if layers is not None and (wrong := [layer for layer in layers if not 0 <= layer < last]):
-        raise LeanError(f"`layers`: the model has layers 0 to {last - 1}, found {wrong[0]}")
-    number = last - 1 if layers is None else len(set(layers))
+    # Without `layers`, all but the first, which borrows nothing.
+    heads, number = config.num_key_value_heads, sum(may_be_cut(config, layers)) - (layers is None)
     if not number:
         raise LeanError("no layer's values would be merged, as in a model of one layer; name its layers by `layers`")
     per_layer = floor(ratio * heads) if 0 <= ratio <= 1 else 0
@@ -141,6 +130,7 @@ class PairGrams(Grams):
         return torch.cat((upper, lower))
 
 
+@dataclass(eq=False)
 class MergedValues(Reduction):
     """The cheapest pairs of value heads of all layers, merged.
 
@@ -154,16 +144,14 @@ class MergedValues(Reduction):
     name = "merged"
     measures = "pairs"
 
-    def __init__(
-        self,
-        config: LeanConfig,
-        tensors: Mapping[str, Tensor],
-        ratio: float = 0.5,
-        layers: tuple[int, ...] | None = None,
-    ):
-        self.config, self.tensors, self.allowed = config, tensors, layers
-        self.count = count_merges(config, ratio, layers)
-        self.heads, self.width = config.num_key_value_heads, config.head_dim
+    config: LeanConfig
+    tensors: Mapping[str, Tensor]
+    ratio: float = 0.5
+    layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.count = count_merges(self.config, self.ratio, self.layers)
+        self.heads, self.width = self.config.num_key_value_heads, self.config.head_dim
         self.chosen: dict[int, list[Pair]] = {}
 
     def grams(self, layer: int) -> PairGrams:
@@ -174,7 +162,7 @@ class MergedValues(Reduction):
         pairs: dict[str, Tensor] = {}
         output = felt_output(self.config, self.tensors, layer)  # [heads, group, head_dim, hidden_size]
         weights = torch.einsum("hgkd,hgld->hkl", output, output)
-        allowed = self.allowed is None or layer in self.allowed
+        allowed = self.layers is None or layer in self.layers
         for first, second in combinations(range(len(output) if allowed else 0), 2):
             weight = torch.block_diag(weights[first], weights[second])
             scale = 2 * output.shape[1] * tokens * self.config.hidden_size

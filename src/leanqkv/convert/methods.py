@@ -17,7 +17,7 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from .calibrated import calibrated, calibrated_target
-from .heads import ConvertedHeads, ValueHeads, assemble_tensors, immovable, pools, split_heads, target_config
+from .heads import ConvertedHeads, Model, ValueHeads, assemble_tensors, immovable, pools, split_heads, target_config
 from .targets import CALIBRATED, METHODS, SkipV1Options
 
 Method = Callable[[ValueHeads, int], ConvertedHeads]
@@ -104,9 +104,7 @@ def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: SkipV1Op
     return target, converted, report
 
 
-def with_first_layer_values(
-    config: LeanConfig, tensors: Mapping[str, Tensor], method: Method, ratio: float
-) -> tuple[LeanConfig, LazyTensors]:
+def with_first_layer_values(config: LeanConfig, tensors: Mapping[str, Tensor], method: Method, ratio: float) -> Model:
     """Return configuration and lazy tensors with every layer beyond the first converted by `method`.
 
     Raises:

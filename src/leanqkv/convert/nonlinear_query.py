@@ -7,7 +7,6 @@ https://github.com/MarkoKarbevski/beyond_query_linearity
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +17,16 @@ from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..model.transformer import normal
 from ..presets.edit import set_mechanisms
+from .heads import Made, Model
 from .targets import NonlinearQueryOptions
 
 
-def convert(
-    config: LeanConfig, tensors: Mapping[str, Tensor], options: NonlinearQueryOptions
-) -> tuple[LeanConfig, LazyTensors, dict[str, Any]]:
+def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: NonlinearQueryOptions) -> Made:
     """Return `with_nonlinear_query` and the entries of the report."""
     return *with_nonlinear_query(config, tensors, options.seed), {"seed": options.seed}
 
 
-def with_nonlinear_query(
-    config: LeanConfig, tensors: Mapping[str, Tensor], seed: int = 0
-) -> tuple[LeanConfig, LazyTensors]:
+def with_nonlinear_query(config: LeanConfig, tensors: Mapping[str, Tensor], seed: int = 0) -> Model:
     """The same function with a bottleneck beside every linear query; its two matrices are drawn from `seed`.
 
     Raises:

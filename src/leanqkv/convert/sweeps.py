@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..job import Job
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..model.transformer import LeanBlock
-from .activations import Layers, Recorder, batches, correction
+from .activations import CPU, Layers, Recorder, batches, correction
 from .output_fit import Fit, felt_weights, fit_output, token_weights
 from .scratch import Stream, check_space
 
@@ -67,9 +67,8 @@ class ReducedHeads:
 
     def features(self, normed: Tensor, recorder: Recorder) -> Tensor:
         """Return what W_O is applied to, [batch, queries, rows]: every pattern times its value, and ones for a bias."""
-        inputs = normed[:, recorder.keys]
-        if self.value.shape[1] > normed.shape[-1]:
-            inputs = torch.cat((inputs, torch.ones_like(inputs[..., :1])), -1)
+        biased = self.value.shape[1] - normed.shape[-1]
+        inputs = torch.nn.functional.pad(normed[:, recorder.keys], (0, biased), value=1.0)
         grouped = recorder.patterns.unflatten(1, (len(self.value), -1))
         attended = [  # of each key head, [batch, group, queries, head_dim]
             grouped[:, head] @ (inputs @ value)[:, None] for head, value in enumerate(self.value.to(normed))
@@ -98,6 +97,7 @@ class Reduction(ABC):
     """A way to cache less of the values.
 
     Attributes:
+        config, tensors: the source's.
         name: of its files; no two reductions that go together have the same one.
         measures: of the files with its measurements; reductions with the same one share them.
         least_tokens: how many calibration tokens it needs.
@@ -106,6 +106,8 @@ class Reduction(ABC):
         target: the configuration of the result, once it has chosen.
     """
 
+    config: LeanConfig
+    tensors: Mapping[str, Tensor]
     name: str
     measures: str
     least_tokens: int = 0
@@ -156,7 +158,7 @@ class Converted:
     """A model after the sweeps: its tensors of attention are read from files, all others are the source's."""
 
     config: LeanConfig
-    tensors: LazyTensors
+    tensors: Mapping[str, Tensor]
     layers: list[dict[str, Any]]
 
 
@@ -190,6 +192,7 @@ class _LayerFit:
         return output, report
 
 
+@dataclass(eq=False)
 class Sweeps:
     """Both sweeps. Their files in `directory` let them resume at the layer where they were interrupted.
 
@@ -204,31 +207,26 @@ class Sweeps:
         LeanError: too few tokens, too little space on the disk, or reductions with the same name.
     """
 
-    def __init__(
-        self,
-        config: LeanConfig,
-        tensors: Mapping[str, Tensor],
-        tokens: np.ndarray,
-        directory: Path,
-        reductions: Sequence[Reduction],
-        *,
-        batch_size: int = BATCH_SIZE,
-        device: torch.device | None = None,
-        job: Mapping[str, Any] | None = None,
-        progress: Progress = lambda done, total: None,
-        message: Callable[[str], None] = lambda text: None,
-    ):
-        self.config, self.tensors, self.tokens, self.directory = config, tensors, tokens, directory
-        self.reductions = list(reductions)
+    config: LeanConfig
+    tensors: Mapping[str, Tensor]
+    tokens: np.ndarray
+    directory: Path
+    reductions: Sequence[Reduction]
+    _: KW_ONLY
+    batch_size: int = BATCH_SIZE
+    device: torch.device = CPU
+    job: Mapping[str, Any] | None = None
+    progress: Progress = lambda done, total: None
+    message: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
         self.measuring = measuring(self.reductions)
-        check_enough(self.reductions, len(tokens), tokens.size)
+        check_enough(self.reductions, len(self.tokens), self.tokens.size)
         names = [one.name for one in self.reductions]
         if twice := [name for name in names if names.count(name) > 1]:
             raise LeanError(f"two reductions would write the same files, {twice[0]}; leave one of them out")
-        self.batch_size, self._progress, self._message = batch_size, progress, message
-        self.device = device or torch.device("cpu")
-        self.source = Layers(config, tensors, tokens.shape[1], self.device)
-        self._job = Job(directory, {"job": job or {}}, STATE)
+        self.source = Layers(self.config, self.tensors, self.tokens.shape[1], self.device)
+        self._job = Job(self.directory, {"job": self.job or {}}, STATE)
         self._begin()
         self.earlier_seconds, self._started = float(self._job.content.get("seconds", 0)), time.perf_counter()
 
@@ -332,15 +330,15 @@ class Sweeps:
         total = 2 * layers
         for layer in range(layers):
             at = layer + (layers if phase == "fitting" else 0)
-            self._progress(at, total)
+            self.progress(at, total)
             if self._job.content["done"] > at:
                 continue
-            self._message(f"{phase}: layer {layer + 1} of {layers}")
+            self.message(f"{phase}: layer {layer + 1} of {layers}")
             if not layer:
                 self._embed()
             yield layer
             self._job.write(done=at + 1, seconds=self.seconds)
-        self._progress(total if phase == "fitting" else layers, total)
+        self.progress(total if phase == "fitting" else layers, total)
 
     def _embed(self) -> None:
         stream = self._stream("source", 0)
@@ -444,13 +442,10 @@ def with_keys(block: LeanBlock, key: Tensor | None) -> Iterator[None]:
         yield
         return
     projection: Any = block.self_attn.k_proj
-    parameters = [projection.weight] if projection.bias is None else [projection.weight, projection.bias]
-    own = [parameter.data for parameter in parameters]
-    inputs = projection.in_features
-    for parameter, part in zip(parameters, (key[:, :inputs], key[:, inputs:].flatten()), strict=False):
-        parameter.data = part.to(parameter)
+    own, inputs = projection.state_dict(), projection.in_features
+    other = {"weight": key[:, :inputs], "bias": key[:, inputs:].flatten()}
+    projection.load_state_dict({name: other[name].to(tensor) for name, tensor in own.items()}, assign=True)
     try:
         yield
     finally:
-        for parameter, data in zip(parameters, own, strict=True):
-            parameter.data = data
+        projection.load_state_dict(own, assign=True)

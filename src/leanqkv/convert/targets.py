@@ -177,9 +177,7 @@ def _not_taken(name: str, value: Any, to: str) -> str:
     if name in FREEDOMS:
         freedoms = listed([f"`{freedom}=False`" for freedom in FREEDOMS])
         return f"{freedoms} are for `to=skipv1` `method={CALIBRATED}`; leave them out"
-    takers = listed([taker for taker, target in TARGETS.items() if target.takes(name)])
-    first, space, others = takers.partition(" ")
-    comma = "," if first.endswith(",") else ""
+    first, *others = (taker for taker, target in TARGETS.items() if target.takes(name))
     instead = "say by `cache` how much to keep" if name == "ratio" and to in BUDGETED else "leave it out"
     shown = f"`method={value}`" if name == "method" else f"`{name}`"
-    return f"{shown} is for `to={first.rstrip(',')}`{comma}{space}{others}; {instead}"
+    return f"{shown} is for {listed([f'`to={first}`', *others])}; {instead}"

@@ -168,12 +168,8 @@ def task_scores(
         lm = lm_eval.models.huggingface.HFLM(**given, mixed_precision_dtype=autocast_dtype)
         scorer = Likelihoods(model, tokenizer, lm.max_length, batch_size, autocast_dtype, cache_bits, progress)
         lm._loglikelihood_tokens = scorer
-        hooks = model.register_forward_pre_hook(scorer.check_ids), model.register_forward_hook(scorer.check_logits)
-        try:
+        with model.register_forward_pre_hook(scorer.check_ids), model.register_forward_hook(scorer.check_logits):
             results = lm_eval.evaluate(lm, dict(tasks), limit=limit)
-        finally:
-            for hook in hooks:
-                hook.remove()
     answers, depths = {}, {}
     for name, questions in results["samples"].items():
         answers[name] = {metric: [one[metric] for one in questions] for metric in questions[0]["metrics"]}

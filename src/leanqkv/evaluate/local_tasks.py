@@ -217,7 +217,6 @@ def _generated(kind: str, source: str, documents: list[dict[str, Any]], **about:
         name,
         documents,
         {**about, "seed": SEED},
-        task=name,
         output_type="loglikelihood",
         test_split="test",
         doc_to_text=lambda document: document["text"],

@@ -19,7 +19,7 @@ from ..data.token_files import Tokens
 from ..errors import LeanError
 from .loss import LOGITS_AT_A_TIME, masked_figures, scoring, window_prefix
 from .states import States, last_states
-from .strided import NEXT_TOKEN, by_position, loss_figures
+from .strided import NEXT_TOKEN, Windows, by_position, loss_figures
 
 CONFIDENCE = 0.95
 # Of the logits in memory, so many are compared at a time on a CPU, whose cache then holds what is made of them on the
@@ -61,7 +61,7 @@ def paired_scores(
     before: nn.Module,
     after: nn.Module,
     tokens: Tokens,
-    windows: Sequence[tuple[int, int]],
+    windows: Windows,
     length: int,
     *,
     objective: NextToken = NEXT_TOKEN,
@@ -199,12 +199,7 @@ def mean_over_windows(values: Tensor, window: Tensor) -> dict[str, float | None]
 
 
 def paired_records(
-    before: nn.Module,
-    after: nn.Module,
-    text: EvaluationText,
-    windows: Sequence[tuple[int, int]],
-    length: int,
-    **options: Any,
+    before: nn.Module, after: nn.Module, text: EvaluationText, windows: Windows, length: int, **options: Any
 ) -> list[dict[str, Any]]:
     """Return a record's entries on what two models make of a text: the text, the window and `paired_figures`.
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from .loss import batch_losses, window_prefix
 from .states import States, own_states
 
 NEXT_TOKEN = NextToken()
+# Each window's first token, and the number of its last targets that are scored.
+Windows = Sequence[tuple[int, int]]
 # Positions of the first part of `by_position`.
 FIRST_POSITIONS = 512
 
@@ -35,19 +38,15 @@ def strided_windows(tokens: int, context_length: int, stride: int) -> list[tuple
             f"a stride of {stride} does not fit windows of {context_length} tokens; give one from 1 to {context_length}"
         )
     targets = tokens - 1
-    length = done = min(context_length, targets)
-    windows = [(0, length)]
-    while done < targets:
-        scored = min(stride, targets - done)
-        done += scored
-        windows.append((done - length, scored))
-    return windows
+    length = min(context_length, targets)
+    ends = pairwise([*range(length, targets, stride), targets])
+    return [(0, length), *((end - length, end - before) for before, end in ends)]
 
 
 def window_losses(
     model: nn.Module,
     tokens: Tokens,
-    windows: Sequence[tuple[int, int]],
+    windows: Windows,
     length: int,
     *,
     objective: NextToken = NEXT_TOKEN,

@@ -1,7 +1,8 @@
 """The frontier of one checkpoint, point by point: what is measured stays, and is not measured again."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -9,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import source_hashes, write_model
+from ..convert.activations import CPU
 from ..convert.conversion import tokens_hash
-from ..convert.sweeps import Sweeps
+from ..convert.sweeps import Converted, Sweeps
 from ..data.evaluation import EvaluationText
 from ..environment import record_header, versions
 from ..evaluate.harness import paired_answers
@@ -37,6 +38,7 @@ SCORES = ("loss_difference", "divergence", "agreement")
 TIMED, AGAIN = {"seconds": NUMBER}, "remove it and start again"
 
 
+@dataclass(eq=False)
 class Frontier:
     """Measures candidates, in every precision, from several samples of calibration tokens.
 
@@ -49,42 +51,37 @@ class Frontier:
         out: keeps every point as a file, and the conversions that are under way.
     """
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        candidates: Sequence[Candidate],
-        precisions: Sequence[CacheBits],
-        samples: np.ndarray,
-        texts: Sequence[EvaluationText],
-        out: Path,
-        *,
-        evaluated_tokens: int,
-        length: int,
-        contexts: Sequence[int] = (),
-        at_context: int | None = None,
-        questions: Questions | None = None,
-        device: torch.device | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-        message: Callable[[str], None] = lambda text: None,
-    ):
-        self.source, self.candidates, self.precisions, self.samples = source, candidates, precisions, samples
-        self.out, self.device = out, device or torch.device("cpu")
-        self._progress, self._message = progress, message
-        self.contexts, self.questions, self._length = contexts, questions, length
-        self._texts = [
-            (text, spread_windows(len(text.tokens), length, max(1, evaluated_tokens // length))) for text in texts
-        ]
-        self._context = {} if at_context is None else {"at_context": at_context}
+    source: Checkpoint
+    candidates: Sequence[Candidate]
+    precisions: Sequence[CacheBits]
+    samples: np.ndarray
+    texts: Sequence[EvaluationText]
+    out: Path
+    _: KW_ONLY
+    evaluated_tokens: int
+    length: int
+    contexts: Sequence[int] = ()
+    at_context: int | None = None
+    questions: Questions | None = None
+    device: torch.device = CPU
+    progress: Callable[[int, int], None] = lambda done, total: None
+    message: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
+        count = max(1, self.evaluated_tokens // self.length)
+        self._windows = [spread_windows(len(text.tokens), self.length, count) for text in self.texts]
+        # Not every frontier has these.
+        self._more: dict[str, Any] = {} if self.at_context is None else {"at_context": self.at_context}
+        self._more |= {} if self.questions is None else {"questions": self.questions.record()}
         self._job = {
-            "source": source_hashes(source),
-            "calibration": tokens_hash(samples),
-            "texts": [text.record() for text in texts],
-            "evaluated_tokens": evaluated_tokens,
-            "length": length,
+            "source": source_hashes(self.source),
+            "calibration": tokens_hash(self.samples),
+            "texts": [text.record() for text in self.texts],
+            "evaluated_tokens": self.evaluated_tokens,
+            "length": self.length,
             "device": str(self.device),
             "versions": versions(),
-            **self._context,
-            **({} if questions is None else {"questions": questions.record()}),
+            **self._more,
         }
 
     def run(self) -> dict[str, Any]:
@@ -105,29 +102,24 @@ class Frontier:
 
     def _measure_sample(self, number: int) -> None:
         """Convert to every candidate that has a point to be measured, and measure these points."""
-        missing = [
-            one
-            for one in self.candidates
-            if (one.fitted or not number)
-            and not all(self._file(one, precision, number).exists() for precision in self._precisions_of(one))
-        ]
+        missing = [one for one in self.candidates if (one.fitted or not number) and self._missing(one, number)]
         work = self.out / f"calibration{number}"
         if missing:
             make_directory(work)
-            for candidate, config, tensors, layers in self._conversions(missing, number, work):
-                self._measure(candidate, number, config, tensors, layers)
+            for candidate, converted in self._conversions(missing, number, work):
+                self._measure(candidate, number, converted)
         remove(work)
 
     def _conversions(
         self, missing: Sequence[Candidate], number: int, work: Path
-    ) -> Iterator[tuple[Candidate, LeanConfig, Mapping[str, Tensor], list[dict[str, Any]]]]:
-        """Yield the candidates with configuration, tensors and what the fit reports by layer."""
+    ) -> Iterator[tuple[Candidate, Converted]]:
+        """Yield the candidates with what becomes of the source."""
         stored = finite(self.source.tensors)
         fitted = [one for one in self.candidates if one.fitted]  # all: the job is the same when it goes on
         for one in missing:
             if not one.fitted:
                 config, tensors, *_ = (self.source.config, stored) if one.make is None else one.make()
-                yield one, config, tensors, []
+                yield one, Converted(config, tensors, [])
         if not (asked := [one for one in missing if one.fitted]):
             return
         sweeps = Sweeps(
@@ -138,36 +130,29 @@ class Frontier:
             [one.make() for one in fitted if one.make is not None],
             device=self.device,
             job={**self._job, "candidates": [one.label for one in fitted]},
-            progress=self._progress,
-            message=lambda text: self._message(f"{work.name}, {text}"),
+            progress=self.progress,
+            message=lambda text: self.message(f"{work.name}, {text}"),
         )
         results = sweeps.run()
         write_json(self._fitting_file(number), {"seconds": sweeps.seconds})
         for one, result in zip(fitted, results, strict=True):
             if one in asked:
-                yield one, result.config, result.tensors, result.layers
+                yield one, result
 
-    def _measure(
-        self,
-        candidate: Candidate,
-        number: int,
-        config: LeanConfig,
-        tensors: Mapping[str, Tensor],
-        layers: list[dict[str, Any]],
-    ) -> None:
+    def _measure(self, candidate: Candidate, number: int, converted: Converted) -> None:
         """Write one file for every precision of a converted model, which is written and read again before."""
         directory = self.out / MODEL
         remove(directory)
         if candidate.make is None:
             model = self.scorer.source
         else:
-            write_model(self.source, directory, config, tensors, torch.float32)
+            write_model(self.source, directory, converted.config, converted.tensors, torch.float32)
             model = load_model(open_causal_lm(directory), torch.float32).to(self.device)
         started = time.perf_counter()
         same = self.scorer.same_without_cache(model)
-        missing = [one for one in self._precisions_of(candidate) if not self._file(candidate, one, number).exists()]
-        self._message(f"sample {number + 1}, {candidate.label}, tokens scored")
-        scores = self.scorer.compare(model, missing, self._progress)
+        missing = self._missing(candidate, number)
+        self.message(f"sample {number + 1}, {candidate.label}, tokens scored")
+        scores = self.scorer.compare(model, missing, self.progress)
         scoring = (time.perf_counter() - started) / len(missing)  # together, so that the source's are made once
         for precision, scored in zip(missing, scores, strict=True):
             started = time.perf_counter()
@@ -177,18 +162,18 @@ class Frontier:
                 "sample": number,
                 "key_bits": precision.key_bits,
                 "value_bits": precision.value_bits,
-                "bytes_per_token": self._bytes_per_token(precision, config),
-                "parameters": count_parameters(config).total,
+                "bytes_per_token": self._bytes_per_token(precision, converted.config),
+                "parameters": count_parameters(converted.config).total,
                 "scores": [{name: score[name] for name in SCORES} for score in scored],
                 "same_tokens_without_cache": same,
                 "greedy_agreement": self.scorer.agreement(model, precision),
             }
             if not number:
-                self._message(f"sample {number + 1}, {candidate.label} in {precision.name}, decoding")
+                self.message(f"sample {number + 1}, {candidate.label} in {precision.name}, decoding")
                 point |= self._speeds(model, precision)
-                point["layers"] = layers if not precision.quantized else []
+                point["layers"] = converted.layers if not precision.quantized else []
             if self.questions is not None and not number:
-                self._message(f"sample 1, {candidate.label} in {precision.name}, tasks")
+                self.message(f"sample 1, {candidate.label} in {precision.name}, tasks")
                 answered = self.questions.ask(model, precision)
                 point |= {"tasks": answered.figures, "answers": answered.answers}
             point["seconds"] = scoring + time.perf_counter() - started
@@ -208,10 +193,15 @@ class Frontier:
         """Those that a candidate is measured in: from the weights alone it loses too much to be worth quantizing."""
         return self.precisions if candidate.fitted or candidate.make is None else self.precisions[:1]
 
+    def _missing(self, candidate: Candidate, number: int) -> list[CacheBits]:
+        """The precisions in which a candidate of a sample is still to be measured."""
+        return [one for one in self._precisions_of(candidate) if not self._file(candidate, one, number).exists()]
+
     @cached_property
     def scorer(self) -> Scorer:
         """The source and the texts, read when they are first needed."""
-        return Scorer(load_model(self.source, torch.float32).to(self.device), self._texts, self._length)
+        windows = list(zip(self.texts, self._windows, strict=True))
+        return Scorer(load_model(self.source, torch.float32).to(self.device), windows, self.length)
 
     def _file(self, candidate: Candidate, precision: CacheBits, number: int) -> Path:
         bits = f"{precision.key_bits}-{precision.value_bits}"
@@ -221,10 +211,9 @@ class Frontier:
         return self.out / "points" / f"fitting-{number}.json"
 
     def _bytes_per_token(self, precision: CacheBits, config: LeanConfig) -> float:
-        tokens = self._context.get("at_context")
-        if tokens is None:
+        if self.at_context is None:
             return precision.bytes_per_token(config.plan, torch.bfloat16)
-        return precision.kv_bytes(config.plan, tokens, torch.bfloat16) / tokens
+        return precision.kv_bytes(config.plan, self.at_context, torch.bfloat16) / self.at_context
 
     def _record(self) -> dict[str, Any]:
         points = []
@@ -240,7 +229,7 @@ class Frontier:
         fitting = [self._fitting_file(number) for number in range(len(self.samples))]
         return {
             **record_header("frontier", self.source.directory.name, self.device.type),
-            **self._context,
+            **self._more,
             "source": {
                 "sha256": source_hashes(self.source),
                 "parameters": count_parameters(self.source.config).total,
@@ -253,9 +242,8 @@ class Frontier:
             },
             "seconds": sum(point["seconds"] for point in points),
             "texts": self._job["texts"],
-            "evaluated_tokens": min(sum(scored for _, scored in windows) for _, windows in self._texts),
-            "context_length": self._length,
-            **({} if self.questions is None else {"questions": self.questions.record()}),
+            "evaluated_tokens": min(sum(scored for _, scored in windows) for windows in self._windows),
+            "context_length": self.length,
             "points": points,
         }
 

@@ -15,6 +15,7 @@ from ..evaluate.harness import TaskScores, check_cache, task_scores, tasks_hash
 from ..evaluate.loss import scoring
 from ..evaluate.paired import paired_records
 from ..evaluate.states import cached_states
+from ..evaluate.strided import Windows
 from ..inference import Decoder
 from ..inference.cache import allocate_cache
 from ..model.config import LeanConfig
@@ -25,8 +26,6 @@ PROMPT, CONTINUATION = 64, 256
 BATCH, BATCH_TOKENS = 8, 4096
 # Tokens that are generated with and without a cache, which have to be the same.
 CHECKED = 16
-# Each one's first token, and the number of its targets, as `spread_windows` returns them.
-Windows = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import LeanError
 from ..model.config import LeanConfig
+from ..model.plan import LAYER_SLOTS
 from ..model.registry import suggest
 from .catalog import BASES, MECHANISMS
-from ..model.plan import LAYER_SLOTS
 
 Options = tuple[tuple[str, Any], ...]  # in the order they were given
 
