@@ -103,6 +103,7 @@ COMBINED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("output-gate", "mla", "skipv1"), {"attention_bias": True}),
     (("output-gate:per_head=true", "no-output", "keys-as-values"), {"block_type": "parallel"}),
     (("output-gate", "latent-values:rank=3,keys=true", "gqa"), FOUR | {"num_hidden_groups": 2}),
+    (("cla",), FOUR | {"sliding_window": 4}),  # layers that store nothing
 ]
 
 

@@ -1,6 +1,7 @@
 """Errors that the user can fix: shown as one line, exit code 2, never a traceback."""
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +25,11 @@ class TimeIsUpError(LeanError):
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's message, to quote it in one of ours; its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def listed(words: Sequence[str], last: str = "and") -> str:
+    """Return "a, b and c"."""
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def needs(extra: str, package: str) -> Any:

@@ -152,6 +152,13 @@ def test_generation_does_not_depend_on_the_cache(variant: Variant) -> None:
 
 
 @every
+def test_guessed_tokens_are_taken_back(variant: Variant) -> None:
+    model = variant.trained().double()
+    ids = tokens(1, 6).repeat(1, 2)  # so that the last tokens have been there, and what followed is guessed
+    assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=3), generated(model, ids))
+
+
+@every
 def test_left_padding_changes_nothing(variant: Variant) -> None:
     model = variant.trained().double()
     rows = [tokens(1, length, seed=length) for length in (3, 7, 5)]

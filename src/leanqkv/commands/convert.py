@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..convert.targets import CALIBRATED, METHODS, SMALLER, TARGETS, listed
+from ..convert.targets import CALIBRATED, METHODS, SMALLER, TARGETS
 from ..environment import check_device
-from ..errors import LeanError
+from ..errors import LeanError, listed
 from ..files import check_free
 from .options import SOURCE, as_dtype, changed
 from .texts import ConversionTexts

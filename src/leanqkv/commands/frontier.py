@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from ..cache_bits import CacheBits
-from ..convert.targets import BUDGETED, SMALLER, SWEPT, listed
+from ..convert.targets import BUDGETED, SMALLER, SWEPT
 from ..environment import check_device
-from ..errors import LeanError
+from ..errors import LeanError, listed
 from ..job import check_out
 from .convert import read_share
 from .options import SOURCE, check_left_out

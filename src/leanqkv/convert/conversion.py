@@ -1,6 +1,5 @@
 """Convert a checkpoint into another."""
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -16,16 +15,16 @@ from torch import Tensor
 from ..checkpoints.open import Checkpoint
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import Progress, source_hashes, write_model
-from ..data.token_files import TokenData
+from ..data.token_files import TokenData, tokens_hash
 from ..environment import check_device, versions
-from ..errors import LeanError
+from ..errors import LeanError, listed
 from ..files import check_free, remove, write_json
 from ..job import unfinished
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
 from .estimate import Estimate, estimate
 from .sweeps import Reduction, Sweeps
-from .targets import CALIBRATED, SWEPT, TARGETS, listed, read_options
+from .targets import CALIBRATED, SWEPT, TARGETS, read_options
 
 REPORT = "conversion.json"
 
@@ -203,11 +202,6 @@ class Conversion:
         chosen = {name: options[name] for name in ("cache", "ratio") if name in options}
         fits = {**taken, **chosen, "layers": converted.layers}
         return converted.config, converted.tensors, fits, sweeps.earlier_seconds
-
-
-def tokens_hash(tokens: np.ndarray) -> str:
-    """Return the SHA-256 of calibration tokens."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
 
 
 def sizes_of(config: LeanConfig, target: LeanConfig, context: int | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, ClassVar
 
-from ..errors import LeanError
+from ..errors import LeanError, listed
 from ..ranges import check_fields
 
 CALIBRATED, METHODS = "calibrated", ("mean-v", "mean-vo", "top-v", "top-vo", "svd")
@@ -150,11 +150,6 @@ SWEPT = [name for name, target in TARGETS.items() if target.swept]
 SMALLER = [name for name, target in TARGETS.items() if target.smaller]
 # Those that are fitted to a share of the source's cache.
 BUDGETED = [name for name, target in TARGETS.items() if target.takes("cache")]
-
-
-def listed(names: list[str], word: str = "and") -> str:
-    """Return "a, b and c"."""
-    return f"{', '.join(names[:-1])} {word} {names[-1]}" if len(names) > 1 else names[0]
 
 
 def read_options(to: str, given: Mapping[str, Any]) -> Any:

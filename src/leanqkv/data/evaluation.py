@@ -16,7 +16,7 @@ from ..files import hash_files
 from ..model.registry import suggest
 from .corpus import open_corpus
 from .mixture import parse_mixture
-from .token_files import TokenFiles, Tokens, held_out, stored_tokens
+from .token_files import TokenFiles, Tokens, held_out, stored_tokens, tokens_hash
 from .tokenizing import plain, tokenized
 
 SPLITS = ("whole", "validation")
@@ -64,9 +64,13 @@ class EvaluationText:
     def record(self) -> dict[str, Any]:
         """Return a record's entry on the text; no path of this machine."""
         about = {name: value for name, value in vars(self).items() if name != "tokens"}
-        digest = hashlib.sha256(np.asarray(self.tokens).astype("<i8").data).hexdigest()
         begin = None if self.around is None else self.around.begin
-        return {**about, "tokens_sha256": digest, "tokens": len(self.tokens), "windows_begin_with": begin}
+        return {
+            **about,
+            "tokens_sha256": tokens_hash(np.asarray(self.tokens)),
+            "tokens": len(self.tokens),
+            "windows_begin_with": begin,
+        }
 
 
 def evaluation_text(

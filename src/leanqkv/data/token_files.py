@@ -1,5 +1,6 @@
 """Token files, read as one array: shards of our own, nanoGPT's and Megatron's."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -210,6 +211,11 @@ def stored_tokens(path: Path, vocab_size: int) -> TokenData | None:
         shard = _nanogpt(path, vocab_size)
         return _stored(path, "nanoGPT tokens", "uint16", vocab_size, *cut([shard], shard[2] - held_out(shard[2])))
     return None
+
+
+def tokens_hash(tokens: np.ndarray) -> str:
+    """Return the SHA-256 of tokens, whatever their dtype."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").data).hexdigest()
 
 
 def held_out(tokens: int) -> int:

@@ -16,9 +16,9 @@ from ..checkpoints.open import Checkpoint, load_model, open_causal_lm
 from ..checkpoints.tensors import finite
 from ..checkpoints.write import source_hashes, write_model
 from ..convert.activations import CPU
-from ..convert.conversion import tokens_hash
 from ..convert.sweeps import Converted, Sweeps
 from ..data.evaluation import EvaluationText
+from ..data.token_files import tokens_hash
 from ..environment import record_header, versions
 from ..evaluate.harness import paired_answers
 from ..evaluate.paired import spread_windows

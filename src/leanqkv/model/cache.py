@@ -24,15 +24,19 @@ from transformers.cache_utils import (
 )
 
 
-class LeanDynamicLayer(DynamicLayer):
-    """Grows with every token; keys and values may differ in their number of heads."""
+class _Cropped:
+    """Crops what is stored: a layer that computes nothing is never initialized."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self.is_initialized:  # a layer that computes nothing never is
-            super().crop(tokens_to_remove)
+        if self.is_initialized:  # type: ignore[attr-defined]
+            super().crop(tokens_to_remove)  # type: ignore[misc]
 
 
-class LeanDynamicWindowLayer(DynamicSlidingWindowLayer):
+class LeanDynamicLayer(_Cropped, DynamicLayer):
+    """Grows with every token; keys and values may differ in their number of heads."""
+
+
+class LeanDynamicWindowLayer(_Cropped, DynamicSlidingWindowLayer):
     """Keeps the last `sliding_window - 1` tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

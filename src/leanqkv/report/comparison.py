@@ -12,10 +12,11 @@ from rich.text import Text
 
 from ..compare.records import ComparisonRecord, Result
 from ..compare.trend import FRACTIONS, FURTHER, trend
+from ..errors import listed
 from ..presets.recipes import recipe_differences
 from .after_training import task_tables, uptraining_tables
 from .papers import suite_of, suite_tables
-from .text import ABSENT, Table, compact, listed, mean_with_deviation, percent, seeds, signed, with_interval
+from .text import ABSENT, Table, compact, mean_with_deviation, percent, seeds, signed, with_interval
 
 # Fewer are warned of: at two seeds Student's t is 12.7, at three 4.3.
 ENOUGH_SEEDS, ENOUGH_INPUTS = 3, 64

@@ -8,12 +8,13 @@ from itertools import product
 
 from ..compare.records import AGAIN, ComparisonRecord, Result, load_comparison
 from ..compare.statistics import Band, average, difference_curve, paired_difference
+from ..errors import listed
 from . import comparison as text
 from . import figures
 from .after_training import mean_accuracies, uptraining_series
 from .page import Code, Figure, Kind, Note, Page, Section, described, in_words
 from .papers import both_differences, suite_of, suite_tables
-from .text import ABSENT, Table, listed, signed
+from .text import ABSENT, Table, signed
 
 UPTRAINING = "Level lines are the losses of whole runs from random weights; the points are models uptrained so long."
 

@@ -17,8 +17,9 @@ from ..compare.records import ComparisonRecord, Result, Run
 from ..compare.statistics import PairedDifference, over_seeds, paired_difference
 from ..compare.suite import PAPER, Published, Suite
 from ..compare.suites import SUITES
+from ..errors import listed
 from ..evaluate.harness import TASK_SETS
-from .text import ABSENT, Table, compact, listed, plus_minus, signed
+from .text import ABSENT, Table, compact, plus_minus, signed
 
 HEADERS = ("model", "published", "published difference\nto its baseline", "difference here")
 NOT_RUN = "not run"

@@ -92,11 +92,6 @@ def compact(count: float) -> str:
     return f"{count:g}"
 
 
-def listed(words: Sequence[str]) -> str:
-    """Return `a, b and c`."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-
-
 def seeds(count: int) -> str:
     return f"{count} seed" if count == 1 else f"{count} seeds"
 
