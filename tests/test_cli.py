@@ -146,7 +146,7 @@ def test_generate_and_inspect_a_trained_model(cli, trained):
 @pytest.mark.slow
 def test_compare_ends_with_the_table_and_the_page(place, cli):
     models = (f"tiny{SHAPE}", f"tiny+nonlinear-query{SHAPE}")
-    arguments = ("compare", *models, "--data", "corpus.txt", "--steps", "12", "--seeds", "2")
+    arguments = ("compare", *models, "--data", str(place / "corpus.txt"), "--steps", "12", "--seeds", "2")
     code, out, err = cli(*arguments, "--precision", "fp32", "--evaluate-every", "6", "--out", "both")
     assert code == 0, err
     assert out.index("recipes: the models differ in the weight decay (0.03125, 0.1)") < out.index("difference to")
@@ -154,7 +154,7 @@ def test_compare_ends_with_the_table_and_the_page(place, cli):
     assert "report: both/report.html" in out
     assert (place / "both" / "report.html").stat().st_size > 10_000
     command = json.loads((place / "both" / "compare.json").read_text())["command"]
-    assert command.startswith("leanqkv compare tiny+")
+    assert command.startswith("leanqkv compare tiny+") and " --data corpus.txt " in command, "a place of this machine"
     (place / "both" / "report.html").unlink()
     assert cli("report", "both")[0] == 0
     assert (place / "both" / "report.html").exists()

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -178,8 +178,12 @@ def made_on(device: str, **more: Any) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Return this process's command, with absolute paths cut to their last part: a record must not name a machine."""
-    words = sys.orig_argv[1:] if Path(sys.argv[0]).name == "leanqkv" else sys.orig_argv
+    """Return this process's command, as a record names it."""
+    return without_places(sys.orig_argv[1:] if Path(sys.argv[0]).name == "leanqkv" else sys.orig_argv)
+
+
+def without_places(words: Iterable[str]) -> str:
+    """Return a command with absolute paths cut to their last part: a record must not name a machine."""
     return shlex.join(re.sub(r"(^|=)/.*?([^/]+)/?$", r"\1\2", word) for word in words)
 
 

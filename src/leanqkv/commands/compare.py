@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..environment import without_places
 from ..errors import LeanError, needs
 from ..job import check_out
 from . import options
@@ -103,7 +103,7 @@ def compare(
             context_length=context_length,
             micro_batch_size=micro_batch_size,
             limit=tasks.limit,
-            command=f"{options.PROGRAM} {shlex.join(sys.argv[1:])}",
+            command=f"{options.PROGRAM} {without_places(sys.argv[1:])}",
         )
 
     how: dict[str, Any] = {"device": device, "jobs": jobs, "cluster": cluster.chosen()}
