@@ -51,6 +51,7 @@ BENCHMARKS = (
     ("distill", "real/distillation-latents-75.json", "reference-conversion.md"),
     ("distill", "real/distillation-latents-50.json", "reference-conversion.md"),
     ("distill", "real/distillation-separate-latents-84.json", "reference-conversion.md"),
+    ("distill", "real/distillation-skipv1.json", "reference-conversion.md"),
     ("convert_large", "real/llama-7b-shape.json", "reference-conversion.md"),
     ("convert_large", "real/llama-2-7b-shape-latents.json", "reference-conversion.md"),
     ("convert_large", "real/llama-3-8b-shape.json", "reference-conversion.md"),
