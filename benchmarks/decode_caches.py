@@ -74,6 +74,7 @@ def decoders(shape: str, dtype: torch.dtype, caches: Sequence[str]) -> Iterator[
             "cache_bytes": held,
             "weight_bytes": weight_bytes(model),
             "multiplications": whole.num_hidden_layers * whole.num_attention_heads * read[kind],
+            "prompt_multiplications": {str(length): prompt_multiplications(model, length) for length in PROMPTS},
         }
         yield name, Decoder(model, cache_bits=chosen), cost
 
@@ -82,6 +83,19 @@ def weight_bytes(model: LeanForCausalLM) -> int:
     """Return the bytes of the weights that a step reads: all but the rows of the embedding."""
     config, sizes = model.config, {name: weight.nbytes for name, weight in model.named_parameters()}
     return sum(sizes.values()) - (0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"])
+
+
+def prompt_multiplications(model: LeanForCausalLM, length: int) -> int:
+    """Return the multiplications of a prompt that is read at once: of weights, once a token, and of attention, to the
+    tokens before."""
+    config = model.config
+    products = sum(
+        module.weight.numel() * getattr(module, "products", 1)
+        for module in model.model.layers.modules()
+        if hasattr(module, "weight")
+    )
+    attended = config.num_hidden_layers * config.num_attention_heads * 2 * config.head_dim
+    return length * products + length * (length + 1) // 2 * attended
 
 
 def multiplications_per_second() -> float:
@@ -155,6 +169,8 @@ def tables(record: dict[str, Any]) -> str:
             lines.append((name, f"{found[0]['share']:.0%}", *speeds))
         shown.append(f"{shape}, {record['dtype']}:\n\n" + harness.table(("cache", "bytes", *heads), lines))
         shown.append(bounds(record, shape))
+        if "prompt_multiplications" in record["prefill"][0]:
+            shown.append(prompt_bounds(record, shape))
     return "\n\n".join(shown)
 
 
@@ -180,6 +196,21 @@ def bounds(record: dict[str, Any], shape: str) -> str:
         "alone, ms",
     )
     return harness.table(heads, lines)
+
+
+def prompt_bounds(record: dict[str, Any], shape: str) -> str:
+    """Return the speeds of prompts, and what the multiplications alone make of them."""
+    rows = [one for one in record["prefill"] if one["shape"] == shape]
+    lines = []
+    for name in _caches(rows, shape):
+        line = [name]
+        for length in dict.fromkeys(one["context"] for one in rows):
+            found, source = (_find(rows, shape, cache, 1, length) for cache in (name, rows[0]["cache"]))
+            ratio = source["prompt_multiplications"][str(length)] / found["prompt_multiplications"][str(length)]
+            line += [harness.spread_text(found["ratio"], 2), f"{ratio:.2f}"]
+        lines.append(tuple(line))
+    heads = [head for length in PROMPTS for head in (f"prompt of {length:,}", "by multiplications")]
+    return harness.table(("cache", *heads), lines)
 
 
 def _time_of_one(cache: str, dtype: str) -> float:

@@ -129,6 +129,58 @@ def test_chunks_of_the_prompt_do_not_matter(chunk):
     assert torch.equal(Decoder(model, chunk=chunk).generate(ids, mask, max_new_tokens=NEW), expected)
 
 
+@pytest.mark.parametrize(
+    "mechanisms, fields, bits, rows, padded, expected",
+    [
+        ((), {}, None, 1, False, [16, 4, 4, 1]),
+        ((), {}, None, 2, False, [8, 4, 4, 4, 4, 1]),
+        ((), {}, None, 8, False, [4, 4, 4, 4, 4, 4, 1]),
+        ((), {}, None, 2, True, [4, 4, 4, 4, 4, 4, 1]),
+        ((), {"sliding_window": 3}, None, 1, False, [4, 4, 4, 4, 4, 4, 1]),
+        ((), {"mask_type": "prefix"}, None, 1, False, [25]),
+        ((), {}, "4", 1, False, [16, 9]),
+        ((), {}, "4", 2, False, [16, 9, 16, 9]),
+        ((), {}, "4", 2, True, [16, 9, 16, 3]),
+        (("latent-keys", "latent-values"), {}, None, 1, False, [16, 9]),
+        (("latent-keys", "latent-values"), {}, None, 2, True, [8, 8, 8, 1]),
+        (("latent-keys", "latent-values"), {}, "8", 2, False, [16, 9, 16, 9]),
+        (("mla",), {}, None, 1, False, [16, 9]),
+    ],
+)
+def test_the_pieces_of_a_prompt(mechanisms, fields, bits, rows, padded, expected, monkeypatch):
+    monkeypatch.setattr("leanqkv.inference.decoder.PREFILL_TOKENS", 16)
+    monkeypatch.setattr("leanqkv.inference.decoder.PIECE_TOKENS", 4)
+    model, ids, lengths = build("llama", *mechanisms, **fields), tokens(rows, 25), []
+    decoder, mask = Decoder(model, cache_bits=bits), torch.ones_like(ids)
+    if padded:
+        mask[-1, :6] = 0
+    forward = decoder._forward
+    monkeypatch.setattr(
+        decoder, "_forward", lambda new, *rest, **kept: (lengths.append(new.shape[1]), forward(new, *rest, **kept))[1]
+    )
+    found = decoder.prefill(ids, mask, room=0)
+    assert lengths == expected
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "kivi", "key_bits": 4, "value_bits": 4}}
+    theirs = {**options, "prefill_chunk_size": 16} if bits == "4" else {}
+    for row, own in enumerate(mask.bool()):
+        if bits == "8":
+            break
+        told = {"do_sample": False, "max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+        alone = model.generate(ids[row : row + 1, own], **told, **theirs).logits[0]
+        assert_near(found[row : row + 1], alone, 1e-4)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_quantized_prompts_do_not_depend_on_each_other(rows, monkeypatch):
+    monkeypatch.setattr("leanqkv.inference.decoder.PREFILL_TOKENS", 192)
+    monkeypatch.setattr("leanqkv.inference.decoder.PIECE_TOKENS", 16)
+    model, ids = build("llama", "gqa", max_position_embeddings=512), tokens(rows, 150)
+    together = Decoder(model, cache_bits=4).prefill(ids, room=0)
+    for row in range(rows):
+        alone = Decoder(model, cache_bits=4).prefill(ids[row : row + 1], room=0)
+        assert_near(together[row : row + 1], alone, 1e-5)
+
+
 def test_it_stops_when_told_and_tells_every_token():
     model, ids, seen = build("llama"), tokens(2, PROMPT), []
     actual = Decoder(model).generate(ids, max_new_tokens=NEW, callback=lambda new: seen.append(new) or len(seen) == 5)

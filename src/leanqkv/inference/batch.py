@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from .cache import join_rows, keep_rows, make_room
-from .decoder import PREFILL_CHUNK_TOKENS, Decoder
+from .decoder import PIECE_TOKENS, PREFILL_TOKENS, Decoder
 
 MAX_ROWS = 64
-CHUNK_TOKENS = 8 * PREFILL_CHUNK_TOKENS  # of all prompts of a batch
 ROOM_TOKENS = 64  # for which a cache grows, at least
 SCORES = 2**24  # logits that are looked at together: tokens times vocabulary
 
@@ -105,9 +104,14 @@ class Batch:
     def __init__(self, decoder: Decoder, rows: list[Row]):
         self.rows = rows
         self._decoder = copy(decoder)  # with a cache of its own
-        # Rows of a quantized cache are read one after the other, each in chunks that do not depend on the others.
+        # Small pieces, between which the other rows go on.
+        chunk = decoder.chunk or (PREFILL_TOKENS if decoder.makes_heads else PIECE_TOKENS)
+        # Rows of a quantized cache are read in chunks that do not depend on the others.
         if decoder.config.mask_type != "prefix" and not decoder.cache_bits.quantized:
-            self._decoder.chunk = min(decoder.chunk, max(1, CHUNK_TOKENS // len(rows)))
+            chunk = min(chunk, max(1, PREFILL_TOKENS // len(rows)))
+        if rows[0].reads_scores:  # such a row is read alone
+            chunk = min(chunk, max(1, SCORES // decoder.config.vocab_size))
+        self._decoder.chunk = chunk
         self._device = decoder.model.device
         self._chunks: Iterator[Tensor | None] | None = self._read_prompts()
         self._room = 0
@@ -150,10 +154,9 @@ class Batch:
         for line, row in zip(ids, self.rows, strict=True):
             line[longest - row.length :] = row.prompt
         observe = None
-        if (row := self.rows[0]).reads_scores:  # such a row is read alone
+        if (row := self.rows[0]).reads_scores:
             row.scores.append(Score(int(row.prompt[0]), None, []))
             observe = row.score_prompt
-            self._decoder.chunk = min(self._decoder.chunk, max(1, SCORES // self._decoder.config.vocab_size))
         return self._decoder.prefill_chunks(ids.to(self._device), self._mask(), room=0, observe=observe)
 
     def _choose(self, logits: Tensor) -> list[Event]:
@@ -288,4 +291,4 @@ class Scheduler:
             return False
         if self._decoder.cache_bits.quantized:  # whose rows are not padded
             return True
-        return len(rows) * max(lengths) <= max(2 * sum(lengths), CHUNK_TOKENS)
+        return len(rows) * max(lengths) <= max(2 * sum(lengths), PREFILL_TOKENS)

@@ -22,6 +22,7 @@ from ..model.attention import LeanAttention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
+from ..model.latent import Absorbing
 from ..model.latent_heads import LatentHeadsAttention
 from ..model.transformer import LeanModel
 from .attention import additive, attend_one_query, attend_one_query_to_latent, attend_one_query_turned
@@ -31,8 +32,9 @@ from .linear import shared_copy, use_products
 from .repeat import RepeatedLayers
 from .step import compiled_kernels, fuse
 
-# Tokens of a prompt that are computed together: bounds the memory of their activations.
-PREFILL_CHUNK_TOKENS = 512
+# Tokens of all rows of a prompt that are computed together at most, which bounds the memory of their activations; and
+# those of a row where larger pieces bring nothing.
+PREFILL_TOKENS, PIECE_TOKENS = 4096, 512
 
 
 def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
@@ -93,14 +95,15 @@ class Decoder:
     def __init__(
         self,
         model: LeanForCausalLM,
-        chunk: int = PREFILL_CHUNK_TOKENS,
+        chunk: int | None = None,
         cache_bits: CacheBits | int | str | tuple[int, int] | None = None,
     ):
         """Prepare `model`, which stays as it is; dropout does not act, even where the model is in training mode.
 
         Args:
             model: a LeanForCausalLM, or one that PEFT or `torch.compile` wraps.
-            chunk: tokens of a prompt at a time; a prefix model's prompt is always taken whole.
+            chunk: tokens of a prompt at a time; None: as `piece_tokens` says. A prefix model's prompt is always taken
+                whole.
             cache_bits: 8, 4 or 2 bits of cached keys and values, or "8/4" or (8, 4) for keys and values of their own;
                 16 or None: the model's own precision. Tokens are quantized in blocks, at the end of the chunk or the
                 step that completes one.
@@ -114,7 +117,9 @@ class Decoder:
         self.config = model.config
         self.generation_config = model.generation_config
         self.model = prepared(model)
-        self.chunk = chunk if model.config.mask_type != "prefix" else 2**31
+        self.chunk: int | None = chunk if model.config.mask_type != "prefix" else 2**31
+        # Every piece of a prompt makes the heads of all tokens before it again.
+        self.makes_heads = any(isinstance(module, Absorbing) for module in self.model.modules())
         self.cache: Cache | None = None  # of the last prompt
         self.mask: Tensor | None = None  # of its tokens; None: no padding
         self.given: dict[str, Any] = {}
@@ -214,18 +219,22 @@ class Decoder:
         if (end := last_position(self.config, length)) is not None and length + room > end:
             found = f"the prompt of {length} and {room} tokens more do not fit {position_limit(self.config, end)}"
             raise ValueError(found)
-        # Beyond this limit the frequencies of rotary positions depend on how long the prompt is.
-        chunk = length if length > (self.config.cached_positions or length) else self.chunk
         self.cache = allocate_cache(self.config, length + room, self.cache_bits)
         self.mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-        if self.mask is not None and self.cache_bits.quantized:
-            yield from self._prefill_rows(input_ids, self.mask, room)
+        first, later = self.piece_tokens(len(input_ids))
+        # Beyond this limit the frequencies of rotary positions depend on how long the prompt is.
+        if length > (self.config.cached_positions or length):
+            first = length
+        alone = self.mask is not None or len(input_ids) * min(length, first) > PREFILL_TOKENS
+        if self.cache_bits.quantized and len(input_ids) > 1 and alone:
+            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            yield from self._prefill_rows(input_ids, real, room)
             return
         self.given = {}
         if self.config.mask_type == "prefix":
             self.given["prefix_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        for start in range(0, length, chunk):
-            end = min(start + chunk, length)
+        starts = [0, *range(first, length, later)]
+        for start, end in zip(starts, [*starts[1:], length], strict=True):
             mask = None if self.mask is None else self.mask[:, :end]
             logits = self._forward(input_ids[:, start:end], mask, keep=0 if observe else 1)
             if observe:
@@ -233,7 +242,8 @@ class Decoder:
             yield logits[:, -1] if end == length else None
 
     def _prefill_rows(self, input_ids: Tensor, attention_mask: Tensor, room: int) -> Iterator[Tensor | None]:
-        """As `prefill_chunks`, row by row: what pads a row would be quantized with it."""
+        """As `prefill_chunks`, row by row: what pads a row would be quantized with it, and smaller pieces, because rows
+        are many, would be quantized otherwise."""
         rows = [ids[real.bool()][None] for ids, real in zip(input_ids, attention_mask, strict=True)]
         lengths, limit = [row.shape[1] for row in rows], self.config.cached_positions or 0
         if min(lengths) <= limit < max(lengths):
@@ -256,6 +266,23 @@ class Decoder:
         if self.config.mask_type == "prefix":
             self.given["prefix_mask"] = self.mask
         yield torch.cat(last)  # type: ignore[arg-type]
+
+    def piece_tokens(self, rows: int) -> tuple[int, int]:
+        """Return the tokens of each of so many rows in the first piece of a prompt, and in those behind it.
+
+        A first piece without padding needs no mask, and PyTorch leaves out what its tokens do not see; others compute
+        that too, the more the larger they are. But where each reads all tokens before it otherwise than they lie, makes
+        heads of latents or numbers of codes, few pieces are faster. A sliding window keeps what is read short.
+        """
+        if self.chunk is not None:
+            return self.chunk, self.chunk
+        if any(layer.window is not None for layer in self.config.plan.layers):
+            return PIECE_TOKENS, PIECE_TOKENS
+        quantized = self.cache_bits.quantized  # the same pieces whatever the other rows are
+        whole = max(PIECE_TOKENS, PREFILL_TOKENS // (1 if quantized else rows))
+        if self.makes_heads or quantized:
+            return whole, whole
+        return PIECE_TOKENS if self.mask is not None else whole, PIECE_TOKENS
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
