@@ -256,7 +256,7 @@ NUMBERS = {
     "shrink-a-checkpoint.md": Sources((*CONVERSION, ("decode_caches", "decode/caches-fp32-avx2.json")), ("frontier",)),
     "remove-weights.md": Sources(EXACT, (), ("0.06", "0.25", "0.95", "3.5")),  # the shares; 3.54 GB
     "train-and-compare.md": Sources((), ("kv-sharing",), ("12.7", "4.3")),  # Student's t at 1 and 2 degrees of freedom
-    "generate-and-serve.md": Sources(INFERENCE, ("bench",), ("5.17",)),  # of transformers
+    "generate-and-serve.md": Sources(INFERENCE, ("bench",), ("2.11", "5.17")),  # of transformers
     "look-inside.md": Sources((), ("analysis",)),
     "reference-conversion.md": Sources(
         CONVERSION,
