@@ -420,9 +420,11 @@ def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
         ratio = harness.spread_text(harness.spread([other["seconds"] / one["seconds"] for one, other in pairs]), 2)
         memory = "all" if row["memory"] is None else f"{row['memory']:,}"
         counts = (str(max(one[name] for one, _ in pairs)) for name in ("most_at_once", "preempted"))
-        cells.append((row["shape"], memory, row["model"], speed, ratio, *counts))
+        steps = sum(one["steps"] for one, _ in pairs)
+        step = (f"{len(pairs) * 64 * 128 / steps:.1f}", f"{1e3 * sum(one['seconds'] for one, _ in pairs) / steps:.0f}")
+        cells.append((row["shape"], memory, row["model"], speed, ratio, *counts, *step))
     headers = ("shape", "memory for tokens", "model", "new tokens/s", "of leanqkv's baseline", "at once", "preempted")
-    return harness.table(headers, cells, "lrlrrrr")
+    return harness.table((*headers, "new tokens a step", "a step, ms"), cells, "lrlrrrrrr")
 
 
 def tokens_table(rows: Sequence[dict[str, Any]]) -> str:

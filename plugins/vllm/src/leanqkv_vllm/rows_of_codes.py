@@ -100,6 +100,15 @@ class CodesPages(Pages):
 
         newest: the rows' numbers; None: they are in pages."""
         layout, dtype, padding = self.codes.layouts[slot], self.codes.dtype, self.batch.padded_right
+        if newest is not None and not padding:  # as many of every row, behind its pages, which end alike
+            if not (most := int(self.counts.max())):
+                return newest
+            numbers = torch.arange(most, device=self.counts.device) - (most - self.counts)[:, None]
+            pages = self.cache.codes_of(slot)[self.blocks.gather(1, numbers.clamp_min(0))]
+            made = layout.dequantize(pages, dtype)
+            if numbers.min() < 0:
+                made = made.masked_fill_((numbers < 0).repeat_interleave(BLOCK, 1)[:, None, :, None], 0)
+            return torch.cat((made, newest), 2)
         rows = []
         for row, (count, length) in enumerate(zip(self.counts.tolist(), self.batch.lengths.tolist(), strict=True)):
             numbers = (
