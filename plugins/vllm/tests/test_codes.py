@@ -100,6 +100,31 @@ def test_preempted_requests(name: str, tmp_path: Path) -> None:
     assert rounds[0]["preempted"] and rounds[1]["cached"]
 
 
+def test_pieces_behind_unequally_many_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of two prompts, one of which began later, are rows of one batch: each has its own pages before it."""
+    model = saved("gqa+skipv1", tmp_path)
+    draw = torch.randint(
+        1, model.config.vocab_size, (3, 7 * BLOCK), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    prompts, counts, whole = [draw[0][:BLOCK], draw[1], draw[2][: 4 * BLOCK]], [], CodesPages.whole
+
+    def checked(pages: CodesPages, slot: Any, newest: Any) -> torch.Tensor:
+        made = whole(pages, slot, newest)
+        counts.append(pages.counts.tolist())
+        for row, count in enumerate(counts[-1]):
+            held, own = pages.cache.codes_of(slot)[pages.blocks[row, :count]], newest[row]
+            if count:
+                own = torch.cat((pages.codes.layouts[slot].dequantize(held, own.dtype), own), 1)
+            assert torch.equal(made[row, :, -own.shape[1] :], own) and not made[row, :, : -own.shape[1]].any()
+        return made
+
+    monkeypatch.setattr(CodesPages, "whole", checked)
+    options = coded("4", max_num_batched_tokens=4 * BLOCK, long_prefill_token_threshold=BLOCK, max_num_seqs=2)
+    with engine(tmp_path, **options) as llm:
+        assert behind(model, prompts, generate(llm, prompts, 5), "4") < NEAR
+    assert [6, 1] in counts or [1, 6] in counts
+
+
 def test_a_page_is_found_from_the_step_after_its_last_token(tmp_path: Path) -> None:
     """In the step that computes it, it holds numbers until that is done."""
     model = saved("gqa+skipv1", tmp_path)
