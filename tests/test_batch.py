@@ -7,7 +7,7 @@ from shapes import tokens
 from variants import SCATTERED
 
 from leanqkv.inference import Decoder
-from leanqkv.inference.batch import Row, Scheduler
+from leanqkv.inference.batch import Batch, Row, Scheduler
 from leanqkv.inference.decoder import logits_warpers
 
 SHAPES = [{}, {"sliding_window": 4}, {"mask_type": "prefix"}, {"key_value": SCATTERED}]
@@ -166,3 +166,15 @@ def test_scores_are_those_of_one_forward_pass(mechanisms):
         best = [score.top[0][1] for score in scores]
         assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
         assert all(len(score.top) == row.top for score in scores)
+
+
+@pytest.mark.parametrize(
+    "mechanisms, bits, count, expected",
+    [((), None, 1, 512), ((), None, 16, 256), ((), "4", 16, 512)]
+    + [(("latent-keys",), None, 1, 4096), (("mla",), None, 16, 256), (("latent-values",), "4", 16, 4096)],
+)
+def test_pieces_of_prompts_are_small_where_that_costs_nothing(mechanisms, bits, count, expected):
+    """Others wait for a piece. Of quantized rows it is as large as alone."""
+    decoder = Decoder(build("llama", *mechanisms), cache_bits=bits)
+    assert Batch(decoder, [Row(tokens(1, 9)[0], 1) for _ in range(count)])._decoder.chunk == expected
+    assert decoder.chunk is None
