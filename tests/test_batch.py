@@ -170,8 +170,14 @@ def test_scores_are_those_of_one_forward_pass(mechanisms):
 
 @pytest.mark.parametrize(
     "mechanisms, bits, count, expected",
-    [((), None, 1, 512), ((), None, 16, 256), ((), "4", 16, 512)]
-    + [(("latent-keys",), None, 1, 4096), (("mla",), None, 16, 256), (("latent-values",), "4", 16, 4096)],
+    [
+        ((), None, 1, 512),
+        ((), None, 16, 256),
+        ((), "4", 16, 512),
+        (("latent-keys",), None, 1, 4096),
+        (("mla",), None, 16, 256),
+        (("latent-values",), "4", 16, 4096),
+    ],
 )
 def test_pieces_of_prompts_are_small_where_that_costs_nothing(mechanisms, bits, count, expected):
     """Others wait for a piece. Of quantized rows it is as large as alone."""
