@@ -1,5 +1,6 @@
 """Comparisons of trained models."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ def differences(directory: str, title: str, unit: str) -> str:
         if extra == result.name:  # the baseline has a note of its own behind its name
             extra = result.name.removeprefix(result.baseline.name.partition(" ")[0])
         name = extra.lstrip("+").replace("intermediate_size", "MLP").replace("hidden_size", "width")
+        if len({re.split("[+ ]", one.name)[0] for one in results}) > 1:  # sizes, each with a baseline of its own
+            name = result.name
         cache = result.kv_bytes / result.baseline.kv_bytes if result.kv_bytes else 1
         return name + (f"\n{cache:.0%} of the cache" if cache < 1 else "")
 
