@@ -92,7 +92,7 @@ def prompt_multiplications(model: LeanForCausalLM, length: int) -> int:
     products = sum(
         module.weight.numel() * getattr(module, "products", 1)
         for module in model.model.layers.modules()
-        if hasattr(module, "weight")
+        if hasattr(module, "weight") and module.weight.dim() > 1  # not of norms
     )
     attended = config.num_hidden_layers * config.num_attention_heads * 2 * config.head_dim
     return length * products + length * (length + 1) // 2 * attended

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+import decode_caches
 import decode_llama_cpp
 import distill
 import eliminate_large
@@ -22,10 +23,13 @@ import numpy as np
 import psutil
 import pytest
 import real
+import shapes
 import torch
 from gguf_files import write_model
+from torch.utils.flop_counter import FlopCounterMode
 
 from experiments import real as pretrained
+from leanqkv import LeanForCausalLM
 from leanqkv.checkpoints.open import load_model, open_causal_lm
 from leanqkv.environment import command_line
 
@@ -357,3 +361,18 @@ def test_every_side_decodes_the_file_that_is_written_anew(tmp_path, side, kind):
         tested.prefill(ids, 12)
         made = np.hstack([tested.decode(6), tested.decode(6)])
         assert made.tolist() == greedy(model, torch.from_numpy(ids), 12)
+
+
+@pytest.mark.parametrize(
+    "mechanisms", [(), ("latent-keys", "latent-values"), ("latent-keys", "latent-values:keys=true")], ids="+".join
+)
+def test_the_multiplications_of_a_prompt(mechanisms):
+    """Of weights, against PyTorch's counter of operations, two for each; attention sees what is before a token."""
+    model, length = LeanForCausalLM(shapes.tiny("llama", *mechanisms)).eval(), 24
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model.model(shapes.tokens(1, length))
+    config = model.config
+    attended = length * (length + 1) * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    kinds = counted.get_flop_counts()["Global"].items()
+    products = sum(number for kind, number in kinds if "scaled_dot_product" not in str(kind)) // 2
+    assert decode_caches.prompt_multiplications(model, length) == products + attended
