@@ -10,6 +10,7 @@ import torch
 from shapes import randomize, tiny
 
 from leanqkv import LeanForCausalLM, cache_bytes
+from leanqkv.checkpoints.tokenizer import load_tokenizer
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "12")
 REMARK = r"(\d+) new tokens, [\d,.]+ tokens/s, KV cache ([\d,]+) bytes of tokens in ([\d,]+) allocated\n"
@@ -28,8 +29,6 @@ def model(tmp_path_factory):
 
 def answer(directory, prompt: str, new: int = 12) -> tuple[str, int]:
     """Text and bytes of the cache that `model.generate` comes to."""
-    from leanqkv.checkpoints.tokenizer import load_tokenizer
-
     model, tokenizer = LeanForCausalLM.from_pretrained(directory).eval(), load_tokenizer(directory)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     output = model.generate(ids, max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
@@ -96,6 +95,17 @@ def test_a_prompt_that_is_too_long_ends_nothing(talk, model):
     assert "takes 35 of the model's 40 positions: --max-new-tokens can be 5 at most, found 12" in first
     assert "takes 40 of the model's 40 positions: shorten it" in second
     assert re.fullmatch(REMARK, last)
+
+
+@pytest.mark.parametrize(("new", "warned"), [(30, False), (50, True)])
+def test_rotary_positions_beyond_those_of_training_are_told(cli, model, tmp_path, new, warned):
+    LeanForCausalLM(tiny("llama", vocab_size=300, max_position_embeddings=40)).save_pretrained(tmp_path)
+    load_tokenizer(model).save_pretrained(tmp_path)
+    how = ("--temperature", "0", "--max-new-tokens", str(new))
+    code, _, err = cli("generate", str(tmp_path), "--prompt", "def a", *how)
+    told = "tokens are longer than the model's 40 positions; it was not trained on what lies behind them\n"
+    assert code == 0
+    assert (told in err) == warned
 
 
 @pytest.fixture

@@ -84,6 +84,9 @@ def _print_answer(decoder: Decoder, tokenizer: Any, prompt: str, options: Answer
     if positions is not None and new > (room := positions - length):
         advice = f"--max-new-tokens can be {room} at most, found {new}" if room > 0 else "shorten it"
         raise LeanError(f"the prompt takes {length} of {position_limit(decoder.config, positions)}: {advice}")
+    if length + new > (trained := decoder.config.max_position_embeddings):
+        beyond = f"warning: prompt and answer of {length + new} tokens are longer than the model's {trained} positions"
+        terminal.print(f"{beyond}; it was not trained on what lies behind them", soft_wrap=True)
     check_cache(decoder.model, 1, length + new, "--max-new-tokens", decoder.cache_bits)
     if echo:
         print(prompt, end="", flush=True)
