@@ -9,6 +9,7 @@ import torch
 from corpus import write_corpus
 from engines import OPTIONS, core_of, engine, expected, generate, prompts_of_uneven_length, run
 from leanqkv_vllm.kernel_cpu import precision_refusal
+from leanqkv_vllm.model import RotaryTables
 from leanqkv_vllm.refusals import settings_refusal
 from leanqkv_vllm.rows import FEW, Pages
 from product.mechanisms import CASES
@@ -17,8 +18,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
-from leanqkv import LeanForCausalLM
+from leanqkv import LeanConfig, LeanForCausalLM
 from leanqkv.data.tokenizer import train_tokenizer
+from leanqkv.model.position import RotaryEmbeddings
 
 FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
 # By vLLM's kernel, and by leanqkv's.
@@ -48,6 +50,51 @@ def saved(name: str, place: Path, **fields: Any) -> LeanForCausalLM:
     model = next(case for case in CASES if case.name == name).model(**{**FIELDS, **fields}).float()
     model.save_pretrained(place)
     return model
+
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "default": {},
+    "partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 16,
+            "long_factor": [4.0] * 16,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+        "max_position_embeddings": 1024,
+    },
+    "windows with rotations of their own": {
+        "sliding_window": 32,
+        "window_layers": [0, 1, 2],
+        "window_rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_made_once_are_those_of_every_step(kind: str, dtype: torch.dtype) -> None:
+    config = LeanConfig(position_embedding_type="rope", **{**FIELDS, **ROTARY[kind]})
+    rotary = RotaryEmbeddings(config, config.plan)
+    like, positions = torch.empty(0, dtype=dtype), torch.tensor([[0, 3, 4, 200, 255, 7]])
+    found = RotaryTables(rotary, 256, like)(like, positions)
+    wanted = rotary(like, positions)
+    assert found.keys() == wanted.keys()
+    for field in wanted:
+        assert all(map(torch.equal, found[field], wanted[field]))
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -5,6 +5,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
@@ -18,6 +19,7 @@ from vllm.platforms import current_platform
 from leanqkv import LeanConfig
 from leanqkv.cache_bits import CacheBits
 from leanqkv.model.plan import Plan
+from leanqkv.model.position import RotaryEmbeddings, Rotations
 from leanqkv.model.transformer import LeanModel
 
 from . import paged
@@ -71,6 +73,23 @@ class CompiledModel(LeanModel):
         return outputs.last_hidden_state[0]
 
 
+class RotaryTables(nn.Module):
+    """The rotations of all positions, made once: a compiled model would make cosines for every head of every layer."""
+
+    def __init__(self, rotary: RotaryEmbeddings, positions: int, like: Tensor):
+        super().__init__()
+        made = rotary(like, torch.arange(positions, device=like.device)[None])
+        self.fields = tuple(made)
+        for field, (cos, sin) in made.items():
+            self.register_buffer(f"{field}_cos", cos[0], persistent=False)
+            self.register_buffer(f"{field}_sin", sin[0], persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor, history: None = None) -> Rotations:
+        """As RotaryEmbeddings.forward, of positions below those of the tables and without a history."""
+        tables = ((field, getattr(self, f"{field}_cos"), getattr(self, f"{field}_sin")) for field in self.fields)
+        return {field: (cos[position_ids], sin[position_ids]) for field, cos, sin in tables}
+
+
 class LeanForCausalLM(nn.Module):
     """A checkpoint of leanqkv, as vLLM calls it."""
 
@@ -93,6 +112,7 @@ class LeanForCausalLM(nn.Module):
         self.caches = self._make_caches(maybe_prefix(prefix, "model"))
         given = self.model, self.caches, kernel_in_place(), vllm_config.model_config.max_model_len
         self.histories = use_histories(*given) if self.kernel is None else None
+        self.positions = vllm_config.model_config.max_model_len
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size, scale=1 / config.logits_scaling)
 
@@ -152,6 +172,9 @@ class LeanForCausalLM(nn.Module):
         wanted = {name for name, _ in self.named_parameters()}
         if missing := wanted - AutoWeightsLoader(self).load_weights(with_head()):
             raise ValueError(f"leanqkv-vllm: the checkpoint has no tensor {min(missing)}")
+        if self.kernel is not None and self.model.rotary_emb is not None:
+            like = self.model.get_input_embeddings().weight.new_empty(0)
+            self.model.rotary_emb = RotaryTables(self.model.rotary_emb, self.positions, like)
         if self.ranks > 1:
             reduce_outputs(self.model)
         if current_platform.is_cpu():
