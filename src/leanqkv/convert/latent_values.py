@@ -26,7 +26,6 @@ NOTHING = 1e-6
 
 def value_width(config: LeanConfig) -> int:
     """Return the columns of a layer's values."""
-    assert config.num_key_value_heads is not None and config.head_dim is not None
     return config.num_key_value_heads * config.head_dim
 
 
