@@ -22,7 +22,6 @@ from ..model.layout import LayerPlan
 from ..model.position import rotate
 from .activations import Recorder
 from .low_rank import approximate
-from .sweeps import Grams
 
 
 def can_be_latent(config: LeanConfig, layer: LayerPlan, before_rotary: bool) -> bool:
@@ -40,7 +39,7 @@ def to_complex(heads: Tensor) -> Tensor:
     return torch.complex(*heads.double().chunk(2, dim=-1))
 
 
-class KeyGrams(Grams):
+class KeyGrams:
     """Sums over a layer's keys and queries, in float64 on the CPU.
 
     Attributes:

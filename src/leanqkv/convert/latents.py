@@ -22,7 +22,7 @@ from .heads import felt_output, may_be_cut, output_with_bias, split_heads, value
 from .latent_keys import KeyGrams, KeyLatent, UnrotatedKeyGrams, can_be_latent, column_gains, columns_of, key_latent
 from .latent_values import ValueGram, choose_ranks, step_of, value_gains, value_latents, value_width
 from .low_rank import EIGENVECTORS, LARGE
-from .sweeps import Grams, ReducedHeads, Reduction
+from .sweeps import ReducedHeads, Reduction
 from .targets import LatentsOptions
 
 # So many calibration tokens are needed at least for each column of a layer's values.
@@ -49,7 +49,7 @@ def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: LatentsO
     )
 
 
-class LatentGrams(Grams):
+class LatentGrams:
     """Gram matrices for key and value latents of a layer; `keys` is None where the keys stay."""
 
     def __init__(self, values: ValueGram, keys: KeyGrams | None):
@@ -115,9 +115,6 @@ class Latents(Reduction):
             held = all(self.from_keys) and self.width >= config.hidden_size
             per_column = TOKENS_PER_COLUMN if held else CHOOSING_TOKENS_PER_COLUMN
             self.choosing_tokens = max(CHOOSING_TOKENS, per_column * self.width)
-        self.ranks: list[int] = []
-        self.key_ranks: list[int] = []
-        self._measured: Callable[[int], Mapping[str, Tensor]] = lambda layer: {}
 
     def _budget(self, context: str) -> int:
         """Return what the cached columns of all layers may cost together.
