@@ -386,7 +386,7 @@ def test_space_is_asked_for_before_anything_is_written(fields: dict, tmp_path: P
 
     with torch.no_grad():
         calibration = start("written", float("inf"))
-        calibration.refit_layers(orders := calibration.choose_orders(), calibration.fit_shared_values(orders, 1.0))
+        calibration.refit_layers(orders := calibration.choose_orders(), calibration.fit_shared_values(orders))
         written = sum(file.stat().st_size for file in (tmp_path / "written").iterdir())
         start("enough", written)
         with pytest.raises(LeanError, match=r"needs 0\.\d MB in .* 0\.\d MB free\. Use fewer .*set TMPDIR"):
