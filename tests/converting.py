@@ -7,11 +7,11 @@ from shapes import randomize, tiny, tokens
 from torch import Tensor
 
 from leanqkv import LeanConfig, LeanForCausalLM
+from leanqkv.convert import methods, nonlinear_query
 from leanqkv.convert.calibrated import calibrated
 from leanqkv.convert.heads import ValueHeads
-from leanqkv.convert.methods import FUNCTIONS, with_first_layer_values
-from leanqkv.convert.nonlinear_query import with_nonlinear_query
-from leanqkv.convert.targets import SkipV1Options
+from leanqkv.convert.methods import FUNCTIONS
+from leanqkv.convert.targets import NonlinearQueryOptions, SkipV1Options
 from leanqkv.model.shapes import parameter_shapes
 
 CONVERSIONS = ("nonlinear-query", *FUNCTIONS, "calibrated")
@@ -127,7 +127,7 @@ def conversion_error(config: LeanConfig, tensors: Mapping[str, Tensor], conversi
     ids, n, reports = tokens(2, 20, config.vocab_size), config.num_key_value_heads, []
     idle = {layer: range(n // 2) for layer in range(1, config.num_hidden_layers)}
     if conversion == "nonlinear-query":
-        result = with_nonlinear_query(config, tensors)
+        result = nonlinear_query.convert(config, tensors, NonlinearQueryOptions())[:2]
         expected = logits(config, tensors, ids)
     elif conversion == "calibrated":
         sample, settings = tokens(16, 24, config.vocab_size, seed=5).numpy(), SkipV1Options(ridge=1e-9, sweeps=1)
@@ -141,10 +141,10 @@ def conversion_error(config: LeanConfig, tensors: Mapping[str, Tensor], conversi
         expected = logits(config, tensors, ids)
     elif conversion == "top-vo":
         tensors = with_idle_heads(config, tensors, idle)
-        result = with_first_layer_values(config, tensors, FUNCTIONS[conversion], 0.5)
+        result = methods.convert(config, tensors, SkipV1Options(conversion))[:2]
         expected = logits(config, tensors, ids)
     else:
-        result = with_first_layer_values(config, tensors, FUNCTIONS[conversion], 0.5)
+        result = methods.convert(config, tensors, SkipV1Options(conversion))[:2]
         expected = swapped_by_hand(config, tensors, conversion, ids)
     wrong = float((logits(*result, ids) - expected).abs().max() / expected.abs().max())
     return max([wrong, *(abs(reported - found) for reported, found in reports)])

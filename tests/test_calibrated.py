@@ -17,7 +17,7 @@ from torch import Tensor
 from leanqkv import LeanError
 from leanqkv.convert.calibrated import Calibration, calibrated, choose
 from leanqkv.convert.least_squares import LayerTerm, add_gram, fit_values
-from leanqkv.convert.methods import FUNCTIONS, with_first_layer_values
+from leanqkv.convert.methods import convert
 from leanqkv.convert.scratch import Stream, map_tensor
 from leanqkv.convert.targets import SkipV1Options
 
@@ -124,7 +124,7 @@ def test_more_freedom_loses_less() -> None:
             new, converted, report = calibrated(config, tensors, sample, SkipV1Options(**options))
             errors.append(float((logits(new, converted, ids) - reference).square().mean()))
             assert [layer["layer"] for layer in report["layers"]] == [*([0] if report["lent_values"] else []), 1, 2]
-        mean = logits(*with_first_layer_values(config, tensors, FUNCTIONS["mean-v"], 0.5), ids)
+        mean = logits(*convert(config, tensors, SkipV1Options("mean-v"))[:2], ids)
         assert errors[0] < float((mean - reference).square().mean()) / 2
         assert errors[3] < errors[1] <= errors[0]
 
@@ -235,11 +235,12 @@ def test_attention_that_does_nothing(mechanisms, layers, weight) -> None:
         assert_near(logits(new, converted, ids), logits(config, tensors, ids), 1e-5)  # its tensors are float32
 
 
-def test_the_first_layer_hardly_pays_for_what_it_shares() -> None:
+def test_the_first_layer_hardly_pays_for_what_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors = source("llama")
     missed: dict[float, list[float]] = {}
     for weight in (1.0, 1000.0):
-        *_, report = calibrated(config, tensors, tokens(64, 24, seed=5).numpy(), first_layer_weight=weight)
+        monkeypatch.setattr("leanqkv.convert.calibrated.FIRST_LAYER_WEIGHT", weight)
+        *_, report = calibrated(config, tensors, tokens(64, 24, seed=5).numpy())
         missed[weight] = [layer["missed"] for layer in report["layers"]]
     assert missed[1000.0][0] < missed[1.0][0] / 10
     assert missed[1000.0][1] < 1
@@ -385,7 +386,7 @@ def test_space_is_asked_for_before_anything_is_written(fields: dict, tmp_path: P
 
     with torch.no_grad():
         calibration = start("written", float("inf"))
-        calibration.refit_layers(orders := calibration.choose_orders(), calibration.fit_shared_values(orders, 1.0))
+        calibration.refit_layers(orders := calibration.choose_orders(), calibration.fit_shared_values(orders))
         written = sum(file.stat().st_size for file in (tmp_path / "written").iterdir())
         start("enough", written)
         with pytest.raises(LeanError, match=r"needs 0\.\d MB in .* 0\.\d MB free\. Use fewer .*set TMPDIR"):

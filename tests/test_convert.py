@@ -15,10 +15,11 @@ from torch import Tensor
 from leanqkv import LeanError, LeanForCausalLM, cache_bytes
 from leanqkv.checkpoints.open import open_checkpoint
 from leanqkv.commands.convert import _read_layers, read_share
+from leanqkv.convert import methods, nonlinear_query
 from leanqkv.convert.conversion import Conversion
 from leanqkv.convert.heads import ValueHeads, pools, target_config
-from leanqkv.convert.methods import FUNCTIONS, with_first_layer_values
-from leanqkv.convert.nonlinear_query import with_nonlinear_query
+from leanqkv.convert.methods import FUNCTIONS
+from leanqkv.convert.targets import NonlinearQueryOptions, SkipV1Options
 from leanqkv.model.shapes import parameter_shapes
 
 ROUNDING = 1e-12
@@ -113,7 +114,7 @@ def test_svd_is_the_best_of_its_rank(group: int) -> None:
 def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, fields: dict, method: str) -> None:
     """The converted model against the source with values swapped by hand, through hooks."""
     config, tensors = source(shape, *mechanisms, **fields)
-    new, converted = with_first_layer_values(config, tensors, FUNCTIONS[method], 0.5)
+    new, converted, _ = methods.convert(config, tensors, SkipV1Options(method))
     assert {name: tuple(converted[name].shape) for name in converted} == parameter_shapes(new)
     ids = tokens(2, 9)
     assert_near(logits(new, converted, ids), swapped_by_hand(config, tensors, method, ids), ROUNDING)
@@ -126,7 +127,7 @@ def test_a_converted_model_is_what_its_heads_say(shape: str, mechanisms: tuple, 
 @pytest.mark.parametrize("shape", ["gpt", "llama"])
 def test_a_nonlinear_query_starts_at_the_source(shape: str, fields: dict) -> None:
     config, tensors = source(shape, "gqa", **({k: v for k, v in fields.items() if k != "norm_bias"}))
-    new, converted = with_nonlinear_query(config, tensors)
+    new, converted, _ = nonlinear_query.convert(config, tensors, NonlinearQueryOptions())
     ids = tokens(2, 12)
     assert_near(logits(new, converted, ids), logits(config, tensors, ids), ROUNDING)
     model = build(new, converted)

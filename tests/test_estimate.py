@@ -33,7 +33,7 @@ def test_operations_and_memory_are_those_of_the_sweeps(kind: str, shape: str, tm
         counts.append(counter.get_total_flops())
     per_token = (counts[1] - counts[0]) / (32 * length * config.num_hidden_layers)
     products, _ = of._operations(config, one, length, sample.size)
-    forward = 2 * of._parameters(config) + 4 * length * of._query_width(config)
+    forward = 2 * of._parameters(config) + 4 * length * config.num_attention_heads * config.head_dim
     assert products * forward == pytest.approx(per_token, rel=0.1)
     layer = of._layer_bytes(config, one, length)
     streams = 4 * sample.size * config.hidden_size  # the tests' weights are all in memory, in float64

@@ -9,7 +9,8 @@ from converting import BIASES, build, logits, source
 from shapes import assert_near, randomize, tiny, tokens
 
 from leanqkv import LeanError, LeanForCausalLM
-from leanqkv.convert.grouped_heads import ratios, with_grouped_heads
+from leanqkv.convert.grouped_heads import convert, ratios
+from leanqkv.convert.targets import GroupedHeadsOptions
 from leanqkv.frontier.points import candidates
 from leanqkv.model.shapes import parameter_shapes
 
@@ -19,7 +20,7 @@ from leanqkv.model.shapes import parameter_shapes
 def test_heads_are_the_means_of_their_neighbours(ratio: float, kept: int, fields: dict) -> None:
     config, tensors = source("llama", **{**fields, "norm_bias": False})
     width, pooled = config.head_dim, config.num_key_value_heads // kept
-    target, found = with_grouped_heads(config, tensors, ratio)
+    target, found, _ = convert(config, tensors, GroupedHeadsOptions(ratio))
     assert target.num_key_value_heads == kept
     assert target.plan.kv_bytes_per_token(torch.float32) == (1 - ratio) * config.plan.kv_bytes_per_token(torch.float32)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == parameter_shapes(target)
@@ -44,7 +45,7 @@ def test_nothing_is_lost_where_neighbours_are_the_same(mechanisms: tuple[str, ..
             heads = tensor.unflatten(0, (2, 2, config.head_dim))
             heads[:, 1] = heads[:, 0].clone()
     ids = tokens(2, 12, config.vocab_size)
-    target, found = with_grouped_heads(config, tensors, 0.5)
+    target, found, _ = convert(config, tensors, GroupedHeadsOptions(0.5))
     assert_near(logits(target, found, ids), logits(config, tensors, ids), 1e-13)
 
 
@@ -75,7 +76,7 @@ REFUSED = {
 def test_refused(name: str) -> None:
     config, ratio, match = REFUSED[name]
     with pytest.raises(LeanError, match=match) as refusal:
-        with_grouped_heads(config, {}, ratio)
+        convert(config, {}, GroupedHeadsOptions(ratio))
     assert "\n" not in str(refusal.value)
 
 
@@ -90,6 +91,7 @@ def test_convert_to_gqa(tmp_path: Path, monkeypatch, unwrapped) -> None:
     assert report["kv_bytes_per_token_bf16"][1] * 4 == report["kv_bytes_per_token_bf16"][0]
     assert "pooled to their mean, 1 in each layer" in Path("less/README.md").read_text()
     found = LeanForCausalLM.from_pretrained("less").eval()
-    made, tensors = with_grouped_heads(config, LeanForCausalLM.from_pretrained("source").state_dict(), 0.75)
+    source_tensors = LeanForCausalLM.from_pretrained("source").state_dict()
+    made, tensors, _ = convert(config, source_tensors, GroupedHeadsOptions(0.75))
     ids = tokens(1, 6)
     assert_near(found(ids).logits.double(), build(made, tensors)(ids).logits, 1e-4)

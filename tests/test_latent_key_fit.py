@@ -8,7 +8,7 @@ from converting import source
 from shapes import assert_near
 from torch import Tensor
 
-from leanqkv.convert.latent_keys import KeyGrams, UnrotatedKeyGrams, column_gains, key_latent, keys_stay
+from leanqkv.convert.latent_keys import KeyGrams, UnrotatedKeyGrams, can_be_latent, column_gains, key_latent
 from leanqkv.model.layers import OffsetRMSNorm
 
 HEADS, GROUP, WIDTH, LENGTH, HIDDEN = 3, 2, 8, 5, 7
@@ -257,12 +257,12 @@ def test_gains_are_the_error_that_is_left(rotary: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, mechanisms, fields, reason",
+    "shape, mechanisms, fields, turned, unturned",
     [
-        ("llama", (), {}, None),
-        ("gpt", (), {}, None),
-        ("llama", ("gqa",), {"qk_norm": True}, "qk_norm"),
-        ("llama", ("identity-key",), {}, "'identity'"),
+        ("llama", (), {}, True, True),
+        ("gpt", (), {}, True, True),
+        ("llama", ("gqa",), {"qk_norm": True}, False, True),
+        ("llama", ("identity-key",), {}, False, False),
         (
             "llama",
             (),
@@ -270,13 +270,13 @@ def test_gains_are_the_error_that_is_left(rotary: bool) -> None:
                 "head_dim": 8,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             },
-            "turn a part",
+            False,
+            True,
         ),
     ],
 )
-def test_keys_that_stay(shape: str, mechanisms: tuple, fields: dict, reason: str | None) -> None:
+def test_keys_that_can_be_latent(shape: str, mechanisms: tuple, fields: dict, turned: bool, unturned: bool) -> None:
+    """After rotary positions, and before them."""
     config, _ = source(shape, *mechanisms, **fields)
-    found = keys_stay(config, config.plan.layers[1])
-    assert found is None if reason is None else found is not None and reason in found
-    turned = keys_stay(config, config.plan.layers[1], before_rotary=True)
-    assert turned == (None if reason in ("turn a part", "qk_norm") else found)
+    assert can_be_latent(config, config.plan.layers[1], before_rotary=False) == turned
+    assert can_be_latent(config, config.plan.layers[1], before_rotary=True) == unturned

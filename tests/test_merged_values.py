@@ -90,7 +90,7 @@ def test_gram_matrices_of_a_model(shape: str, fields: dict, tmp_path: Path) -> N
     sweeps._embed()
     for layer in range(config.num_hidden_layers):
         grams, block = PairGrams(config.num_key_value_heads, config.head_dim), sweeps.source.block(layer)
-        for batch in sweeps._batches():
+        for batch in sweeps.batches:
             stream = sweeps._read("source", layer, batch)
             sweeps._stream("source", layer + 1)[batch] = sweeps.source.run(block, layer, stream)
             (recorder,) = sweeps.source.attend(block, layer, stream)[1]

@@ -11,7 +11,8 @@ from shapes import randomize
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, preset
 from leanqkv.checkpoints.tensors import weights_hash
-from leanqkv.convert.methods import mean_v, with_first_layer_values
+from leanqkv.convert.methods import convert
+from leanqkv.convert.targets import SkipV1Options
 from leanqkv.data.batches import batch_plan, collate, make_batch_plan
 from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import TimeIsUpError
@@ -92,7 +93,7 @@ def mixed_loss(model, teacher, batch, share: float, temperature: float = 1.0) ->
 @pytest.mark.parametrize("micro", [None, 2])
 def test_the_teachers_divergence_is_mixed_into_the_loss(tmp_path, data, source, share, temperature, micro):
     directory, teacher, made = source
-    config, tensors = with_first_layer_values(teacher.config, dict(teacher.named_parameters()), mean_v, 0.5)
+    config, tensors, _ = convert(teacher.config, dict(teacher.named_parameters()), SkipV1Options("mean-v"))
     student = LeanForCausalLM(config)
     state = {name: tensor.detach().float() for name, tensor in tensors.items()}
     student.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})

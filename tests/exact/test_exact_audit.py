@@ -20,7 +20,8 @@ from expected_eliminations import weights_fewer
 
 from leanqkv import LeanConfig, LeanError, count_parameters
 from leanqkv.checkpoints.families import FAMILIES
-from leanqkv.eliminate import findings, parse_request, spectra, transform, weight_table
+from leanqkv.eliminate import findings, parse_request, transform, weight_table
+from leanqkv.eliminate.audit import spectra
 
 NORMS_OFF = {"norm_type": "layernorm", "norm_bias": True, "norm_eps": 1e12, **BIASES}
 

@@ -55,16 +55,15 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """
     file = GgufFile.open(path)
     settings = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
-    kind, cutting = settings.get("model"), Cutting()
+    kind = settings.get("model")
     if kind not in ("gpt2", "llama"):
         raise LeanError(f"{path} has a tokenizer of kind {kind!r}; only gpt2 and llama can be read")
     if not isinstance(settings.get("tokens"), Array):
         raise LeanError(f"{path} lacks the metadata {TOKENS}, and so a tokenizer")
-    if kind == "gpt2":
-        cutting = _cutting(file)
-    begins = settings.get("add_bos_token", kind == "llama" or cutting.begins)
+    cutting = _cutting(file) if kind == "gpt2" else None
+    begins = settings.get("add_bos_token", cutting is None or cutting.begins)
     tokenizer = _convert(file, bool(begins))
-    if kind == "gpt2":
+    if cutting is not None:
         _cut_like(cutting, tokenizer.backend_tokenizer)
     elif (spaced := tokenizer.tokenize("a")[0].startswith("▁")) != settings.get("add_space_prefix", True):
         raise LeanError(f"{path}: tokenizer.ggml.add_space_prefix {not spaced} cannot be read")

@@ -94,7 +94,6 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         )
     family = FAMILIES[kind]
     try:
-        family.check_class(hf)
         config = family.lean_config(hf)
     except LeanError as error:
         raise LeanError(f"{directory if gguf else directory / 'config.json'}: {error}") from None

@@ -57,7 +57,7 @@ def rewrite(
     *,
     stock: bool = False,
     family: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[str, int]:
     """Write a checkpoint as one of ours, or of a class of transformers; return its class's name and its parameters.
 
@@ -92,7 +92,7 @@ def write_model(
     exact: bool = False,
     settings: Mapping[str, Any] | None = None,
     finish: Callable[[Path], None] = lambda directory: None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> str:
     """Write a model that was made from `source`, with its tokenizer, and return the name of the class written.
 
@@ -133,7 +133,7 @@ def write_checkpoint(
     exact: bool = False,
     job: Mapping[str, Any],
     finish: Callable[[Path], None],
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write `tensors` as safetensors shards of at most `shard_bytes` (a larger tensor has one to itself).
@@ -157,19 +157,18 @@ def write_checkpoint(
     split = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
     sizes = {file: sum(empty[name].nbytes for name in names) for file, names in split.filename_to_tensors.items()}
     work = Job(beside(out, "partial"), content)
-    whole = {file for file in sizes if work.resume() and (work.directory / file).exists()}
+    whole = {file for file in sizes if (work.directory / file).exists()} if work.resume() else set()
     _check_room(out, sum(size for file, size in sizes.items() if file not in whole))
     with unfinished(out, "partial", "writing") as partial:
         check_free(out)  # another process may have finished it
         work.start(keep=sizes)
-        report = progress or (lambda done, total: None)
         done, total = 0, sum(sizes.values())
         for file, names in split.filename_to_tensors.items():
             if not (partial / file).exists():
                 for part in _write_shard(partial / file, names, tensors, dtype, exact):
-                    report(done + part, total)
+                    progress(done + part, total)
             done += sizes[file]
-            report(done, total)
+            progress(done, total)
         if split.is_sharded:
             index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
             write_json(partial / "model.safetensors.index.json", index)

@@ -182,11 +182,12 @@ class Activations:
     Attributes:
         source, converted: the streams, float32 [sequences, length, hidden_size].
         first: the input of the first layer's values, of the same shape.
+        batches: the sequences that go through a layer together.
     """
 
     def __init__(self, layers: Layers, target: LeanConfig, tokens: np.ndarray, batch_size: int, directory: Path):
-        self.config, self.target, self.batch_size = layers.config, target, batch_size
-        self._layers = layers
+        self.config, self.target, self._layers = layers.config, target, layers
+        self.batches = [*batches(tokens.shape, batch_size)]
         self._loaded: tuple[int, LeanBlock] | None = None
         self.source, self.converted, self.first = (
             Stream(directory / name, (*tokens.shape, self.config.hidden_size))
@@ -198,23 +199,19 @@ class Activations:
             self.source[here] = self.converted[here] = hidden[None]
             self.first[here] = norm(hidden[None])
 
-    def batches(self) -> Iterator[slice]:
-        """Yield the batches of sequences."""
-        return batches(self.source.shape, self.batch_size)
-
     def rewind_source(self) -> None:
         """Set the source's stream back to the embedding, where the converted one still is."""
-        for batch in self.batches():
+        for batch in self.batches:
             self.source[batch] = self.converted[batch]
 
     def source_energy(self) -> float:
         """Return the sum of the squares of the source's stream."""
-        return sum(float(self.source[batch].double().square().sum()) for batch in self.batches())
+        return sum(float(self.source[batch].double().square().sum()) for batch in self.batches)
 
     def advance_source(self, layer: int) -> None:
         """Pass the source's stream through `layer`."""
         block = self._block(layer)
-        for batch in self.batches():
+        for batch in self.batches:
             self.source[batch] = self._layers.run(block, layer, self.source[batch])
 
     def advance(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
@@ -223,7 +220,7 @@ class Activations:
         converted = Layers(self.target, tensors, self.source.shape[1], CPU)
         block, weight = converted.block(layer), tensors["model.layers.0.self_attn.v_proj.weight"]
         bias = tensors["model.layers.0.self_attn.v_proj.bias"] if self.config.attention_bias else None
-        for batch in self.batches():
+        for batch in self.batches:
             values = nn.functional.linear(self.first[batch], weight, bias)
             values = values.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             borrowed = {0: KeyValues(None, values, values)}
@@ -241,7 +238,7 @@ class Activations:
             with a column of ones more where values have a bias.
         """
         block = self._block(layer)
-        for batch in self.batches():
+        for batch in self.batches:
             source, first, missing = self.source[batch], self._with_ones(self.first[batch]), None
             normed, runs = self._layers.attend(block, layer, source)
             pairs: Iterator[tuple[Recorder, Recorder]] = ((run, run) for run in runs)

@@ -63,7 +63,6 @@ def calibrated(
     tokens: np.ndarray,
     settings: SkipV1Options = DEFAULTS,
     *,
-    first_layer_weight: float = FIRST_LAYER_WEIGHT,
     progress: Progress = lambda done, total: None,
     message: Callable[[str], None] = lambda text: None,
 ) -> Made:
@@ -74,7 +73,6 @@ def calibrated(
 
     Args:
         tokens: [sequences, length], calibration tokens.
-        first_layer_weight: how much more an error of the first layer counts when the shared values are fitted.
         progress: called with passes over the tokens done and in all.
         message: called with what is done next.
 
@@ -91,7 +89,7 @@ def calibrated(
     with tempfile.TemporaryDirectory() as directory:
         calibration = Calibration(config, tensors, tokens, settings, Path(directory), progress, message)
         orders = calibration.choose_orders()
-        shared = calibration.fit_shared_values(orders, first_layer_weight)
+        shared = calibration.fit_shared_values(orders)
         result, layers = calibration.refit_layers(orders, shared)
     return calibration.target, result, {"lent_values": calibration.fits_shared, "layers": layers}
 
@@ -192,7 +190,7 @@ class Calibration:
         solved = ridge(gram, cross, torch.zeros_like(cross), self.settings.ridge)
         return (size[:, None] - torch.einsum("hpij,hpik,hkj->hp", cross, solved, weight)).clamp_min(0).numpy()
 
-    def fit_shared_values(self, orders: list[tuple[int, ...]], first_layer_weight: float) -> Tensor:
+    def fit_shared_values(self, orders: list[tuple[int, ...]]) -> Tensor:
         """Return the values that the first layer shares, fitted to all layers at once; their own values stay.
 
         The target of every layer is its source's attention output.
@@ -203,7 +201,7 @@ class Calibration:
         for layer in self._layers("fitting shared values to", 2):
             term = self._term(layer, orders[layer], self._own_values(layer, orders[layer]), None)
             self.activations.advance_source(layer)
-            weight = (1.0 if layer else first_layer_weight) / (self.activations.source_energy() or 1)
+            weight = (1.0 if layer else FIRST_LAYER_WEIGHT) / (self.activations.source_energy() or 1)
             # The Gram matrices of all layers are needed at once: they wait on disk.
             gram = map_tensor(self.directory / f"gram{layer}", term.gram)
             terms.append(replace(term, gram=gram, weight=weight))

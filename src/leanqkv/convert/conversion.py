@@ -126,7 +126,7 @@ class Conversion:
         dtype: torch.dtype = torch.float32,
         calibrating: Progress = lambda done, total: None,
         message: Callable[[str], None] = lambda text: None,
-        progress: Progress | None = None,
+        progress: Progress = lambda done, total: None,
         about: Mapping[str, Any] | None = None,
         evaluate: Callable[[Path], Mapping[str, Any]] = lambda directory: {},
         finish: Callable[[Path], object] = lambda directory: None,

@@ -80,10 +80,6 @@ def estimate(
     )
 
 
-def _query_width(config: LeanConfig) -> int:
-    return config.num_attention_heads * config.head_dim
-
-
 def _parameters(config: LeanConfig, part: str = "") -> int:
     """Of the first layer, or of a part of it."""
     return sum(prod(shape) for name, shape in parameter_shapes(config).items() if f"model.layers.0.{part}" in name)
@@ -91,7 +87,7 @@ def _parameters(config: LeanConfig, part: str = "") -> int:
 
 def _operations(config: LeanConfig, reduction: Reduction, length: int, tokens: int) -> tuple[float, float]:
     """Return the products over tokens in forward passes of a layer, and the operations in float64 of a layer."""
-    rows, hidden, width = _query_width(config), config.hidden_size, value_width(config)
+    rows, hidden, width = config.num_attention_heads * config.head_dim, config.hidden_size, value_width(config)
     scores = 4 * length * rows
     forward = 2 * _parameters(config) + scores
     attention = 2 * _parameters(config, "self_attn.") + scores
@@ -106,7 +102,7 @@ def _operations(config: LeanConfig, reduction: Reduction, length: int, tokens: i
 
 def _layer_bytes(config: LeanConfig, reduction: Reduction, length: int) -> int:
     """Return the most bytes of a layer's weights, activations and sums."""
-    rows, hidden, width = _query_width(config), config.hidden_size, value_width(config)
+    rows, hidden, width = config.num_attention_heads * config.head_dim, config.hidden_size, value_width(config)
     batch = next(batches((BATCH_SIZE, length), BATCH_SIZE)).stop * length
     activations = 4 * batch * (2 * (config.intermediate_size or 0) + 6 * hidden)
     activations += 4 * 4 * min(batch * config.num_attention_heads * length, PATTERNS_AT_A_TIME)

@@ -12,7 +12,7 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..presets.edit import with_fields
-from .heads import Made, Model, check_convertible, pools
+from .heads import Made, check_convertible, pools
 from .targets import GroupedHeadsOptions
 
 
@@ -23,24 +23,15 @@ def ratios(config: LeanConfig) -> list[float]:
 
 
 def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: GroupedHeadsOptions) -> Made:
-    """Return `with_grouped_heads` and the entries of the report."""
-    target, pooled = with_grouped_heads(config, tensors, options.ratio)
-    heads = pools(*(c.num_key_value_heads for c in (config, target)))
-    return target, pooled, {"ratio": options.ratio, "pools": heads}
-
-
-def with_grouped_heads(config: LeanConfig, tensors: Mapping[str, Tensor], ratio: float) -> Model:
-    """Return configuration and lazy tensors with fewer key and value heads, the same number in every layer.
-
-    Args:
-        ratio: share of them that go.
+    """Return configuration and lazy tensors with fewer key and value heads, the same number in every layer, and the
+    entries of the report.
 
     Raises:
         LeanError: the source cannot be converted, or not to that many heads; says why.
     """
     check_convertible(config)
+    ratio, choices = options.ratio, ratios(config)
     heads = round(config.num_key_value_heads * (1 - ratio))
-    choices = ratios(config)
     if not any(abs(ratio - choice) < 0.005 for choice in choices):
         named = " or ".join(f"{choice:.3g}" for choice in choices)
         possible = f"a `ratio` of {named} is possible" if named else "there is nothing to pool"
@@ -61,4 +52,5 @@ def with_grouped_heads(config: LeanConfig, tensors: Mapping[str, Tensor], ratio:
         by_group = tensor.double().unflatten(0, (heads, -1, config.head_dim))
         return by_group.mean(1).flatten(0, 1)
 
-    return target, LazyTensors(parameter_shapes(target), pooled)
+    report = {"ratio": ratio, "pools": pools(config.num_key_value_heads, heads)}
+    return target, LazyTensors(parameter_shapes(target), pooled), report

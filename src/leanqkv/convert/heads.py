@@ -15,8 +15,7 @@ from ..model.config import LeanConfig
 from ..model.layout import LayerPlan
 from ..presets.edit import with_fields
 
-# What a conversion makes, and with it the entries of its report.
-Model = tuple[LeanConfig, LazyTensors]
+# What a conversion makes, and the entries of its report.
 Made = tuple[LeanConfig, LazyTensors, dict[str, Any]]
 # Projections of which each head is its own rows of every tensor, so that heads can change places.
 MOVABLE = {"query": ("linear",), "key": ("linear", "block_identity")}

@@ -22,23 +22,16 @@ from ..model.layout import LayerPlan
 from ..model.position import rotate
 from .activations import Recorder
 from .low_rank import approximate
-from .sweeps import Grams
 
 
-def keys_stay(config: LeanConfig, layer: LayerPlan, before_rotary: bool = False) -> str | None:
-    """Return why a layer's keys cannot be made from a latent, of all frequencies if it is one of keys before rotary
-    positions; None if they can."""
-    if layer.key.kind != "linear":
-        return f"its key is {layer.key.kind!r}"
+def can_be_latent(config: LeanConfig, layer: LayerPlan, before_rotary: bool) -> bool:
+    """Return whether a layer's keys can be made from a latent, of all frequencies if it is one of keys before rotary
+    positions: else they must not be normed, and rotary positions must turn whole heads."""
     if before_rotary:
-        return None
-    if config.qk_norm:
-        return "its keys are normed (qk_norm)"
-    if layer.rope is None:
-        return None
-    if getattr(config, layer.rope).get("partial_rotary_factor", 1.0) != 1.0:
-        return "its rotary positions turn a part of each head"
-    return None
+        return layer.key.kind == "linear"
+    rope = {} if layer.rope is None else getattr(config, layer.rope)
+    whole_heads = rope.get("partial_rotary_factor", 1.0) == 1.0
+    return layer.key.kind == "linear" and not config.qk_norm and whole_heads
 
 
 def to_complex(heads: Tensor) -> Tensor:
@@ -46,7 +39,7 @@ def to_complex(heads: Tensor) -> Tensor:
     return torch.complex(*heads.double().chunk(2, dim=-1))
 
 
-class KeyGrams(Grams):
+class KeyGrams:
     """Sums over a layer's keys and queries, in float64 on the CPU.
 
     Attributes:

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..model.config import LeanConfig
 from .activations import Recorder
 from .low_rank import FEW, LARGE, approximate
-from .sweeps import Grams
 
 # Ranks are multiples of it where the width of the values is: the rows of a cache are then aligned.
 STEP = 8
@@ -26,7 +25,6 @@ NOTHING = 1e-6
 
 def value_width(config: LeanConfig) -> int:
     """Return the columns of a layer's values."""
-    assert config.num_key_value_heads is not None and config.head_dim is not None
     return config.num_key_value_heads * config.head_dim
 
 
@@ -64,7 +62,7 @@ def choose_ranks(gains: Tensor, budget: int, cut: list[bool], costs: list[int]) 
 
 
 @dataclass(eq=False)
-class ValueGram(Grams):
+class ValueGram:
     """The Gram matrix of a layer's values under the patterns of every head, in float64 on the CPU.
 
     Where head h makes the row a_h of a token's values, it is the sum of `a_h^T a_h` over heads and tokens. One product

@@ -19,10 +19,10 @@ from ..model.layout import LayerPlan
 from ..presets.edit import set_mechanisms
 from .activations import Recorder
 from .heads import felt_output, may_be_cut, output_with_bias, split_heads, value_with_bias
-from .latent_keys import KeyGrams, KeyLatent, UnrotatedKeyGrams, column_gains, columns_of, key_latent, keys_stay
+from .latent_keys import KeyGrams, KeyLatent, UnrotatedKeyGrams, can_be_latent, column_gains, columns_of, key_latent
 from .latent_values import ValueGram, choose_ranks, step_of, value_gains, value_latents, value_width
 from .low_rank import EIGENVECTORS, LARGE
-from .sweeps import Grams, ReducedHeads, Reduction
+from .sweeps import ReducedHeads, Reduction
 from .targets import LatentsOptions
 
 # So many calibration tokens are needed at least for each column of a layer's values.
@@ -49,7 +49,7 @@ def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: LatentsO
     )
 
 
-class LatentGrams(Grams):
+class LatentGrams:
     """Gram matrices for key and value latents of a layer; `keys` is None where the keys stay."""
 
     def __init__(self, values: ValueGram, keys: KeyGrams | None):
@@ -115,9 +115,6 @@ class Latents(Reduction):
             held = all(self.from_keys) and self.width >= config.hidden_size
             per_column = TOKENS_PER_COLUMN if held else CHOOSING_TOKENS_PER_COLUMN
             self.choosing_tokens = max(CHOOSING_TOKENS, per_column * self.width)
-        self.ranks: list[int] = []
-        self.key_ranks: list[int] = []
-        self._measured: Callable[[int], Mapping[str, Tensor]] = lambda layer: {}
 
     def _budget(self, context: str) -> int:
         """Return what the cached columns of all layers may cost together.
@@ -156,7 +153,7 @@ class Latents(Reduction):
 
     def _keys_can(self, layer: int) -> bool:
         plan = self.config.plan.layers[layer]
-        return self.keys and keys_stay(self.config, plan, self._before_rotary(plan)) is None
+        return self.keys and can_be_latent(self.config, plan, self._before_rotary(plan))
 
     def _before_rotary(self, plan: LayerPlan) -> bool:
         return self.unrotated and plan.rope is not None and plan.window is None
@@ -306,7 +303,7 @@ class Latents(Reduction):
         queries, width = self.config.num_attention_heads, self.width
         per_token = (queries if self.exact else 1) * 2 * columns * (columns + length)
         # Of the importance; and of what unrotated keys meet.
-        per_token += (6 if self.unrotated else 4) * length * queries * (self.config.head_dim or 0)
+        per_token += (6 if self.unrotated else 4) * length * queries * self.config.head_dim
         projected = 2 * both * columns * (both + columns) if columns < both else 0
         regressed = (both > width) * 9 * width**3
         by_frequency = self.config.position_embedding_type == "rope" and not self.unrotated
@@ -333,7 +330,7 @@ class Latents(Reduction):
         return 8 * (columns**2 + self.width + self.width * (2 * self.width + 1) * any(self.key_cut))
 
 
-def can_read_keys(config: LeanConfig, layer: LayerPlan, before_rotary: bool = False) -> bool:
+def can_read_keys(config: LeanConfig, layer: LayerPlan, before_rotary: bool) -> bool:
     """Return whether a layer's latent values can be made of its cached keys: all of them, and linear in its input; or
     of a latent of keys before rotary positions, and so before their norm."""
     return layer.key.kind == "linear" and layer.window is None and (before_rotary or not config.qk_norm)

@@ -19,7 +19,7 @@ from ..presets.edit import with_fields
 from .activations import Recorder
 from .heads import felt_output, may_be_cut, output_with_bias, split_heads, value_with_bias
 from .low_rank import EIGENVECTORS, approximate
-from .sweeps import Grams, ReducedHeads, Reduction
+from .sweeps import ReducedHeads, Reduction
 from .targets import MergedValuesOptions
 
 
@@ -96,7 +96,7 @@ def fit_pair(gram: Tensor, weight: Tensor, layer: int, heads: tuple[int, int], s
     return Pair(layer, heads, float(errors[width:].sum()) / scale, combine[:, :width], restore[:width])
 
 
-class PairGrams(Grams):
+class PairGrams:
     """Gram matrices of one layer's values under its patterns, summed over tokens and the query heads of each group.
 
     Sums in float64 are on the CPU: Apple's GPUs have no float64.
@@ -152,7 +152,6 @@ class MergedValues(Reduction):
     def __post_init__(self) -> None:
         self.count = count_merges(self.config, self.ratio, self.layers)
         self.heads, self.width = self.config.num_key_value_heads, self.config.head_dim
-        self.chosen: dict[int, list[Pair]] = {}
 
     def grams(self, layer: int) -> PairGrams:
         return PairGrams(self.heads, self.width)

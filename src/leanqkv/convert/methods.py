@@ -17,7 +17,7 @@ from ..errors import LeanError
 from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from .calibrated import calibrated, calibrated_target
-from .heads import ConvertedHeads, Model, ValueHeads, assemble_tensors, immovable, pools, split_heads, target_config
+from .heads import ConvertedHeads, ValueHeads, assemble_tensors, immovable, pools, split_heads, target_config
 from .targets import CALIBRATED, METHODS, SkipV1Options
 
 Method = Callable[[ValueHeads, int], ConvertedHeads]
@@ -93,30 +93,22 @@ FUNCTIONS: dict[str, Method] = dict(zip(METHODS, (mean_v, mean_vo, top_v, top_vo
 
 
 def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: SkipV1Options) -> Any:
-    """Return `with_first_layer_values` and the entries of the report; calibrated, the function that calibrates."""
+    """Return configuration and lazy tensors with every layer beyond the first converted by the method, and the entries
+    of the report; calibrated, the function that calibrates and returns these.
+
+    Raises:
+        LeanError: the source cannot be converted, or the method moves heads that are tied to their places.
+    """
     if options.method == CALIBRATED:
         calibrated_target(config, options.ratio)
         return partial(calibrated, config, tensors, settings=options)
-    target, converted = with_first_layer_values(config, tensors, FUNCTIONS[options.method], options.ratio)
-    report: dict[str, Any] = {"method": options.method, "ratio": options.ratio}
-    if options.method.startswith("mean"):
-        report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)
-    return target, converted, report
-
-
-def with_first_layer_values(config: LeanConfig, tensors: Mapping[str, Tensor], method: Method, ratio: float) -> Model:
-    """Return configuration and lazy tensors with every layer beyond the first converted by `method`.
-
-    Raises:
-        LeanError: the source cannot be converted, or `method` moves heads that are tied to their places.
-    """
-    target = target_config(config, ratio)
-    if config.output_gate is not None and method not in (mean_v, top_v):
+    target, method = target_config(config, options.ratio), options.method
+    if config.output_gate is not None and method not in ("mean-v", "top-v"):
         raise LeanError(
             "its heads are gated before W_O (output_gate), and this method moves columns of W_O away from their gates. "
             "Use mean-v or top-v"
         )
-    if method is top_vo:  # the one that moves heads
+    if method == "top-vo":  # the one that moves heads
         for layer in target.plan.layers[1:]:
             if tie := immovable(layer):
                 raise LeanError(
@@ -127,9 +119,12 @@ def with_first_layer_values(config: LeanConfig, tensors: Mapping[str, Tensor], m
     def converted(layer: int) -> ConvertedHeads | None:
         if not layer:
             return None
-        return method(split_heads(config, tensors, layer), target.plan.layers[layer].computed_value_heads)
+        return FUNCTIONS[method](split_heads(config, tensors, layer), target.plan.layers[layer].computed_value_heads)
 
-    return target, LazyTensors(parameter_shapes(target), assemble_tensors(config, tensors, converted))
+    report: dict[str, Any] = {"method": method, "ratio": options.ratio}
+    if method.startswith("mean"):
+        report["pools"] = pools(config.num_key_value_heads, target.plan.layers[-1].computed_value_heads)
+    return target, LazyTensors(parameter_shapes(target), assemble_tensors(config, tensors, converted)), report
 
 
 def pool(tensor: Tensor, num_own: int) -> Tensor:

@@ -17,17 +17,13 @@ from ..model.config import LeanConfig
 from ..model.shapes import parameter_shapes
 from ..model.transformer import normal
 from ..presets.edit import set_mechanisms
-from .heads import Made, Model
+from .heads import Made
 from .targets import NonlinearQueryOptions
 
 
 def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: NonlinearQueryOptions) -> Made:
-    """Return `with_nonlinear_query` and the entries of the report."""
-    return *with_nonlinear_query(config, tensors, options.seed), {"seed": options.seed}
-
-
-def with_nonlinear_query(config: LeanConfig, tensors: Mapping[str, Tensor], seed: int = 0) -> Model:
-    """The same function with a bottleneck beside every linear query; its two matrices are drawn from `seed`.
+    """Return the same function with a bottleneck beside every linear query, whose two matrices are drawn from the seed,
+    and the entries of the report.
 
     Raises:
         LeanError: a query that is not linear already.
@@ -51,6 +47,6 @@ def with_nonlinear_query(config: LeanConfig, tensors: Mapping[str, Tensor], seed
             case "norm_out.weight":
                 return torch.zeros(shapes[name])
             case _:
-                return normal(shapes[name], config.initializer_range, seed, name)
+                return normal(shapes[name], config.initializer_range, options.seed, name)
 
-    return new, LazyTensors(shapes, compute)
+    return new, LazyTensors(shapes, compute), {"seed": options.seed}

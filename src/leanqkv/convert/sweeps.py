@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -85,10 +85,9 @@ class ReducedHeads:
         return {name: tensor.float().contiguous() for name, tensor in result.items()}
 
 
-class Grams(ABC):
+class Grams(Protocol):
     """Sums over a layer's tokens."""
 
-    @abstractmethod
     def add(self, recorder: Recorder, weight: Tensor) -> None:
         """Add a run of queries of a batch; `weight` [batch, queries] multiplies what each attends to."""
 
@@ -220,7 +219,7 @@ class Sweeps:
     message: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        self.measuring = measuring(self.reductions)
+        self.measuring, self.batches = measuring(self.reductions), [*batches(self.tokens.shape, self.batch_size)]
         check_enough(self.reductions, len(self.tokens), self.tokens.size)
         names = [one.name for one in self.reductions]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -264,7 +263,7 @@ class Sweeps:
         block = self.source.block(layer)
         sums = [one.grams(layer) for one in self.measuring]
         seen = [0] * len(sums)
-        for left, batch in reversed(list(enumerate(reversed(list(self._batches()))))):
+        for left, batch in reversed(list(enumerate(reversed(self.batches)))):
             wanted = [at for at, one in enumerate(self.measuring) if left % every(one, self.tokens.size) == 0]
             if not wanted:
                 continue
@@ -292,7 +291,7 @@ class Sweeps:
             heads = one.reduce(layer)
             file, shape = self.directory / f"features-{one.name}", (*self.tokens.shape, len(heads.output))
             fits.append(_LayerFit(heads, Stream(file, shape, ADVICE)))
-        for batch in self._batches():
+        for batch in self.batches:
             before = self._read("source", layer, batch)
             outputs = [recorder.heads for recorder in self.source.attend(block, layer, before)[1]]
             attended = block.self_attn.o_proj(torch.cat(outputs, dim=1).flatten(2))
@@ -318,7 +317,7 @@ class Sweeps:
     def _advance(self, block: LeanBlock, layer: int, reduction: Reduction, features: Stream, output: Tensor) -> None:
         """Pass a converted stream through a layer whose attention is `features @ output`."""
         weights = output.float().to(self.device)
-        for batch in self._batches():
+        for batch in self.batches:
             attended = features[batch].to(self.device) @ weights
             after = self._read_converted(reduction, layer, batch)
             stream = self._stream(f"converted-{reduction.name}", layer + 1)
@@ -372,9 +371,6 @@ class Sweeps:
             return all(self._stream(name, done % layers).whole for name in names)
         except (LeanError, OSError, SafetensorError):
             return False
-
-    def _batches(self) -> Iterator[slice]:
-        return batches(self.tokens.shape, self.batch_size)
 
     def _save(self, name: str, layer: int, tensors: dict[str, Tensor]) -> None:
         with disk_full_is_an_error(self.directory, ADVICE), replacing(self._file(name, layer)) as temporary:

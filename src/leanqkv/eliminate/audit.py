@@ -146,11 +146,9 @@ def _block_diagonal(config: LeanConfig) -> Finding:
     reasons = []
     for side, pair in (("keys", "Q-K"), ("values", "V-O")):
         blocks, refused = block_diagonal.eligible(config, side)
-        if not blocks:
-            reasons.append(f"{pair}: {next(iter(refused.values()))}")
-        elif refused:
-            numbers = ", ".join(map(str, refused))
-            reasons.append(f"{pair} not in layers {numbers}: {next(iter(refused.values()))}")
+        if refused:
+            where = f" not in layers {', '.join(map(str, refused))}" if blocks else ""
+            reasons.append(f"{pair}{where}: {next(iter(refused.values()))}")
     return _finding(config, BLOCK_DIAGONAL, "P1 Prop. 3.2", block_diagonal.saved(config) or None, "; ".join(reasons))
 
 

@@ -83,7 +83,7 @@ def eliminate_directory(
     stock: bool = False,
     family: str | None = None,
     inputs: Mapping[str, Tensor] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
     message: Message = no_message,
 ) -> dict[str, Any]:
     """Eliminate from the checkpoint in `source` into `out`, tensor by tensor, and return the certificate.

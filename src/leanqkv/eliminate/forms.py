@@ -121,8 +121,6 @@ def _spreading(n: int) -> Tensor:
 
 def _free_heads(config: LeanConfig, removal: Removal) -> dict[Head, list[int]]:
     """Per class of heads with a free basis, the numbers of the weight's heads in it."""
-    if config.kv_lora_rank is not None:
-        return {}
     classes = HeadClasses(config, SIDE_OF[removal.slot])
     class_of = classes.consumed if removal.slot in ("query", "output") else classes.made
     free = defaultdict(list)

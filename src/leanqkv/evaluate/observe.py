@@ -31,26 +31,24 @@ def observe(model: LeanForCausalLM, tokens: Tensor) -> Observation:
 
     Works for any mechanism: heads are read where W_O takes them, and latent attention returns its weights too.
     """
-    layers: list[Tensor] = []
-    heads: list[Tensor] = []
-    patterns: list[Tensor] = []
+    seen = Observation([], [], [])
     plans = iter(model.config.plan.layers)  # blocks that share weights are called once for every layer
 
     def attended(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        heads.append(inputs[0].cpu().unflatten(-1, (next(plans).num_query_heads, -1)))
+        seen.heads.append(inputs[0].cpu().unflatten(-1, (next(plans).num_query_heads, -1)))
 
     with ExitStack() as restored:
         restored.callback(model.set_attn_implementation, attention_implementation(model) or "sdpa")
         model.set_attn_implementation("eager")
         for block in model.model.layers:
             for hook in (
-                block.register_forward_hook(lambda _m, _in, out: layers.append(out[0].cpu())),
-                block.self_attn.register_forward_hook(lambda _m, _in, out: patterns.append(out[1].cpu())),
+                block.register_forward_hook(lambda _m, _in, out: seen.layers.append(out[0].cpu())),
+                block.self_attn.register_forward_hook(lambda _m, _in, out: seen.patterns.append(out[1].cpu())),
                 block.self_attn.o_proj.register_forward_pre_hook(attended),
             ):
                 restored.enter_context(hook)
         model.model(input_ids=tokens, use_cache=False)
-    return Observation(layers, heads, patterns)
+    return seen
 
 
 def logit_spread(patterns: Tensor, window: int | None = None, bidirectional: bool = False) -> float:

@@ -126,20 +126,16 @@ class Family:
         """The name of the class."""
         return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
 
-    def check_class(self, hf: Mapping[str, Any]) -> None:
-        """Raise a LeanError if the config.json `hf` names a class with a head other than a language model's.
-
-        Names that say nothing of a head are left to the tensors: old files have some that are in no version.
-        """
-        for name in hf.get("architectures") or ():
-            if re.search(r"For(?!CausalLM)[A-Z]|DoubleHeads", str(name)):
-                raise LeanError(f"it is a {name}; only a {self.architecture} can be opened, a language model alone")
-
     def lean_config(self, hf: Mapping[str, Any]) -> LeanConfig:
         """Return the configuration that is the same function as the config.json `hf`; the class's defaults fill gaps.
 
-        Raises a LeanError for a value that is not valid, or that no LeanConfig can express; names key and value.
+        Raises a LeanError for a class with a head other than a language model's, and for a value that is not valid, or
+        that no LeanConfig can express; names it.
         """
+        # Names that say nothing of a head are left to the tensors: old files have some that are in no version.
+        for name in hf.get("architectures") or ():
+            if re.search(r"For(?!CausalLM)[A-Z]|DoubleHeads", str(name)):
+                raise LeanError(f"it is a {name}; only a {self.architecture} can be opened, a language model alone")
         for key, expected in {**ORDINARY, **self.ordinary}.items():
             if hf.get(key, expected) not in (expected, {}):  # an empty quantization_config is none
                 raise LeanError(f"{key} {hf[key]!r} cannot be expressed here, only {expected!r}")
@@ -283,12 +279,11 @@ def import_tensors(family: Family, config: LeanConfig, stored: StoredTensors) ->
 
     def read(name: str) -> Tensor:
         packed, part = sources[name][0]
+        if packed.expert is not None:
+            return torch.stack([stored[names[expert.name]] for expert, _ in sources[name]])
         theirs = names[packed.name]
         tensor = read_tied(stored, theirs, head) if name == EMBEDDING else stored[theirs]
-        ours = packed.unpack(tensor, part)
-        if packed.expert is not None:
-            ours = torch.stack([stored[names[expert.name]] for expert, _ in sources[name]])
-        return ours
+        return packed.unpack(tensor, part)
 
     return LazyTensors(parameter_shapes(config), read)
 
