@@ -141,12 +141,11 @@ def bench(
     precisions = CacheBits.list_of(cache_bits)
     from ..inference.bench import bench_record
     from ..report.bench import KIND
-    from .publishing import publish
 
     how: dict[str, Any] = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
     with progress_bar("measuring") as bar:
         record = bench_record(models, contexts, batches, precisions=precisions, **how, progress=bar.show)
-    publish(KIND, out, record)
+    KIND.publish(out, record)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

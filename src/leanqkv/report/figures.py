@@ -86,14 +86,12 @@ class Canvas:
     def look(self, style: int) -> dict[str, Any]:
         return {"color": _SERIES[style % COLORS], "marker": MARKERS[style % len(MARKERS)]}
 
-    def line(self, series: Series, xs: Sequence[float], ys: Sequence[float], **options: Any) -> None:
-        dash = {"linestyle": DASHES[series.style % len(DASHES)], "linewidth": 1.8 if series.style else 2.4}
-        [self.legend[series.label]] = self.axes.plot(xs, ys, **options, **self.look(series.style), **dash)
-
     def means(self, series: Sequence[Series]) -> None:
         for one in series:
             steps, means = [band.step for band in one.points], [band.mean for band in one.points]
-            self.line(one, steps, means, markevery=max(1, len(steps) // 12))
+            dash = {"linestyle": DASHES[one.style % len(DASHES)], "linewidth": 1.8 if one.style else 2.4}
+            dash["markevery"] = max(1, len(steps) // 12)
+            [self.legend[one.label]] = self.axes.plot(steps, means, **self.look(one.style), **dash)
 
     def bands(self, series: Sequence[Series]) -> None:
         """Draw the means as lines, and the ranges around them."""
@@ -201,9 +199,7 @@ def learning_rate_grid(canvas: Canvas, series: Sequence[Series]) -> str:
     A point's `step` is its learning rate.
     """
     canvas.axes.set_xscale("log")
-    for one in series:
-        points = sorted(one.points, key=attrgetter("step"))
-        canvas.line(one, [point.step for point in points], [point.mean for point in points])
+    canvas.means(series)
     if losses := [point.mean for one in series for point in one.points]:
         # A rate far too high must not flatten the rest; its line then leaves over the top.
         best = min(losses)
