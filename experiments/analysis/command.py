@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from leanqkv.commands.compare import learning_rates
-from leanqkv.commands.options import DataOptions, TextOptions, prepare
+from leanqkv.commands.options import DataOptions, TextOptions, prepare, publish
 from leanqkv.data.token_files import TokenData, stored_tokens
 from leanqkv.environment import check_device
 from leanqkv.errors import LeanError
@@ -89,4 +89,4 @@ def _analyze(
     assert isinstance(data, TokenData)
     with progress_bar("analyzing") as bar:
         record = analyze_models(subjects, data, settings, device, bar.show)
-    KIND.publish(out, record)
+    publish(KIND, out, record)

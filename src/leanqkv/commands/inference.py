@@ -12,7 +12,7 @@ from ..errors import LeanError, needs
 from ..files import check_free
 from ..progress import console, progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
-from .options import NAME_HELP, SOURCE, as_dtype
+from .options import NAME_HELP, SOURCE, as_dtype, publish
 from .texts import AnswerOptions
 
 ENGINES = ("leanqkv", "vllm")
@@ -145,7 +145,7 @@ def bench(
     how: dict[str, Any] = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
     with progress_bar("measuring") as bar:
         record = bench_record(models, contexts, batches, precisions=precisions, **how, progress=bar.show)
-    KIND.publish(out, record)
+    publish(KIND, out, record)
 
 
 def _numbers(text: str, option: str, allowed: Range) -> list[int]:

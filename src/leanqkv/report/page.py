@@ -10,8 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import RenderableType
 
 from .. import __version__
-from ..files import new_directory, write_json, write_text
-from ..progress import console
+from ..files import write_text
 from ..records import reading
 from .figures import Drawing
 
@@ -131,14 +130,6 @@ class Kind:
         """Return what a terminal shows of the record in `directory`."""
         with reading(directory / self.file, self.again) as record:
             return self.terminal(self.load(directory, record))
-
-    def publish(self, out: Path, record: dict[str, Any]) -> None:
-        """Print the record's table, and write the record and its page into `out`, a new directory."""
-        console.print(self.terminal(record))
-        with new_directory(out) as directory:
-            write_json(directory / self.file, record)
-            page = self.write(directory)
-        console.print(written(page and out / page.name), soft_wrap=True)
 
 
 def written(page: Path | None) -> str:
