@@ -1,6 +1,7 @@
 """A training run, from its specification to its record."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from ..compat import quiet_transformers, use_one_device
 from ..environment import check_device, denormals_as_zero, keep_freed_memory, made_on
 from ..errors import LeanError, TimeIsUpError
 from ..files import RECORD_FORMAT, disk_full_is_an_error
+from ..job import locked
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
-from .directory import claim, clean, exclusive, finish, last_checkpoint, note_hardware
+from .directory import claim, clean, finish, last_checkpoint, note_hardware
 from .micro_batch import split_batch
 from .norm_removal import NormRemoval, check_removal, make_removable, remove_norms, summarize_removal
 from .precision import Precision, parse_precision
@@ -70,7 +72,9 @@ def train(
     if (finished := first_decides(lambda: claim(out, spec))) is not None:
         first_decides(lambda: clean(out, finished))
         return finished
-    with exclusive(out):
+    with ExitStack() as stack:
+        # Against a second command on the same run; the processes of torchrun are one.
+        first_decides(lambda: stack.enter_context(locked(out, "training")))
         first_decides(lambda: note_hardware(out, device))
         task = task_of(config)(spec, data, batches or out / "batches")
         torch.manual_seed(spec.seed)
