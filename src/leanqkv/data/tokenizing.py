@@ -121,7 +121,7 @@ def encode(tokenizer: Tokenizer, around: Framing, dtype: str, batch: Sequence[st
 
 
 # What a worker's process encodes with.
-_setting: Any = None
+_setting: tuple[Tokenizer, Framing, str]
 
 
 def _start(tokenizer: PreTrainedTokenizerFast) -> None:
