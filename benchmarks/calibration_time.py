@@ -41,7 +41,7 @@ def main() -> None:
         source, result = Path(directory, "source"), Path(directory, "result")
         torch.manual_seed(0)
         LeanForCausalLM(preset(MODEL)).save_pretrained(source)
-        tokenizer = prepare_data(None, vocab_size=4096).tokenizer()
+        tokenizer = prepare_data(None, vocab_size=4096).tokenizer
         assert tokenizer is not None
         tokenizer.save_pretrained(source)
         command = ["convert", str(source), "--to", "skipv1", "--calibration", "stdlib", "--tokens", str(asked.tokens)]

@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = source_config(options.shape, options.layers)
     if not source.exists():
         make(config, source)
-        tokenizer = prepare_data(None, vocab_size=4096).tokenizer()
+        tokenizer = prepare_data(None, vocab_size=4096).tokenizer
         assert tokenizer is not None
         tokenizer.save_pretrained(source)
     command = ["convert", str(source), "--to", options.to, "--calibration", "stdlib", "--dtype", "bf16"]

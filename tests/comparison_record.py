@@ -94,8 +94,6 @@ def build(directory: Path, grid: bool = True) -> Path:
         "suite": "tiny",
         "scale": None,
         "command": "leanqkv compare " + " ".join(ARCHITECTURES) + " --seeds 0,1 --lr-grid 1e-3,3e-3,1e-2",
-        "baseline": "tiny",
-        "architectures": list(ARCHITECTURES),
         "groups": [list(ARCHITECTURES)],
         "entries": {name: {"row": ""} for name in ARCHITECTURES},
         "recipe": {},

@@ -52,7 +52,7 @@ def test_runs_of_another_plan_are_left_alone(tmp_path: Path) -> None:
     [
         ("compare.json", None, "no .*compare.json"),
         ("compare.json", "{", "compare.json cannot be read"),
-        ("compare.json", '{"title": "x"}', "compare.json: field 'baseline' is missing"),
+        ("compare.json", '{"title": "x"}', "compare.json: field 'groups' is missing"),
         ("runs/broken/record.json", "half a rec", "runs/broken/record.json cannot be read"),
         ("runs/broken/record.json", '{"record": 1}', "runs/broken/record.json: field 'final' is missing"),
         ("runs/broken/record.json", '{"record": 9}', "runs/broken/record.json cannot be read: record version 9"),
@@ -146,7 +146,7 @@ def test_a_record_with_any_wrong_field_is_shown_or_refused(tmp_path: Path, file:
     for run in sorted(build(tmp_path).glob("runs/*")):
         if not run.name.startswith(("final-tiny-0", "final-tiny+skipv1-0", "grid-tiny-2-0.001")):
             shutil.rmtree(run)
-    edit(tmp_path / "compare.json", architectures=names, groups=[names], recipe={"steps": 600}, threads=2, scale="tiny")
+    edit(tmp_path / "compare.json", groups=[names], recipe={"steps": 600}, threads=2, scale="tiny")
     entries = {name: {"model": name, "recipe": {}, "row": ""} for name in names}
     edit(tmp_path / "compare.json", entries=entries, chosen_learning_rate=dict.fromkeys(names, 3e-3))
     path = next(tmp_path.glob(file))

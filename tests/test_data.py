@@ -125,7 +125,7 @@ def test_standard_library_is_the_default():
 
 def test_tokens_decode_to_the_documents_and_one_in_twenty_is_held_out(tmp_path):
     data = prepare_data(str(write_jsonl(tmp_path / "a.jsonl")), vocab_size=400)
-    tokenizer = data.tokenizer()
+    tokenizer = data.tokenizer
     end = tokenizer.eos_token
     train, validation = (
         tokenizer.decode(split().astype(int)).split(end)[:-1] for split in (data.train, data.validation)
@@ -151,8 +151,8 @@ def test_preparation_says_how_much_is_done(tmp_path):
 
 def test_one_document_gives_up_its_tail(tmp_path):
     data = prepare_data(str(write_text(tmp_path / "a.txt")), vocab_size=400)
-    whole = data.tokenizer().decode(np.concatenate([data.train(), data.validation()]).astype(int))
-    assert whole == "".join(TEXT) + data.tokenizer().eos_token
+    whole = data.tokenizer.decode(np.concatenate([data.train(), data.validation()]).astype(int))
+    assert whole == "".join(TEXT) + data.tokenizer.eos_token
     assert data.validation_tokens == (data.train_tokens + data.validation_tokens) // 20
 
 
@@ -228,7 +228,7 @@ def test_a_tokenizer_beside_token_files_is_theirs_if_it_has_their_tokens(tmp_pat
     (tmp_path / "tokenizer").mkdir()
 
     def tokenizer():
-        return prepare_data(str(tmp_path / "all.bin"), vocab_size=300).tokenizer()
+        return prepare_data(str(tmp_path / "all.bin"), vocab_size=300).tokenizer
 
     assert tokenizer() is None  # no tokenizer at all
     train_tokenizer(iter(TEXT), 270).save_pretrained(tmp_path / "tokenizer")
@@ -346,9 +346,7 @@ def test_datasets_are_streamed(monkeypatch, revision):
     assert list(corpus.documents()) == TEXT
     assert calls == [(("someone/corpus", "english"), {"split": "train", "streaming": True, "revision": "4" * 40})]
     data = prepare_data("someone/corpus:english", vocab_size=400, max_documents=40)
-    assert (
-        data.tokenizer().decode(data.validation().astype(int)).split(data.tokenizer().eos_token)[:-1] == TEXT[19:40:20]
-    )
+    assert data.tokenizer.decode(data.validation().astype(int)).split(data.tokenizer.eos_token)[:-1] == TEXT[19:40:20]
 
 
 def test_unreachable_dataset_is_one_line(tmp_path):

@@ -415,7 +415,7 @@ def test_there_are_committed_results():
 
 def test_the_quickstarts_rates_are_those_the_sweep_found():
     found = json.loads((RESULTS / "quickstart" / "compare.json").read_text())["chosen_learning_rate"]
-    assert found == {name: recipe(name).learning_rate for name in SUITES["quickstart"].architectures}
+    assert found == {name: recipe(name).learning_rate for name in SUITES["quickstart"].scales["tiny"].entries}
 
 
 # Figures

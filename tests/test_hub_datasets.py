@@ -65,7 +65,7 @@ def test_named_corpora_are_streamed_file_by_file(hub, name, repository, files, m
     ]
     monkeypatch.setattr(tokenizing, "SHARD_TOKENS", 700)
     data = prepare_data(name, vocab_size=400)
-    expected = sum(len(data.tokenizer()(text)["input_ids"]) + 1 for text in corpus.documents())
+    expected = sum(len(data.tokenizer(text)["input_ids"]) + 1 for text in corpus.documents())
     assert data.train_tokens + data.validation_tokens == expected
 
 

@@ -50,7 +50,7 @@ MOST = {
     "frontier": 4,
 }
 # What depends on the clock.
-TIMES = ("seconds", "last_session_seconds", "tokens_per_second", "time")
+TIMES = ("seconds", "tokens_per_second", "time")
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 

@@ -29,7 +29,7 @@ SWEEP = replace(
     learning_rates=None,
     evaluate_every=6,
 )
-CHANGING = ("last_session_seconds", "seconds", "tokens_per_second", "hardware", "git_commit", "command")
+CHANGING = ("seconds", "tokens_per_second", "hardware", "git_commit", "command")
 
 
 def outcomes(out):

@@ -43,7 +43,7 @@ def test_megatrons_files_are_used_as_they_are(tmp_path, dtype, code, named):
     starts = np.cumsum([0, *map(len, documents)])
     assert data.train_tokens == starts[starts >= len(total) - len(total) // 20][0]
     assert data.description == f"{named} (Megatron tokens)"
-    assert data.tokenizer() is None
+    assert data.tokenizer is None
 
 
 def test_a_folder_of_megatrons_files_is_one_text(tmp_path):

@@ -189,9 +189,9 @@ def write_texts(place):
 def test_a_mixture_has_the_shares_in_tokens(tmp_path, tokenizer):
     write_texts(tmp_path)
     if tokenizer:
-        prepare_data("a.txt", vocab_size=300).tokenizer().save_pretrained(tokenizer)
+        prepare_data("a.txt", vocab_size=300).tokenizer.save_pretrained(tokenizer)
     data = prepare_data("a.txt:0.25,b.txt", vocab_size=300, tokenizer=tokenizer)
-    chosen = data.tokenizer()
+    chosen = data.tokenizer
     for split, counts in ((data.train(), data.train_tokens), (data.validation(), data.validation_tokens)):
         first = chosen.decode(split[: counts // 4 - 2].astype(int))
         rest = chosen.decode(split[counts // 4 + 2 :].astype(int))

@@ -77,7 +77,7 @@ def test_large_models_fit_100_columns_too(tmp_path: Path) -> None:
     names = ["gpt2-124m", "gpt2-124m+nonlinear-query:layers=0,3", "gpt2-124m+identity-query+skipv1"]
     directory = build(tmp_path, grid=False)
     shutil.rmtree(directory / "runs")
-    edit(directory / "compare.json", baseline=names[0], architectures=names, groups=[names])
+    edit(directory / "compare.json", groups=[names])
     for place, name in enumerate(names):
         for seed in (0, 1):
             run = record("tiny", seed, 10.25 + 0.2 * place * seed, rate=1.25e-4) | {
@@ -110,7 +110,7 @@ def test_reading_says_which_differences_are_clear(finished: Path) -> None:
 
 def test_baseline_comes_first_wherever_it_is_listed(finished: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(finished, tmp_path / "copy"))
-    names = json.loads((directory / "compare.json").read_text())["architectures"]
+    [names] = json.loads((directory / "compare.json").read_text())["groups"]
     edit(directory / "compare.json", groups=[["tiny+mqa", *(name for name in names if name != "tiny+mqa")]])
     rows = markdown_rows(directory)
     assert next(iter(rows)) == "tiny+mqa"

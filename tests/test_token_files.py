@@ -38,7 +38,7 @@ def corpus(tmp_path, monkeypatch):
 def whole(corpus):
     """One shard, as one process makes it, with the oracle: every document's tokens, one in twenty held out."""
     data = prepare_data(str(corpus), vocab_size=400)
-    tokenizer, splits = data.tokenizer(), [[], []]
+    tokenizer, splits = data.tokenizer, [[], []]
     for number in range(300):
         ids = tokenizer(document(number), add_special_tokens=False)["input_ids"]
         splits[number % 20 == 19] += [*ids, tokenizer.eos_token_id]
@@ -180,7 +180,7 @@ def variant(whole, tmp_path):
     """Saves the corpus's tokenizer after a change, and returns where."""
 
     def save(name, change):
-        tokenizer = whole.tokenizer()
+        tokenizer = whole.tokenizer
         change(tokenizer)
         tokenizer.save_pretrained(tmp_path / name)
         return str(tmp_path / name)
@@ -211,8 +211,8 @@ def test_what_looks_like_an_end_in_a_document_is_text(tmp_path, whole):
     named = str(whole.directory / "tokenizer")
     data = prepare_data(str(tmp_path / "ends.jsonl"), vocab_size=400, tokenizer=named)
     tokens = np.concatenate([data.train(), data.validation()])
-    assert (tokens == data.tokenizer().eos_token_id).sum() == 40
-    assert data.tokenizer().decode(data.train()[:20].astype(int)).startswith("a <|endoftext|> 0<|endoftext|>a ")
+    assert (tokens == data.tokenizer.eos_token_id).sum() == 40
+    assert data.tokenizer.decode(data.train()[:20].astype(int)).startswith("a <|endoftext|> 0<|endoftext|>a ")
 
 
 def test_tokenizers_that_end_texts_differently_are_two(corpus, variant):
@@ -227,7 +227,7 @@ def test_tokenizers_that_end_texts_differently_are_two(corpus, variant):
     assert Path(base, "tokenizer.json").read_bytes() == Path(chat, "tokenizer.json").read_bytes()
     ends = [prepare_data(str(corpus), vocab_size=500, tokenizer=place) for place in (base, chat)]
     for data, end in zip(ends, ("<|endoftext|>", "<|end|>"), strict=True):
-        assert data.tokenizer().eos_token == end == data.tokenizer().decode(data.train()[-1])
+        assert data.tokenizer.eos_token == end == data.tokenizer.decode(data.train()[-1])
     assert ends[0].sha256 != ends[1].sha256
 
 
@@ -269,7 +269,7 @@ def test_no_more_than_so_many_tokens_are_held_out(corpus, whole, monkeypatch):
         monkeypatch.setattr(f"leanqkv.data.{module}.VALIDATION_TOKENS", 120)
     forget(whole)
     data = prepare_data(str(corpus), vocab_size=400)
-    documents = data.tokenizer().decode(np.asarray(data.validation()).astype(int)).split(data.tokenizer().eos_token)
+    documents = data.tokenizer.decode(np.asarray(data.validation()).astype(int)).split(data.tokenizer.eos_token)
     assert documents[:-1] == [document(19 + 20 * i) for i in range(len(documents) - 1)]
     assert 120 <= data.validation_tokens < 120 + 80
     assert data.train_tokens + data.validation_tokens == whole.train_tokens + whole.validation_tokens

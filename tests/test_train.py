@@ -31,6 +31,7 @@ from leanqkv.job import locked
 from leanqkv.presets.recipes import recipe_differences
 from leanqkv.train import trainer as trainer_module
 from leanqkv.train.directory import begun_run, claim, clean
+from leanqkv.train.micro_batch import Step
 from leanqkv.train.optimizer import make_optimizer, make_schedule
 from leanqkv.train.precision import choose_precision, parse_precision
 from leanqkv.train.trainer import Watch, summarize
@@ -595,17 +596,16 @@ def test_the_fastest_precision_is_chosen_and_the_random_state_kept(monkeypatch):
         return seconds.get(str(precision), (0, 9.0))
 
     monkeypatch.setattr("leanqkv.train.precision.time_steps", timed)
-    arguments = {"batch_size": 2, "context_length": 16, "device": "cpu"}
-    config = preset(f"tiny{SHAPE}")
-    assert str(choose_precision(config, steps=50, **arguments)) == "bf16+sdpa", "compiling does not pay for 50 steps"
-    assert str(choose_precision(config, steps=1000, **arguments)) == "fp32+compile+sdpa"
+    step = Step(preset(f"tiny{SHAPE}"), 2, 16, "cpu")
+    assert str(choose_precision(step, None, 50)) == "bf16+sdpa", "compiling does not pay for 50 steps"
+    assert str(choose_precision(step, None, 1000)) == "fp32+compile+sdpa"
     monkeypatch.undo()
     monkeypatch.setattr("leanqkv.train.precision.TIMED_STEPS", 1)
     monkeypatch.setattr("leanqkv.train.precision.Precision.apply", lambda *_: None)
     before = torch.get_rng_state()
-    assert len(choose_precision(config, steps=10**6, **arguments).timings) == 6
+    assert len(choose_precision(step, None, 10**6).timings) == 6
     assert torch.equal(torch.get_rng_state(), before)
-    assert len(choose_precision(config, steps=1, **arguments).timings) == 3, "a short run does not wait for compilers"
+    assert len(choose_precision(step, None, 1).timings) == 3, "a short run does not wait for compilers"
 
 
 def test_a_precision_whose_gradients_are_no_numbers_is_no_choice(monkeypatch):
@@ -616,8 +616,7 @@ def test_a_precision_whose_gradients_are_no_numbers_is_no_choice(monkeypatch):
             next(model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
 
     monkeypatch.setattr("leanqkv.train.precision.Precision.apply", apply)
-    arguments = {"batch_size": 2, "context_length": 16, "device": "cpu"}
-    chosen = choose_precision(preset(f"tiny{SHAPE}"), steps=1, **arguments)
+    chosen = choose_precision(Step(preset(f"tiny{SHAPE}"), 2, 16, "cpu"), None, 1)
     assert set(chosen.timings) == {"fp32+sdpa", "bf16+sdpa"}
 
 

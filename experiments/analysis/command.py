@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from leanqkv.commands.compare import learning_rates
-from leanqkv.commands.options import DataOptions, TextOptions, prepare
-from leanqkv.commands.publishing import publish
+from leanqkv.commands.options import DataOptions, TextOptions, prepare, publish
 from leanqkv.data.token_files import TokenData, stored_tokens
 from leanqkv.environment import check_device
 from leanqkv.errors import LeanError

@@ -120,5 +120,5 @@ def heat_map(
     axes.set_yticks(np.arange(height) + 0.5, [str(row) for row in range(height)])
     axes.tick_params(length=0)
     axes.spines[["left", "bottom"]].set_visible(False)
-    canvas.names(across, up)
+    canvas.axes.set(xlabel=across, ylabel=up)
     return description

@@ -220,7 +220,7 @@ def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progre
 def decode(out: Path, settings: Settings, data: TokenData, device: str, progress: Progress) -> dict[str, Any]:
     """Continue one prompt with every model, in turns, and return texts, throughput and the bytes their caches hold."""
     directories = model_directories(out, settings)
-    tokenizer = data.tokenizer()
+    tokenizer = data.tokenizer
     assert tokenizer is not None
     prompt = tokenizer(settings.prompt, return_tensors="pt")["input_ids"].to(device)
     decoders = {name: Decoder(_load(directory, device)) for name, directory in directories.items()}

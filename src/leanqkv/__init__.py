@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .model.masked_lm import LeanForMaskedLM
     from .model.plan import Plan
     from .model.registry import ConfigError
-    from .model.shapes import ParameterCount
+    from .model.shapes import ParameterCount, count_parameters
     from .model.transformer import LeanModel
     from .presets import preset
     from .presets.recipes import Recipe, recipe
@@ -36,12 +36,12 @@ _NAMES = {
     "model.masked_lm": ("LeanForMaskedLM",),
     "model.plan": ("Plan",),
     "model.registry": ("ConfigError",),
-    "model.shapes": ("ParameterCount",),
+    "model.shapes": ("ParameterCount", "count_parameters"),
     "model.transformer": ("LeanModel",),
     "presets": ("preset",),
     "presets.recipes": ("Recipe", "recipe"),
 }
-__all__ = sorted({"count_parameters", "eliminate", "kv_bytes_per_token", "plan"}.union(*_NAMES.values()))
+__all__ = sorted({"eliminate", "kv_bytes_per_token", "plan"}.union(*_NAMES.values()))
 
 
 def __getattr__(name: str) -> Any:
@@ -60,13 +60,6 @@ def __dir__() -> list[str]:
 def plan(config: "LeanConfig") -> "Plan":
     """Per layer: which key and value heads are computed, which are borrowed and from where, what is cached."""
     return config.plan
-
-
-def count_parameters(config: "LeanConfig") -> "ParameterCount":
-    """`.total` and `.non_embedding`, from the plan; no model is built. Tied tensors count once."""
-    from .model import shapes
-
-    return shapes.count_parameters(config)
 
 
 def kv_bytes_per_token(config: "LeanConfig", dtype: "torch.dtype | None" = None) -> int:

@@ -12,13 +12,7 @@ from typing import Any
 
 def register() -> None:
     """Register configuration and models with the Auto classes."""
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-        AutoModelForMaskedLM,
-    )
+    import transformers
 
     from .model.causal_lm import LeanForCausalLM
     from .model.config import LeanConfig
@@ -26,11 +20,11 @@ def register() -> None:
     from .model.masked_lm import LeanForMaskedLM
     from .model.transformer import LeanModel
 
-    AutoConfig.register("leanqkv", LeanConfig)
-    AutoModel.register(LeanConfig, LeanModel)
-    AutoModelForCausalLM.register(LeanConfig, LeanForCausalLM)
-    AutoModelForMaskedLM.register(LeanConfig, LeanForMaskedLM)
-    AutoModelForImageClassification.register(LeanConfig, LeanForImageClassification)
+    transformers.AutoConfig.register("leanqkv", LeanConfig)
+    transformers.AutoModel.register(LeanConfig, LeanModel)
+    transformers.AutoModelForCausalLM.register(LeanConfig, LeanForCausalLM)
+    transformers.AutoModelForMaskedLM.register(LeanConfig, LeanForMaskedLM)
+    transformers.AutoModelForImageClassification.register(LeanConfig, LeanForImageClassification)
 
 
 class RegisterAfterImport:

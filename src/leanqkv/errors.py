@@ -1,6 +1,5 @@
 """Errors that the user can fix: shown as one line, exit code 2, never a traceback."""
 
-import os
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -19,7 +18,7 @@ class UnreachableError(LeanError):
 class TimeIsUpError(LeanError):
     """A run stopped before its time limit; rerunning the command resumes it."""
 
-    exit_code = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
 
 def first_line(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """The output of `leanqkv inspect`: about ten lines on a model or a checkpoint, and tables of its layers and tensors."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -55,7 +55,7 @@ def show(source: str, with_layers: bool, with_spectra: bool) -> None:
         give_back_freed_memory()
         with progress_bar("singular values") as bar:
             projections = list(singular_values(config, finite(opened.tensors), bar))
-    lines = [*summary(config, source, opened, found)]
+    lines = [_shape_line(config, source, opened), *_plan_lines(config), *_elimination_lines(config, found)]
     if projections:
         lines.append(condition_line(projections))
     for line in lines:
@@ -67,15 +67,6 @@ def show(source: str, with_layers: bool, with_spectra: bool) -> None:
         console.print(query_output_line(config))
     if with_layers and projections:
         console.print(spectra_table(projections, f"Attention's projections, {source}"))
-
-
-def summary(
-    config: LeanConfig, title: str, checkpoint: Checkpoint | None, findings: Sequence[Finding]
-) -> Iterator[str]:
-    """Yield the lines of the summary; `checkpoint` is None for a model that has no weights yet."""
-    yield _shape_line(config, title, checkpoint)
-    yield from _plan_lines(config)
-    yield from _elimination_lines(config, findings)
 
 
 def condition_line(spectra: Sequence[Spectrum]) -> str:
@@ -143,6 +134,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _shape_line(config: LeanConfig, title: str, checkpoint: Checkpoint | None) -> str:
+    """Return what the model is; `checkpoint` is None for one that has no weights yet."""
     heads = f"{config.num_attention_heads} heads of {config.head_dim}"
     if config.num_key_value_heads != config.num_attention_heads:
         heads += f" ({config.num_key_value_heads} for keys and values)"

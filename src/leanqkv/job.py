@@ -1,6 +1,7 @@
 """Jobs: directories of work that one process at a time claims, continues after an interruption, and finishes."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -128,6 +129,12 @@ def check_out(out: Path, kind: str, *sources: Path | None) -> None:
     own, refusal = KINDS[kind]
     if out.exists() and not (out / own).exists() and any(not file.name.startswith(".") for file in out.iterdir()):
         raise LeanError(f"{out} {refusal}")
+
+
+def check_out_early(out: Path, kind: str, *sources: Path | None) -> None:
+    """Check the same before anything is loaded. Of several processes the first one does so later, for all."""
+    if "RANK" not in os.environ:
+        check_out(out, kind, *sources)
 
 
 def beside(out: Path, ending: str) -> Path:

@@ -74,8 +74,6 @@ BEGUN = {
 TASKS = {"tasks": {str: {"acc?": NUMBER, "examples?": (WHOLE,)}}}
 # Of compare.json.
 COMPARISON = {
-    "baseline": str,
-    "architectures": [str, ...],
     "groups": [[str, ...], ...],
     "entries": {str: {"row": str, "uptrain?": POSITIVE}},
     "seeds": [WHOLE, ...],
@@ -84,7 +82,6 @@ COMPARISON = {
     "chosen_learning_rate?": {str: POSITIVE},
     "threads?": Range(1, 10_000, whole=True),
     "chosen_micro_batch_size?": (COUNT,),
-    "precision?": PRECISION,
     "places?": {str: PRECISION},
     "cluster_hardware?": HARDWARE,
     **dict.fromkeys(("title", "command"), str),

@@ -35,7 +35,7 @@ from leanqkv.presets.recipes import Recipe
 from leanqkv.train.precision import Precision
 from leanqkv.train.spec import RunSpec
 from leanqkv.train.tasks import TextTask, check_teacher
-from leanqkv.train.trainer import LeanTrainer
+from leanqkv.train.trainer import LeanTrainer, Watch
 from product.mechanisms import Case
 from product.tools import FLOAT32, FLOAT64, Tool, relative_error
 
@@ -214,7 +214,8 @@ def trainer() -> LeanTrainer:
     plain = Case("", "gpt", (), {})
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, use_cpu=True, gradient_accumulation_steps=2, report_to="none")
-        made = LeanTrainer(spec, task, Precision(), plain.model().float(), arguments, plain.model())
+        watch = Watch(spec, lambda *_: None)
+        made = LeanTrainer(spec, task, Precision(), plain.model().float(), arguments, watch, plain.model())
     made.current_gradient_accumulation_steps = 2
     return made
 

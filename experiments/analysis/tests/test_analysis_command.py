@@ -54,7 +54,7 @@ def place(tmp_path_factory):
                 randomize(model, seed=seed)
             model.save_pretrained(name)
             if tokenizer:
-                data.tokenizer().save_pretrained(name)
+                data.tokenizer.save_pretrained(name)
 
         for seed in (1, 2):
             for name, mechanisms in (("plain", ()), ("skip", ("skipv1",))):

@@ -27,6 +27,7 @@ from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.compare.records import load_comparison
 from leanqkv.report.comparison import markdown
 from leanqkv.report.comparison_page import KIND
+from leanqkv.train.micro_batch import Step
 from leanqkv.train.precision import choose_precision
 from leanqkv.train.spec import RunSpec
 from leanqkv.train.training import train
@@ -306,9 +307,7 @@ def test_data_of_the_wrong_kind_or_shape_is_refused(digits, tmp_path):
 def test_precisions_are_timed_on_images(monkeypatch):
     monkeypatch.setattr("leanqkv.train.precision.TIMED_STEPS", 1)
     monkeypatch.setattr("leanqkv.train.precision.Precision.apply", lambda *_: None)
-    chosen = choose_precision(
-        preset(f"{SMALL}+image_size=4"), steps=10**6, batch_size=2, context_length=5, device="cpu"
-    )
+    chosen = choose_precision(Step(preset(f"{SMALL}+image_size=4"), 2, 5, "cpu"), None, 10**6)
     assert len(chosen.timings) == 6
 
 

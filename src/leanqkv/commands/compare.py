@@ -1,7 +1,6 @@
 """`leanqkv compare` and `report`."""
 
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import typer
 
 from ..environment import without_places
 from ..errors import LeanError, needs
-from ..job import check_out
+from ..job import check_out, check_out_early
 from . import options
 from .options import NAME_HELP, ClusterOptions, DataOptions, RecipeOptions, changed, console, outcome, prepare
 from .texts import TaskScoring
@@ -83,8 +82,7 @@ def compare(
         jobs: Parallel runs. Default: one per core for small models on a CPU, else 1. Under torchrun 1.
         shard: fsdp: split weights and optimizer over the processes of torchrun, or of each job of --launcher submitit.
     """
-    if "RANK" not in os.environ:
-        check_out(out, "comparison")
+    check_out_early(out, "comparison")
     from ..compare.comparison import processes_of_a_run
     from ..compare.suites import choose
     from ..train.processes import first_decides, is_first

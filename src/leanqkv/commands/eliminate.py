@@ -49,10 +49,12 @@ def eliminate(
     if family is not None and format != "stock":
         raise LeanError("`family` chooses a class of transformers; it needs `format=stock`")
     check_free(out, source)
+    from ..eliminate import parse_request
     from .eliminating import eliminate_and_certify
 
+    request = parse_request(remove, layer, max_condition=max_condition, balance=not plain)
     form = {"dtype": as_dtype(dtype), "stock": format == "stock", "family": family}
-    eliminate_and_certify(source, out, remove, layer, text, max_condition=max_condition, balance=not plain, **form)
+    eliminate_and_certify(source, out, request, text, **form)
 
 
 def verify(

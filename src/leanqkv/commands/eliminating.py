@@ -10,25 +10,14 @@ from torch import Tensor
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tokenizer import check_ids, framing, load_tokenizer
 from ..data.corpus import read_pieces
-from ..eliminate import eliminate_directory, parse_request, verify
+from ..eliminate import Request, eliminate_directory, verify
 from ..environment import give_back_freed_memory
 from ..errors import LeanError
 from ..progress import console, continued_when_repeated, progress_bar
 
 
-def eliminate_and_certify(
-    source: Path,
-    out: Path,
-    remove: str,
-    layer: str,
-    text: Path | None,
-    *,
-    max_condition: float,
-    balance: bool,
-    **form: Any,
-) -> None:
+def eliminate_and_certify(source: Path, out: Path, request: Request, text: Path | None, **form: Any) -> None:
     """Eliminate as `eliminate_directory` does, with `form` among its options, and print the certificate."""
-    request = parse_request(remove, layer, max_condition=max_condition, balance=balance)
     inputs = _inputs(source, text)
     give_back_freed_memory()
     with continued_when_repeated(), progress_bar("reading", in_bytes=True) as bar:

@@ -12,7 +12,7 @@ from ..errors import LeanError, needs
 from ..files import check_free
 from ..progress import console, progress_bar, terminal
 from ..ranges import BATCH, COUNT, Range, check_each
-from .options import NAME_HELP, SOURCE, as_dtype
+from .options import NAME_HELP, SOURCE, as_dtype, publish
 from .texts import AnswerOptions
 
 ENGINES = ("leanqkv", "vllm")
@@ -141,7 +141,6 @@ def bench(
     precisions = CacheBits.list_of(cache_bits)
     from ..inference.bench import bench_record
     from ..report.bench import KIND
-    from .publishing import publish
 
     how: dict[str, Any] = {"new_tokens": new_tokens, "rounds": rounds, "dtype": dtype, "device": check_device(device)}
     with progress_bar("measuring") as bar:

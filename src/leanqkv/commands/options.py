@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import typer
 
 from ..errors import LeanError
-from ..files import check_apart
+from ..files import check_apart, new_directory, write_json
 from ..progress import console, progress_bar
 from ..ranges import check_options
 from ..records import loss_name
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..compare.launch import Cluster
     from ..data.evaluation import EvaluationText
     from ..model.config import LeanConfig
+    from ..report.page import Kind
     from ..train.tasks import Data as PreparedData
 
 TEXTS = ("data", "calibration", "evaluate")  # options that name texts
@@ -285,6 +286,17 @@ def read_text(source: "Checkpoint", name: str, split: str, **options: Any) -> "E
     with progress_bar("reading the evaluation text") as bar:
         options |= {"split": split, "progress": bar.describe}
         return evaluation_text(name, tokenizer=tokenizer, vocab_size=size, **options)
+
+
+def publish(kind: "Kind", out: Path, record: dict[str, Any]) -> None:
+    """Print a record's table, and write the record and its page into `out`."""
+    from ..report.page import written
+
+    console.print(kind.terminal(record))
+    with new_directory(out) as directory:
+        write_json(directory / kind.file, record)
+        page = kind.write(directory)
+    console.print(written(page and out / page.name), soft_wrap=True)
 
 
 def outcome(record: dict[str, Any]) -> str:

@@ -22,12 +22,10 @@ def tokenize(
     leanqkv tokenize gpt2-355m --data fineweb-edu:sample-10BT --tokenizer gpt2 --workers 32
     """
     from ..presets import preset
-    from ..train.tasks import task_of
 
     configs = [preset(name) for name in names]
     for name, config in zip(names, configs, strict=True):
         if config.task == "image_classification":
             raise LeanError(f"{name} is a model of images, and only text has tokens")
-        task_of(config, name)
     prepared = prepare(data, configs)
     console.print(f"files: {prepared.directory}", soft_wrap=True)

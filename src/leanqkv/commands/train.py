@@ -1,12 +1,11 @@
 """`leanqkv train` and `uptrain`."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..job import check_out
+from ..job import check_out_early
 from .options import NAME_HELP, SOURCE, DataOptions, RecipeOptions, RunOptions, TeacherOptions, TextOptions
 
 
@@ -20,7 +19,7 @@ def train(
 
     leanqkv train small+skipv1 --steps 600 --out runs/skipv1
     """
-    _check_out(run.out)
+    check_out_early(run.out, "run")
     from .training import train_preset
 
     train_preset(name, recipe, data, run)
@@ -58,16 +57,10 @@ def uptrain(
         remove_norms: Replace the standard deviation of one norm after another by a constant, and write a model without
             norms, for `leanqkv eliminate`.
     """
-    _check_out(run.out, source, learns.teacher)
+    check_out_early(run.out, "run", source, learns.teacher)
     from .training import uptrain_checkpoint
 
     end = learning_rate / 10 if min_learning_rate is None else min_learning_rate
     warmup = steps // 10 if warmup_steps is None else warmup_steps
     recipe = (steps, batch_size, learning_rate, end, weight_decay, warmup)
     uptrain_checkpoint(source, recipe, text, run, learns, remove_norms)
-
-
-def _check_out(out: Path, *sources: Path | None) -> None:
-    """Refuse a directory before anything is loaded. Of several processes the first one does so later, for all."""
-    if "RANK" not in os.environ:
-        check_out(out, "run", *sources)

@@ -16,9 +16,9 @@ from ..presets.recipes import Recipe, recipe
 from ..progress import console, progress_bar, training_display
 from ..records import BEGUN, loss_name, read_record
 from ..train.directory import AGAIN, RECORD, SPEC
-from ..train.micro_batch import Step, choose_micro_batch, fastest_precision
+from ..train.micro_batch import Step, choose_micro_batch
 from ..train.norm_removal import check_removal, removal_schedule
-from ..train.precision import Precision, parse_precision
+from ..train.precision import Precision, choose_precision, parse_precision
 from ..train.processes import connect, first_decides, is_first
 from ..train.spec import RunSpec
 from ..train.tasks import Data as PreparedData
@@ -207,6 +207,6 @@ def _settle(run: RunOptions, step: Step, steps: int) -> tuple[int | None, Precis
         return micro_batch_size, precision
     if precision is None:
         with progress_bar("timing precisions") as bar:
-            precision = fastest_precision(step, micro_batch_size, steps, bar.describe)
+            precision = choose_precision(step, micro_batch_size, steps, bar.describe)
     console.print(f"precision: {precision}")
     return micro_batch_size, precision

@@ -17,8 +17,8 @@ from ..model.shapes import count_parameters
 from ..presets.recipes import shortened
 from ..records import COMPARISON as PLAN
 from ..train.directory import RECORD
-from ..train.micro_batch import Step, choose_micro_batch, fastest_precision, split_batch
-from ..train.precision import Precision, parse_precision
+from ..train.micro_batch import Step, choose_micro_batch, split_batch
+from ..train.precision import Precision, choose_precision, parse_precision
 from ..train.processes import check_shard, connect, first_decides, in_torchrun, process_count
 from ..train.spec import RunSettings, RunSpec
 from ..train.tasks import Data, check_fit
@@ -36,7 +36,7 @@ RECORDED = (
     *("context_length", "evaluation_sequences", "evaluate_every", "micro_batch_size", "shard"),
 )
 # What a later start may add to: models at the end of a group, seeds, and tasks to score.
-GROWING = ("architectures", "groups", "entries", "seeds", "tasks", "limit")
+GROWING = ("groups", "entries", "seeds", "tasks", "limit")
 NAME_MAX = 255  # of a directory on the file systems of Linux, macOS and Windows
 # Above this many parameters a CPU is used better by one run on all cores than by one run a core.
 SMALL_MODEL = 20_000_000
@@ -222,8 +222,6 @@ class _Directory(Job):
             grid = {"seed": comparison.grid_seed, "learning_rates": list(comparison.learning_rates)}
             grid |= {} if comparison.grid_steps is None else {"steps": comparison.grid_steps}
         return {name: getattr(comparison, name) for name in RECORDED} | {
-            "baseline": next(iter(comparison.entries)),
-            "architectures": list(comparison.entries),
             "groups": [[entry.label for entry in group] for group in comparison.groups],
             "entries": {
                 label: {"model": entry.model, "recipe": dict(entry.recipe), "row": entry.row}
@@ -330,10 +328,9 @@ class _Directory(Job):
         if self.precision is None:
             baseline = next(iter(comparison.entries))
             step, steps = self._step(baseline), comparison.recipes[baseline].steps
-            precision = self.asked or fastest_precision(step, comparison.micro_batch_size, steps, on_message)
-            record, here = precision.record(), self.here
-            assert here is not None
-            self.write(precision=record, places=self.content.get("places", {}) | {place_of(here): record})
+            precision = self.asked or choose_precision(step, comparison.micro_batch_size, steps, on_message)
+            assert self.here is not None
+            self.write(places=self.content.get("places", {}) | {place_of(self.here): precision.record()})
         return workers
 
     def _step(self, label: str) -> Step:

@@ -183,8 +183,3 @@ class Suite:
     published: tuple[Published, ...] = ()
     claims: tuple[str, ...] = ()
     stability: bool = False
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """The labels at the smallest scale."""
-        return tuple(next(iter(self.scales.values())).entries)

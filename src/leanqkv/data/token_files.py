@@ -125,15 +125,12 @@ class TokenData:
             return TokenFiles(arrays, around)
         return arrays[0] if arrays else np.empty(0, self.dtype)
 
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
-        """Return the tokenizer, or None for files of tokens without one.
+        """The tokenizer; None for files of tokens without one.
 
         A folder of that name beside other programs' files may be anything: it is theirs if it has all of their tokens.
         """
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerFast | None:
         directory = self.directory / "tokenizer"
         if not directory.is_dir():
             return None
@@ -149,7 +146,7 @@ class TokenData:
     @property
     def around(self) -> Framing | None:
         """What the tokenizer puts around a text; None without a tokenizer."""
-        return None if self._tokenizer is None else framing(self._tokenizer)
+        return None if self.tokenizer is None else framing(self.tokenizer)
 
     def require(self, context_length: int) -> None:
         """Check that both splits hold a sequence of `context_length` tokens and its last target.

@@ -80,8 +80,8 @@ def _encoded(
     batches: Iterator[list[str]], tokenizer: PreTrainedTokenizerFast, workers: int
 ) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     """Yield each batch with the tokens of its documents, in order; no more than two batches a worker are read ahead."""
-    setting = plain(tokenizer), framing(tokenizer), token_type(tokenizer)
     if workers == 1:
+        setting = plain(tokenizer), framing(tokenizer), token_type(tokenizer)
         yield from ((batch, encode(*setting, batch)) for batch in batches)
         return
     # Not forked: the threads of torch and of the tokenizers library do not live on in a fork.
@@ -121,7 +121,7 @@ def encode(tokenizer: Tokenizer, around: Framing, dtype: str, batch: Sequence[st
 
 
 # What a worker's process encodes with.
-_setting: Any = None
+_setting: tuple[Tokenizer, Framing, str]
 
 
 def _start(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -133,8 +133,7 @@ def _start(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _encode(batch: Sequence[str]) -> list[np.ndarray]:
-    backend, around, dtype = _setting
-    return encode(backend, around, dtype, batch)
+    return encode(*_setting, batch)
 
 
 def token_type(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -143,6 +143,7 @@ def _search(comparison: ComparisonRecord) -> Iterator[figures.Series]:
     for result in comparison.results:
         tried = [run for (name, _), run in comparison.grid_runs.items() if name == result.name]
         losses = [Band(run.learning_rate, *[run.loss] * 3) for run in tried if run.loss is not None]
+        losses.sort(key=lambda band: band.step)
         diverged = [(run.learning_rate, math.inf) for run in tried if run.diverged]
         if losses or diverged:
             yield figures.Series(result.name, result.style, losses, diverged)

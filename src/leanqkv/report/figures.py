@@ -86,14 +86,12 @@ class Canvas:
     def look(self, style: int) -> dict[str, Any]:
         return {"color": _SERIES[style % COLORS], "marker": MARKERS[style % len(MARKERS)]}
 
-    def line(self, series: Series, xs: Sequence[float], ys: Sequence[float], **options: Any) -> None:
-        dash = {"linestyle": DASHES[series.style % len(DASHES)], "linewidth": 1.8 if series.style else 2.4}
-        [self.legend[series.label]] = self.axes.plot(xs, ys, **options, **self.look(series.style), **dash)
-
     def means(self, series: Sequence[Series]) -> None:
         for one in series:
             steps, means = [band.step for band in one.points], [band.mean for band in one.points]
-            self.line(one, steps, means, markevery=max(1, len(steps) // 12))
+            dash = {"linestyle": DASHES[one.style % len(DASHES)], "linewidth": 1.8 if one.style else 2.4}
+            dash["markevery"] = max(1, len(steps) // 12)
+            [self.legend[one.label]] = self.axes.plot(steps, means, **self.look(one.style), **dash)
 
     def bands(self, series: Sequence[Series]) -> None:
         """Draw the means as lines, and the ranges around them."""
@@ -130,9 +128,6 @@ class Canvas:
         margin = margin * (high - low) or 0.1
         self.axes.set_ylim(low - margin, high + margin)
 
-    def names(self, across: str, up: str) -> None:
-        self.axes.set(xlabel=across, ylabel=up)
-
     def ticks(self, axis: Any, most: tuple[int, int], text: Any, **options: Any) -> None:
         """Set ticks at round numbers, at most so many in the narrow and the wide version, and their text."""
         axis.set_major_locator(self.library.ticker.MaxNLocator(most[not self.narrow], steps=ROUND, **options))
@@ -146,7 +141,7 @@ class Canvas:
     def step_axis(self, up: str) -> None:
         self.axes.margins(x=0.02)
         self.ticks(self.axes.xaxis, (5, 8), "{x:,.0f}", integer=True)
-        self.names("training step", up)
+        self.axes.set(xlabel="training step", ylabel=up)
 
 
 def chart(plot: Callable[Concatenate[Canvas, P], str]) -> Callable[Concatenate[str, P], Drawing]:
@@ -201,9 +196,7 @@ def learning_rate_grid(canvas: Canvas, series: Sequence[Series]) -> str:
     A point's `step` is its learning rate.
     """
     canvas.axes.set_xscale("log")
-    for one in series:
-        points = sorted(one.points, key=attrgetter("step"))
-        canvas.line(one, [point.step for point in points], [point.mean for point in points])
+    canvas.means(series)
     if losses := [point.mean for one in series for point in one.points]:
         # A rate far too high must not flatten the rest; its line then leaves over the top.
         best = min(losses)
@@ -217,7 +210,7 @@ def learning_rate_grid(canvas: Canvas, series: Sequence[Series]) -> str:
     rates = {point.step for one in series for point in one.points} | {x for one in series for x, _ in one.diverged}
     canvas.ticks_at(canvas.axes.xaxis, sorted(rates), lambda rate, _: f"{rate:g}")
     canvas.axes.margins(x=0.08)
-    canvas.names("peak learning rate", "validation loss")
+    canvas.axes.set(xlabel="peak learning rate", ylabel="validation loss")
     return "Line chart: validation loss against peak learning rate, one line per architecture."
 
 
@@ -238,7 +231,7 @@ def cache_scatter(canvas: Canvas, series: Sequence[Series]) -> str:
     canvas.axes.set_xlim(0, right)
     canvas.axes.margins(y=0.12)
     canvas.ticks(canvas.axes.xaxis, (4, 7), "{x:,.0f}", integer=True)
-    canvas.names("KV cache, bytes per token (bfloat16)", "validation loss")
+    canvas.axes.set(xlabel="KV cache, bytes per token (bfloat16)", ylabel="validation loss")
     return "Scatter plot: final validation loss against KV cache bytes per token."
 
 
@@ -252,7 +245,7 @@ def published_scatter(canvas: Canvas, series: Sequence[Series], metric: str) -> 
     canvas.axes.margins(x=0.08, y=0.12)
     canvas.ticks(canvas.axes.xaxis, (4, 7), "{x:+g}")
     canvas.axes.yaxis.set_major_formatter("{x:+g}")
-    canvas.names(f"published: {metric}, difference to the baseline, %", "here, %")
+    canvas.axes.set(xlabel=f"published: {metric}, difference to the baseline, %", ylabel="here, %")
     return f"Scatter plot: the difference in {metric} to the baseline here against the published one."
 
 
@@ -268,7 +261,7 @@ def measured_lines(
         canvas.axes.set_ylim(0, 1.05 * max(point.high for point in points))
     canvas.ticks(canvas.axes.xaxis, (4, 8), _prefixed, integer=True)
     canvas.axes.yaxis.set_major_formatter(_prefixed)
-    canvas.names(across, up)
+    canvas.axes.set(xlabel=across, ylabel=up)
     return description
 
 
@@ -281,7 +274,7 @@ def frontier_lines(canvas: Canvas, series: Sequence[Series], across: str, unit: 
     canvas.axes.set_yscale("symlog", linthresh=0.01, linscale=1.0)
     canvas.ticks_at(canvas.axes.yaxis, [-0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3], "{x:g}")
     canvas.ticks(canvas.axes.xaxis, (5, 10), f"{{x:g}}{unit}", integer=True)
-    canvas.names(across, "loss above the source's, nats")
+    canvas.axes.set(xlabel=across, ylabel="loss above the source's, nats")
     return f"Loss above the source's against {across}, one line per kind of reduction and precision."
 
 

@@ -3,9 +3,8 @@
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from ..job import LOCK, Job, locked
 from ..records import BEGUN, FINISHED, read_record
 from ..records import RECORD as RUN_RECORD
 from .model_card import model_card
-from .processes import first_decides
 from .spec import RunSpec
 from .tasks import TrainingTask
 
@@ -30,14 +28,6 @@ AGAIN = "delete the run's directory to train again"
 COMPLETE = "complete"
 # How files of a checkpoint end that a model is loaded from.
 KEPT = (".json", ".safetensors", ".py")
-
-
-@contextmanager
-def exclusive(out: Path) -> Iterator[None]:
-    """Lock `out` against a second process on the same run; the processes of torchrun are one."""
-    with ExitStack() as stack:
-        first_decides(lambda: stack.enter_context(locked(out, "training")))
-        yield
 
 
 def claim(out: Path, spec: RunSpec) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +20,7 @@ from ..errors import LeanError
 from ..memory import PeakMemory
 from ..model.config import LeanConfig
 from .norm_removal import make_removable
-from .precision import Precision, choose_precision
+from .precision import Precision
 from .processes import process_count
 from .tasks import task_of
 from .trainer import checkpoint_activations, divergence
@@ -55,6 +55,10 @@ class Step:
     shard: str | None = None
     removes_norms: bool = False
     processes: int = field(default_factory=process_count)
+
+    def at_a_time(self, micro_batch_size: int | None) -> int:
+        """Return how many sequences or images a process takes at a time, as `split_batch` does."""
+        return split_batch(self.batch_size, micro_batch_size, self.processes)[0]
 
     def bytes(self, micro_batch_size: int) -> int:
         """Return the most bytes that training in micro-batches of this size holds at one time in a process."""
@@ -205,20 +209,6 @@ def choose_micro_batch(steps: Sequence[Step], free: int) -> MicroBatch:
     divisors = [size for size in range(1, common + 1) if common % size == 0]
     size = divisors[max(0, bisect_right(divisors, limit, key=needed) - 1)]
     return MicroBatch(size, batch_size, needed(size), free)
-
-
-def fastest_precision(
-    step: Step, micro_batch_size: int | None, steps: int, progress: Callable[[str], None]
-) -> Precision:
-    """Return the precision in which `steps` of this training step take least time; see `choose_precision`."""
-    return choose_precision(
-        step.config,
-        batch_size=split_batch(step.batch_size, micro_batch_size, step.processes)[0],
-        context_length=step.context_length,
-        steps=steps,
-        device=step.device,
-        progress=progress,
-    )
 
 
 def split_batch(batch_size: int, micro_batch_size: int | None, processes: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +13,9 @@ from ..environment import keep_freed_memory, return_freed_memory
 from ..errors import LeanError
 from ..model.config import LeanConfig
 from .tasks import task_of
+
+if TYPE_CHECKING:
+    from .micro_batch import Step
 
 ATTENTION = ("sdpa", "eager")
 TIMED_STEPS = 4
@@ -66,32 +69,27 @@ def parse_precision(text: str, timings: dict[str, float] | None = None) -> Preci
 
 
 def choose_precision(
-    config: LeanConfig,
-    *,
-    batch_size: int,
-    context_length: int,
-    steps: int,
-    device: str,
-    progress: Callable[[str], None] = lambda doing: None,
+    step: "Step", micro_batch_size: int | None, steps: int, progress: Callable[[str], None] = lambda doing: None
 ) -> Precision:
     """Return the precision with the smallest estimated time for a run: set-up (compiling) plus `steps` steps.
 
     Times a few training steps of the real model in each precision, plain and compiled, in this process alone.
 
     Args:
-        batch_size: sequences or images that a process takes at a time.
+        micro_batch_size: sequences or images that a process takes at a time; None: its part of the batch.
         progress: called with the precision that is timed next.
 
     Raises:
         LeanError: a model that cannot be trained on this device.
     """
     timed: dict[Precision, tuple[float, float]] = {}
+    batch_size = step.at_a_time(micro_batch_size)
     failures: list[Exception] = []
 
     def measure(precision: Precision) -> None:
         progress(f"timing {precision}")
         try:
-            timed[precision] = time_steps(config, precision, batch_size, context_length, device)
+            timed[precision] = time_steps(step.config, precision, batch_size, step.context_length, step.device)
         except Exception as error:  # no compiler, no bf16, no memory for it, or NaN: no choice
             failures.append(error)
 
@@ -107,12 +105,12 @@ def choose_precision(
     return_freed_memory()
     if not timed:
         raise LeanError(f"no precision could be timed: {' '.join(str(failures[0]).split())[:200]}")
-    if device == "cpu":
+    if step.device == "cpu":
         best = min(timed, key=lambda p: timed[p][1])
         for compiled in kinds:
             measure(Precision(best.dtype, compiled, attention="eager"))
     best = min(timed, key=seconds)
-    timings = {str(precision): round(1e3 * step, 2) for precision, (_, step) in timed.items()}
+    timings = {str(precision): round(1e3 * each, 2) for precision, (_, each) in timed.items()}
     return Precision(best.dtype, best.compiled, best.attention, timings)
 
 

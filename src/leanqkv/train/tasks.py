@@ -49,7 +49,7 @@ class TextTask:
     def __init__(self, spec: RunSpec, data: TokenData, batches: Path):
         """Make the batch plan, or read the one saved in `batches`."""
         self.context_length, self.seed = spec.context_length, spec.seed
-        self.tokens, self.validation, self.tokenizer = data.train(), data.validation(), data.tokenizer()
+        self.tokens, self.validation, self.tokenizer = data.train(), data.validation(), data.tokenizer
         self.objective = self.make_objective(spec, data)
         evaluated = ((0, EVALUATION, number) for number in range(spec.evaluation_sequences))
         self.plan = batch_plan(
@@ -154,7 +154,7 @@ class MaskedTask(DrawnTask):
     @staticmethod
     def check_data(name: str, config: LeanConfig, data: TokenData, context_length: int) -> None:
         TextTask.check_data(name, config, data, context_length)
-        if (tokenizer := data.tokenizer()) is None:
+        if (tokenizer := data.tokenizer) is None:
             raise LeanError(
                 f"{name} predicts masked tokens, and the data ({data.description}) has no tokenizer that says which "
                 "token is the mask; put its tokenizer.json into a folder `tokenizer` beside the token files"

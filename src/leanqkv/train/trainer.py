@@ -56,12 +56,9 @@ class LeanTrainer(Trainer):
         precision: Precision,
         model: PreTrainedModel,
         arguments: TrainingArguments,
+        watch: "Watch",
         teacher: Any = None,
-        progress: Progress = lambda *_: None,
-        max_hours: float | None = None,
-        keep_checkpoints: bool = False,
     ):
-        self.watch = Watch(spec, progress, max_hours, keep_checkpoints)
         if spec.gradient_checkpointing:
             checkpoint_activations(model)
         precision.apply(model)
@@ -72,10 +69,10 @@ class LeanTrainer(Trainer):
             train_dataset=entries,
             eval_dataset=entries,
             data_collator=task.collate,
-            callbacks=[self.watch],
+            callbacks=[watch],
         )
         self.remove_callback(PrinterCallback)
-        self.spec, self.task, self.precision = spec, task, precision
+        self.spec, self.task, self.precision, self.watch = spec, task, precision, watch
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False).to(arguments.device)
         self.interval_start: float | None = None
         self._first_bad_step = torch.tensor(NEVER, device=arguments.device)

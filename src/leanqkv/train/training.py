@@ -1,7 +1,7 @@
 """A training run, from its specification to its record."""
 
-import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from ..compat import quiet_transformers, use_one_device
 from ..environment import check_device, denormals_as_zero, keep_freed_memory, made_on
 from ..errors import LeanError, TimeIsUpError
 from ..files import RECORD_FORMAT, disk_full_is_an_error
+from ..job import locked
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters
-from .directory import claim, clean, exclusive, finish, last_checkpoint, note_hardware
+from .directory import claim, clean, finish, last_checkpoint, note_hardware
 from .micro_batch import split_batch
 from .norm_removal import NormRemoval, check_removal, make_removable, remove_norms, summarize_removal
 from .precision import Precision, parse_precision
@@ -26,7 +27,7 @@ from .processes import connect, first_decides, process_count
 from .sharding import sharding_arguments, whole_model
 from .spec import RunSpec
 from .tasks import Data, check_fit, check_teacher, task_of
-from .trainer import LeanTrainer, Progress, summarize, train_only_changed
+from .trainer import LeanTrainer, Progress, Watch, summarize, train_only_changed
 
 AFTER_FULL = "make room and run the same command again, it goes on from the last checkpoint"
 
@@ -71,7 +72,9 @@ def train(
     if (finished := first_decides(lambda: claim(out, spec))) is not None:
         first_decides(lambda: clean(out, finished))
         return finished
-    with exclusive(out):
+    with ExitStack() as stack:
+        # Against a second command on the same run; the processes of torchrun are one.
+        first_decides(lambda: stack.enter_context(locked(out, "training")))
         first_decides(lambda: note_hardware(out, device))
         task = task_of(config)(spec, data, batches or out / "batches")
         torch.manual_seed(spec.seed)
@@ -82,11 +85,13 @@ def train(
         if spec.only_changed and teaching is not None:
             train_only_changed(model, teaching)
         task.configure(model)
-        trainer = LeanTrainer(spec, task, precision, model, arguments, teaching, progress, max_hours, keep_checkpoints)
+        watch = Watch(spec, progress, max_hours, keep_checkpoints)
+        trainer = LeanTrainer(spec, task, precision, model, arguments, watch, teaching)
         if spec.norm_schedule is not None:
             trainer.add_callback(NormRemoval(spec.norm_schedule))
         with quiet_transformers(), disk_full_is_an_error(out, AFTER_FULL), denormals_as_zero(device):
-            record = _record(trainer, config, data, seconds=_run(trainer, out, initial))
+            _run(trainer, out, initial)
+            record = _record(trainer, config, data)
             whole = model if spec.shard is None else whole_model(model)
             if trainer.is_world_process_zero():
                 if spec.norm_schedule is not None and record["diverged"] is None:
@@ -122,9 +127,8 @@ def _check(
     return config, teacher_config
 
 
-def _run(trainer: LeanTrainer, out: Path, initial: Path | None) -> float:
-    """Train from the last checkpoint to the end, and return the seconds it took."""
-    started = time.perf_counter()
+def _run(trainer: LeanTrainer, out: Path, initial: Path | None) -> None:
+    """Train from the last checkpoint to the end."""
     checkpoint = first_decides(lambda: last_checkpoint(out))
     trainer.args.eval_on_start = initial is not None and checkpoint is None
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -133,7 +137,6 @@ def _run(trainer: LeanTrainer, out: Path, initial: Path | None) -> float:
             f"stopped at step {trainer.state.global_step:,} of {trainer.spec.recipe.steps:,}: what is left of "
             f"{trainer.watch.max_hours:g} hours may not last for more; run the same command again to go on"
         )
-    return time.perf_counter() - started
 
 
 def read_teacher(teacher: Path | None, name: str, config: LeanConfig, context_length: int) -> LeanConfig | None:
@@ -166,7 +169,7 @@ def _model(config: LeanConfig, weights: Path | None) -> PreTrainedModel:
     return model
 
 
-def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float) -> dict[str, Any]:
+def _record(trainer: LeanTrainer, config: LeanConfig, data: Data) -> dict[str, Any]:
     return {
         "record": RECORD_FORMAT,
         **trainer.spec.as_json(),
@@ -175,7 +178,6 @@ def _record(trainer: LeanTrainer, config: LeanConfig, data: Data, seconds: float
         "batch_plan": trainer.task.plan.record(),
         "precision": trainer.precision.record(),
         **made_on(trainer.args.device.type, processes=trainer.args.world_size),
-        "last_session_seconds": round(seconds, 2),
         **summarize(trainer.spec, trainer.state.log_history, trainer.first_bad_step()),
     }
 
