@@ -46,7 +46,7 @@ class JoinedProjections:
     def __init__(self, module: Any, make_product: MakeProduct | None):
         """make_product: is called once, for inference; None joins the weights anew at every call, which follows their
         changes and gives them their gradients."""
-        self.projections = _projections(module)
+        self.projections: list[nn.Module | None] = [getattr(module, name) for name in module.projections]
         self.query_reads_mlp = getattr(module, "query_reads_mlp", False)
         own_input = [i for i in range(len(self.projections)) if not (self.query_reads_mlp and i == 0)]
         self.members = [i for i in own_input if linear_part(self.projections[i]) is not None]
@@ -125,15 +125,6 @@ def _bottleneck(projection: NonlinearProjection) -> LinearPart:
         return projection.from_bottleneck(hidden_states, mapped)
 
     return LinearPart(projection.down_proj, projection.down_proj.weight * projection.norm_in.weight, None, finish)
-
-
-def _projections(module: Any) -> Sequence[nn.Module | None]:
-    """In the order of the results of `project`, the query first."""
-    if isinstance(module, GatedMLP):
-        return [module.gate_proj, module.up_proj]
-    if isinstance(module, LatentAttention):
-        return [module.q_proj, module.q_rope_proj, module.k_rope_proj, module.kv_down_proj, module.g_proj]
-    return [module.q_proj, module.k_proj, module.v_proj, module.g_proj]
 
 
 def joint_map(maps: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

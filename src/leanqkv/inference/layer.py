@@ -222,6 +222,15 @@ class ProjectedHeads:
         programs[rotation is not None].run(kernels, [hidden_states.contiguous(), *found.values()], rows, rotation)
         return found["q"], found.get("k"), found.get("v")
 
+    def attend(
+        self, heads: Any, layer: LayerPlan, position_embeddings: Any = None, mlp_hidden: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, KeyValues]:
+        """Return what the heads that `run` made attended to, and the layer's own keys and values."""
+        rotation = rotation_of(layer, position_embeddings)
+        query, key, value = heads
+        attended, _, own = self.attention.attend_heads(query, key, value, layer, None, rotation, **kwargs)
+        return attended, own
+
     def __call__(self, hidden_states: Tensor, mlp_hidden: Tensor | None, rotation: Rotation | None) -> Any:
         kernels = self.kernels(hidden_states, rotation)
         if kernels is None:
@@ -282,6 +291,31 @@ class ProjectedLatents(ProjectedHeads):
         widths = self.key_width, self.key_width, self.head_dim if self.out_of is None else value.shape[1]
         heads = [head.view(rows, -1, 1, width) for head, width in zip((query, key, value), widths, strict=True)]
         return *heads, plain_key[:, None]
+
+    def attend(
+        self,
+        heads: Any,
+        layer: LayerPlan,
+        position_embeddings: Any = None,
+        mlp_hidden: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        borrowed: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, KeyValues]:
+        """Every head attends to the latents themselves, which takes fewer multiplications for a single query."""
+        attention: Any = self.attention
+        query, key, value, new_keys = heads
+        own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
+        history: Any = own
+        keys, values = (
+            head if up is None else head.expand(-1, layer.computed_key_heads, -1, -1)
+            for head, up in ((history.keys, attention.k_up_proj), (history.values, attention.v_up_proj))
+        )
+        inputs: Any = attention.inputs_of_values(own, new_keys, layer, position_embeddings) or [values]
+        scaling = layer.attention_scale(layer.layer)
+        attended, _ = attention.attend(attention, query, keys, inputs, attention_mask, scaling, **kwargs)
+        return attended, own
 
 
 class RestOfBlock:
@@ -361,7 +395,6 @@ def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
     ):
         return None
     before, after = heads.make_programs(norm), rest.make_program(attention.o_proj.product, heads.out_of)
-    attend: Callable[..., Any] = _attend_latents if isinstance(heads, ProjectedLatents) else _attend_heads
     plain = block.forward
 
     def forward(hidden_states: Tensor, layer: LayerPlan, streams: Tensor | None = None, **kwargs: Any) -> Any:
@@ -370,53 +403,10 @@ def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
         if kernels is None or attention._forward_hooks:  # those that transformers collects weights with come later
             return plain(hidden_states, layer, streams, **kwargs)
         found = heads.run(before, kernels, hidden_states, rotation)
-        attended, own = attend(attention, layer, *found, rotation, **kwargs)
+        attended, own = heads.attend(found, layer, **kwargs)
         return rest.run(after, kernels, hidden_states, attended), own, None, None
 
     return forward
-
-
-def _attend_heads(
-    attention: Any,
-    layer: LayerPlan,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    rotation: Rotation | None,
-    position_embeddings: Any = None,
-    mlp_hidden: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, KeyValues]:
-    attended, _, own = attention.attend_heads(query, key, value, layer, None, rotation, **kwargs)
-    return attended, own
-
-
-def _attend_latents(
-    attention: Any,
-    layer: LayerPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    new_keys: Tensor,
-    rotation: Rotation | None,
-    position_embeddings: Any = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    borrowed: Any = None,
-    mlp_hidden: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, KeyValues]:
-    """Every head attends to the latents themselves, which takes fewer multiplications for a single query."""
-    own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
-    history: Any = own
-    keys, values = (
-        head if up is None else head.expand(-1, layer.computed_key_heads, -1, -1)
-        for head, up in ((history.keys, attention.k_up_proj), (history.values, attention.v_up_proj))
-    )
-    inputs: Any = attention.inputs_of_values(own, new_keys, layer, position_embeddings) or [values]
-    scaling = layer.attention_scale(layer.layer)
-    attended, _ = attention.attend(attention, query, keys, inputs, attention_mask, scaling, **kwargs)
-    return attended, own
 
 
 def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:

@@ -30,16 +30,12 @@ def can_replace(module: nn.Module) -> TypeGuard[nn.Linear]:
     return is_plain_linear(module) and module.weight.device.type == "cpu" and module.weight.dtype in DTYPES
 
 
-def hooks(model: nn.Module) -> list[Any]:
-    """Return what is registered to run when a module of `model` does."""
-    kept = (getattr(module, kind, {}) for module in model.modules() for kind in HOOKS)
-    return [hook for registered in kept for hook in registered.values()]
-
-
 def shared_copy(model: nn.Module) -> Any:
     """A copy of the model that shares its parameters, buffers and hooks."""
     # Hooks as well: one that collects something goes on collecting it where its owner looks for it.
-    shared = {id(kept): kept for kept in (*model.parameters(), *model.buffers(), *hooks(model))}
+    registered = (getattr(module, kind, {}) for module in model.modules() for kind in HOOKS)
+    hooks = [hook for of_kind in registered for hook in of_kind.values()]
+    shared = {id(kept): kept for kept in (*model.parameters(), *model.buffers(), *hooks)}
     return copy.deepcopy(model, shared)
 
 

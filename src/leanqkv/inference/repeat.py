@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -114,12 +115,12 @@ class Step:
         self._layers: list[Any] = cache.layers
         self._marks = self._marks_now()
 
-    def note(self, compute: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """Run a step and note it. inputs: all that differs between steps."""
+    def note(self, compute: Callable[[], tuple[Tensor, Any]], inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Run a step and note it; a repeated one returns the first of its results. inputs: all that differs."""
         _of_thread.step = self
         try:
             with _Watch(self):
-                self.output = compute()
+                self.output, rest = compute()
         finally:
             _of_thread.step = None
         before, self._marks = self._marks, self._marks_now()
@@ -130,7 +131,7 @@ class Step:
         self.complete = self.complete and bool(self.calls) and all(one.is_contiguous() for one in inputs)
         if self.complete:
             self._prepare(inputs)
-        return self.output
+        return self.output, rest
 
     def _prepare(self, inputs: Sequence[Tensor]) -> None:
         self._shapes, self._threads = [_shape(one) for one in inputs], torch.get_num_threads()
@@ -219,25 +220,18 @@ class RepeatedLayers:
         step = self.steps.get(cache)
         if step is not None and step.fits(inputs):
             return step.run(self.repeat, inputs), None
-        others: list[Any] = []
-
-        def compute() -> Tensor:
-            output, rest = self.plain(*given, **kwargs)
-            others.append(rest)
-            return output
-
         step, _of_thread.masks = Step(cache), made
         try:
-            output = step.note(compute, inputs)
+            output, rest = step.note(partial(self.plain, *given, **kwargs), inputs)
         finally:
             _of_thread.masks = {}
-        if step.complete and others == [None]:
+        if step.complete and rest is None:
             self.steps[cache], self.failed[cache], self.vain = step, 0, 0
         else:
             self.steps.pop(cache, None)
             self.failed[cache] = self.failed.get(cache, 0) + 1
             self.vain += self.failed[cache] == TRIES
-        return output, others[0]
+        return output, rest
 
     def _is_alike(self, hidden_states: Tensor, cache: Cache) -> bool:
         """Whether steps of this kind may be alike."""
