@@ -123,10 +123,7 @@ class Step:
                 self.output, rest = compute()
         finally:
             _of_thread.step = None
-        before, self._marks = self._marks, self._marks_now()
-        self._layers = [
-            layer for layer, old, new in zip(self._layers, before, self._marks, strict=True) if old is not new
-        ]
+        self._layers = [layer for layer, old in zip(self._layers, self._marks, strict=True) if layer.mark is not old]
         self._marks = self._marks_now()
         self.complete = self.complete and bool(self.calls) and all(one.is_contiguous() for one in inputs)
         if self.complete:
