@@ -56,8 +56,8 @@ def bench_record(
         model.to(device, DTYPES[dtype]).eval()
         for bits in precisions:
             check_cache(model, max(batches), max(contexts) + new_tokens, "`context`, `batch` or `new_tokens`", bits)
-    sizes: dict[str, Any] = {"precisions": precisions, "new_tokens": new_tokens, "rounds": rounds}
-    rows = measure(models, contexts, batches, **sizes, progress=progress)
+    sizes: dict[str, Any] = {"new_tokens": new_tokens, "rounds": rounds}
+    rows = measure(models, contexts, batches, precisions=precisions, **sizes, progress=progress)
     return {
         "record": RECORD_FORMAT,
         "models": {
@@ -75,8 +75,7 @@ def bench_record(
             for name, model in models.items()
         },
         "dtype": dtype,
-        "new_tokens": new_tokens,
-        "rounds": rounds,
+        **sizes,
         "threads": torch.get_num_threads(),
         "rows": rows,
         **made_on(torch.device(device).type),

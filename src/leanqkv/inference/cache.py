@@ -241,8 +241,8 @@ class QuantizedLayer(KiviLayer):
                 old = paged.newest
                 paged.newest = old.new_zeros((*old.shape[:2], BLOCK, old.shape[-1]))
                 paged.newest[:, :, :count] = old
-            self._lengths = self._count_pages() + count
-            self._note(torch.full((rows,), count))
+            self._lay_out(torch.full((rows,), count))
+        assert self._lengths is not None
         return self._lengths
 
     def _end(self) -> None:
@@ -261,9 +261,10 @@ class QuantizedLayer(KiviLayer):
         self._paged = torch.tensor([BLOCK * max(both) for both in zip(*counts, strict=True)])
         return self._paged
 
-    def _note(self, newest: Tensor) -> None:
-        """Note after how many steps the first row fills a block, and where all write if all write in one place."""
-        counts = newest.tolist()
+    def _lay_out(self, newest: Tensor) -> None:
+        """Lay out the tables anew, for so many places of every row behind the pages; note after how many steps the
+        first row fills a block, and where all write if all write in one place."""
+        self._lengths, counts = self._count_pages() + newest, newest.tolist()
         self._until_full = BLOCK - max(counts)
         self._same = counts[0] if len(set(counts)) == 1 else None
 
@@ -273,9 +274,7 @@ class QuantizedLayer(KiviLayer):
         for paged in self.paged:
             paged.quantize(full, BLOCK)
             self._drop(paged, 0)
-        newest = torch.where(newest == BLOCK, 0, newest)
-        self._lengths = self._count_pages() + newest
-        self._note(newest)
+        self._lay_out(torch.where(newest == BLOCK, 0, newest))
 
     def _history(self, paged: Paged) -> History:
         # A copy: the layer may have other pages when the tensor is wanted.
@@ -293,9 +292,7 @@ class QuantizedLayer(KiviLayer):
         """Keep these rows of the batch."""
         super().batch_select_indices(indices)
         if self._lengths is not None:
-            newest = (self._lengths - self._paged)[indices]
-            self._lengths = self._count_pages() + newest
-            self._note(newest)
+            self._lay_out((self._lengths - self._paged)[indices])
 
     def join(self, other: "QuantizedLayer") -> None:
         """Put the rows of `other` behind these."""
@@ -303,8 +300,7 @@ class QuantizedLayer(KiviLayer):
         for paged, added in zip(self.paged, other.paged, strict=True):
             paged.pages += added.pages
             paged.newest = torch.cat((paged.newest, added.newest))
-        self._lengths = self._count_pages() + newest
-        self._note(newest)
+        self._lay_out(newest)
         self.cumulative_length = max(self.cumulative_length, other.cumulative_length)
 
     def reset(self) -> None:

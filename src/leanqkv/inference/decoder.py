@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from ..cache_bits import CacheBits
 from ..compat import attention_implementation
 from ..errors import LeanError
-from ..model.attention import LeanAttention
+from ..model.attention import Attention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
@@ -51,7 +51,7 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
     use_programs(copied)
     if attention_implementation(copied) == "sdpa":
         for module in copied.modules():
-            if isinstance(module, LeanAttention | LatentAttention):
+            if isinstance(module, Attention):
                 module.attend = attend_one_query
             if isinstance(module, LatentHeadsAttention):
                 module.attend_turned = attend_one_query_turned

@@ -143,9 +143,8 @@ class Step:
                     offset = (pointer.value or 0) - one.data_ptr()
                     if 0 <= offset < one.nbytes:
                         self._given.append((pointer, number, offset))
-        address = [ctypes.cast(function, ctypes.c_void_p).value for function, _ in self.calls]
-        noted = zip(address, self.calls, strict=True)
-        self._noted = (_Noted * len(self.calls))(*[_Noted(one, ctypes.addressof(own)) for one, (_, own) in noted])
+        noted = [_Noted(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(own)) for function, own in self.calls]
+        self._noted = (_Noted * len(noted))(*noted)
 
     def _marks_now(self) -> list[Any]:
         return [layer.mark for layer in self._layers]

@@ -128,12 +128,9 @@ def _in_words(shapes: Sequence[tuple[int, int]]) -> str:
 def cache_bytes(past_key_values: Cache) -> int:
     """Bytes of key/value memory that `past_key_values` really holds: each storage once, and whole, so that a view into
     a larger tensor counts as the larger tensor. Of a quantized cache, its scales and offsets too."""
-    storages = {}
-    for layer in past_key_values.layers:
-        for tensor in cached_tensors(layer):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    tensors = [tensor for layer in past_key_values.layers for tensor in cached_tensors(layer)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def cached_tensors(layer: Any) -> Iterator[Tensor]:
