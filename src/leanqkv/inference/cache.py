@@ -169,10 +169,8 @@ class QuantizedLayer(KiviLayer):
     Rows may have different lengths then: `join_rows` puts those of several caches together.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._lengths: Tensor | None = None  # positions held by every row; None: as the last prompt left them
-        self._histories: list[History] = []  # of the pages that there are, to be handed out again and again
+    _lengths: Tensor | None = None  # positions held by every row; None: as the last prompt left them
+    _histories: Sequence[History] = ()  # of the pages that there are, to be handed out again and again
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
         """As KiviLayer.update; of one new token a `History` of each tensor."""

@@ -161,7 +161,8 @@ class Decoder:
         warpers = logits_warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
         logits = self.prefill(input_ids, attention_mask, room=max_new_tokens - 1)
         batch, length = input_ids.shape
-        ends = self.ends(eos_token_id, input_ids.device)
+        last = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+        ends = torch.tensor([last] if isinstance(last, int) else last or [], dtype=torch.long, device=input_ids.device)
         pad = self.generation_config.pad_token_id if pad_token_id is None else pad_token_id
         if pad is None:
             pad = int(ends[0]) if len(ends) else 0
@@ -305,11 +306,6 @@ class Decoder:
             logits_to_keep=keep,
             **self.given,
         ).logits
-
-    def ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
-        """Return the tokens that end a sequence; None: the generation config's."""
-        ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
-        return torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=torch.long, device=device)
 
 
 def logits_warpers(

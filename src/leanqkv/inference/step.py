@@ -274,10 +274,8 @@ def write(states: Tensor, buffer: Tensor, place: int | Tensor) -> None:
     batch, which the caller keeps and, where steps are repeated, advances."""
     kernels = kernels_for(states, buffer)
     if kernels is None or states.stride(-1) != 1 or not buffer.is_contiguous():
-        if isinstance(place, Tensor):
-            buffer[torch.arange(len(buffer)), :, place] = states[:, :, 0]
-        else:
-            buffer[:, :, place] = states[:, :, 0]
+        rows = torch.arange(len(buffer)) if isinstance(place, Tensor) else slice(None)
+        buffer[rows, :, place] = states[:, :, 0]
         return
     size = buffer.itemsize
     strides = [size * stride for stride in (*states.stride()[:2], *buffer.stride()[:2])]

@@ -262,17 +262,16 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         else:
             attended = [values]
         attend: Any = self.attend
-        turning: dict[str, Any] = {}
         if self.turns_keys:
             attend = self.attend_turned
             # Without a history, the keys that are read are those of this call.
-            turning["rotation"] = rotation_of(layer, position_embeddings, HISTORY) or rotation
+            kwargs["rotation"] = rotation_of(layer, position_embeddings, HISTORY) or rotation
         elif self.k_up_proj is not None and self.absorbs(self.k_up_proj, query, *key.shape[2:]):
             query, key = self.absorb(query), key.expand(-1, layer.computed_key_heads, -1, -1)
         elif self.k_up_proj is not None:
             key = expand(self.k_up_proj, key[:, 0], self.head_dim)
         scaling = layer.attention_scale(layer.layer)
-        output, weights = attend(self, query, key, attended, attention_mask, scaling, **turning, **kwargs)
+        output, weights = attend(self, query, key, attended, attention_mask, scaling, **kwargs)
         if absorbed:
             output = self.restore(output)
         return self.project_output(output, gate), weights, own
