@@ -19,7 +19,7 @@ from leanqkv.inference.attention import (
     one_query_attention_to_pieces,
 )
 from leanqkv.inference.cache import QuantizedLayer
-from leanqkv.inference.history import History, in_pages
+from leanqkv.inference.history import History, Places
 from leanqkv.inference.step import key_maps
 from leanqkv.model.latent_heads import LatentAndKeys
 from leanqkv.model.layers import OffsetRMSNorm
@@ -54,6 +54,22 @@ def assert_close(found: Tensor | None, expected: Tensor, terms: int = 64) -> Non
     eps, factors = torch.finfo(found.dtype).eps, 2**-21 if found.dtype == torch.float32 else 2**-14
     bound = (eps + 2 * SCORE * factors * math.sqrt(terms)) * float(expected.abs().max())
     assert (found.double() - expected).abs().max() <= bound
+
+
+def in_pages(store: Tensor, addresses: Tensor, lengths: Tensor, longest: int, make: Callable[[], Tensor]) -> History:
+    """Return the history of rows whose every position is in a page, as it is.
+
+    Args:
+        store: [pages, heads, positions of a page, columns], of any strides but for the last dimension.
+        addresses: of the pages of every row in `store`, [rows, most pages], int64.
+        lengths: of the rows, int64. longest: the largest.
+        make: returns the tensor, padded on the left.
+    """
+    _, heads, page, columns = store.shape
+    places = Places(longest, lengths, None, lengths, page)
+    _, head, position, _ = (stride * store.itemsize for stride in store.stride())
+    shape, strides = (len(lengths), heads, columns), (0, head, position)
+    return History(shape, places, addresses, lambda _: make(), store.dtype, strides=strides)
 
 
 def scaling_of(query: Tensor, key: Tensor) -> float:

@@ -23,9 +23,8 @@ from ..model.latent_heads import LatentAndKeys, attend_to_inputs, attend_turned
 from ..model.position import Rotation
 from .history import History
 from .repeat import Arguments, call, made_of
-from .step import KeyMaps, kernel_source, makes_keys
+from .step import DTYPES, KeyMaps, kernel_source, makes_keys
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Heads = Tensor | History
 # Parts of a head shorter than this take less time than handing them to another thread.
 CHUNK_TOKENS = 128
@@ -159,7 +158,7 @@ def one_query_attention(
     kernel = _kernel(query, (query, key, *values))
     if kernel is None or not _fit(query, key, values, attention_mask):
         return None
-    mask = None if attention_mask is None else _additive(attention_mask)
+    mask = None if attention_mask is None else additive(attention_mask)
     num_heads, group, start = query.shape[1], query.shape[1] // key.shape[1], 0
     output = query.new_empty(len(query), 1, num_heads, values[0].shape[-1])
     for value in values:
@@ -190,7 +189,7 @@ def one_query_attention_to_pieces(
     if not _fit(query[..., : keys[0].shape[-1]], keys[0], values[:1], attention_mask):
         return None
     output = query.new_empty(len(query), 1, query.shape[1], sum(value.shape[-1] for value in values))
-    mask = None if attention_mask is None else _additive(attention_mask)
+    mask = None if attention_mask is None else additive(attention_mask)
     kernel(_call(query, keys, values, output[:, 0], mask, scaling))
     return output
 
@@ -237,7 +236,7 @@ def one_query_attention_to_both(
     if both.keys.shape[:3:2] != (len(query), length) or any(tuple(table.shape) not in expected for table in tables):
         return None
     output = query.new_empty(len(query), 1, query.shape[1], both.columns)
-    mask = None if attention_mask is None else _additive(attention_mask)
+    mask = None if attention_mask is None else additive(attention_mask)
     kernel(_call(query, [key], values, output[:, 0], mask, scaling, both))
     return output
 
@@ -278,7 +277,7 @@ def one_query_attention_to_made(
     ):
         return None
     output = query.new_empty(batch, 1, heads, parts[0].shape[-1] if both is None else both.columns)
-    mask = None if attention_mask is None else _additive(attention_mask)
+    mask = None if attention_mask is None else additive(attention_mask)
     kernel(_call(query, [latent], parts, output[:, 0], mask, scaling, both, maps, rotation))
     return output
 
@@ -350,13 +349,8 @@ def _call(
             index = frequencies_of(both.frequencies, cos.device)  # which is kept
             made.frequency, made.turned = index.data_ptr(), 2 * len(index)
         made.table_batch, made.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
-    made.batch, made.heads, made.group, made.length, made.key_heads = (
-        batch,
-        heads,
-        num_heads // heads,
-        length,
-        key_heads,
-    )
+    made.batch, made.heads, made.group = batch, heads, num_heads // heads
+    made.length, made.key_heads = length, key_heads
     made.threads = torch.get_num_threads()
     made.chunks = length_chunks(batch * heads, length, made.threads)
     if both is not None and batch > 1:  # rows take turns, part by part, and share what turns keys back
@@ -427,15 +421,10 @@ def _fit(query: Tensor, key: Heads, values: Sequence[Heads], mask: Tensor | None
     )
 
 
-def _additive(mask: Tensor) -> Tensor:
-    """[batch or 1, 1, 1, key positions] in float32; what is not to be seen is -inf."""
-    if (made := made_of(mask)) is not None:
-        return made
-    return additive(mask)
-
-
 def additive(mask: Tensor) -> Tensor:
     """Return a mask as the kernel takes it, contiguous, in float32; what is not to be seen is -inf."""
+    if (made := made_of(mask)) is not None:
+        return made
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
     return mask.float().contiguous()
@@ -450,7 +439,6 @@ def compiled_kernels() -> dict[torch.dtype, Callable[[Any], bool]] | None:
         return None
     kernels = {}
     for dtype in DTYPES:
-        kernel = getattr(library, f"attend_{str(dtype).removeprefix('torch.')}")
+        kernel = kernels[dtype] = getattr(library, f"attend_{str(dtype).removeprefix('torch.')}")
         kernel.argtypes, kernel.restype = [ctypes.c_void_p], ctypes.c_bool
-        kernels[dtype] = kernel
     return kernels

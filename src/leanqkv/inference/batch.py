@@ -40,7 +40,7 @@ class Row:
         warpers: of the logits, in float32.
         generator: samples from the logits; None: the likeliest token is taken.
         needs_tokens: the warpers are given the tokens before, prompt included; else None.
-        ends: tokens that end the answer; None: the generation config's.
+        ends: tokens that end the answer.
         top: for how many tokens of every position `scores` are kept, before the warpers; None: no scores.
         reads_scores: the prompt has scores too.
         cancelled: set to have the row dropped.
@@ -51,7 +51,7 @@ class Row:
     warpers: LogitsProcessorList | None = None
     generator: torch.Generator | None = None
     needs_tokens: bool = False
-    ends: list[int] | None = None
+    ends: Sequence[int] = ()
     top: int | None = None
     reads_scores: bool = False
     scores: list[Score] = field(default_factory=list)
@@ -162,7 +162,6 @@ class Batch:
     def _choose(self, logits: Tensor) -> list[Event]:
         """Return the next token of every row that has one, after adding it to the row."""
         likeliest, events = logits.float().argmax(-1).tolist(), list[Event]()
-        ends = self._decoder.ends(None, torch.device("cpu")).tolist()
         for number, row in enumerate(self.rows):
             if not row.max_new_tokens:
                 continue
@@ -178,7 +177,7 @@ class Batch:
                     row.cancelled = True
                     events.append((row, error))
             row.tokens.append(token)
-            row.ended = token in (ends if row.ends is None else row.ends)
+            row.ended = token in row.ends
             if row.top is not None:
                 row.score([token], own)
             events.append((row, token))

@@ -1,7 +1,7 @@
 """Prefill, decoding and memory of several models, measured in turns in one process (P3 section 6.3, Fig. 6 and 7)."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import product
 from pathlib import Path
@@ -56,8 +56,8 @@ def bench_record(
         model.to(device, DTYPES[dtype]).eval()
         for bits in precisions:
             check_cache(model, max(batches), max(contexts) + new_tokens, "`context`, `batch` or `new_tokens`", bits)
-    sizes: dict[str, Any] = {"precisions": precisions, "new_tokens": new_tokens, "rounds": rounds}
-    rows = measure(models, contexts, batches, **sizes, progress=progress)
+    sizes: dict[str, Any] = {"new_tokens": new_tokens, "rounds": rounds}
+    rows = measure(models, contexts, batches, precisions=precisions, **sizes, progress=progress)
     return {
         "record": RECORD_FORMAT,
         "models": {
@@ -75,8 +75,7 @@ def bench_record(
             for name, model in models.items()
         },
         "dtype": dtype,
-        "new_tokens": new_tokens,
-        "rounds": rounds,
+        **sizes,
         "threads": torch.get_num_threads(),
         "rows": rows,
         **made_on(torch.device(device).type),
@@ -128,9 +127,12 @@ def measure(
     Raises:
         ValueError: a context with its new tokens is longer than a model's positions.
     """
-    decoders = {
-        (name, bits): decoder for name, model in models.items() for bits, decoder in _decoders(model, precisions)
-    }
+    decoders: dict[tuple[str, CacheBits], Decoder] = {}
+    for name, model in models.items():
+        shared = Decoder(model)  # with the packed weights, of which there may be room for one copy
+        for bits in precisions:
+            decoder = decoders[name, bits] = copy(shared)
+            decoder.cache_bits = bits
     vocabulary = min(model.config.vocab_size for model in models.values())
     cells = list(product(batches, contexts))
     rows = []
@@ -164,15 +166,6 @@ def measure(
             )
             decoder.cache = None
     return rows
-
-
-def _decoders(model: LeanForCausalLM, precisions: Sequence[CacheBits]) -> Iterator[tuple[CacheBits, Decoder]]:
-    """Yield a decoder for every precision; they share the packed weights, of which there may be room for one copy."""
-    shared = Decoder(model)
-    for bits in precisions:
-        decoder = copy(shared)
-        decoder.cache_bits = bits
-        yield bits, decoder
 
 
 def _spread(values: list[float]) -> dict[str, Any]:

@@ -23,7 +23,36 @@ from .step import write
 LARGE_PAGE, MADV_HUGEPAGE = 2**21, 14
 
 
-class AllocatedLayer(DynamicLayer):
+class _InPlace:
+    """What layers have in common that write new tokens behind the old ones, into memory with room for more."""
+
+    capacity: int
+    keys: Tensor | None
+    values: Tensor | None
+    _buffers: tuple[Tensor, Tensor] | None = None  # of which `keys` and `values` are the last places held
+
+    @property
+    def mark(self) -> Any:
+        """An object that is another one after every change, but `advance` and the steps it stands for."""
+        return self.keys
+
+    def reset(self) -> None:
+        self._buffers = None
+        super().reset()  # type: ignore[misc]
+
+    def _allocate(self, history: Tensor) -> Tensor:
+        buffer = on_large_pages(history.new_empty((*history.shape[:2], self.capacity, history.shape[-1])))
+        buffer[:, :, : history.shape[-2]] = history
+        return buffer
+
+    def _in_place(self, place: int) -> bool:
+        """Whether the tokens lie in the buffers, the last before `place`: not where other tensors took their places."""
+        if self._buffers is None:
+            return False
+        return all(_ends(*pair, place) for pair in zip((self.keys, self.values), self._buffers, strict=True))
+
+
+class AllocatedLayer(_InPlace, DynamicLayer):
     """Like transformers' DynamicLayer, whose history it is a drop-in for, but new tokens are written behind the old
     ones in place: nothing is concatenated, and what attention reads is a view of exactly the tokens so far, so that no
     mask has to hide the rest."""
@@ -32,7 +61,6 @@ class AllocatedLayer(DynamicLayer):
         """capacity: tokens that there is room for."""
         super().__init__()
         self.capacity = capacity
-        self._buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """key_states, value_states: [batch, heads, new positions, head_dim], of which either may have no heads.
@@ -47,12 +75,9 @@ class AllocatedLayer(DynamicLayer):
         start, end = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
         if end > self.capacity:
             raise ValueError(f"the cache has room for {self.capacity} tokens, {end} are to be kept")
-        if self._buffers is None or any(
-            held.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
-            for held, buffer in zip((self.keys, self.values), self._buffers, strict=True)
-            if buffer.numel()
-        ):  # at first, and after a selection of sequences has put other tensors into their places
+        if not self._in_place(start):
             self._buffers = (self._allocate(self.keys), self._allocate(self.values))
+        assert self._buffers is not None
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             if end - start == 1:
                 write(new, buffer, start)
@@ -60,11 +85,6 @@ class AllocatedLayer(DynamicLayer):
                 buffer[:, :, start:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
-
-    @property
-    def mark(self) -> Any:
-        """An object that is another one after every change, but `advance` and the steps it stands for."""
-        return self.keys
 
     @property
     def steps(self) -> int:
@@ -77,11 +97,6 @@ class AllocatedLayer(DynamicLayer):
         end = self.keys.shape[-2] + 1
         self.keys, self.values = (buffer.narrow(2, 0, end) for buffer in self._buffers)
 
-    def _allocate(self, history: Tensor) -> Tensor:
-        buffer = on_large_pages(history.new_empty((*history.shape[:2], self.capacity, history.shape[-1])))
-        buffer[:, :, : history.shape[-2]] = history
-        return buffer
-
     def make_room(self, room: int) -> None:
         """Make room for `room` more tokens than there are."""
         held = 0 if self.keys is None else self.keys.shape[-2]
@@ -90,12 +105,8 @@ class AllocatedLayer(DynamicLayer):
     def get_max_length(self) -> int:
         return self.capacity
 
-    def reset(self) -> None:
-        self._buffers = None
-        super().reset()
 
-
-class AllocatedWindowLayer(LeanDynamicWindowLayer):
+class AllocatedWindowLayer(_InPlace, LeanDynamicWindowLayer):
     """Keeps the last `sliding_window - 1` tokens as transformers' layer does, and new ones are written behind them in
     place. Attention reads from the beginning of the memory: what has left the window is hidden by the mask, until the
     window goes back to the beginning where the memory ends."""
@@ -103,7 +114,6 @@ class AllocatedWindowLayer(LeanDynamicWindowLayer):
     def __init__(self, window: int):
         super().__init__(window)
         self.capacity, self._end = window - 1 + BLOCK, 0
-        self._buffers: tuple[Tensor, Tensor] | None = None  # of which `keys` and `values` are the last places held
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """As AllocatedLayer.update; several new tokens are put behind the window in new memory."""
@@ -113,7 +123,7 @@ class AllocatedWindowLayer(LeanDynamicWindowLayer):
         assert self.keys is not None and self.values is not None
         if not self._has_place:
             self._end = self.keys.shape[-2]
-            self._buffers = self._begun_with(self.keys), self._begun_with(self.values)
+            self._buffers = self._allocate(self.keys), self._allocate(self.values)
         assert self._buffers is not None
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             write(new, buffer, self._end)
@@ -122,20 +132,8 @@ class AllocatedWindowLayer(LeanDynamicWindowLayer):
 
     @property
     def _has_place(self) -> bool:
-        """Whether the next token can be written behind the last: not where other tensors took the place of these."""
-        if self._buffers is None or self._end == self.capacity:
-            return False
-        return all(_ends(*pair, self._end) for pair in zip((self.keys, self.values), self._buffers, strict=True))
-
-    def _begun_with(self, window: Tensor) -> Tensor:
-        buffer = on_large_pages(window.new_empty((*window.shape[:2], self.capacity, window.shape[-1])))
-        buffer[:, :, : self._end] = window
-        return buffer
-
-    @property
-    def mark(self) -> Any:
-        """As AllocatedLayer.mark."""
-        return self.keys
+        """Whether the next token can be written behind the last."""
+        return self._end < self.capacity and self._in_place(self._end)
 
     @property
     def steps(self) -> int:
@@ -156,10 +154,6 @@ class AllocatedWindowLayer(LeanDynamicWindowLayer):
             return super().get_mask_sizes(query_length)
         return self._end + 1, self.cumulative_length - self._end
 
-    def reset(self) -> None:
-        self._buffers = None
-        super().reset()
-
 
 def _ends(held: Tensor | None, buffer: Tensor, place: int) -> bool:
     """Whether these are places of the buffer, the last of which is before `place`."""
@@ -175,10 +169,8 @@ class QuantizedLayer(KiviLayer):
     Rows may have different lengths then: `join_rows` puts those of several caches together.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._lengths: Tensor | None = None  # positions held by every row; None: as the last prompt left them
-        self._histories: list[History] = []  # of the pages that there are, to be handed out again and again
+    _lengths: Tensor | None = None  # positions held by every row; None: as the last prompt left them
+    _histories: Sequence[History] = ()  # of the pages that there are, to be handed out again and again
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
         """As KiviLayer.update; of one new token a `History` of each tensor."""
@@ -212,7 +204,7 @@ class QuantizedLayer(KiviLayer):
 
     @property
     def mark(self) -> Any:
-        """As AllocatedLayer.mark."""
+        """As those of the other layers."""
         return self._lengths
 
     @property
@@ -244,13 +236,11 @@ class QuantizedLayer(KiviLayer):
         if self._lengths is None:
             count, rows = self.paged[0].newest.shape[2], len(self.paged[0].pages)
             for paged in self.paged:
-                old, paged.newest = (
-                    paged.newest,
-                    paged.newest.new_zeros((*paged.newest.shape[:2], BLOCK, paged.newest.shape[-1])),
-                )
+                old = paged.newest
+                paged.newest = old.new_zeros((*old.shape[:2], BLOCK, old.shape[-1]))
                 paged.newest[:, :, :count] = old
-            self._lengths = self._count_pages() + count
-            self._note(torch.full((rows,), count))
+            self._lay_out(torch.full((rows,), count))
+        assert self._lengths is not None
         return self._lengths
 
     def _end(self) -> None:
@@ -269,9 +259,10 @@ class QuantizedLayer(KiviLayer):
         self._paged = torch.tensor([BLOCK * max(both) for both in zip(*counts, strict=True)])
         return self._paged
 
-    def _note(self, newest: Tensor) -> None:
-        """Note after how many steps the first row fills a block, and where all write if all write in one place."""
-        counts = newest.tolist()
+    def _lay_out(self, newest: Tensor) -> None:
+        """Lay out the tables anew, for so many places of every row behind the pages; note after how many steps the
+        first row fills a block, and where all write if all write in one place."""
+        self._lengths, counts = self._count_pages() + newest, newest.tolist()
         self._until_full = BLOCK - max(counts)
         self._same = counts[0] if len(set(counts)) == 1 else None
 
@@ -281,9 +272,7 @@ class QuantizedLayer(KiviLayer):
         for paged in self.paged:
             paged.quantize(full, BLOCK)
             self._drop(paged, 0)
-        newest = torch.where(newest == BLOCK, 0, newest)
-        self._lengths = self._count_pages() + newest
-        self._note(newest)
+        self._lay_out(torch.where(newest == BLOCK, 0, newest))
 
     def _history(self, paged: Paged) -> History:
         # A copy: the layer may have other pages when the tensor is wanted.
@@ -301,9 +290,7 @@ class QuantizedLayer(KiviLayer):
         """Keep these rows of the batch."""
         super().batch_select_indices(indices)
         if self._lengths is not None:
-            newest = (self._lengths - self._paged)[indices]
-            self._lengths = self._count_pages() + newest
-            self._note(newest)
+            self._lay_out((self._lengths - self._paged)[indices])
 
     def join(self, other: "QuantizedLayer") -> None:
         """Put the rows of `other` behind these."""
@@ -311,8 +298,7 @@ class QuantizedLayer(KiviLayer):
         for paged, added in zip(self.paged, other.paged, strict=True):
             paged.pages += added.pages
             paged.newest = torch.cat((paged.newest, added.newest))
-        self._lengths = self._count_pages() + newest
-        self._note(newest)
+        self._lay_out(newest)
         self.cumulative_length = max(self.cumulative_length, other.cumulative_length)
 
     def reset(self) -> None:
@@ -382,14 +368,13 @@ def make_room(cache: Cache, room: int) -> None:
 def keep_rows(cache: Cache, rows: Tensor, padding: int) -> None:
     """Keep the sequences `rows` alone, without their first `padding` tokens; then call `make_room`."""
     for layer in _in_use(cache):
-        length = _tokens(layer) - padding
+        length = layer.get_seq_length() - padding
         if isinstance(layer, QuantizedLayer):
             layer.batch_select_indices(rows)
-            layer.cumulative_length = length
-            continue
-        for name in ("keys", "values"):
-            states = getattr(layer, name)
-            setattr(layer, name, states[rows, :, max(states.shape[-2] - length, 0) :])
+        else:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                setattr(layer, name, states[rows, :, max(states.shape[-2] - length, 0) :])
         _set_tokens(layer, length)
 
 
@@ -406,7 +391,7 @@ def join_rows(cache: Cache, other: Cache) -> None:
             length = max(part.shape[-2] for part in parts)
             padded = [F.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts]
             setattr(layer, name, torch.cat(padded))
-        _set_tokens(layer, max(_tokens(layer), _tokens(added)))
+        _set_tokens(layer, max(layer.get_seq_length(), added.get_seq_length()))
 
 
 def _in_use(cache: Cache) -> list[Any]:
@@ -415,11 +400,7 @@ def _in_use(cache: Cache) -> list[Any]:
     return [layer for layer in layers if layer.is_initialized]
 
 
-def _tokens(layer: Any) -> int:
-    """How many tokens a layer has seen; one with a window holds fewer."""
-    return layer.cumulative_length if hasattr(layer, "cumulative_length") else layer.keys.shape[-2]
-
-
 def _set_tokens(layer: Any, length: int) -> None:
+    """Let a layer count so many tokens as seen; one with a window holds fewer."""
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = length

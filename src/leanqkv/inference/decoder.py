@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from ..cache_bits import CacheBits
 from ..compat import attention_implementation
 from ..errors import LeanError
-from ..model.attention import LeanAttention
+from ..model.attention import Attention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
@@ -51,7 +51,7 @@ def prepared(model: LeanForCausalLM) -> LeanForCausalLM:
     use_programs(copied)
     if attention_implementation(copied) == "sdpa":
         for module in copied.modules():
-            if isinstance(module, LeanAttention | LatentAttention):
+            if isinstance(module, Attention):
                 module.attend = attend_one_query
             if isinstance(module, LatentHeadsAttention):
                 module.attend_turned = attend_one_query_turned
@@ -161,7 +161,8 @@ class Decoder:
         warpers = logits_warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
         logits = self.prefill(input_ids, attention_mask, room=max_new_tokens - 1)
         batch, length = input_ids.shape
-        ends = self.ends(eos_token_id, input_ids.device)
+        last = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+        ends = torch.tensor([last] if isinstance(last, int) else last or [], dtype=torch.long, device=input_ids.device)
         pad = self.generation_config.pad_token_id if pad_token_id is None else pad_token_id
         if pad is None:
             pad = int(ends[0]) if len(ends) else 0
@@ -305,11 +306,6 @@ class Decoder:
             logits_to_keep=keep,
             **self.given,
         ).logits
-
-    def ends(self, eos_token_id: int | list[int] | None, device: torch.device) -> Tensor:
-        """Return the tokens that end a sequence; None: the generation config's."""
-        ends = self.generation_config.eos_token_id if eos_token_id is None else eos_token_id
-        return torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=torch.long, device=device)
 
 
 def logits_warpers(

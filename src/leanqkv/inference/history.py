@@ -41,7 +41,7 @@ class History:
     Attributes:
         table: addresses of the pages, [rows, pages], int64.
         newest: what lies behind the pages, [rows, heads, places, columns]; None: nothing does.
-        layout: of pages of codes; None: a page holds heads as they are, see `in_pages`.
+        layout: of pages of codes; None: a page holds heads as they are.
         strides: bytes from an address to the first head, and from a head and a position to the next; of codes the first
             of these alone.
         tails: what lies behind pages of codes where that is in pages too: their addresses, [rows, pages], and strides.
@@ -142,19 +142,3 @@ class History:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         whole = lambda value: value.whole() if isinstance(value, History) else value  # noqa: E731
         return function(*tree_map(whole, args), **tree_map(whole, kwargs or {}))
-
-
-def in_pages(store: Tensor, addresses: Tensor, lengths: Tensor, longest: int, make: Callable[[], Tensor]) -> History:
-    """Return the history of rows whose every position is in a page, as it is.
-
-    Args:
-        store: [pages, heads, positions of a page, columns], of any strides but for the last dimension.
-        addresses: of the pages of every row in `store`, [rows, most pages], int64.
-        lengths: of the rows, int64. longest: the largest.
-        make: returns the tensor, padded on the left.
-    """
-    _, heads, page, columns = store.shape
-    places = Places(longest, lengths, None, lengths, page)
-    _, head, position, _ = (stride * store.itemsize for stride in store.stride())
-    shape, strides = (len(lengths), heads, columns), (0, head, position)
-    return History(shape, places, addresses, lambda _: make(), store.dtype, strides=strides)

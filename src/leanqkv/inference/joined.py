@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..model.attention import LeanAttention
-from ..model.attention_latent import LatentAttention
+from ..model.attention import Attention
 from ..model.latent import is_rewritten
 from ..model.layers import GatedMLP
 from ..model.projection_nonlinear import NonlinearProjection
@@ -46,10 +45,9 @@ class JoinedProjections:
     def __init__(self, module: Any, make_product: MakeProduct | None):
         """make_product: is called once, for inference; None joins the weights anew at every call, which follows their
         changes and gives them their gradients."""
-        self.projections = _projections(module)
+        self.projections: list[nn.Module | None] = [getattr(module, name) for name in module.projections]
         self.query_reads_mlp = getattr(module, "query_reads_mlp", False)
-        own_input = [i for i in range(len(self.projections)) if not (self.query_reads_mlp and i == 0)]
-        self.members = [i for i in own_input if linear_part(self.projections[i]) is not None]
+        self.members = [i for i, one in enumerate(self.projections) if linear_part(one) is not None]
         self.layers = [part.layer for part in self._parts()]
         self._once: tuple[list[LinearPart], Callable[[Tensor], Sequence[Tensor]]] | None = None
         if make_product is not None and self.members:
@@ -76,8 +74,7 @@ class JoinedProjections:
         return tuple(results)
 
     def _parts(self) -> list[LinearPart]:
-        parts = [linear_part(self.projections[i]) for i in self.members]
-        return [part for part in parts if part is not None]
+        return [part for i in self.members if (part := linear_part(self.projections[i])) is not None]
 
 
 def join_projections(model: nn.Module, make_product: MakeProduct | None = None) -> list[nn.Module]:
@@ -87,7 +84,7 @@ def join_projections(model: nn.Module, make_product: MakeProduct | None = None) 
     """
     layers: list[nn.Module] = []
     for module in model.modules():
-        if isinstance(module, LeanAttention | LatentAttention | GatedMLP):
+        if isinstance(module, Attention | GatedMLP):
             joined = JoinedProjections(module, make_product)
             if len(joined.members) > 1:
                 module.project = joined  # type: ignore[method-assign]
@@ -125,15 +122,6 @@ def _bottleneck(projection: NonlinearProjection) -> LinearPart:
         return projection.from_bottleneck(hidden_states, mapped)
 
     return LinearPart(projection.down_proj, projection.down_proj.weight * projection.norm_in.weight, None, finish)
-
-
-def _projections(module: Any) -> Sequence[nn.Module | None]:
-    """In the order of the results of `project`, the query first."""
-    if isinstance(module, GatedMLP):
-        return [module.gate_proj, module.up_proj]
-    if isinstance(module, LatentAttention):
-        return [module.q_proj, module.q_rope_proj, module.k_rope_proj, module.kv_down_proj, module.g_proj]
-    return [module.q_proj, module.k_proj, module.v_proj, module.g_proj]
 
 
 def joint_map(maps: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

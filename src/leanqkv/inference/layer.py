@@ -194,19 +194,20 @@ class ProjectedHeads:
         return cls(attention, product, linear, identities) if readable else None
 
     def make_programs(self, first_norm: nn.Module | None) -> dict[bool, Program]:
-        """Programs without and with rotary positions, of the input, normed or to be normed, and the outputs."""
-        programs = {}
-        for turns in (False, True):
-            widths = [number * self.head_dim for number in self.heads.values()]
-            program = programs[turns] = Program([self.product.inputs, *widths])
-            normed = program.norm(first_norm, 0)
-            program.multiply(self.product, normed, 1)
-            for output, (name, number) in enumerate(self.heads.items(), 1):
-                made = program.copy(normed, output) if name in self.identities else output
-                program.norm(getattr(self.attention, f"{name}_norm", None), made, output, number)
-                if turns and name != "v":
-                    program.turn(output, number)
-        return programs
+        """Programs without and with rotary positions."""
+        return {turns: self.make_program(first_norm, turns) for turns in (False, True)}
+
+    def make_program(self, first_norm: nn.Module | None, turns: bool) -> Program:
+        """A program of the input, normed or to be normed, and the outputs."""
+        program = Program([self.product.inputs, *(number * self.head_dim for number in self.heads.values())])
+        normed = program.norm(first_norm, 0)
+        program.multiply(self.product, normed, 1)
+        for output, (name, number) in enumerate(self.heads.items(), 1):
+            made = program.copy(normed, output) if name in self.identities else output
+            program.norm(getattr(self.attention, f"{name}_norm", None), made, output, number)
+            if turns and name != "v":
+                program.turn(output, number)
+        return program
 
     def kernels(self, hidden_states: Tensor, rotation: Rotation | None) -> Any | None:
         """Return the kernels, or None for inputs that they are not made for."""
@@ -221,6 +222,15 @@ class ProjectedHeads:
         found = {name: hidden_states.new_empty((rows, n, 1, self.head_dim)) for name, n in self.heads.items()}
         programs[rotation is not None].run(kernels, [hidden_states.contiguous(), *found.values()], rows, rotation)
         return found["q"], found.get("k"), found.get("v")
+
+    def attend(
+        self, heads: Any, layer: LayerPlan, position_embeddings: Any = None, mlp_hidden: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, KeyValues]:
+        """Return what the heads that `run` made attended to, and the layer's own keys and values."""
+        rotation = rotation_of(layer, position_embeddings)
+        query, key, value = heads
+        attended, _, own = self.attention.attend_heads(query, key, value, layer, None, rotation, **kwargs)
+        return attended, own
 
     def __call__(self, hidden_states: Tensor, mlp_hidden: Tensor | None, rotation: Rotation | None) -> Any:
         kernels = self.kernels(hidden_states, rotation)
@@ -246,7 +256,7 @@ class ProjectedLatents(ProjectedHeads):
         dtypes = {product.weight.dtype for product in products if product is not None}
         return found if dtypes <= {found.product.weight.dtype} else None
 
-    def make_programs(self, first_norm: nn.Module | None) -> dict[bool, Program]:
+    def make_program(self, first_norm: nn.Module | None, turns: bool) -> Program:
         """The outputs are query, key and value as they are projected, and query and key as attention takes them."""
         attention: Any = self.attention
         self.into, self.out_of = attention.head_products
@@ -256,19 +266,16 @@ class ProjectedLatents(ProjectedHeads):
         query_heads = query_width // self.head_dim
         self.key_width = self.head_dim if self.into is None else key_width
         key_heads = key_width // self.key_width
-        programs = {}
-        for turns in (False, True):
-            program = Program([self.product.inputs, *widths, query_heads * self.key_width, key_width])
-            programs[turns] = program
-            program.multiply(self.product, program.norm(first_norm, 0), 1)
-            query = program.norm(attention.q_norm, 1, 1, query_heads)
-            program.norm(attention.k_norm, 2, 2, key_heads)
-            if turns:
-                program.turn(query, query_heads, 1 if self.into else 4)
-                program.turn(2, key_heads, 5, index)
-            if self.into is not None:
-                program.by_head(self.into, 1, 4)
-        return programs
+        program = Program([self.product.inputs, *widths, query_heads * self.key_width, key_width])
+        program.multiply(self.product, program.norm(first_norm, 0), 1)
+        query = program.norm(attention.q_norm, 1, 1, query_heads)
+        program.norm(attention.k_norm, 2, 2, key_heads)
+        if turns:
+            program.turn(query, query_heads, 1 if self.into else 4)
+            program.turn(2, key_heads, 5, index)
+        if self.into is not None:
+            program.by_head(self.into, 1, 4)
+        return program
 
     def run(self, programs: dict[bool, Program], kernels: Any, hidden_states: Tensor, rotation: Rotation | None) -> Any:
         """Return query, key and value, [batch, heads, 1, columns], a latent as one head; and the key as it is before
@@ -282,6 +289,31 @@ class ProjectedLatents(ProjectedHeads):
         widths = self.key_width, self.key_width, self.head_dim if self.out_of is None else value.shape[1]
         heads = [head.view(rows, -1, 1, width) for head, width in zip((query, key, value), widths, strict=True)]
         return *heads, plain_key[:, None]
+
+    def attend(
+        self,
+        heads: Any,
+        layer: LayerPlan,
+        position_embeddings: Any = None,
+        mlp_hidden: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        borrowed: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, KeyValues]:
+        """Every head attends to the latents themselves, which takes fewer multiplications for a single query."""
+        attention: Any = self.attention
+        query, key, value, new_keys = heads
+        own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
+        history: Any = own
+        keys, values = (
+            head if up is None else head.expand(-1, layer.computed_key_heads, -1, -1)
+            for head, up in ((history.keys, attention.k_up_proj), (history.values, attention.v_up_proj))
+        )
+        inputs: Any = attention.inputs_of_values(own, new_keys, layer, position_embeddings) or [values]
+        scaling = layer.attention_scale(layer.layer)
+        attended, _ = attention.attend(attention, query, keys, inputs, attention_mask, scaling, **kwargs)
+        return attended, own
 
 
 class RestOfBlock:
@@ -361,7 +393,6 @@ def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
     ):
         return None
     before, after = heads.make_programs(norm), rest.make_program(attention.o_proj.product, heads.out_of)
-    attend: Callable[..., Any] = _attend_latents if isinstance(heads, ProjectedLatents) else _attend_heads
     plain = block.forward
 
     def forward(hidden_states: Tensor, layer: LayerPlan, streams: Tensor | None = None, **kwargs: Any) -> Any:
@@ -370,53 +401,10 @@ def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
         if kernels is None or attention._forward_hooks:  # those that transformers collects weights with come later
             return plain(hidden_states, layer, streams, **kwargs)
         found = heads.run(before, kernels, hidden_states, rotation)
-        attended, own = attend(attention, layer, *found, rotation, **kwargs)
+        attended, own = heads.attend(found, layer, **kwargs)
         return rest.run(after, kernels, hidden_states, attended), own, None, None
 
     return forward
-
-
-def _attend_heads(
-    attention: Any,
-    layer: LayerPlan,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    rotation: Rotation | None,
-    position_embeddings: Any = None,
-    mlp_hidden: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, KeyValues]:
-    attended, _, own = attention.attend_heads(query, key, value, layer, None, rotation, **kwargs)
-    return attended, own
-
-
-def _attend_latents(
-    attention: Any,
-    layer: LayerPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    new_keys: Tensor,
-    rotation: Rotation | None,
-    position_embeddings: Any = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    borrowed: Any = None,
-    mlp_hidden: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, KeyValues]:
-    """Every head attends to the latents themselves, which takes fewer multiplications for a single query."""
-    own = KeyValues(*update_cache(past_key_values, layer, key, value), value)
-    history: Any = own
-    keys, values = (
-        head if up is None else head.expand(-1, layer.computed_key_heads, -1, -1)
-        for head, up in ((history.keys, attention.k_up_proj), (history.values, attention.v_up_proj))
-    )
-    inputs: Any = attention.inputs_of_values(own, new_keys, layer, position_embeddings) or [values]
-    scaling = layer.attention_scale(layer.layer)
-    attended, _ = attention.attend(attention, query, keys, inputs, attention_mask, scaling, **kwargs)
-    return attended, own
 
 
 def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:
@@ -458,12 +446,6 @@ def _is_readable(norm: nn.Module, width: int, product: Product) -> bool:
 def _turns(rotation: Rotation, hidden_states: Tensor, head_dim: int) -> bool:
     """Whether these tables are of one position of every row, or of all, and lie as the kernel reads them."""
     cos, sin = rotation
-    return (
-        cos.shape[0] in (1, len(hidden_states))
-        and cos.shape[1] == 1
-        and cos.shape[2] <= head_dim
-        and cos.shape == sin.shape
-        and cos.dtype == sin.dtype == hidden_states.dtype
-        and cos.is_contiguous()
-        and sin.is_contiguous()
-    )
+    rows, positions, turned = cos.shape
+    fits = rows in (1, len(hidden_states)) and positions == 1 and turned <= head_dim and cos.shape == sin.shape
+    return fits and all(table.dtype == hidden_states.dtype and table.is_contiguous() for table in rotation)

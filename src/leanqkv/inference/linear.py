@@ -5,8 +5,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from ..model.attention import LeanAttention
-from ..model.attention_latent import LatentAttention
+from ..model.attention import Attention
 from ..model.latent import HOOKS, is_plain_linear
 from .joined import join_projections
 from .step import DTYPES, Product
@@ -30,16 +29,12 @@ def can_replace(module: nn.Module) -> TypeGuard[nn.Linear]:
     return is_plain_linear(module) and module.weight.device.type == "cpu" and module.weight.dtype in DTYPES
 
 
-def hooks(model: nn.Module) -> list[Any]:
-    """Return what is registered to run when a module of `model` does."""
-    kept = (getattr(module, kind, {}) for module in model.modules() for kind in HOOKS)
-    return [hook for registered in kept for hook in registered.values()]
-
-
 def shared_copy(model: nn.Module) -> Any:
     """A copy of the model that shares its parameters, buffers and hooks."""
     # Hooks as well: one that collects something goes on collecting it where its owner looks for it.
-    shared = {id(kept): kept for kept in (*model.parameters(), *model.buffers(), *hooks(model))}
+    registered = (getattr(module, kind, {}) for module in model.modules() for kind in HOOKS)
+    hooks = [hook for of_kind in registered for hook in of_kind.values()]
+    shared = {id(kept): kept for kept in (*model.parameters(), *model.buffers(), *hooks)}
     return copy.deepcopy(model, shared)
 
 
@@ -49,13 +44,11 @@ def use_products(model: nn.Module) -> None:
     Modules with hooks, adapters or a way of their own to multiply stay as they are; so do the up projections of
     latents, whose weights are read without a call when decoding.
     """
-    joined: list[nn.Module] = []
+    joined: set[int] = set()
     if all(weight.device.type == "cpu" and weight.dtype in DTYPES for weight in model.parameters()):
-        joined = join_projections(model, Product)
-    joined_ids = {id(layer) for layer in joined}
+        joined = {id(layer) for layer in join_projections(model, Product)}
     for module in list(model.modules()):
-        is_attention = isinstance(module, LeanAttention | LatentAttention)
-        folded = (module.k_up_proj, module.v_up_proj) if is_attention else ()
+        folded = (module.k_up_proj, module.v_up_proj) if isinstance(module, Attention) else ()
         for name, child in module.named_children():
-            if id(child) not in joined_ids and child not in folded and can_replace(child):
+            if id(child) not in joined and child not in folded and can_replace(child):
                 setattr(module, name, FewRowsLinear(child))

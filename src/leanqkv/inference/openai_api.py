@@ -6,7 +6,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
@@ -48,8 +48,7 @@ class PromptReader:
 
     def text(self, text: str) -> Tensor:
         """Return the tokens of a text to be continued."""
-        self._check_length(text)
-        return self._checked(encode_prompt(self.tokenizer, text)[0])
+        return self._encoded(encode_prompt, text)
 
     def tokens(self, tokens: Sequence[int]) -> Tensor:
         """Return tokens as they are."""
@@ -59,16 +58,15 @@ class PromptReader:
         """Return the tokens of a conversation to be continued; `variables` are the chat template's."""
         if not self.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template, it continues text: use /v1/completions")
-        text = render_chat(self.tokenizer, messages, variables)
-        self._check_length(text)
-        return self._checked(encode_chat(self.tokenizer, text)[0])
+        return self._encoded(encode_chat, render_chat(self.tokenizer, messages, variables))
 
-    def _check_length(self, text: str) -> None:
-        """Refuse a text that is too long whatever its tokens are: to find them takes long."""
+    def _encoded(self, encode: Callable[[Any, str], Tensor], text: str) -> Tensor:
+        # A text that is too long whatever its tokens are: to find them takes long.
         if len(text) > self._characters:
             positions = self._config.max_position_embeddings
             message = f"a prompt of {len(text)} characters does not fit the model's {positions} positions; ask for less"
             raise ApiError(400, message, "context_length_exceeded")
+        return self._checked(encode(self.tokenizer, text)[0])
 
     def _checked(self, prompt: Tensor) -> Tensor:
         check_tokens(prompt.tolist(), self._config.vocab_size, self.tokenizer)

@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -114,23 +115,20 @@ class Step:
         self._layers: list[Any] = cache.layers
         self._marks = self._marks_now()
 
-    def note(self, compute: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """Run a step and note it. inputs: all that differs between steps."""
+    def note(self, compute: Callable[[], tuple[Tensor, Any]], inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Run a step and note it; a repeated one returns the first of its results. inputs: all that differs."""
         _of_thread.step = self
         try:
             with _Watch(self):
-                self.output = compute()
+                self.output, rest = compute()
         finally:
             _of_thread.step = None
-        before, self._marks = self._marks, self._marks_now()
-        self._layers = [
-            layer for layer, old, new in zip(self._layers, before, self._marks, strict=True) if old is not new
-        ]
+        self._layers = [layer for layer, old in zip(self._layers, self._marks, strict=True) if layer.mark is not old]
         self._marks = self._marks_now()
         self.complete = self.complete and bool(self.calls) and all(one.is_contiguous() for one in inputs)
         if self.complete:
             self._prepare(inputs)
-        return self.output
+        return self.output, rest
 
     def _prepare(self, inputs: Sequence[Tensor]) -> None:
         self._shapes, self._threads = [_shape(one) for one in inputs], torch.get_num_threads()
@@ -145,9 +143,8 @@ class Step:
                     offset = (pointer.value or 0) - one.data_ptr()
                     if 0 <= offset < one.nbytes:
                         self._given.append((pointer, number, offset))
-        address = [ctypes.cast(function, ctypes.c_void_p).value for function, _ in self.calls]
-        noted = zip(address, self.calls, strict=True)
-        self._noted = (_Noted * len(self.calls))(*[_Noted(one, ctypes.addressof(own)) for one, (_, own) in noted])
+        noted = [_Noted(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(own)) for function, own in self.calls]
+        self._noted = (_Noted * len(noted))(*noted)
 
     def _marks_now(self) -> list[Any]:
         return [layer.mark for layer in self._layers]
@@ -219,25 +216,18 @@ class RepeatedLayers:
         step = self.steps.get(cache)
         if step is not None and step.fits(inputs):
             return step.run(self.repeat, inputs), None
-        others: list[Any] = []
-
-        def compute() -> Tensor:
-            output, rest = self.plain(*given, **kwargs)
-            others.append(rest)
-            return output
-
         step, _of_thread.masks = Step(cache), made
         try:
-            output = step.note(compute, inputs)
+            output, rest = step.note(partial(self.plain, *given, **kwargs), inputs)
         finally:
             _of_thread.masks = {}
-        if step.complete and others == [None]:
+        if step.complete and rest is None:
             self.steps[cache], self.failed[cache], self.vain = step, 0, 0
         else:
             self.steps.pop(cache, None)
             self.failed[cache] = self.failed.get(cache, 0) + 1
             self.vain += self.failed[cache] == TRIES
-        return output, others[0]
+        return output, rest
 
     def _is_alike(self, hidden_states: Tensor, cache: Cache) -> bool:
         """Whether steps of this kind may be alike."""

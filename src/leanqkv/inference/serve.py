@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -409,10 +410,6 @@ def serve(
         started(name, f"http://{shown}:{listener.getsockname()[1]}/v1")
         gc.freeze()  # so that a collection looks at requests alone, and is short
         give_back_freed_memory()
-        with quiet_transformers():
-            try:
-                Server(app, generator).run(sockets=[listener])
-            except KeyboardInterrupt:  # raised again by uvicorn when all is closed
-                pass
-            finally:
-                generator.close()
+        # Uvicorn raises the KeyboardInterrupt again when all is closed.
+        with quiet_transformers(), closing(generator), suppress(KeyboardInterrupt):
+            Server(app, generator).run(sockets=[listener])

@@ -136,22 +136,6 @@ class HeadProduct:
         return output
 
 
-def head_products(attention: Any) -> tuple[HeadProduct | None, HeadProduct | None]:
-    """Return the maps of queries to the latent of keys, and of attended latents of values to outputs; None for what is
-    no latent, or cannot be absorbed."""
-    key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
-    into = out_of = None
-    if is_absorbable(key) and not attention.turns_keys:
-        weight = next(key.parameters())
-        heads = key.out_features // head_dim
-        each = torch.eye(head_dim, dtype=weight.dtype, device=weight.device).expand(1, heads, -1, -1)
-        into = HeadProduct(absorb(key, each)[0].mT)
-    if is_absorbable(value):
-        bias = None if value.bias is None else value.bias.unflatten(0, (-1, head_dim))
-        out_of = HeadProduct(value.weight.unflatten(0, (-1, head_dim)), bias)
-    return into, out_of
-
-
 class KeyMaps(NamedTuple):
     """What makes key heads of a latent, as the kernel reads it, in float32; a copy.
 
@@ -184,25 +168,35 @@ def makes_keys(attention: Any) -> bool:
 
 
 def use_head_products(attention: Any) -> None:
-    """Let an attention with latents absorb its up projections by products of the kernel, of single queries; they are
-    its `head_products`."""
+    """Let an attention with latents absorb its up projections by products of the kernel, of single queries.
+
+    These are its `head_products`, the maps of queries to the latent of keys, and of attended latents of values to
+    outputs; None for what is no latent, or cannot be absorbed.
+    """
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
-    into, out_of = attention.head_products = head_products(attention)
-    attention.key_maps = key_maps(attention) if attention.turns_keys else None
-    if into is not None:
+    into = out_of = None
+    if is_absorbable(key) and not attention.turns_keys:
+        weight = next(key.parameters())
+        heads = key.out_features // head_dim
+        each = torch.eye(head_dim, dtype=weight.dtype, device=weight.device).expand(1, heads, -1, -1)
+        into = HeadProduct(absorb(key, each)[0].mT)
 
         def absorb_key(query: Tensor) -> Tensor:
             found = into(query[:, :, 0]) if query.shape[2] == 1 else None
             return absorb(key, query) if found is None else found[:, :, None]
 
         attention.absorb = absorb_key
-    if out_of is not None:
+    if is_absorbable(value):
+        bias = None if value.bias is None else value.bias.unflatten(0, (-1, head_dim))
+        out_of = HeadProduct(value.weight.unflatten(0, (-1, head_dim)), bias)
 
         def restore_heads(attended: Tensor) -> Tensor:
             found = out_of(attended[:, 0]) if attended.shape[1] == 1 else None
             return restore(value, attended, head_dim) if found is None else found[:, None]
 
         attention.restore = restore_heads
+    attention.head_products = into, out_of
+    attention.key_maps = key_maps(attention) if attention.turns_keys else None
 
 
 class FusedNorm(nn.Module):
@@ -280,10 +274,8 @@ def write(states: Tensor, buffer: Tensor, place: int | Tensor) -> None:
     batch, which the caller keeps and, where steps are repeated, advances."""
     kernels = kernels_for(states, buffer)
     if kernels is None or states.stride(-1) != 1 or not buffer.is_contiguous():
-        if isinstance(place, Tensor):
-            buffer[torch.arange(len(buffer)), :, place] = states[:, :, 0]
-        else:
-            buffer[:, :, place] = states[:, :, 0]
+        rows = torch.arange(len(buffer)) if isinstance(place, Tensor) else slice(None)
+        buffer[rows, :, place] = states[:, :, 0]
         return
     size = buffer.itemsize
     strides = [size * stride for stride in (*states.stride()[:2], *buffer.stride()[:2])]

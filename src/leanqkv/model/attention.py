@@ -77,6 +77,8 @@ class Attention(nn.Module):
 
     attend = staticmethod(attend)
     rotate = staticmethod(rotate)
+    # What `project` gives, in its order: query, key, value and the output's gate.
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "g_proj")
 
     def __init__(self, config, layer: LayerPlan):
         super().__init__()
@@ -86,9 +88,11 @@ class Attention(nn.Module):
         self.query_reads_mlp = layer.query.reads_mlp
         self.q_proj: Any = layer.query.build(config, layer.num_query_heads)
 
-    def project_query(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> Tensor:
-        """Return the query, [batch, positions, width]."""
-        return self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
+    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, ...]:
+        """Return what the `projections` make of the input, each [batch, positions, width]; None where there is none."""
+        query = self.q_proj(hidden_states, mlp_hidden) if self.query_reads_mlp else self.q_proj(hidden_states)
+        others = [getattr(self, name) for name in self.projections[1:]]
+        return query, *(None if other is None else other(hidden_states) for other in others)
 
     def make_output(self, config, layer: LayerPlan) -> None:
         """Make the output projection, and the gate before it where there is one."""
@@ -193,14 +197,6 @@ class LeanAttention(Attention):
             cos, sin = rotation
             output = self.rotate(output.transpose(1, 2), (cos, -sin)).transpose(1, 2)
         return output, attention_weights, own
-
-    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, Any, Any, Any]:
-        """Query, key, value and the output's gate, each [batch, positions, width]; None for what is not computed."""
-        query = self.project_query(hidden_states, mlp_hidden)
-        key = self.k_proj(hidden_states) if self.k_proj is not None else None
-        value = self.v_proj(hidden_states) if self.v_proj is not None else None
-        gate = self.g_proj(hidden_states) if self.g_proj is not None else None
-        return query, key, value, gate
 
     def project_heads(
         self, hidden_states: Tensor, mlp_hidden: Tensor | None, rotation: Rotation | None

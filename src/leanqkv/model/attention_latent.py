@@ -59,6 +59,8 @@ class LatentAttention(Absorbing, Attention):
 
     kind = "latent"
     attend_to_latent = staticmethod(attend_to_latent)
+    # Query, rotary query, rotary key, latent and the output's gate.
+    projections = ("q_proj", "q_rope_proj", "k_rope_proj", "kv_down_proj", "g_proj")
 
     def __init__(self, config, layer: LayerPlan):
         super().__init__(config, layer)
@@ -108,16 +110,6 @@ class LatentAttention(Absorbing, Attention):
         scaling = layer.attention_scale(layer.layer)
         output, weights = form(query, query_rope, pieces, key_rope, attention_mask, scaling, **kwargs)
         return self.project_output(output, gate), weights, own
-
-    def project(self, hidden_states: Tensor, mlp_hidden: Tensor | None) -> tuple[Any, ...]:
-        """Query, rotary query, rotary key, latent and the output's gate, each [batch, positions, width]; None for what
-        is not computed."""
-        query = self.project_query(hidden_states, mlp_hidden)
-        query_rope = self.q_rope_proj(hidden_states) if self.q_rope_proj is not None else None
-        key_rope = self.k_rope_proj(hidden_states) if self.k_rope_proj is not None else None
-        latent = self.kv_down_proj(hidden_states) if self.kv_down_proj is not None else None
-        gate = self.g_proj(hidden_states) if self.g_proj is not None else None
-        return query, query_rope, key_rope, latent, gate
 
     def _rotated(self, projected: Tensor | None, rotation: Rotation | None) -> Tensor | None:
         if projected is None:

@@ -60,18 +60,10 @@ class LeanStaticLayer(StaticLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not key_states.shape[-2]:  # from `early_initialization`, which knows one shape for all that is cached
             key_states, value_states = (key_states.new_empty(len(key_states), n, 0, width) for n, width in self.shapes)
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size, self.num_heads, _, self.k_head_dim = key_states.shape
-        self.v_head_dim = value_states.shape[-1]
-        self.keys, self.values = (
-            states.new_zeros((*states.shape[:2], self.max_cache_len, states.shape[-1]))
-            for states in (key_states, value_states)
-        )
-        self.cumulative_length = self.cumulative_length.to(self.device)
+        super().lazy_initialization(key_states, value_states)
+        self.values = value_states.new_zeros((*value_states.shape[:2], self.max_cache_len, value_states.shape[-1]))
         if not torch.compiler.is_compiling():
-            for tensor in (self.keys, self.values, self.cumulative_length):
-                torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
+            torch._dynamo.mark_static_address(self.values)
 
 
 class LeanStaticWindowLayer(LeanStaticLayer, StaticSlidingWindowLayer):
@@ -136,12 +128,9 @@ def _in_words(shapes: Sequence[tuple[int, int]]) -> str:
 def cache_bytes(past_key_values: Cache) -> int:
     """Bytes of key/value memory that `past_key_values` really holds: each storage once, and whole, so that a view into
     a larger tensor counts as the larger tensor. Of a quantized cache, its scales and offsets too."""
-    storages = {}
-    for layer in past_key_values.layers:
-        for tensor in cached_tensors(layer):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    tensors = [tensor for layer in past_key_values.layers for tensor in cached_tensors(layer)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def cached_tensors(layer: Any) -> Iterator[Tensor]:

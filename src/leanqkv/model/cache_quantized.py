@@ -55,7 +55,13 @@ class LeanQuantizedCache(QuantizedCache):
         if backend == KIVI:
             Cache.__init__(self, layers=kivi_layers(config.plan, **given))  # type: ignore[arg-type]
             return
-        refuse_windows(config.plan, backend)
+        # What leaves a window cannot be taken out of another backend's tensors.
+        windowed = next((layer for layer in config.plan.layers if layer.window is not None), None)
+        if windowed is not None:
+            raise ValueError(
+                f"backend {backend!r} of the quantized cache keeps all positions, but layer {windowed.layer} keeps a "
+                f"sliding window of {windowed.window}; use backend {KIVI!r}"
+            )
         whole: Any = PreTrainedConfig(num_hidden_layers=config.num_hidden_layers)  # type: ignore[call-arg]
         super().__init__(backend, whole, **options)
         self.layers = [_quantized_layer(type(layer), given) for layer in self.layers]
@@ -401,16 +407,6 @@ def check_bits(key_bits: Any, value_bits: Any) -> None:
     for name, bits in (("key_bits", key_bits), ("value_bits", value_bits)):
         if type(bits) is not int or bits not in BITS:
             raise ValueError(f"{name} must be 2, 4 or 8, found {bits!r}")
-
-
-def refuse_windows(plan, backend: str) -> None:
-    """Refuse a sliding window: what leaves it cannot be taken out of another backend's tensors."""
-    windowed = next((layer for layer in plan.layers if layer.window is not None), None)
-    if windowed is not None:
-        raise ValueError(
-            f"backend {backend!r} of the quantized cache keeps all positions, but layer {windowed.layer} keeps a "
-            f"sliding window of {windowed.window}; use backend {KIVI!r}"
-        )
 
 
 def _rounded(exact: Tensor, direction: float) -> Tensor:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -21,14 +21,6 @@ class LeanForCausalLM(LeanHeadModel, GenerationMixin):
     """Decoder-only language model of any architecture a LeanConfig describes."""
 
     builds = "causal_lm"
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
-    def __init__(self, config: LeanConfig):
-        super().__init__(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Which tokens an expert gets is known only when it runs.
-        self._can_compile_fullgraph = config.mlp_type != "moe"
-        self.post_init()
 
     @can_return_tuple
     def forward(

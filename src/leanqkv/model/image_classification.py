@@ -17,15 +17,14 @@ class LeanForImageClassification(LeanHeadModel):
     """Patches and a class token that all see each other; a linear head reads the class off the class token."""
 
     builds = "image_classification"
+    _tied_weights_keys = None
     main_input_name = "pixel_values"
     input_modalities = "image"
     _input_embed_layer = "embed_patches"
 
-    def __init__(self, config: LeanConfig):
-        super().__init__(config)
+    def make_head(self, config: LeanConfig) -> None:
         assert config.num_labels is not None
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
 
     @can_return_tuple
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs) -> ImageClassifierOutput:

@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache
 from .attention import KeyValues, LeanAttention, attend, autocast, update_cache
 from .latent import Absorbing, Columns, ComplexUp, absorbing_pays, expand, rotation_of_columns
 from .layout import LayerPlan
-from .position import Rotation, Rotations, rotate, rotation_back, rotation_of, rotation_of_history
+from .position import BACK, HISTORY, Rotation, Rotations, rotate, rotation_of
 from .registry import ConfigError, Projection
 
 
@@ -262,15 +262,16 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         else:
             attended = [values]
         attend: Any = self.attend
-        turning: dict[str, Any] = {}
         if self.turns_keys:
-            attend, turning = self.attend_turned, {"rotation": rotation_of_history(layer, position_embeddings)}
+            attend = self.attend_turned
+            # Without a history, the keys that are read are those of this call.
+            kwargs["rotation"] = rotation_of(layer, position_embeddings, HISTORY) or rotation
         elif self.k_up_proj is not None and self.absorbs(self.k_up_proj, query, *key.shape[2:]):
             query, key = self.absorb(query), key.expand(-1, layer.computed_key_heads, -1, -1)
         elif self.k_up_proj is not None:
             key = expand(self.k_up_proj, key[:, 0], self.head_dim)
         scaling = layer.attention_scale(layer.layer)
-        output, weights = attend(self, query, key, attended, attention_mask, scaling, **turning, **kwargs)
+        output, weights = attend(self, query, key, attended, attention_mask, scaling, **kwargs)
         if absorbed:
             output = self.restore(output)
         return self.project_output(output, gate), weights, own
@@ -282,7 +283,7 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         if not layer.value.reads_keys:
             return None
         assert own.keys is not None and own.values is not None
-        back = None if layer.key.before_rotary else rotation_back(layer, position_embeddings)
+        back = None if layer.key.before_rotary else rotation_of(layer, position_embeddings, BACK)
         return LatentAndKeys(own.values, own.keys, new_keys, back, layer.key.columns)
 
     def _absorbs_values(self, query: Tensor, key: Tensor, columns: int) -> bool:

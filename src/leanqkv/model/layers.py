@@ -100,6 +100,7 @@ class GatedMLP(MLP):
     """
 
     kind = "gated"
+    projections = ("gate_proj", "up_proj")  # what `project` gives
 
     def __init__(self, config):
         super().__init__(config)

@@ -3,11 +3,10 @@
 P1 section 6 and P4 name encoders among the models that their eliminations hold for.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
-from .config import LeanConfig
 from .transformer import LeanHeadModel
 
 
@@ -15,12 +14,6 @@ class LeanForMaskedLM(LeanHeadModel):
     """Every real token sees every other; the head predicts the token at each position itself."""
 
     builds = "masked_lm"
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
-    def __init__(self, config: LeanConfig):
-        super().__init__(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
     @can_return_tuple
     def forward(

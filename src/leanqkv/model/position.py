@@ -42,9 +42,9 @@ class RotaryEmbeddings(nn.ModuleDict):
         return rotations
 
 
-def rotation_of(layer, rotations: Rotations | None) -> Rotation | None:
-    """Those of a layer of the plan; None: it has no rotary positions."""
-    return None if layer.rope is None or rotations is None else rotations[layer.rope]
+def rotation_of(layer, rotations: Rotations | None, what: str = "") -> Rotation | None:
+    """That of a layer of the plan, of this call's positions, or HISTORY or BACK; None: there is none."""
+    return None if layer.rope is None or rotations is None else rotations.get(f"{what}{layer.rope}")
 
 
 def turning_back(rotation: Rotation) -> Rotation:
@@ -52,18 +52,6 @@ def turning_back(rotation: Rotation) -> Rotation:
     cos, sin = (table.to(torch.promote_types(table.dtype, torch.float32)) for table in rotation)
     square = cos.square() + sin.square()
     return (cos / square).to(rotation[0].dtype), (-sin / square).to(rotation[0].dtype)
-
-
-def rotation_back(layer, rotations: Rotations | None) -> Rotation | None:
-    """Return the inverse rotation of a layer's history; None without rotary positions or history."""
-    return None if layer.rope is None or rotations is None else rotations.get(f"{BACK}{layer.rope}")
-
-
-def rotation_of_history(layer, rotations: Rotations | None) -> Rotation | None:
-    """Return the rotation of all keys that a layer reads; without a history, these are those of this call."""
-    if layer.rope is None or rotations is None:
-        return None
-    return rotations.get(f"{HISTORY}{layer.rope}", rotations[layer.rope])
 
 
 class RotaryEmbedding(nn.Module):

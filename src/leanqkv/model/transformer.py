@@ -366,9 +366,10 @@ def _tell_peft(model_type: str) -> None:
 
 
 class LeanHeadModel(LeanPreTrainedModel):
-    """A body with a head for `builds`, the task that the configuration must have."""
+    """A body with a head for `builds`, the task that the configuration must have: for text, a map to the vocabulary."""
 
     builds: str
+    _tied_weights_keys: Any = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LeanConfig):
         if config.task != self.builds:
@@ -379,6 +380,13 @@ class LeanHeadModel(LeanPreTrainedModel):
         super().__init__(config)
         self.model = LeanModel(config)
         self._initial_seed = self.model._initial_seed
+        # Which tokens an expert gets is known only when it runs.
+        self._can_compile_fullgraph = config.mlp_type != "moe"
+        self.make_head(config)
+        self.post_init()
+
+    def make_head(self, config: LeanConfig) -> None:
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [..., vocab_size] of final hidden states [..., hidden_size]."""
