@@ -10,7 +10,8 @@ from torch import Tensor
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tokenizer import check_ids, framing, load_tokenizer
 from ..data.corpus import read_pieces
-from ..eliminate import Request, eliminate_directory, verify
+from ..eliminate import eliminate_directory, verify
+from ..eliminate.transform import Request
 from ..environment import give_back_freed_memory
 from ..errors import LeanError
 from ..progress import console, continued_when_repeated, progress_bar
