@@ -59,6 +59,7 @@ BENCHMARKS = (
     ("key_value_sources", "real/key-value-sources.json", "reference-conversion.md"),
     ("partial_rope", "real/partial-rope.json", "reference-conversion.md"),
     ("peers", "real/peers.json", "reference-conversion.md"),
+    ("latent_choice", "real/latent-choice.json", "reference-conversion.md"),
     ("tasks", "real/tasks.json", "reference-conversion.md"),
     ("tasks", "real/needle.json", "reference-conversion.md"),
     ("tasks", "real/recall.json", "reference-conversion.md"),
