@@ -294,7 +294,9 @@ NUMBERS = {
     "results-extensions.md": Sources((), ("extensions", "nonlinear-key", "prefix", "encoder")),
     # Half-widths with fewer digits, percentages and tokens; the sign is in words.
     "results-sharing-values.md": Sources(
-        (), ("kv-sharing", "kv-both", "skip-ratio-gpt2", "llama-sizes", "uptraining"), ("0.02", "0.06", "1.7")
+        (),
+        ("kv-sharing", "kv-both", "skip-ratio-gpt2", "llama-sizes", "skip-layer", "uptraining"),
+        ("0.02", "0.06", "1.7"),
     ),
     "results-queries.md": Sources((), ("query",), ("2.6",)),
     # A difference of two rows; the sign is in words.
