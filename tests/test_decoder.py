@@ -12,6 +12,7 @@ from shapes import assert_near, tokens
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from variants import SCATTERED
 
 from leanqkv import LeanForCausalLM, cache_bytes
@@ -264,6 +265,22 @@ def test_the_cache_is_one_for_transformers_own_generation_as_well(mechanisms):
         one.reset()
         assert one.get_seq_length() == 0
         assert torch.equal(model(ids, past_key_values=one).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("allocated", [True, False])
+@pytest.mark.parametrize("window", [None, 4])
+@torch.no_grad()
+def test_a_reset_forgets_all_tokens_where_transformers_keeps_zeros(window, allocated, monkeypatch):
+    monkeypatch.setattr(DynamicLayer, "reset", CacheLayerMixin.reset, raising=False)  # as in transformers 5.17
+    model, ids = build("llama", "skipv1", sliding_window=window), tokens(2, PROMPT)
+    config = model.config
+    cache = allocate_cache(config, PROMPT) if allocated else DynamicCache(config=config)
+    expected = model(ids).logits
+    for _ in range(2):
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+        assert cache.get_seq_length() == PROMPT
+        cache.reset()
+        assert cache.get_seq_length() == cache_bytes(cache) == 0
 
 
 def with_products(model: nn.Module) -> nn.Module:

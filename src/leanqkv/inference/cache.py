@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache_bits import PLAIN, CacheBits
-from ..model.cache import LeanDynamicWindowLayer, cached_tensors
+from ..model.cache import LeanDynamicLayer, LeanDynamicWindowLayer, cached_tensors
 from ..model.cache_quantized import BLOCK, KiviLayer, Paged, kivi_layers
 from ..model.config import LeanConfig
 from .history import History, Places
@@ -52,8 +52,8 @@ class _InPlace:
         return all(_ends(*pair, place) for pair in zip((self.keys, self.values), self._buffers, strict=True))
 
 
-class AllocatedLayer(_InPlace, DynamicLayer):
-    """Like transformers' DynamicLayer, whose history it is a drop-in for, but new tokens are written behind the old
+class AllocatedLayer(_InPlace, LeanDynamicLayer):
+    """Like LeanDynamicLayer, whose history it is a drop-in for, but new tokens are written behind the old
     ones in place: nothing is concatenated, and what attention reads is a view of exactly the tokens so far, so that no
     mask has to hide the rest."""
 

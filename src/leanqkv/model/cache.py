@@ -24,19 +24,28 @@ from transformers.cache_utils import (
 )
 
 
-class _Cropped:
-    """Crops what is stored: a layer that computes nothing is never initialized."""
+class _Growing:
+    """Crops what is stored, as a layer that computes nothing is never initialized; and a reset forgets all of it."""
+
+    keys: Tensor | None
+    values: Tensor | None
+    is_initialized: bool
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self.is_initialized:  # type: ignore[attr-defined]
+        if self.is_initialized:
             super().crop(tokens_to_remove)  # type: ignore[misc]
 
+    def reset(self) -> None:
+        # transformers 5.17 keeps as many tokens, of zeros
+        self.keys, self.values, self.is_initialized = None, None, False
+        super().reset()  # type: ignore[misc]
 
-class LeanDynamicLayer(_Cropped, DynamicLayer):
+
+class LeanDynamicLayer(_Growing, DynamicLayer):
     """Grows with every token; keys and values may differ in their number of heads."""
 
 
-class LeanDynamicWindowLayer(_Cropped, DynamicSlidingWindowLayer):
+class LeanDynamicWindowLayer(_Growing, DynamicSlidingWindowLayer):
     """Keeps the last `sliding_window - 1` tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
