@@ -117,6 +117,17 @@ def test_the_page_on_shares_of_value_heads_says_what_the_runs_say():
     assert not most.clear and max(most.by_seed.values()) < 0
 
 
+def test_the_page_on_which_layer_s_values_says_what_the_runs_say():
+    """Differences between the models, which the comparison's table does not have."""
+    baseline, *others = load_comparison(RESULTS / "skip-layer").results
+    none, first, second, third, fourth = (result.losses for result in others)
+    for losses in (none, second, third, fourth):
+        above = paired_difference(losses, first)
+        assert above.clear and min(above.by_seed.values()) > 0
+    for losses in (baseline.losses, first, second, third, fourth):
+        assert min(paired_difference(none, losses).by_seed.values()) > 0
+
+
 def has_rows(page: str, table: str) -> bool:
     """Whether a page has a table with this header that has these rows among those of other records."""
     *header, rows = table.split("\n", 2)
