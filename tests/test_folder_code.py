@@ -69,6 +69,7 @@ for folder, auto_class in json.loads(sys.argv[1]).items():
     wanted = torch.load(f"{folder}/wanted.pt")
     read = getattr(transformers, auto_class).from_pretrained
     model = read(folder, trust_remote_code=True).eval()
+    assert type(model.config).has_no_defaults_at_init, folder  # transformers before 5.20 would make them
     model.save_pretrained(f"{folder}/again")
     code = [sorted(file.name for file in Path(place).glob("*.py")) for place in (folder, f"{folder}/again")]
     if not Path(folder, "old").exists():
