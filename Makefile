@@ -6,21 +6,24 @@
 # make mutants    the tests against faults put into the package, for hours: ONLY=model, SAMPLE=20, AGAIN=1
 # make golden     write tests/golden/golden.json anew: the results of every command that a change must keep
 # make test-hf    transformers' own tests on ten models of ours; CLONE is a clone of transformers at the installed version
+# make test-lowest  as make test, with the oldest versions that pyproject.toml allows of everything but PyTorch
 # make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in an environment of their own
 # make test-vllm-fast  a sample of them, without those that start processes
 # make lint       ruff and mypy
 # make setup      a virtual environment in .venv, about 2 minutes
-# make clean      remove .venv, .venv-vllm and runs
+# make clean      remove .venv, .venv-lowest, .venv-vllm and runs
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build of torch comes first and by its exact version: asked for by another package it may bring gigabytes.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
+LOWEST_VENV ?= .venv-lowest
+LOWEST_BIN := $(LOWEST_VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: setup demo real test test-all test-fast test-hf test-vllm test-vllm-fast golden mutants lint clean
+.PHONY: setup demo real test test-all test-fast test-lowest test-hf test-vllm test-vllm-fast golden mutants lint clean
 
 setup: $(VENV)/ready
 
@@ -45,6 +48,18 @@ test-all: setup lint
 
 test-fast: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
+
+# Without dependencies, all of which are in the list: else PyTorch would bring gigabytes for CUDA.
+$(LOWEST_VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) uv
+	$(LOWEST_BIN)/uv pip compile --quiet --python $(LOWEST_BIN)/python --extra dev --resolution lowest-direct pyproject.toml \
+		| grep -E '^[a-z]' | grep -vE '^(torch|triton|nvidia|cuda)' > $(LOWEST_VENV)/versions.txt
+	$(LOWEST_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOWEST_VENV)/versions.txt -e .
+	@touch $@
+
+test-lowest: $(LOWEST_VENV)/ready
+	OMP_NUM_THREADS=1 $(LOWEST_BIN)/python -m pytest -n auto --dist worksteal -m 'not exhaustive'
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(AGAIN),--again)
@@ -81,4 +96,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) runs
