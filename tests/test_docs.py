@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -449,6 +450,8 @@ def test_a_figure_is_the_one_that_its_records_make(name):
     committed, drawn = file.read_text(), make_figures.make(name)
     assert file.stat().st_size < 100_000
     assert make_figures.signature(make_figures.ALL[name]) in committed, "run python docs/make_figures.py"
+    if f"matplotlib=={version('matplotlib')}" not in (ROOT / "constraints.txt").read_text():
+        pytest.skip("another Matplotlib places marks elsewhere")
     number = r"-?\d+\.?\d*(?:e-?\d+)?"
 
     def marks(svg: str) -> tuple[str, list[float]]:

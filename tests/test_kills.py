@@ -88,7 +88,7 @@ def _run_until(arguments: tuple[str, ...], place: Path, kill_at: int | None, fin
         if event == "open":
             counts = isinstance(path, str | bytes) and bool((details[2] or 0) & WRITING)
         else:
-            counts = event in CHANGES
+            counts = event in CHANGES and isinstance(path, str | bytes)  # older locks change the mode of an open file
         # Names relative to an open directory come from the removal of a whole directory.
         if counts and (not (file := Path(os.fsdecode(path))).is_absolute() or file.is_relative_to(place)):
             done += 1

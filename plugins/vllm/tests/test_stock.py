@@ -12,6 +12,7 @@ from product.mechanisms import CASES
 
 pytestmark = pytest.mark.slow  # a process for each
 FIELDS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
+FIELDS |= {"mlp_type": "gated"}  # whose code is in the folder in place of the default's
 RUNS = ("baseline", "gqa", "mqa", "identity-query", "nonlinear-query", "residual-query", "biases and qk_norm")
 REFUSED = {"skipv1": "first_layer_values", "mla": "kv_lora_rank", "latent-values": "latent", "shared blocks": "share"}
 SCRIPT = """
