@@ -265,7 +265,8 @@ def _warpers(body: dict[str, Any], length: int, decoder: Decoder) -> tuple[Logit
         if (largest := max(biases)) >= decoder.config.vocab_size:
             message = f"logit_bias has token {largest}, and the model only {decoder.config.vocab_size} tokens"
             raise ApiError(400, message, "invalid_value", param="logit_bias")
-        warpers.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()]))
+        bias_of: Any = {(token,): bias for token, bias in biases.items()}  # transformers 5.17 refuses token 0 in a list
+        warpers.append(SequenceBiasLogitsProcessor(bias_of))
     if (penalty := body.get("repetition_penalty", defaults.repetition_penalty)) not in (None, 1):
         warpers.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
         needs_tokens = True
