@@ -224,8 +224,8 @@ TEXTS = (
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_the_tokenizer_is_the_one_that_transformers_makes(folder, architecture):
-    if architecture == "gemma3" and transformers.__version__.startswith(("5.17.", "5.18.")):
-        pytest.skip("this version of transformers cannot read this tokenizer")
+    if architecture == "gemma3" and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 cannot read this tokenizer")
     write_model(folder / "model.gguf", architecture)
     theirs, ours = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf"), load_tokenizer(Path("model.gguf"))
     assert ours.chat_template == CHAT
