@@ -156,7 +156,7 @@ class LeanConfig(PreTrainedConfig):
 
     model_type = "leanqkv"
     keys_to_ignore_at_inference = ["past_key_values"]
-    # A checkpoint's folder may lack the mechanisms of a default configuration; transformers before 5.20 would make one of them.
+    # A folder may lack the mechanisms of a default configuration, which transformers before 5.20 would make.
     has_no_defaults_at_init = True
 
     vocab_size: FilledIn = None  # type: ignore[assignment]
