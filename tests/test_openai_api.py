@@ -181,22 +181,6 @@ def test_usage_is_told_if_it_is_asked_for(api):
     assert all(piece.usage is None and piece.choices for piece in api.client.chat.completions.create(**options))
 
 
-def test_an_answer_that_is_cut_off_is_incomplete(api):
-    options = {"model": "random", "input": "def ", "temperature": 0}
-    answer = api.client.responses.create(**options, max_output_tokens=3)
-    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert answer.output[0].status == "incomplete"
-    *_, last = api.client.responses.create(**options, max_output_tokens=3, stream=True)
-    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
-    token = int(logprobs(api, ids(api, "user:def \n"))[-1].argmax())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api.model.generation_config, "eos_token_id", token)
-        answer = api.client.responses.create(**options, max_output_tokens=3)
-        assert (answer.status, answer.incomplete_details, answer.output[0].status) == ("completed", None, "completed")
-        *_, last = api.client.responses.create(**options, max_output_tokens=3, stream=True)
-        assert last.type == "response.completed"
-
-
 def test_a_turn_ends_with_the_end_of_the_tokenizer_too(api):
     text = generated(api, ids(api, "user:def \n"), eos_token_id=None)
     name = api.tokenizer.convert_ids_to_tokens(int(logprobs(api, ids(api, "user:def \n"))[-1].argmax()))
@@ -292,20 +276,19 @@ LISTS = [
 ]
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_no_value_of_a_field_is_the_fault_of_the_server(api, path):
     """OpenAI's client would send what gets a 5xx again and again."""
     from leanqkv.inference.api_fields import COMMON_FIELDS
     from leanqkv.inference.openai_api import ENDPOINTS
 
-    text = {"completions": "prompt", "chat/completions": "messages", "responses": "input"}[path]
-    length = "max_output_tokens" if path == "responses" else "max_tokens"
+    text = {"completions": "prompt", "chat/completions": "messages"}[path]
     rules = ENDPOINTS[f"/v1/{path}"].fields | (COMMON_FIELDS if path == "completions" else {})
     statuses = set()
-    for name in [*rules, *(["user", "n", "tools", "text"] if path == "responses" else [])]:
+    for name in [*rules, *(["user", "tools"] if path == "completions" else [])]:
         structured = name in (text, "stop", "logit_bias", "chat_template_kwargs", "stream_options")
         for value in [*NUMBERS, *OTHERS, *(LISTS if structured else [])]:
-            body = {length: 1, text: CHAT if text == "messages" else "a", name: value}
+            body = {"max_tokens": 1, text: CHAT if text == "messages" else "a", name: value}
             content = json.dumps(body).encode()
             answer = api.http.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
             statuses.add(answer.status_code)

@@ -140,7 +140,7 @@ def test_stop_strings_end_the_text_and_are_not_in_it(server, generated):
     assert complete(server, max_tokens=40, stop=[text[-3:] + "never"]) == (text, "length")
 
 
-def test_chat_and_responses(server, generated):
+def test_chat(server, generated):
     expected = generated("user:def \n", 16)
     messages = [{"role": "user", "content": "def "}]
     options = {"model": "random", "messages": messages, "temperature": 0, "max_completion_tokens": 16}
@@ -149,10 +149,6 @@ def test_chat_and_responses(server, generated):
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
     choice = server.client.chat.completions.create(**options, stop=expected[4:6]).choices[0]
     assert (choice.message.content, choice.finish_reason) == (expected[: expected.index(expected[4:6])], "stop")
-    options = {"model": "random", "input": "def ", "temperature": 0, "max_output_tokens": 16}
-    assert server.client.responses.create(**options).output_text == expected
-    events = list(server.client.responses.create(**options, stream=True))
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
 
 
 @pytest.mark.parametrize(
@@ -300,12 +296,6 @@ def test_a_failure_to_generate_is_told_and_survived(application, monkeypatch):
         assert "division by zero" in answer
         answer = application.ask(**options, stream=True)[1]
         assert 'data: {"error": {"message": "division by zero", "type": "server_error"' in answer
-        application.tokenizer.chat_template = TEMPLATE
-        answer = application.ask("/v1/responses", input="a", stream=True)[1]
-        *_, error, failed = (json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line)
-        assert (error["type"], error["message"]) == ("error", "division by zero")
-        assert failed["type"] == "response.failed"
-        assert failed["response"]["error"] == {"code": "server_error", "message": "division by zero"}
     assert application.ask(**options)[0] == 200
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "_merge", lambda _: 1 / 0)

@@ -13,18 +13,15 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_N, MAX_LOGPROBS, MAX_BIASES = 128, 20, 1024
 FIELDS_WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
-    *("safety_identifier", "prediction", "max_tool_calls"),
+    *("safety_identifier", "prediction"),
 }
-TEXT = {"type": "text"}
 # Values of unsupported fields that ask for nothing, as false ones do.
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "length_penalty", "typical_p"), (1,)),
     **dict.fromkeys(("add_generation_prompt", "add_special_tokens", "skip_special_tokens"), (True,)),
     "spaces_between_special_tokens": (True,),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    "response_format": (TEXT,),
-    "text": ({"format": TEXT}, {"verbosity": "medium"}, {"format": TEXT, "verbosity": "medium"}),
-    "truncation": ("disabled",),
+    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }
@@ -133,11 +130,6 @@ CHAT_FIELDS: dict[str, Rule] = CHOICE_FIELDS | {
     "max_tokens": COUNT,
     "logprobs": BOOLEAN,
     "top_logprobs": LOGPROBS,
-}
-RESPONSE_FIELDS: dict[str, Rule] = {
-    "input": ("a string or a list", lambda value: isinstance(value, str | list)),
-    "instructions": STRING,
-    "max_output_tokens": COUNT,
 }
 
 

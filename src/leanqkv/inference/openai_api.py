@@ -5,10 +5,8 @@ import inspect
 import json
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -16,13 +14,12 @@ from torch import Tensor
 
 from ..data.tokenizer import encode_prompt
 from ..model.config import LeanConfig
-from .api_fields import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSE_FIELDS, ApiError, Rule, error_body, unsupported
+from .api_fields import CHAT_FIELDS, COMPLETION_FIELDS, ApiError, Rule, error_body, unsupported
 from .batch import Row, Score
 from .text import TextStream, check_tokens, encode_chat, longest_token, render_chat, token_text
 
 MAX_SCORES = 2**20  # of a request: answers times tokens times logarithms
 ROLES = ("system", "developer", "user", "assistant")
-TEXT_PARTS = ("text", "input_text", "output_text")
 # A logarithm that JSON has no number for is told as this one.
 LEAST_LOGPROB = -9999.0
 
@@ -113,8 +110,8 @@ Pieces = AsyncIterator[tuple[Choice, str, list[Score]]]
 
 
 @dataclass
-class Answer(ABC):
-    """The answer to a request on its way. Each endpoint has a subclass: how it reads prompts and writes answers."""
+class Completion:
+    """/v1/completions: the answer to a request on its way, texts continued."""
 
     id: str
     model: str
@@ -124,50 +121,18 @@ class Answer(ABC):
     choices: list[Choice] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    fields: ClassVar[Mapping[str, Rule]]
+    fields: ClassVar[Mapping[str, Rule]] = COMPLETION_FIELDS
+    kinds: ClassVar = ("text_completion", "text_completion")  # in one piece, and streamed
+    opening: ClassVar[dict[str, Any]] = {"text": ""}
 
     @staticmethod
-    @abstractmethod
     def encode(body: dict[str, Any], reader: PromptReader) -> list[Tensor]:
         """Return the token ids of the prompts in a request."""
-
-    @staticmethod
-    def echoes(body: dict[str, Any], tokenizer: Any) -> list[str]:
-        """Return what stands before the answers to each prompt."""
-        return [""]
-
-    @staticmethod
-    def top_logprobs(body: dict[str, Any]) -> int | None:
-        """Return for how many tokens of every position a logarithm of their probability is asked; None: for none."""
-        return None
-
-    @abstractmethod
-    async def whole(self, pieces: Pieces) -> dict[str, Any]:
-        """Return the answer in one piece."""
-
-    @abstractmethod
-    def events(self, pieces: Pieces) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events."""
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """How many tokens there are in prompts and in answers."""
-        return sum(map(len, self.prompts)), sum(choice.new_tokens for choice in self.choices)
-
-
-class Completion(Answer):
-    """/v1/completions: texts continued."""
-
-    fields = COMPLETION_FIELDS
-    kinds = ("text_completion", "text_completion")  # in one piece, and streamed
-    opening: dict[str, Any] = {"text": ""}
-
-    @staticmethod
-    def encode(body: dict[str, Any], reader: PromptReader) -> list[Tensor]:
         return [reader.text(one) if isinstance(one, str) else reader.tokens(one) for one in _prompts(body)]
 
     @staticmethod
     def echoes(body: dict[str, Any], tokenizer: Any) -> list[str]:
+        """Return what stands before the answers to each prompt."""
         if not body.get("echo"):
             return [""] * len(_prompts(body))
         decode = tokenizer.backend_tokenizer.decode
@@ -175,10 +140,12 @@ class Completion(Answer):
 
     @staticmethod
     def top_logprobs(body: dict[str, Any]) -> int | None:
+        """Return for how many tokens of every position a logarithm of their probability is asked; None: for none."""
         logprobs = body.get("logprobs", False)
         return None if logprobs is False else logprobs
 
     async def whole(self, pieces: Pieces) -> dict[str, Any]:
+        """Return the answer in one piece."""
         texts, scores = [""] * len(self.choices), [list[Score]() for _ in self.choices]
         async for choice, text, new in pieces:
             texts[choice.index] += text
@@ -192,6 +159,7 @@ class Completion(Answer):
         return await asyncio.to_thread(assembled)  # the scores of a long prompt take long
 
     async def events(self, pieces: Pieces) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events."""
         usage_asked = self.body.get("stream_options", {}).get("include_usage")
         usage = {"usage": None} if usage_asked else {}
 
@@ -242,7 +210,7 @@ class Completion(Answer):
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _usage(self) -> dict[str, int]:
-        prompt, new = self.lengths
+        prompt, new = sum(map(len, self.prompts)), sum(choice.new_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _body(self, choices: list[dict[str, Any]], streamed: bool = False) -> dict[str, Any]:
@@ -281,87 +249,11 @@ class ChatCompletion(Completion):
         return {"content": content, "refusal": None}
 
 
-class Response(Answer):
-    """/v1/responses: a text or a conversation continued."""
-
-    fields = RESPONSE_FIELDS
-
-    @staticmethod
-    def encode(body: dict[str, Any], reader: PromptReader) -> list[Tensor]:
-        items = body.get("input", [])
-        if isinstance(items, str) or (items and isinstance(items[0], dict) and items[0].get("type") in TEXT_PARTS):
-            items = [{"role": "user", "content": items}]  # one message, or the parts of one
-        if body.get("instructions"):
-            has_system = bool(items) and isinstance(items[0], dict) and items[0].get("role") == "system"
-            items = [{"role": "system", "content": body["instructions"]}, *items[has_system:]]
-        return [_read_messages(items, reader, {})]
-
-    async def whole(self, pieces: Pieces) -> dict[str, Any]:
-        return self._ended("".join([text async for _, text, _ in pieces]))
-
-    async def events(self, pieces: Pieces) -> AsyncIterator[str]:
-        numbers, whole = count(), ""
-        place = {"item_id": f"msg_{self.id}", "output_index": 0, "content_index": 0}
-
-        def event(kind: str, **fields: Any) -> str:
-            return _event({"type": kind, "sequence_number": next(numbers), **fields})
-
-        yield event("response.created", response=self._body("queued"))
-        yield event("response.in_progress", response=self._body("in_progress"))
-        yield event("response.output_item.added", output_index=0, item=self._message("in_progress"))
-        yield event("response.content_part.added", **place, part=_part(""))
-        try:
-            async for _, text, _ in pieces:
-                whole += text
-                if text:
-                    yield event("response.output_text.delta", **place, delta=text, logprobs=[])
-        except ApiError as error:
-            failure = {"code": "server_error", "message": error.detail}
-            yield event("error", **failure, param=None)
-            yield event("response.failed", response=self._body("failed", error=failure))
-            return
-        yield event("response.output_text.done", **place, text=whole, logprobs=[])
-        yield event("response.content_part.done", **place, part=_part(whole))
-        response = self._ended(whole)
-        yield event("response.output_item.done", output_index=0, item=response["output"][0])
-        yield event(f"response.{response['status']}", response=response)
-
-    def _ended(self, text: str) -> dict[str, Any]:
-        prompt, new = self.lengths
-        usage = {
-            "input_tokens": prompt,
-            "output_tokens": new,
-            "total_tokens": prompt + new,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": 0},
-        }
-        cut = self.choices[0].finish_reason == "length"
-        status, details = ("incomplete", {"reason": "max_output_tokens"}) if cut else ("completed", None)
-        return self._body(status, output=[self._message(status, text)], incomplete_details=details, usage=usage)
-
-    def _body(self, status: str, **fields: Any) -> dict[str, Any]:
-        about = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created, "model": self.model}
-        tools = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False}
-        return {**about, "status": status, "output": [], "error": None, "incomplete_details": None, **tools, **fields}
-
-    def _message(self, status: str, *texts: str) -> dict[str, Any]:
-        about = {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "status": status}
-        return {**about, "content": [_part(text) for text in texts]}
-
-
-ENDPOINTS: dict[str, type[Completion | Response]] = {
-    "/v1/completions": Completion,
-    "/v1/chat/completions": ChatCompletion,
-    "/v1/responses": Response,
-}
+ENDPOINTS = {"/v1/completions": Completion, "/v1/chat/completions": ChatCompletion}
 
 
 def _finite(logprob: float | None) -> float:
     return logprob if logprob is not None and math.isfinite(logprob) else LEAST_LOGPROB
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
 
 
 def _event(data: dict[str, Any]) -> str:
@@ -404,7 +296,7 @@ def _read_message(message: Any) -> dict[str, str]:
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ApiError(400, f"content is a string or a list of parts, found {content!r:.100}", param="messages")
     for part in parts:
-        if part.get("type") not in TEXT_PARTS:
+        if part.get("type") != "text":
             raise unsupported(f"{part.get('type')}")
         if not isinstance(part.get("text"), str):
             raise ApiError(400, f"the text of a part is a string, found {part.get('text')!r:.100}", param="messages")

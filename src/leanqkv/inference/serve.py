@@ -22,8 +22,7 @@ from uuid import uuid4
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.responses import Response as PlainResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
@@ -48,7 +47,7 @@ from .api_fields import ApiError, check_model, checked_fields, error_body
 from .batch import Row, Scheduler
 from .connections import Connection, most_connections
 from .decoder import CountPenalty, last_position, logits_warpers, position_limit
-from .openai_api import ENDPOINTS, Answer, Choice, Completion, Pieces, PromptReader, Response, check_scores
+from .openai_api import ENDPOINTS, Choice, Completion, Pieces, PromptReader, check_scores
 from .text import TextStream, check_chat_template, end_tokens
 
 DEFAULT_NEW_TOKENS = 1024
@@ -56,7 +55,7 @@ DEFAULT_NEW_TOKENS = 1024
 MAX_BODY_BYTES, BODY_BYTES_PER_POSITION, BODY_BYTES_BESIDE = 2**19, 16, 2**16
 DROPPED_BODY_BYTES = 2**24  # beyond a body's limit, before the connection is closed
 MAX_REQUESTS, MAX_ANSWERS = 256, 256  # of the server; of a request
-LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+LENGTH_FIELDS = ("max_completion_tokens", "max_tokens")
 RETRY_SECONDS = 10
 SHUTDOWN_SECONDS = 3  # for clients that are slow to read the rest of an answer
 # Settings of a generation_config.json that would change the text, and that Decoder does not have.
@@ -202,8 +201,8 @@ def _read_object(request: Request, content: bytes) -> dict[str, Any]:
 
 
 def _read_answer(
-    generator: Generator, model: str, request: Request, content: bytes, endpoint: type[Completion | Response]
-) -> Answer:
+    generator: Generator, model: str, request: Request, content: bytes, endpoint: type[Completion]
+) -> Completion:
     """Return the answer that a request asks for, of which nothing is generated yet; raise ApiError for one refused."""
     body = checked_fields(_read_object(request, content), endpoint.fields, model)
     tokenizer = generator.prompts.tokenizer
@@ -321,7 +320,7 @@ def build_app(model: Any, tokenizer: Any, name: str, bits: CacheBits = PLAIN) ->
     limit = min(BODY_BYTES_BESIDE + BODY_BYTES_PER_POSITION * model.config.max_position_embeddings, MAX_BODY_BYTES)
     slots = Middleware(RequestLimit, slots=asyncio.Semaphore(MAX_REQUESTS))
 
-    async def respond(request: Request, endpoint: type[Completion | Response]) -> PlainResponse:
+    async def respond(request: Request, endpoint: type[Completion]) -> Response:
         content = await _read_body(request, limit)
         read = partial(_read_answer, generator, name, request, content, endpoint)
         reading = asyncio.get_running_loop().run_in_executor(generator.reader, read)
@@ -330,7 +329,7 @@ def build_app(model: Any, tokenizer: Any, name: str, bits: CacheBits = PLAIN) ->
         if answer.body.get("stream"):
             return StreamingResponse(answer.events(pieces), headers=headers, media_type="text/event-stream")
         whole = await _unless_disconnected(request, answer.whole(pieces))
-        return PlainResponse(await asyncio.to_thread(json.dumps, whole), headers=headers, media_type="application/json")
+        return Response(await asyncio.to_thread(json.dumps, whole), headers=headers, media_type="application/json")
 
     routes = [
         Route(path, partial(respond, endpoint=endpoint), methods=["POST"], middleware=[slots])
