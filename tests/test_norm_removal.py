@@ -171,6 +171,7 @@ def test_a_run_leaves_a_model_without_norms(data, source, finished) -> None:
     assert "without norms" in (out / "README.md").read_text()
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("at", [14, 21, 31])
 def test_a_killed_run_goes_on_bit_identically(data, source, finished, tmp_path, at: int) -> None:
     """From a checkpoint before the first removal, just before it, and between two; none of them is a model."""

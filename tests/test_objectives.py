@@ -58,6 +58,7 @@ def batches(made, data, out, monkeypatch, steps=3):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_cases
 @pytest.mark.slow
 @kinds
 def test_a_killed_run_goes_on_bit_identically(data, tmp_path, kind):
@@ -75,6 +76,7 @@ def test_a_killed_run_goes_on_bit_identically(data, tmp_path, kind):
     ).read_bytes()
 
 
+@pytest.mark.long_cases
 @pytest.mark.slow
 @kinds
 def test_micro_batches_weigh_targets_alike(data, tmp_path, kind):
@@ -92,6 +94,7 @@ def test_micro_batches_weigh_targets_alike(data, tmp_path, kind):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
+@pytest.mark.long_cases
 @pytest.mark.slow
 @kinds
 def test_all_variants_see_the_same_targets(data, tmp_path, kind, monkeypatch):

@@ -170,6 +170,7 @@ def test_what_an_interrupted_conversion_left_goes_with_the_next_command(folder, 
     assert not Path(".o.calibration").exists()
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     "command",
     [
