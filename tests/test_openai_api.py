@@ -181,6 +181,16 @@ def test_usage_is_told_if_it_is_asked_for(api):
     assert all(piece.usage is None and piece.choices for piece in api.client.chat.completions.create(**options))
 
 
+def test_answers_and_their_pieces_say_what_they_are(api):
+    options = {"model": "random", "max_tokens": 2}
+    for create, text, kinds in (
+        (api.client.completions.create, {"prompt": "def "}, ("text_completion", "text_completion")),
+        (api.client.chat.completions.create, {"messages": CHAT}, ("chat.completion", "chat.completion.chunk")),
+    ):
+        assert create(**options, **text).object == kinds[0]
+        assert {piece.object for piece in create(**options, **text, stream=True)} == {kinds[1]}
+
+
 def test_a_turn_ends_with_the_end_of_the_tokenizer_too(api):
     text = generated(api, ids(api, "user:def \n"), eos_token_id=None)
     name = api.tokenizer.convert_ids_to_tokens(int(logprobs(api, ids(api, "user:def \n"))[-1].argmax()))
