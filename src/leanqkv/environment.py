@@ -107,7 +107,7 @@ def give_back_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return the memory that `keep_freed_memory` has kept."""
+    """Return to the system what glibc keeps of freed memory: after a step that took much, or `keep_freed_memory`."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..environment import give_back_freed_memory, versions
+from ..environment import give_back_freed_memory, return_freed_memory, versions
 from ..errors import LeanError
 from ..files import check_free, hash_files, remove, replacing, write_json, write_text
 from ..job import Job, beside, is_locked, unfinished
@@ -150,6 +150,7 @@ def write_checkpoint(
 
     Raises a LeanError if `out` is not empty or the disk has too little room, an OSError if it is full after all.
     """
+    return_freed_memory()  # of what has computed the tensors
     out = Path(os.path.realpath(out))
     check_free(out)
     content = {**job, "versions": versions(), "dtype": str(dtype), "shard_bytes": shard_bytes}

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..checkpoints.tensors import LazyTensors
 from ..checkpoints.write import Progress
+from ..environment import return_freed_memory
 from ..errors import LeanError
 from ..files import disk_full_is_an_error, read_json, replacing, write_json
 from ..job import Job
@@ -336,6 +337,7 @@ class Sweeps:
             if not layer:
                 self._embed()
             yield layer
+            return_freed_memory()  # of another layer's sums and factorizations
             self._job.write(done=at + 1, seconds=self.seconds)
         self.progress(total if phase == "fitting" else layers, total)
 
