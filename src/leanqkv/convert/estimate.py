@@ -96,7 +96,7 @@ def _operations(config: LeanConfig, reduction: Reduction, length: int, tokens: i
     fitting = attention - 2 * rows * hidden + 2 * hidden * width + scores / 2 + 2 * rows * (rows + hidden)
     fitting += 2 * rows * hidden + forward - attention
     few = SKETCHED if hidden >= MANY else hidden
-    solved = len(RIDGES) * (rows**3 / 3 + 4 * rows**2 * few) + 2 * rows**3 / 3 + 12 * rows**2 * hidden
+    solved = len(RIDGES) * (rows**3 / 3 + 4 * rows**2 * few) + 2 * rows**3 / 3 + 10 * rows**2 * hidden
     return (1 + per_token / forward) / every(reduction, tokens) + 1 + fitting / forward, per_layer + solved
 
 

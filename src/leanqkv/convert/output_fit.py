@@ -40,9 +40,14 @@ class Fit:
         self.cross = added(self.cross, features.T @ target)
         self.target += float(target.cpu().double().square().sum())
 
-    def missed(self, output: Tensor) -> float:
-        """Return the share of the target's squares that `output` [columns, hidden_size] misses."""
-        error = self.target + float((output * (self.gram @ output - 2 * self.cross)).sum())
+    def rest(self, output: Tensor) -> Tensor:
+        """Return the cross product of the features with what `output` [columns, hidden_size] leaves of the target."""
+        return self.cross - self.gram @ output
+
+    def missed(self, output: Tensor, rest: Tensor | None = None) -> float:
+        """Return the share of the target's squares that `output` misses; `rest` is its, if it has been computed."""
+        rest = self.rest(output) if rest is None else rest
+        error = self.target - float((output * (self.cross + rest)).sum())
         return max(error, 0.0) / (self.target or 1)
 
 
@@ -57,20 +62,20 @@ def fit_output(fitted: Fit, held_out: Fit, start: Tensor) -> tuple[Tensor, float
 
     The strength is None where `start` itself misses least, as far as sums of float32 products tell.
     """
-    rest, error = fitted.cross - fitted.gram @ start, held_out.gram @ start - held_out.cross
-    few_rest, few_error = (sketched(matrix) for matrix in (rest, error))
+    rests = fitted.rest(start), held_out.rest(start)
+    few = tuple(sketched(matrix) for matrix in rests)
 
-    def change(rest: Tensor, error: Tensor, strength: float) -> float:
+    def change(rests: tuple[Tensor, ...], strength: float) -> float:
         """What is missed less than by `start`, if negative."""
-        step = ridge_step(fitted.gram, rest, strength)
-        return float((step * (held_out.gram @ step + 2 * error)).sum()) / (held_out.target or 1)
+        step = ridge_step(fitted.gram, rests[0], strength)
+        return float((step * (held_out.gram @ step - 2 * rests[1])).sum()) / (held_out.target or 1)
 
-    least, best = min((change(few_rest, few_error, strength), strength) for strength in RIDGES)
-    unfitted = held_out.missed(start)
+    least, best = min((change(few, strength), strength) for strength in RIDGES)
+    unfitted = held_out.missed(start, rests[1])
     if least >= -ROUNDING:
         return start, None, unfitted
-    missed = max(unfitted + (least if few_rest is rest else change(rest, error, best)), 0.0)
-    return start + ridge_step(fitted.gram + held_out.gram, rest - error, best), best, missed
+    missed = max(unfitted + (least if few[0] is rests[0] else change(rests, best)), 0.0)
+    return start + ridge_step(fitted.gram + held_out.gram, rests[0] + rests[1], best), best, missed
 
 
 def sketched(matrix: Tensor) -> Tensor:

@@ -183,9 +183,11 @@ class _LayerFit:
 
     def solve(self, fits: bool) -> tuple[Tensor, dict[str, Any]]:
         """Return W_O and its part of the report; without `fits` it stays as it is."""
-        output, strength, missed = self.heads.output, None, self.held_out.missed(self.heads.output)
+        output = self.heads.output
         if fits:
             output, strength, missed = fit_output(self.fitted, self.held_out, output)
+        else:
+            strength, missed = None, self.held_out.missed(output)
         report: dict[str, Any] = {"missed": missed, "ridge": strength}
         if self.sinks.target:
             report |= {"sink_tokens": self.sink_tokens, "missed_sinks": self.sinks.missed(output)}
@@ -294,9 +296,7 @@ class Sweeps:
             fits.append(_LayerFit(heads, Stream(file, shape, ADVICE)))
         for batch in self.batches:
             before = self._read("source", layer, batch)
-            outputs = [recorder.heads for recorder in self.source.attend(block, layer, before)[1]]
-            attended = block.self_attn.o_proj(torch.cat(outputs, dim=1).flatten(2))
-            self._stream("source", layer + 1)[batch] = self.source.run(block, layer, before, attended)
+            attended = self._advance_source(block, layer, batch, before)
             weight, sink = token_weights(before, self.config.norm_eps)
             weight = weight * felt_weights(block, attended)
             held = torch.arange(batch.start, batch.start + len(before)) % HELD_OUT == HELD_OUT - 1
@@ -314,6 +314,13 @@ class Sweeps:
             self._advance(block, layer, one, fit.features, output)
             self._save(one.name, layer, fit.heads.attention_tensors(output))
             write_json(self._file(one.name, layer, "json"), {"layer": layer, **one.report(layer), **report})
+
+    def _advance_source(self, block: LeanBlock, layer: int, batch: slice, stream: Tensor) -> Tensor:
+        """Pass the source's stream through a layer and return its attention's output."""
+        outputs: list[Tensor] = []
+        with block.self_attn.register_forward_hook(lambda *found: outputs.append(found[2][0])):
+            self._stream("source", layer + 1)[batch] = self.source.run(block, layer, stream)
+        return outputs[0]
 
     def _advance(self, block: LeanBlock, layer: int, reduction: Reduction, features: Stream, output: Tensor) -> None:
         """Pass a converted stream through a layer whose attention is `features @ output`."""
