@@ -1,15 +1,20 @@
 """What a conversion is said to take before it starts, against what it takes."""
 
+from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 from converting import source
 from reducing import KINDS, sample_of, sweeping
 from torch.utils.flop_counter import FlopCounterMode
 
+from leanqkv.checkpoints.tensors import LazyTensors
+from leanqkv.checkpoints.write import write_checkpoint
 from leanqkv.convert import estimate as of
 from leanqkv.convert.sweeps import every
 from leanqkv.memory import PeakMemory
+from leanqkv.model.shapes import parameter_shapes
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8, "num_hidden_layers": 2}
 SHAPES = {"mha": WIDE, "gqa": WIDE | {"num_key_value_heads": 2}, "qk_norm": WIDE | {"qk_norm": True}}
@@ -49,3 +54,18 @@ def test_fewer_tokens_to_choose_by_are_fewer_passes() -> None:
     passes = [of._operations(model[0], one, 32, tokens)[0] for tokens in (few, many)]
     one.choosing_tokens = None
     assert of._operations(model[0], one, 32, many)[0] == passes[0] > passes[1] + 0.74
+
+
+def test_the_largest_tensor_is_in_memory_as_read_and_as_written(tmp_path: Path) -> None:
+    """With a large vocabulary that is more than any layer takes."""
+    config, _ = source("llama", **WIDE, vocab_size=20_000)
+    shapes, memory = parameter_shapes(config), PeakMemory()
+    shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: -prod(shapes[name]))}  # the head is second
+    tensors = LazyTensors(shapes, lambda name: torch.zeros(shapes[name]))
+    with memory:
+        write_checkpoint(tmp_path / "out", shapes, tensors, torch.bfloat16, job={}, finish=lambda directory: None)
+    # Shards are planned with tensors of the meta device, which take no memory.
+    peak = memory.peak - 2 * sum(map(prod, shapes.values()))
+    (one,) = KINDS["latents"]((config, tensors))
+    counted = of._writing_bytes(config, torch.float32, torch.bfloat16)
+    assert of._layer_bytes(config, one, 32) < 0.9 * counted < peak < 1.1 * counted

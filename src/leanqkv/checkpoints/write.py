@@ -215,7 +215,8 @@ def _write_shard(
                 f"{name} is computed, and {str(dtype).removeprefix('torch.')} would round {count:,} of its "
                 f"{tensor.numel():,} values; store all of them with `dtype=fp32`, or round with `dtype=bf16`"
             )
-        yield sum(tensor.nbytes for tensor in shard.values())
+        del tensor  # before the next one is read
+        yield sum(one.nbytes for one in shard.values())
     try:
         with replacing(file) as temporary:
             save_file(shard, temporary, metadata={"format": "pt"})

@@ -114,9 +114,7 @@ class Conversion:
         """
         if not isinstance(self._made, Reduction):
             raise LeanError(f"`dry_run` is for {listed(SWEPT)}, and the conversion is to {self.to}; leave it out")
-        stored = self.source.stored
-        size = sum(file.stat().st_size for file in {stored.file(name) for name in stored})
-        return estimate(self._made, shape, dtype, self._device, size)
+        return estimate(self._made, self.source, shape, dtype, self._device)
 
     def write(
         self,

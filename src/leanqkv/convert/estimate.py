@@ -14,6 +14,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..checkpoints.open import Checkpoint
+from ..checkpoints.write import SHARD_BYTES
 from ..model.config import LeanConfig
 from ..model.shapes import count_parameters, parameter_shapes
 from .activations import PATTERNS_AT_A_TIME, Layers, batches
@@ -49,13 +51,13 @@ class Estimate:
 
 
 def estimate(
-    reduction: Reduction, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, stored_bytes: int
+    reduction: Reduction, source: Checkpoint, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Estimate:
-    """Return what the conversion of a model by `reduction` needs on this machine.
+    """Return what the conversion of `source` by `reduction` needs on this machine.
 
     Args:
         shape: sequences and their length.
-        dtype: of the stored result; stored_bytes: of the source's weights.
+        dtype: of the stored result.
 
     Raises:
         LeanError: these are too few.
@@ -66,15 +68,16 @@ def estimate(
     rate, forward = _double_rate(), _forward_seconds(config, reduction.tensors, length, device)
     products, factorizations = _operations(config, reduction, length, tokens)
     seconds = layers * (products * forward * tokens + factorizations / rate)
-    parameters = count_parameters(config).total
+    parameters, files = count_parameters(config).total, {source.stored.file(name) for name in source.stored}
+    held = max(_layer_bytes(config, reduction, length), _writing_bytes(config, source.dtype, dtype))
     made = max(0, reduction.made_bytes() // 4 - 2 * layers * config.hidden_size * value_width(config))
     return Estimate(
         tokens=tokens,
         passes=seconds / (layers * forward * tokens),
         seconds=seconds,
-        memory_bytes=psutil.Process().memory_info().rss + _layer_bytes(config, reduction, length),
+        memory_bytes=psutil.Process().memory_info().rss + held,
         evaluation_bytes=2 * 4 * parameters,
-        read_bytes=stored_bytes,
+        read_bytes=sum(file.stat().st_size for file in files),
         scratch_bytes=disk_bytes(config, [reduction], tokens),
         written_bytes=dtype.itemsize * (parameters + made),
     )
@@ -109,6 +112,13 @@ def _layer_bytes(config: LeanConfig, reduction: Reduction, length: int) -> int:
     sums = 8 * 2 * rows * (rows + hidden)
     solving = 8 * (3 * rows * hidden + 2 * rows * rows) + 8 * hidden * (rows + 2 * width)
     return 4 * _parameters(config) + activations + max(reduction.held_bytes(), sums + solving)
+
+
+def _writing_bytes(config: LeanConfig, stored: torch.dtype, dtype: torch.dtype) -> int:
+    """Return the most bytes of a shard that is collected, beside its largest tensor as it is read."""
+    sizes = [prod(shape) for shape in parameter_shapes(config).values()]
+    shard = min(dtype.itemsize * sum(sizes), max(SHARD_BYTES, dtype.itemsize * max(sizes)))
+    return shard + stored.itemsize * max(sizes)
 
 
 def _seconds(work: Callable[[], Any], repeats: int) -> float:
