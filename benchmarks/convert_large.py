@@ -2,7 +2,8 @@
 
 The checkpoint is random, made on the spot in bfloat16 shards, with as many layers as --layers says; a layer takes
 0.4 GB of disk, and 0.4 GB again for the result, beside embedding and head. Its loss means nothing. Calibration runs on
-the sources of Python. A forward pass of a layer is that of its block over as many tokens, in float32 with SDPA.
+the sources of Python. A forward pass of a layer is that of its block over as many tokens, in float32 with SDPA: the
+mean of one timing before the conversion and one after it.
 
     python benchmarks/convert_large.py --directory DIRECTORY --out results/real/llama-2-7b-shape-latents.json
     python benchmarks/convert_large.py --directory DIRECTORY --shape llama-3-8b --out results/real/llama-3-8b-shape.json
@@ -52,10 +53,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         assert tokenizer is not None
         tokenizer.save_pretrained(source)
     command = ["convert", str(source), "--to", options.to, "--calibration", "stdlib", "--dtype", "bf16"]
+    before = forward_pass(source, config)
     cost = run([*command, "--tokens", str(options.tokens), "--out", str(result)])
     conversion = read_json(result / "conversion.json")
     block = sum(torch.Size(shape).numel() for name, shape in parameter_shapes(config).items() if "layers.0." in name)
-    forward, tokens = forward_pass(source, config), conversion["calibration_tokens"]
+    after, tokens = forward_pass(source, config), conversion["calibration_tokens"]
+    forward = {name: (before[name] + after[name]) / 2 for name in before}
     record = {
         "to": options.to,
         "shape": options.shape,

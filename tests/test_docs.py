@@ -57,7 +57,6 @@ BENCHMARKS = (
     ("convert_large", "real/llama-2-7b-shape-latents.json", "reference-conversion.md"),
     ("convert_large", "real/llama-3-8b-shape.json", "reference-conversion.md"),
     ("convert_large", "real/qwen3-8b-shape.json", "reference-conversion.md"),
-    ("convert_large", "real/qwen3-8b-shape-one-core.json", "reference-conversion.md"),
     ("key_value_sources", "real/key-value-sources.json", "reference-conversion.md"),
     ("partial_rope", "real/partial-rope.json", "reference-conversion.md"),
     ("peers", "real/peers.json", "reference-conversion.md"),
