@@ -344,7 +344,7 @@ class Sweeps:
             if not layer:
                 self._embed()
             yield layer
-            return_freed_memory()  # of another layer's sums and factorizations
+            return_freed_memory()  # of this layer's sums and factorizations
             self._job.write(done=at + 1, seconds=self.seconds)
         self.progress(total if phase == "fitting" else layers, total)
 
