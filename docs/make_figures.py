@@ -45,6 +45,7 @@ COMPARISONS = {
     "skip-ratio-gpt2": ("Shares of value heads, 3 seeds", "difference in validation loss, nats"),
     "llama-sizes": ("SkipV1 at three sizes, 3 seeds", "difference in validation loss, nats"),
     "skip-layer": ("Which layer's values, 3 seeds", "difference in validation loss, nats"),
+    "injection": ("Which heads are borrowed, 3 seeds", "difference in validation loss, nats"),
     "gqa-mla": ("With grouped queries and with a latent, 3 seeds", "difference in validation loss, nats"),
     "kv-both": ("Sharing keys too, 3 seeds", "difference in validation loss, nats"),
     "small-h100": ("5.84M parameters, 57M tokens", "difference in validation loss, nats"),

@@ -316,7 +316,7 @@ NUMBERS = {
     # Half-widths with fewer digits, percentages and tokens; the sign is in words.
     "results-sharing-values.md": Sources(
         (),
-        ("kv-sharing", "kv-both", "skip-ratio-gpt2", "llama-sizes", "skip-layer", "gqa-mla", "uptraining"),
+        ("kv-sharing", "kv-both", "skip-ratio-gpt2", "llama-sizes", "skip-layer", "injection", "gqa-mla", "uptraining"),
         ("0.02", "0.06", "1.7"),
     ),
     "results-queries.md": Sources((), ("query",), ("2.6",)),
