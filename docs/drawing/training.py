@@ -35,7 +35,7 @@ def differences(directory: str, title: str, unit: str) -> str:
         extra = result.name.removeprefix(result.baseline.name)
         if extra == result.name:  # the baseline has a note of its own behind its name
             extra = result.name.removeprefix(result.baseline.name.partition(" ")[0])
-        name = extra.lstrip("+").replace("intermediate_size", "MLP").replace("hidden_size", "width")
+        name = extra.lstrip("+:").replace("intermediate_size", "MLP").replace("hidden_size", "width")
         if len({re.split("[+ ]", one.name)[0] for one in results}) > 1:  # sizes, each with a baseline of its own
             name = result.name
         cache = result.kv_bytes / result.baseline.kv_bytes if result.kv_bytes else 1
