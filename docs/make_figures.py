@@ -47,6 +47,7 @@ COMPARISONS = {
     "skip-layer": ("Which layer's values, 3 seeds", "difference in validation loss, nats"),
     "injection": ("Which heads are borrowed, 3 seeds", "difference in validation loss, nats"),
     "gqa-mla": ("With grouped queries and with a latent, 3 seeds", "difference in validation loss, nats"),
+    "tinyllama": ("With four query heads to a value head, 3 seeds", "difference in validation loss, nats"),
     "kv-both": ("Sharing keys too, 3 seeds", "difference in validation loss, nats"),
     "small-h100": ("5.84M parameters, 57M tokens", "difference in validation loss, nats"),
     "extensions": ("Extensions, 3 seeds", "difference in validation loss, nats"),

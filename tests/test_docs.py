@@ -137,6 +137,14 @@ def test_the_page_on_grouped_queries_and_a_latent_says_what_the_runs_say():
         assert difference.clear and max(difference.by_seed.values()) < 0 and len(difference.by_seed) == 3
 
 
+def test_the_page_on_four_query_heads_to_a_value_head_says_what_the_runs_say():
+    """Signs by seed, which the comparison's table does not have."""
+    large, large_skipv1, small, small_skipv1 = load_comparison(RESULTS / "tinyllama").results
+    for baseline, skipv1 in ((large, large_skipv1), (small, small_skipv1)):
+        by_seed = paired_difference(skipv1.losses, baseline.losses).by_seed
+        assert max(by_seed.values()) < 0 and len(by_seed) == 3
+
+
 def has_rows(page: str, table: str) -> bool:
     """Whether a page has a table with this header that has these rows among those of other records."""
     *header, rows = table.split("\n", 2)
@@ -316,7 +324,17 @@ NUMBERS = {
     # Half-widths with fewer digits, percentages and tokens; the sign is in words.
     "results-sharing-values.md": Sources(
         (),
-        ("kv-sharing", "kv-both", "skip-ratio-gpt2", "llama-sizes", "skip-layer", "injection", "gqa-mla", "uptraining"),
+        (
+            "kv-sharing",
+            "kv-both",
+            "skip-ratio-gpt2",
+            "llama-sizes",
+            "skip-layer",
+            "injection",
+            "gqa-mla",
+            "tinyllama",
+            "uptraining",
+        ),
         ("0.02", "0.06", "1.7"),
     ),
     "results-queries.md": Sources((), ("query",), ("2.6",)),
