@@ -80,11 +80,12 @@ static_assert(Ints::size() == kFloats);
 // Positions that are worked on together: their keys and values stay in the processor's first cache.
 constexpr int64_t kBlock = 64;
 static_assert(kBlock % kFloats == 0);
-// Queries, and rows of keys, whose sums are kept in registers: 16 to 18 of 32, or 4 of 16. Many queries that share rows of
-// which few are read at once read them less often. And queries alone, of which each has two sums.
+// Queries, and rows of keys, whose sums are kept in registers: 16 to 18 of 32, or 4 to 10 of 16. Many queries that share
+// rows of which few are read at once read them less often. And queries alone, of which each has two sums; or four, where
+// there are so few that two would leave registers empty.
 constexpr int64_t kTile = kFloats == 16 ? 4 : 2;
-constexpr int64_t kManyQueries = kFloats == 16 ? 9 : 2, kFewRows = 2;
-constexpr int64_t kQueries = kFloats == 16 ? 12 : 4;
+constexpr int64_t kManyQueries = kFloats == 16 ? 9 : 5, kFewRows = 2;
+constexpr int64_t kQueries = kFloats == 16 ? 12 : 5, kWideQueries = kFloats == 16 ? 0 : 3;
 // The score of what is not to be seen.
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
@@ -255,7 +256,7 @@ void add(
     for (int64_t n = 0; n < rows; ++n) {
       Floats read[vectors];
       const char* const row = values.first + n * values.row;
-      ask_for(row + ahead + Reader::bytes(d), Reader::bytes(step));
+      ask_for(row + ahead + Reader::bytes(d), Reader::bytes(std::max(vectors * kFloats, step)));
       if constexpr (vectors == 1) {
         read[0] = Reader::load_last(row, d, columns - d);
       } else {
@@ -280,6 +281,9 @@ void add(
     }
   };
   int64_t d = 0;
+  if constexpr (count <= kWideQueries) {
+    for (; d + 2 * step <= columns; d += 2 * step) add_columns(d, constant<2 * step / kFloats>());
+  }
   for (; d < columns - kFloats; d += step) add_columns(d, constant<step / kFloats>());
   if (d < columns) add_columns(d, constant<1>());
 }
@@ -445,27 +449,49 @@ void multiply(
   });
 }
 #else
-// The same with numbers, of one vector of lanes.
-template <int count, int bits>
+// The same with numbers: with vectors that are whole, or with one that need not be.
+template <int count, int vectors, int bits>
 inline void multiply_lanes(
     const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* factors, int64_t size,
     float* out, int64_t out_size) {
   const Ints mask((1 << bits) - 1);
-  Floats totals[count];
-  for (int g = 0; g < count; ++g) totals[g] = Floats(0.0f);
+  Floats totals[count][vectors];
+  #pragma GCC unroll 16
+  for (int g = 0; g < count; ++g) {
+    #pragma GCC unroll 16
+    for (int v = 0; v < vectors; ++v) totals[g][v] = Floats(0.0f);
+  }
   for (int64_t d = 0; d < depth; d += 4 * kPlaces<bits>) {
-    const Ints read = Ints::loadu(codes + d / (4 * kPlaces<bits>) * row);
-    __builtin_prefetch(codes + d / (4 * kPlaces<bits>) * row + ahead);
+    Ints read[vectors];
+    #pragma GCC unroll 16
+    for (int v = 0; v < vectors; ++v) {
+      const uint8_t* const from = codes + d / (4 * kPlaces<bits>) * row + 4 * kFloats * v;
+      read[v] = Ints::loadu(from);
+      __builtin_prefetch(from + ahead);
+    }
+    #pragma GCC unroll 16
     for (int64_t i = 0; i < 4 * kPlaces<bits>; ++i) {
-      const Floats code = at::vec::convert<float>((read >> Ints(i % 4 * 8 + i / 4 * bits)) & mask);
+      Floats code[vectors];
+      #pragma GCC unroll 16
+      for (int v = 0; v < vectors; ++v) {
+        code[v] = at::vec::convert<float>((read[v] >> Ints(i % 4 * 8 + i / 4 * bits)) & mask);
+      }
+      #pragma GCC unroll 16
       for (int g = 0; g < count; ++g) {
-        totals[g] = at::vec::fmadd(code, Floats(factors[g * size + d + i]), totals[g]);
+        const Floats factor(factors[g * size + d + i]);
+        #pragma GCC unroll 16
+        for (int v = 0; v < vectors; ++v) totals[g][v] = at::vec::fmadd(code[v], factor, totals[g][v]);
       }
     }
   }
+  #pragma GCC unroll 16
   for (int g = 0; g < count; ++g) {
-    float* const to = out + g * out_size;
-    (Floats::loadu(to, std::min(lanes, kFloats)) + totals[g]).store(to, std::min(lanes, kFloats));
+    #pragma GCC unroll 16
+    for (int v = 0; v < vectors; ++v) {
+      float* const to = out + g * out_size + v * kFloats;
+      const int64_t left = std::min(lanes - v * kFloats, kFloats);
+      (Floats::loadu(to, left) + totals[g][v]).store(to, left);
+    }
   }
 }
 
@@ -474,10 +500,15 @@ void multiply(
     const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* from, int64_t size,
     int64_t queries, int8_t* ints, float* out, int64_t out_size) {
   in_tiles<kQueries>(queries, 0, [&](auto count, int64_t g) {
-    for (int64_t l = 0; l < lanes; l += kFloats) {
-      const uint8_t* const own = codes + 4 * l;
-      multiply_lanes<count, bits>(
-          own, row, ahead, lanes - l, depth, from + g * size, size, out + g * out_size + l, out_size);
+    constexpr int vectors = count <= 2 ? 4 : 2;
+    const float* const factors = from + g * size;
+    float* const own = out + g * out_size;
+    int64_t l = 0;
+    for (; l + vectors * kFloats <= lanes; l += vectors * kFloats) {
+      multiply_lanes<count, vectors, bits>(codes + 4 * l, row, ahead, lanes - l, depth, factors, size, own + l, out_size);
+    }
+    for (; l < lanes; l += kFloats) {
+      multiply_lanes<count, 1, bits>(codes + 4 * l, row, ahead, lanes - l, depth, factors, size, own + l, out_size);
     }
   });
 }

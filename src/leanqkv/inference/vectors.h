@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <tuple>
 #include <type_traits>
 
@@ -31,7 +32,23 @@ struct Numbers {
   static int64_t bytes(int64_t columns) { return columns * int64_t(sizeof(T)); }
   static at::vec::Vectorized<T> raw(const char* row, int64_t d, int64_t left) {
     const T* const from = reinterpret_cast<const T*>(row) + d;
-    return left >= kWidth ? at::vec::Vectorized<T>::loadu(from) : at::vec::Vectorized<T>::loadu(from, left);
+    if (left >= kWidth) return at::vec::Vectorized<T>::loadu(from);
+#ifdef CPU_CAPABILITY_AVX2  // for which ATen copies them through memory
+    constexpr int64_t each = 4 / int64_t(sizeof(T));
+    const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i whole = _mm256_cmpgt_epi32(_mm256_set1_epi32(int32_t(left / each)), places);
+    __m256i read = _mm256_maskload_epi32(reinterpret_cast<const int*>(from), whole);
+    if (left % each) {
+      uint16_t last;
+      std::memcpy(&last, from + left - 1, sizeof(last));
+      const __m256i here = _mm256_cmpeq_epi32(_mm256_set1_epi32(int32_t(left / each)), places);
+      read = _mm256_or_si256(read, _mm256_and_si256(here, _mm256_set1_epi32(last)));
+    }
+    if constexpr (std::is_same_v<T, float>) return _mm256_castsi256_ps(read);
+    else return read;
+#else
+    return at::vec::Vectorized<T>::loadu(from, left);
+#endif
   }
   static void load(const char* row, int64_t d, int64_t left, Floats (&to)[kParts]) {
     if constexpr (std::is_same_v<T, float>) {

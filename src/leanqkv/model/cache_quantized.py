@@ -7,6 +7,7 @@ tokens, fewer than a block, stay in the model's precision.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from math import ceil, prod
 from typing import Any
@@ -116,43 +117,43 @@ class PageLayout:
     columns: int
     per_token: bool
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Groups of a token's columns, each with a scale of its own if scales are by token."""
         return ceil(self.columns / COLUMNS) if self.per_token else 1
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of a group; the last one may have fewer."""
         return ceil(self.columns / self.groups / 4) * 4
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """Lanes of a head's codes."""
         return self.columns if self.per_token else BLOCK
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Codes of a lane, filled up so that four of them in all places of four bytes are whole."""
         whole = 32 // self.bits
         return BLOCK if self.per_token else ceil(self.columns / whole) * whole
 
-    @property
+    @cached_property
     def scales(self) -> tuple[int, ...]:
         """The shape of scales, and of offsets."""
         return (self.heads, BLOCK, self.groups) if self.per_token else (self.heads, self.columns)
 
-    @property
+    @cached_property
     def head_scales(self) -> int:
         """Scales of a head."""
         return prod(self.scales[1:])
 
-    @property
+    @cached_property
     def code_bytes(self) -> int:
         """Bytes of a page's codes."""
         return self.heads * self.depth * self.lanes * self.bits // 8
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of a page."""
         return self.code_bytes + 2 * prod(self.scales) * SCALE_DTYPE.itemsize

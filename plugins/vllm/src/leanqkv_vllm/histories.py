@@ -20,10 +20,10 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from leanqkv.inference.history import History
-from leanqkv.inference.step import key_maps
+from leanqkv.inference.step import fused_rotate, use_head_products
 from leanqkv.model.attention import KeyValues
 from leanqkv.model.attention_latent import LatentAttention
-from leanqkv.model.latent import absorbing_pays
+from leanqkv.model.latent import Absorbing, absorbing_pays
 from leanqkv.model.latent_heads import LatentHeadsAttention
 from leanqkv.model.layout import LayerPlan
 from leanqkv.model.position import BACK, HISTORY, Rotation, Rotations, make_masks
@@ -109,6 +109,10 @@ class Histories:
                 batch.borrowed[number] = batch.to_lend(own)
             batch.put(output, found)
 
+    def forget_weights(self) -> None:
+        """Make anew what is made of the model's weights."""
+        self._cores.clear()
+
     def _core(self, block: int) -> Any:
         """The attention of a block, between its projections and its output."""
         if block not in self._cores:
@@ -118,11 +122,13 @@ class Histories:
             core.__class__ = CORES.get(original, original)
             core.project = lambda hidden_states, projected: projected
             core.project_output = lambda heads, gate: heads
-            core.config, core.attend = self.config, self.kernel.attend_one_query
+            core.config, core.rotate = self.config, fused_rotate
+            core.attend = self.kernel.attend_one_query
             core.attend_to_latent = self.kernel.attend_one_query_to_latent
             turned = getattr(self.kernel, "attend_one_query_turned", None)  # of CPUs
-            if turned is not None and getattr(core, "turns_keys", False):
-                core.key_maps, core.attend_turned = key_maps(core), turned
+            if turned is not None and isinstance(core, Absorbing):
+                use_head_products(core)
+                core.attend_turned = turned
             self._cores[block] = core
         return self._cores[block]
 
