@@ -109,10 +109,6 @@ class Histories:
                 batch.borrowed[number] = batch.to_lend(own)
             batch.put(output, found)
 
-    def forget_weights(self) -> None:
-        """Make anew what is made of the model's weights."""
-        self._cores.clear()
-
     def _core(self, block: int) -> Any:
         """The attention of a block, between its projections and its output."""
         if block not in self._cores:

@@ -179,6 +179,4 @@ class LeanForCausalLM(nn.Module):
             reduce_outputs(self.model)
         if current_platform.is_cpu():
             use_products(self.model)
-        if self.histories is not None:
-            self.histories.forget_weights()
         return {name for name, _ in self.named_parameters()}  # vLLM looks for those that there are now
