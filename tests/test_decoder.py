@@ -470,6 +470,29 @@ def test_attention_of_one_query_to_a_latent_and_keys(turned, latent_keys, dtype,
             assert (output.double() - expected).abs().max() <= eps * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [16, 31, 33, 64, 65])
+def test_a_latent_whose_columns_have_one_of_many_frequencies(count, dtype, needs_compiler):
+    """Against float64: 37 complex columns, of any of these frequencies."""
+    generator = torch.Generator().manual_seed(count)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    kept, latent, new, query = drawn(3, 1, 130, 74), drawn(3, 1, 130, 21), drawn(3, 1, 74), drawn(3, 5, 1, 74)
+    tables = drawn(3, 130, 2 * count), drawn(3, 130, 2 * count)
+    columns = torch.randint(count, (37,), generator=generator).bincount(minlength=count)
+    both = LatentAndKeys(latent, kept, new, tables, tuple(columns.tolist()))
+    cos, sin = (table.double() for table in tables)
+    exact = LatentAndKeys(latent.double(), kept.double(), new.double(), (cos, sin), both.frequencies)
+    scores = query.double() @ kept.double().mT * 0.1
+    expected = (scores.softmax(-1) @ exact.joined()).transpose(1, 2)
+    output = one_query_attention_to_both(query, kept.expand(-1, 5, -1, -1), both, None, 0.1)
+    assert output is not None
+    eps = torch.finfo(dtype).eps * (32 if dtype == torch.float32 else 1)
+    assert (output.double() - expected).abs().max() <= eps * expected.abs().max()
+
+
 def test_a_latent_and_keys_that_the_kernel_is_not_made_for(needs_compiler):
     query, key, new = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 1, 16)
     latent, table = torch.randn(2, 1, 5, 3), torch.randn(1, 5, 8)

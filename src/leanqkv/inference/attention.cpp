@@ -110,10 +110,20 @@ inline void with_reader(const Source& source, const Use& use) {
   source.bits ? use(Numbers<T>()) : use(Folded<T>());
 }
 
-// Where in queries and sums a column is, from the first of its piece on.
+// Whether keys, and values, are multiplied in pairs: those that are read where they lie, and what is made of such values.
 template <typename T>
-inline int64_t place_in(const Source& source, int64_t d) {
-  return source.bits ? d : Folded<T>::place(d, source.columns);
+inline bool pairs_of_keys(const Call& call) { return kHasPairs<T> && !call.keys[0].bits && !call.made; }
+template <typename T>
+inline bool pairs_of_values(const Call& call) { return kHasPairs<T> && !call.values[0].bits; }
+
+// The same where keys, or values, may be pairs.
+template <typename T, typename Use>
+inline void with_key_reader(const Call& call, const Source& source, const Use& use) {
+  pairs_of_keys<T>(call) ? use(AlongRow()) : with_reader<T>(source, use);
+}
+template <typename T, typename Use>
+inline void with_value_reader(const Call& call, const Source& source, const Use& use) {
+  pairs_of_values<T>(call) ? use(AcrossRows()) : with_reader<T>(source, use);
 }
 
 // Numbers of a query as they are read, times `scaling`; there is room for whole steps.
@@ -141,15 +151,12 @@ inline int64_t place_of(const Source* pieces, int64_t piece) {
   return place;
 }
 
-// Columns of a piece of a value, with the keys that follow it.
-inline int64_t columns_of(const Call& call, int64_t piece) {
-  return call.values[piece].columns + call.plain_heads * call.plain.columns;
-}
+// Columns of the keys that follow values, and where they begin in sums: as if they were one more piece.
+inline int64_t plain_columns(const Call& call) { return call.plain_heads * call.plain.columns; }
+inline int64_t plain_place(const Call& call) { return place_of(call.values, call.value_pieces); }
 
 // Room for the sums of a query.
-inline int64_t sums_size(const Call& call) {
-  return call.plain_heads ? padded(columns_of(call, 0)) : place_of(call.values, call.value_pieces);
-}
+inline int64_t sums_size(const Call& call) { return plain_place(call) + padded(plain_columns(call)); }
 
 // What a part of a head leaves for the `group` queries that share it: weighted sums of values [group, sums_size],
 // highest scores [group], sums of weights [group].
@@ -184,8 +191,8 @@ inline Block block_of(const Call& call, const Source& source, int64_t b, int64_t
   return {first, 4 * source.lanes, scales(source.scales), scales(source.offsets)};
 }
 
-// Adds the products of `count` queries [count, query_size] with `rows` keys of a block to scores [count, kBlock]; beyond
-// these, the last key's. What is read next is `ahead` bytes away.
+// Adds the products of `count` queries [count, query_size], as keys are read, with `rows` keys of a block to scores
+// [count, kBlock]; beyond these, the last key's. What is read next is `ahead` bytes away.
 template <int64_t count, int64_t tile, typename Reader>
 void score(
     const Block& keys, int64_t rows, int64_t ahead, int64_t head_dim, const float* queries, int64_t query_size,
@@ -217,9 +224,9 @@ void score(
         for (int64_t g = 0; g < count; ++g) {
           #pragma GCC unroll 16
           for (int64_t p = 0; p < parts; ++p) {
-            const Floats query = kept(Floats::loadu(queries + g * query_size + d + p * kFloats));
+            const Floats query = kept(Floats::loadu(queries + g * query_size + d / Reader::kPacked + p * kFloats));
             #pragma GCC unroll 16
-            for (int64_t r = 0; r < tile; ++r) totals[g][r] = at::vec::fmadd(read[r][p], query, totals[g][r]);
+            for (int64_t r = 0; r < tile; ++r) totals[g][r] = Reader::multiply(read[r][p], query, totals[g][r]);
           }
         }
       };
@@ -240,12 +247,21 @@ void score(
   }
 }
 
-// Adds `rows` rows of values to the sums [count, size] of `count` queries, each times its weight [count, kBlock].
+// Adds `rows` rows of values to the sums [count, size] of `count` queries, each times its weight [count, kBlock]; those of
+// rows that are read together lie where one of floats would.
 template <int64_t count, typename Reader>
 void add(
     const Block& values, int64_t rows, int64_t ahead, int64_t columns, const float* weights, float* sums, int64_t size) {
   // Columns at once: two vectors, or as many as are read at once.
-  constexpr int64_t parts = Reader::kParts, step = std::max(kStep, Reader::kWidth);
+  constexpr int64_t parts = Reader::kParts, step = std::max(kStep, Reader::kWidth), together = Reader::kRows;
+  const auto read_some = [&](const char* row, int64_t n, int64_t d, auto& to) __attribute__((always_inline)) {
+    if constexpr (together == 1) return Reader::load(row, d, columns - d, to);
+    else return Reader::load(row, n + 1 < rows ? row + values.row : nullptr, d, columns - d, to);
+  };
+  const auto read_last = [&](const char* row, int64_t n, int64_t d) __attribute__((always_inline)) {
+    if constexpr (together == 1) return Reader::load_last(row, d, columns - d);
+    else return Reader::load_last(row, n + 1 < rows ? row + values.row : nullptr, d, columns - d);
+  };
   const auto add_columns = [&](int64_t d, auto vectors) __attribute__((always_inline)) {
     Floats totals[count][vectors];
     #pragma GCC unroll 16
@@ -253,25 +269,28 @@ void add(
       #pragma GCC unroll 16
       for (int64_t p = 0; p < vectors; ++p) totals[g][p] = Floats::loadu(sums + g * size + d + p * kFloats);
     }
-    for (int64_t n = 0; n < rows; ++n) {
+    for (int64_t n = 0; n < rows; n += together) {
       Floats read[vectors];
       const char* const row = values.first + n * values.row;
-      ask_for(row + ahead + Reader::bytes(d), Reader::bytes(std::max(vectors * kFloats, step)));
+      #pragma GCC unroll 16
+      for (int64_t r = 0; r < together; ++r) {
+        ask_for(row + r * values.row + ahead + Reader::bytes(d), Reader::bytes(std::max(vectors * kFloats, step)));
+      }
       if constexpr (vectors == 1) {
-        read[0] = Reader::load_last(row, d, columns - d);
+        read[0] = read_last(row, n, d);
       } else {
         #pragma GCC unroll 16
         for (int64_t p = 0; p < vectors; p += parts) {
           Floats some[parts];
-          Reader::load(row, d + p * kFloats, columns - d - p * kFloats, some);
+          read_some(row, n, d + p * kFloats, some);
           for (int64_t i = 0; i < parts; ++i) read[p + i] = some[i];
         }
       }
       #pragma GCC unroll 16
       for (int64_t g = 0; g < count; ++g) {
-        const Floats weight(weights[g * kBlock + n]);
+        const Floats weight(weights[g * kBlock + n / together]);
         #pragma GCC unroll 16
-        for (int64_t p = 0; p < vectors; ++p) totals[g][p] = at::vec::fmadd(weight, read[p], totals[g][p]);
+        for (int64_t p = 0; p < vectors; ++p) totals[g][p] = Reader::multiply(read[p], weight, totals[g][p]);
       }
     }
     #pragma GCC unroll 16
@@ -286,6 +305,16 @@ void add(
   }
   for (; d < columns - kFloats; d += step) add_columns(d, constant<step / kFloats>());
   if (d < columns) add_columns(d, constant<1>());
+}
+
+// The same of any number of queries.
+template <typename Reader>
+void add_rows(
+    const Block& values, int64_t rows, int64_t ahead, int64_t columns, const float* weights, int64_t queries, float* sums,
+    int64_t size) {
+  in_tiles<kQueries>(queries, 0, [&](auto count, int64_t g) {
+    add<count, Reader>(values, rows, ahead, columns, weights + g * kBlock, sums + g * size, size);
+  });
 }
 
 // --- codes -----------------------------------------------------------------------------------------------------------
@@ -567,6 +596,8 @@ inline void transpose(const uint8_t* codes, int64_t row, int64_t columns, uint8_
 // Replaces the scores of a block, [kBlock], by exp(score - highest) and adds these to the total. Where the block has a
 // higher score than all before it, the sums of values [size] and the total are brought down to it. While nothing is to
 // be seen, as of padding tokens, the highest is -inf and all else zero. NaN is higher than any number, and stays.
+// pairs: whether they become pairs of bfloat16, which are what is added to the total.
+template <bool pairs>
 void weigh(float* scores, float& highest, float& total, float* sums, int64_t size) {
   Floats high = Floats::loadu(scores);
   for (int64_t n = kFloats; n < kBlock; n += kFloats) high = at::vec::maximum(high, Floats::loadu(scores + n));
@@ -579,15 +610,24 @@ void weigh(float* scores, float& highest, float& total, float* sums, int64_t siz
   }
   if (highest == kNothing) return std::fill(scores, scores + kBlock, 0.0f), void();
   Floats totals(0.0f);
-  for (int64_t n = 0; n < kBlock; n += kFloats) {
-    const Floats weights = (Floats::loadu(scores + n) - Floats(highest)).exp_u20();
-    totals = totals + weights;
-    weights.store(scores + n);
+  const auto weight = [&](int64_t n) { return (Floats::loadu(scores + n) - Floats(highest)).exp_u20(); };
+  if constexpr (pairs) {
+    for (int64_t n = 0; n < kBlock; n += 2 * kFloats) {
+      const Floats both = Pairs::of(weight(n), weight(n + kFloats));
+      totals = Pairs::multiply(both, Pairs::of(Floats(1.0f), Floats(1.0f)), totals);
+      both.store(scores + n / 2);
+    }
+  } else {
+    for (int64_t n = 0; n < kBlock; n += kFloats) {
+      const Floats weights = weight(n);
+      totals = totals + weights;
+      weights.store(scores + n);
+    }
   }
   total += sum(totals);
 }
 
-// What turns the keys behind a latent back: of every complex column its frequency, and what its cosines and sines are at
+// What turns keys: of every complex column its frequency, where that is not its place, and what its cosines and sines are at
 // the positions of a segment, [kSegment, 4, padded columns]. Rows of the batch with the same tables share them.
 struct Turn {
   static constexpr int64_t kSegment = 512;
@@ -597,29 +637,11 @@ struct Turn {
   int64_t count = 0;  // of its positions
 
   explicit Turn(const Call& call)
-      : frequency(padded(call.turned / 2)), table(padded(2 * call.frequencies) + kStep),
-        key(padded(std::max(call.plain.columns, call.made)) + kStep), segment(call.turned ? kSegment * 4 * frequency.size() : 0) {
-    for (int64_t d = 0; d < call.turned / 2; ++d) frequency[d] = int32_t(call.frequency ? call.frequency[d] : d);
+      : frequency(call.frequency ? padded(call.turned / 2) : 0), table(padded(2 * call.frequencies) + kStep),
+        key(padded(std::max(call.plain.columns, call.made)) + kStep) {
+    for (int64_t d = 0; call.frequency && d < call.turned / 2; ++d) frequency[d] = int32_t(call.frequency[d]);
   }
 };
-
-// to[d] = table[frequency[d]] for a multiple of kStep columns. Gathering is slow on many processors.
-inline void spread(const float* table, int64_t frequencies, const std::vector<int32_t>& frequency, bool in_order, float* to) {
-  if (in_order) return std::copy(table, table + frequencies, to), void();
-#ifdef CPU_CAPABILITY_AVX512
-  for (size_t d = 0; d < frequency.size(); d += 16) {
-    const __m512i at = _mm512_loadu_si512(frequency.data() + d), part = _mm512_srli_epi32(at, 4);
-    __m512 found = _mm512_setzero_ps();
-    for (int32_t p = 0; 16 * p < frequencies; ++p) {
-      const __mmask16 here = _mm512_cmpeq_epi32_mask(part, _mm512_set1_epi32(p));
-      found = _mm512_mask_permutexvar_ps(found, here, at, _mm512_loadu_ps(table + 16 * p));
-    }
-    _mm512_storeu_ps(to + d, found);
-  }
-#else
-  for (size_t d = 0; d < frequency.size(); ++d) to[d] = table[frequency[d]];
-#endif
-}
 
 // Up to a step more is written, whatever follows there.
 template <typename Reader>
@@ -658,13 +680,13 @@ inline void to_floats(const Source& source, const Block& block, int64_t n, float
   }
 }
 
-// to = first * cos + second * sin, of `size` columns; and up to a vector more.
-inline void turned_by(
-    const float* first, const float* cos, const float* second, const float* sin, int64_t size, float* to) {
-  for (int64_t d = 0; d < size; d += kFloats) {
-    const Floats product = Floats::loadu(second + d) * Floats::loadu(sin + d);
-    at::vec::fmadd(Floats::loadu(first + d), Floats::loadu(cos + d), product).store(to + d);
-  }
+// One vector of a row that is made, as floats or as what is read in pairs.
+inline void put(const Floats& from, float* to) { from.store(to); }
+inline void put(const Floats& from, c10::BFloat16* to) { Pairs::store(from, to); }
+// `size` floats, and up to a vector more.
+template <typename To>
+inline void put(const float* from, int64_t size, To* to) {
+  for (int64_t d = 0; d < size; d += kFloats) put(Floats::loadu(from + d), to + d);
 }
 
 // Positions of a head of values, of one row of the batch, that are worked on at once.
@@ -683,44 +705,107 @@ const float* turn_at(const Call& call, const Part<T>& part, int64_t n, Turn& tur
   const int64_t count = std::min(Turn::kSegment, part.end - first);
   if (turn.of != of || turn.count < count) {
     turn.of = of, turn.count = count;
+    turn.segment.resize(Turn::kSegment * 4 * size);
+    float* to = turn.segment.data();
     for (int64_t i = 0; i < count; ++i) {
-      float* to = turn.segment.data() + i * 4 * size;
       for (const T* const tables : {part.cos, part.sin}) {
         const auto* const from = reinterpret_cast<const char*>(tables + (first + i) * call.table_row);
         to_floats<Numbers<T>>(from, 2 * call.frequencies, turn.table.data());
-        spread(turn.table.data(), call.frequencies, turn.frequency, !call.frequency, to);
-        spread(turn.table.data() + call.frequencies, call.frequencies, turn.frequency, !call.frequency, to + size);
-        to += 2 * size;
+        for (const float* table : {turn.table.data(), turn.table.data() + call.frequencies}) {
+          for (int64_t d = 0; d < size; ++d) to[d] = table[turn.frequency[d]];
+          to += size;
+        }
       }
     }
   }
   return turn.segment.data() + place * 4 * size;
 }
 
-// to = the key in `turn`, of so many columns, of which the first ones are turned; and up to a vector more.
-inline void turn_key(const Turn& turn, const float* cos, int64_t turned, int64_t columns, float* to) {
-  const int64_t half = turned / 2, size = turn.frequency.size();
-  const float* const key = turn.key.data();
-  turned_by(key, cos, key + half, cos + 2 * size, half, to);
-  turned_by(key + half, cos + size, key, cos + 3 * size, half, to + half);
-  std::copy(key + turned, key + columns, to + turned);
+#ifdef CPU_CAPABILITY_AVX512
+// The same of up to 32 * `blocks` frequencies, in registers.
+template <typename T, int64_t blocks>
+struct InRegisters {
+  Floats tables[2][2][2 * blocks];
+  const int32_t* frequency;
+
+  InRegisters(const char* const (&rows)[2], int64_t frequencies, const Turn& turn) : frequency(turn.frequency.data()) {
+    for (int64_t which = 0; which < 2; ++which) {
+      for (int64_t half = 0; half < 2; ++half) {
+        for (int64_t i = 0; i < 2 * blocks; ++i) {
+          const int64_t left = std::max<int64_t>(frequencies - i * kFloats, 0), d = half * frequencies + i * kFloats;
+          tables[which][half][i] = Numbers<T>::load_last(rows[which], d, left);
+        }
+      }
+    }
+  }
+  Floats operator()(int64_t which, int64_t half, int64_t d) const {
+    const __m512i at = _mm512_loadu_si512(frequency + d);
+    const Floats* const own = tables[which][half];
+    __m512 found = _mm512_permutex2var_ps(own[0], at, own[1]);
+    if constexpr (blocks == 2) {
+      const __mmask16 behind = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(32));
+      found = _mm512_mask_mov_ps(found, behind, _mm512_permutex2var_ps(own[2], at, own[3]));
+    }
+    return found;
+  }
+};
+#endif
+
+// Calls `use` with what gives the cosines (0) and sines (1) at a position of a vector of complex columns, from the d-th on,
+// of the first half of a head (0) and of the second (1).
+template <typename T, typename Use>
+inline void with_tables(const Call& call, const Part<T>& part, int64_t n, Turn& turn, const Use& use) {
+  const int64_t count = call.frequencies;
+  const auto row = [&](const T* tables) { return reinterpret_cast<const char*>(tables + n * call.table_row); };
+  const char* const rows[] = {row(part.cos), row(part.sin)};
+  if (!call.frequency) {
+    return use([=, cos = rows[0], sin = rows[1]](int64_t which, int64_t half, int64_t d) {
+      return Numbers<T>::load_last(which ? sin : cos, half * count + d, (2 - half) * count - d);
+    });
+  }
+#ifdef CPU_CAPABILITY_AVX512
+  if (count <= 32) return use(InRegisters<T, 1>(rows, count, turn));
+  if (count <= 64) return use(InRegisters<T, 2>(rows, count, turn));
+#endif
+  const float* const tables = turn_at(call, part, n, turn);
+  const int64_t size = turn.frequency.size();
+  use([=](int64_t which, int64_t half, int64_t d) { return Floats::loadu(tables + (2 * which + half) * size + d); });
 }
 
-// A latent and the keys behind it, as they were before rotary positions; one row, as floats, written from left to right.
-// plain: these keys, where they are known.
-template <typename T>
-inline void turn_back(
-    const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t in_block, const float* plain,
-    Turn& turn, float* row) {
-  to_floats<T>(call.values[0], latent, in_block, row);
-  const int64_t columns = call.plain.columns, turned = call.turned;
-  if (plain) return std::copy(plain, plain + columns, row + call.values[0].columns), void();
-  const float* const cos = turned ? turn_at(call, part, n, turn) : nullptr;
+// to = a key of so many columns, of which the first ones are turned, forward or back as the tables are. Written from left to
+// right, and up to a vector more.
+template <typename Reader, typename T, typename To>
+inline void turn_key(
+    const Call& call, const Part<T>& part, int64_t n, Turn& turn, const char* from, int64_t columns, To* to) {
+  // By value, since what is written could be what a reference names.
+  const auto key = [=](int64_t d) __attribute__((always_inline)) { return Reader::load_last(from, d, columns - d); };
+  if (call.turned) {
+    with_tables(call, part, n, turn, [=, half = call.turned / 2](const auto table) __attribute__((always_inline)) {
+      for (int64_t d = 0; d < half; d += kFloats) {
+        put(at::vec::fmadd(key(d), table(0, 0, d), key(half + d) * table(1, 0, d)), to + d);
+      }
+      for (int64_t d = 0; d < half; d += kFloats) {
+        put(at::vec::fmadd(key(half + d), table(0, 1, d), key(d) * table(1, 1, d)), to + half + d);
+      }
+    });
+  }
+  for (int64_t d = call.turned; d < columns; d += kFloats) put(key(d), to + d);
+}
+
+// The keys that follow values, as they were before rotary positions; one row, written from left to right, and up to a
+// vector more.
+template <typename T, typename To>
+inline void turn_back(const Call& call, const Part<T>& part, int64_t n, Turn& turn, To* row) {
+  const int64_t columns = call.plain.columns;
   for (int64_t h = 0; h < call.plain_heads; ++h) {
-    float* const to = row + call.values[0].columns + h * columns;
     const Block block = block_of<T>(call, call.plain, part.b, h, n);
-    to_floats<T>(call.plain, block, block.scale ? n % call.page : 0, turn.key.data());
-    turn_key(turn, cos, turned, columns, to);
+    if (block.scale) {
+      to_floats<T>(call.plain, block, n % call.page, turn.key.data());
+      const auto* const key = reinterpret_cast<const char*>(turn.key.data());
+      turn_key<Numbers<float>>(call, part, n, turn, key, columns, row + h * columns);
+    } else {
+      turn_key<Numbers<T>>(call, part, n, turn, block.first, columns, row + h * columns);
+    }
   }
 }
 
@@ -728,7 +813,7 @@ inline void turn_back(
 struct Scratch {
   std::vector<Line> lines;
   // Queries [group, query_size] and weights [group, kBlock]; factors of codes, as numbers [group, factors_size] and as
-  // integers; rows that are made of others [kBlock, sums_size] and a step more, or codes as bytes; a latent [kBlock,
+  // integers; keys that follow values [kBlock, padded columns] and a step more, or codes as bytes; a latent [kBlock,
   // padded columns] and its codes as bytes; keys that are made of it [kBlock, padded(made)]; what the part leaves.
   float *queries, *weights, *factors, *integers, *rows, *latent, *latent_codes, *keys, *left;
   int64_t query_size, factors_size;
@@ -738,11 +823,12 @@ struct Scratch {
       : query_size(call.made ? padded(call.made) : place_of(call.keys, call.key_pieces)),
         factors_size(std::max({query_size, sums_size(call), kBlock})), turn(call) {
     const bool codes = call.keys[0].bits || call.values[0].bits;
-    const int64_t made = kBlock * sums_size(call), codes_size = codes ? made / int64_t(sizeof(float)) : 0;
+    const int64_t codes_size = codes ? kBlock * sums_size(call) / int64_t(sizeof(float)) : 0;
+    const int64_t plain_size = call.plain_heads ? kBlock * padded(plain_columns(call)) + kStep : 0;
     const int64_t latent_size = call.made ? kBlock * padded(call.keys[0].columns) : 0;
     const int64_t sizes[] = {
         call.group * query_size, call.group * kBlock, codes ? call.group * factors_size : 0, codes ? 3 * factors_size : 0,
-        call.plain_heads ? made + kStep : codes_size,
+        std::max(plain_size, codes_size),
         latent_size ? latent_size + kStep : 0, latent_size / int64_t(sizeof(float)),
         call.made ? kBlock * padded(call.made) + kStep : 0, left_size(call)};
     float** const places[] = {&queries, &weights, &factors, &integers, &rows, &latent, &latent_codes, &keys, &left};
@@ -949,7 +1035,8 @@ Block make_keys(const Call& call, const Part<T>& part, int64_t n, int64_t rows, 
     if (call.norm) norm_key(row, call.norm, call.made, call.epsilon);
     if (!call.turned) continue;
     std::copy(row, row + call.made, scratch.turn.key.data());
-    turn_key(scratch.turn, turn_at(call, part, n + r, scratch.turn), call.turned, call.made, row);
+    const auto* const key = reinterpret_cast<const char*>(scratch.turn.key.data());
+    turn_key<Numbers<float>>(call, part, n + r, scratch.turn, key, call.made, row);
   }
   return {reinterpret_cast<const char*>(scratch.keys), to * int64_t(sizeof(float)), {}, {}};
 }
@@ -982,7 +1069,7 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
       continue;
     }
     const auto score_tile = [&](auto tile, auto count, int64_t g) {
-      with_reader<T>(source, [&](auto reader) {
+      with_key_reader<T>(call, source, [&](auto reader) {
         using Reader = decltype(reader);
         score<count, tile, Reader>(keys, rows, ahead, source.columns, queries + g * size, size, weights + g * kBlock);
       });
@@ -995,6 +1082,21 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
   }
 }
 
+// Adds the keys that follow the values of the `rows` positions from `n` on; these are made in `to`.
+template <typename Reader, typename T, typename To>
+void add_plain(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch, To* to) {
+  const int64_t columns = plain_columns(call), width = padded(columns), size = sums_size(call);
+  for (int64_t i = 0; i < rows; ++i) {
+    if (call.made) {  // known as they were
+      put(scratch.latent + i * padded(columns), columns, to + i * width);
+    } else {
+      turn_back(call, part, n + i, scratch.turn, to + i * width);
+    }
+  }
+  const Block made{reinterpret_cast<const char*>(to), width * int64_t(sizeof(To)), {}, {}};
+  add_rows<Reader>(made, rows, 0, columns, scratch.weights, call.group, scratch.left + plain_place(call), size);
+}
+
 // Adds the values of the `rows` positions from `n` on, each times its weight.
 template <typename T>
 void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
@@ -1005,26 +1107,21 @@ void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, S
     const Source& read_next = in_turns(call) ? call.keys[0] : source;
     const int64_t ahead = block_of<T>(call, read_next, part.b, part.head, next).first - values.first;
     float* const sums = scratch.left + place_of(call.values, piece);
-    const auto add_rows = [&](auto reader, const Block& block, int64_t ahead, int64_t columns) {
-      in_tiles<kQueries>(call.group, 0, [&](auto count, int64_t g) {
-        const float* const weights = scratch.weights + g * kBlock;
-        add<count, decltype(reader)>(block, rows, ahead, columns, weights, sums + g * size, size);
+    if (!values.scale) {
+      with_value_reader<T>(call, source, [&](auto reader) {
+        add_rows<decltype(reader)>(values, rows, ahead, source.columns, scratch.weights, call.group, sums, size);
       });
-    };
-    if (call.plain_heads) {
-      for (int64_t i = 0; i < rows; ++i) {
-        const float* const plain = call.made ? scratch.latent + i * padded(call.plain.columns) : nullptr;
-        turn_back(call, part, n + i, values, i, plain, scratch.turn, scratch.rows + i * size);
-      }
-      const Block made{reinterpret_cast<const char*>(scratch.rows), size * int64_t(sizeof(float)), {}, {}};
-      add_rows(Numbers<float>(), made, 0, columns_of(call, piece));
-    } else if (!values.scale) {
-      with_reader<T>(source, [&](auto reader) { add_rows(reader, values, ahead, source.columns); });
     } else if (source.groups) {
       add_codes<T>(source, values, ahead, scratch.weights, call.group, scratch, sums, size);
     } else {
       add_channels<T>(source, values, scratch.weights, call.group, scratch, sums, size);
     }
+  }
+  if (!call.plain_heads) return;
+  if (pairs_of_values<T>(call)) {
+    add_plain<AcrossRows>(call, part, n, rows, scratch, reinterpret_cast<c10::BFloat16*>(scratch.rows));
+  } else {
+    add_plain<Numbers<float>>(call, part, n, rows, scratch, scratch.rows);
   }
 }
 
@@ -1048,6 +1145,11 @@ void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
     for (int64_t piece = 0; piece < call.key_pieces; ++piece) {
       const Source& source = call.keys[piece];
       float* const to = scratch.queries + g * scratch.query_size + place_of(call.keys, piece);
+      if (pairs_of_keys<T>(call)) {
+        std::memcpy(to, from, source.columns * sizeof(T));
+        from += source.columns;
+        continue;
+      }
       with_reader<T>(source, [&](auto reader) { scaled(reader, from, source, call.scaling, to); });
       from += source.columns - source.skipped;
     }
@@ -1063,12 +1165,16 @@ void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
     score_block(call, part, n, rows, scratch);
     for (int64_t g = 0; g < group; ++g) {
       float* const own = scratch.weights + g * kBlock;
+      if (pairs_of_keys<T>(call)) {  // whose queries are not scaled
+        for (int64_t i = 0; i < kBlock; i += kFloats) (Floats::loadu(own + i) * Floats(call.scaling)).store(own + i);
+      }
       if (part.mask) {
         for (int64_t i = 0; i < rows; ++i) own[i] += part.mask[n + i];
       }
       if (n < part.first) std::fill(own, own + part.first - n, kNothing);
       std::fill(own + rows, own + kBlock, kNothing);
-      weigh(own, highest[g], totals[g], scratch.left + g * size, size);
+      const auto weigh_own = pairs_of_values<T>(call) ? weigh<kHasPairs<T>> : weigh<false>;
+      weigh_own(own, highest[g], totals[g], scratch.left + g * size, size);
     }
     add_block(call, part, n, rows, scratch);
   }
@@ -1091,8 +1197,12 @@ void combine(const Call& call, float* left, int64_t g, T* output) {
   for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
     const float* const own = sums + place_of(call.values, piece);
     const Source& source = call.values[piece];
-    const auto column = [&](int64_t d) { return call.plain_heads ? d : place_in<T>(source, d); };
-    for (int64_t d = source.skipped; d < columns_of(call, piece); ++d) *output++ = static_cast<T>(own[column(d)] * scale);
+    const auto column = [&](int64_t d) { return source.bits ? d : Folded<T>::place(d, source.columns); };
+    for (int64_t d = source.skipped; d < source.columns; ++d) *output++ = static_cast<T>(own[column(d)] * scale);
+  }
+  const float* const plain = sums + plain_place(call);
+  for (int64_t d = 0; d < plain_columns(call); ++d) {
+    *output++ = static_cast<T>(plain[pairs_of_values<T>(call) ? Folded<T>::place(d, plain_columns(call)) : d] * scale);
   }
 }
 

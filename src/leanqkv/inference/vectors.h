@@ -50,6 +50,11 @@ struct Numbers {
     return at::vec::Vectorized<T>::loadu(from, left);
 #endif
   }
+  // Rows that are read at once, and numbers of a row in a float: not one of both, if these are pairs.
+  static constexpr int64_t kRows = 1, kPacked = 1;
+  static Floats multiply(const Floats& read, const Floats& factor, const Floats& total) {
+    return at::vec::fmadd(read, factor, total);
+  }
   static void load(const char* row, int64_t d, int64_t left, Floats (&to)[kParts]) {
     if constexpr (std::is_same_v<T, float>) {
       to[0] = raw(row, d, left);
@@ -85,6 +90,62 @@ using Folded = std::conditional_t<std::is_same_v<T, c10::BFloat16>, Halves, Numb
 #else
 template <typename T>
 using Folded = Numbers<T>;
+#endif
+
+// Of bfloat16, pairs that lie where a float would, which one operation multiplies with others and adds up in float32.
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+template <typename T>
+constexpr bool kHasPairs = std::is_same_v<T, c10::BFloat16>;
+
+struct Pairs {
+  static Floats multiply(const Floats& read, const Floats& factor, const Floats& total) {
+    return _mm512_dpbf16_ps(total, __m512bh(__m512(read)), __m512bh(__m512(factor)));
+  }
+  // 2 * kFloats floats as pairs.
+  static Floats of(const Floats& first, const Floats& second) { return __m512(_mm512_cvtne2ps_pbh(second, first)); }
+  static void store(const Floats& from, c10::BFloat16* to) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), __m256i(_mm512_cvtneps_pbh(from)));
+  }
+  static int64_t bytes(int64_t columns) { return columns * int64_t(sizeof(c10::BFloat16)); }
+  static __m512i raw(const char* row, int64_t d, int64_t left) {
+    const char* const from = row + bytes(d);
+    if (left >= 32) return _mm512_loadu_si512(from);
+    return _mm512_maskz_loadu_epi16((uint32_t(1) << left) - 1, from);
+  }
+};
+
+// Pairs of neighbors in a row.
+struct AlongRow : Pairs {
+  static constexpr int64_t kWidth = 2 * kFloats, kParts = 1, kPacked = 2;
+  static void load(const char* row, int64_t d, int64_t left, Floats (&to)[kParts]) {
+    to[0] = _mm512_castsi512_ps(raw(row, d, left));
+  }
+};
+
+// Pairs of two rows' numbers of a column; columns are in the order of Halves.
+struct AcrossRows : Pairs {
+  static constexpr int64_t kWidth = 2 * kFloats, kParts = 2, kRows = 2;
+  static void load(const char* row, const char* next, int64_t d, int64_t left, Floats (&to)[kParts]) {
+    const __m512i first = raw(row, d, left), second = next ? raw(next, d, left) : _mm512_setzero_si512();
+    to[0] = _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaa, first, _mm512_slli_epi32(second, 16)));
+    to[1] = _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second));
+  }
+  static Floats load_last(const char* row, const char* next, int64_t d, int64_t left) {
+    const __m512i first = raw(row, d, left), second = next ? raw(next, d, left) : _mm512_setzero_si512();
+    const auto spread = [](__m512i of) { return _mm512_cvtepu16_epi32(_mm512_castsi512_si256(of)); };
+    return _mm512_castsi512_ps(_mm512_or_si512(spread(first), _mm512_slli_epi32(spread(second), 16)));
+  }
+};
+#else
+template <typename T>
+constexpr bool kHasPairs = false;
+// By these nothing is read.
+struct Pairs : Numbers<float> {
+  static Floats of(const Floats& first, const Floats& second) { return first; }
+  static void store(const Floats& from, c10::BFloat16* to) {}
+};
+struct AlongRow : Pairs {};
+struct AcrossRows : Pairs {};
 #endif
 
 inline float sum(const Floats& of) {
