@@ -21,8 +21,6 @@ constexpr int64_t kRows = kFloats == 16 ? 8 : 6;
 constexpr int64_t kAlone = 1 << 15;
 
 template <typename T>
-constexpr int64_t kWidth = Numbers<T>::kWidth;
-template <typename T>
 constexpr int64_t kParts = Numbers<T>::kParts;
 
 // A vector of floats of the next `left` elements; zeros in place of those there are not.
@@ -62,7 +60,8 @@ constexpr int64_t weights_at_once(int64_t count) {
 template <int64_t count, typename T>
 void multiply_tile(
     const T* weight, int64_t outputs, int64_t inputs, const float* input, int64_t size, Floats* sums) {
-  constexpr int64_t rows = weights_at_once<T>(count), parts = kParts<T>;
+  using Reader = Multiplied<T>;
+  constexpr int64_t rows = weights_at_once<T>(count), parts = Reader::kParts;
   Floats products[count][kFloats / 2];
   for (int64_t n = 0; n < kFloats; n += rows) {
     const T* at[rows];
@@ -73,20 +72,20 @@ void multiply_tile(
       #pragma GCC unroll 8
       for (int64_t g = 0; g < count; ++g) totals[g][r] = Floats(0.0f);
     }
-    for (int64_t d = 0; d < inputs; d += kWidth<T>) {
+    for (int64_t d = 0; d < inputs; d += Reader::kWidth) {
       Floats read[rows][parts];
       #pragma GCC unroll 8
       for (int64_t r = 0; r < rows; ++r) {
-        Folded<T>::load(reinterpret_cast<const char*>(at[r]), d, inputs - d, read[r]);
+        Reader::load(reinterpret_cast<const char*>(at[r]), d, inputs - d, read[r]);
         __builtin_prefetch(reinterpret_cast<const char*>(at[r] + d) + kAhead, 0, 1);  // into the second cache
       }
       #pragma GCC unroll 8
       for (int64_t g = 0; g < count; ++g) {
         #pragma GCC unroll 8
         for (int64_t p = 0; p < parts; ++p) {
-          const Floats one = kept(Floats::loadu(input + g * size + d + p * kFloats));
+          const Floats one = kept(Floats::loadu(input + g * size + d / Reader::kPacked + p * kFloats));
           #pragma GCC unroll 8
-          for (int64_t r = 0; r < rows; ++r) totals[g][r] = at::vec::fmadd(read[r][p], one, totals[g][r]);
+          for (int64_t r = 0; r < rows; ++r) totals[g][r] = Reader::multiply(read[r][p], one, totals[g][r]);
         }
       }
     }
@@ -100,17 +99,26 @@ void multiply_tile(
   for (int64_t g = 0; g < count; ++g) sums[g] = sums_of(products[g]);
 }
 
-// Rows of input as floats, as weights are read, with zeros behind them up to `size`; valid until the next call in this thread.
+// Floats that a row of input takes, as weights are read.
 template <typename T>
-const float* as_floats(const T* input, int64_t rows, int64_t inputs, int64_t size) {
+int64_t row_size(int64_t inputs) {
+  constexpr int64_t width = Multiplied<T>::kWidth;
+  return (inputs + width - 1) / width * width / Multiplied<T>::kPacked;
+}
+
+// Rows of input as weights are read, [rows, row_size], with zeros behind them; valid until the next call in this thread.
+template <typename T>
+const float* as_read(const T* input, int64_t rows, int64_t inputs) {
+  using Reader = Multiplied<T>;
   static thread_local std::vector<Line> kept;
+  const int64_t size = row_size<T>(inputs);
   kept.resize(std::max<size_t>(kept.size(), rows * size * sizeof(float) / kLine + 1));
   float* const to = kept[0].floats;
   for (int64_t m = 0; m < rows; ++m) {
-    Floats read[kParts<T>];
-    for (int64_t d = 0; d < inputs; d += kWidth<T>) {
-      Folded<T>::load(reinterpret_cast<const char*>(input + m * inputs), d, inputs - d, read);
-      for (int64_t p = 0; p < kParts<T>; ++p) read[p].store(to + m * size + d + p * kFloats);
+    Floats read[Reader::kParts];
+    for (int64_t d = 0; d < inputs; d += Reader::kWidth) {
+      Reader::load(reinterpret_cast<const char*>(input + m * inputs), d, inputs - d, read);
+      for (int64_t p = 0; p < Reader::kParts; ++p) read[p].store(to + m * size + d / Reader::kPacked + p * kFloats);
     }
   }
   return to;
@@ -122,8 +130,8 @@ template <typename T>
 void multiply(
     const Map* maps, int64_t count, int64_t inputs, const T* input, int64_t rows, void* const* outputs,
     int64_t threads) {
-  const int64_t size = (inputs + kWidth<T> - 1) / kWidth<T> * kWidth<T>;
-  const float* const floats_of = as_floats(input, rows, inputs, size);
+  const int64_t size = row_size<T>(inputs);
+  const float* const read = as_read(input, rows, inputs);
   const auto blocks_of = [](const Map& map) { return (map.outputs + kFloats - 1) / kFloats; };
   int64_t blocks = 0;
   for (int64_t i = 0; i < count; ++i) blocks += blocks_of(maps[i]);
@@ -138,7 +146,7 @@ void multiply(
     T* const output = static_cast<T*>(outputs[i]) + start;
     in_tiles<kRows>(rows, 0, [&](auto tile, int64_t m) {
       Floats sums[tile];
-      multiply_tile<tile>(weight, std::min(left, kFloats), inputs, floats_of + m * size, size, sums);
+      multiply_tile<tile>(weight, std::min(left, kFloats), inputs, read + m * size, size, sums);
       for (int64_t g = 0; g < tile; ++g) store(sums[g] + bias, output + (m + g) * map.outputs, left);
     });
   }
@@ -150,17 +158,17 @@ template <typename T>
 void by_head(
     const T* weight, const T* bias, int64_t heads, int64_t outputs, int64_t inputs, const T* input, int64_t batch,
     int64_t group, T* output, int64_t threads) {
-  const int64_t size = (inputs + kWidth<T> - 1) / kWidth<T> * kWidth<T>;
+  const int64_t size = row_size<T>(inputs);
 #pragma omp parallel for schedule(static) num_threads(threads) if (batch * heads * group * outputs * inputs > kAlone)
   for (int64_t i = 0; i < batch * heads; ++i) {
     const int64_t head = i % heads;
-    const float* const floats_of = as_floats(input + i * group * inputs, group, inputs, size);
+    const float* const read = as_read(input + i * group * inputs, group, inputs);
     for (int64_t start = 0; start < outputs; start += kFloats) {
       const int64_t place = head * outputs + start, left = outputs - start;
       const Floats added = bias ? floats(bias + place, left) : Floats(0.0f);
       in_tiles<kRows>(group, 0, [&](auto tile, int64_t m) {
         Floats sums[tile];
-        multiply_tile<tile>(weight + place * inputs, std::min(left, kFloats), inputs, floats_of + m * size, size, sums);
+        multiply_tile<tile>(weight + place * inputs, std::min(left, kFloats), inputs, read + m * size, size, sums);
         for (int64_t g = 0; g < tile; ++g) {
           store(sums[g] + added, output + (i * group + m + g) * outputs + start, left);
         }

@@ -147,6 +147,9 @@ struct Pairs : Numbers<float> {
 struct AlongRow : Pairs {};
 struct AcrossRows : Pairs {};
 #endif
+// How rows are read that are multiplied with others of their type.
+template <typename T>
+using Multiplied = std::conditional_t<kHasPairs<T>, AlongRow, Folded<T>>;
 
 inline float sum(const Floats& of) {
   return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return a + b; }, of);
