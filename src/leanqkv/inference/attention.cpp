@@ -115,6 +115,11 @@ template <typename T>
 inline bool pairs_of_keys(const Call& call) { return kHasPairs<T> && !call.keys[0].bits && !call.made; }
 template <typename T>
 inline bool pairs_of_values(const Call& call) { return kHasPairs<T> && !call.values[0].bits; }
+// And the latent that keys are made of, where what follows values is read in pairs too.
+template <typename T>
+inline bool pairs_of_latent(const Call& call) {
+  return pairs_of_values<T>(call) && call.made && !call.keys[0].bits && call.keys[0].columns % 2 == 0;
+}
 
 // The same where keys, or values, may be pairs.
 template <typename T, typename Use>
@@ -1003,24 +1008,30 @@ inline void norm_key(float* key, const float* weight, int64_t size, float epsilo
 }
 
 // Key heads that are made of a latent, normed and turned: one head of the `rows` positions from `n` on.
-template <typename T>
-Block make_keys(const Call& call, const Part<T>& part, int64_t n, int64_t rows, int64_t head, Scratch& scratch) {
+template <typename Reader, typename T>
+Block make_keys(
+    const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t rows, int64_t head, Scratch& scratch) {
   constexpr int64_t tile = 4;
-  const int64_t columns = call.keys[0].columns, from = padded(columns), to = padded(call.made);
-  const float* const up = call.up + head * columns * to;
+  const int64_t numbers = call.keys[0].columns / Reader::kPacked, to = padded(call.made);
+  const float* const up = call.up + head * numbers * to;
   for (int64_t d = 0; d < to; d += kStep) {
     for (int64_t first = 0; first < rows; first += tile) {
       Floats totals[tile][2];
+      const char* at[tile];
       #pragma GCC unroll 8
-      for (int64_t r = 0; r < tile; ++r) totals[r][0] = totals[r][1] = Floats(0.0f);
-      const float* const latent = scratch.latent + first * from;
-      for (int64_t c = 0; c < columns; ++c) {
+      for (int64_t r = 0; r < tile; ++r) {
+        totals[r][0] = totals[r][1] = Floats(0.0f);
+        at[r] = latent.first + std::min(first + r, rows - 1) * latent.row;
+      }
+      for (int64_t c = 0; c < numbers; ++c) {
         const Floats one = Floats::loadu(up + c * to + d), other = Floats::loadu(up + c * to + d + kFloats);
         #pragma GCC unroll 8
         for (int64_t r = 0; r < tile; ++r) {
-          const Floats factor(latent[r * from + c]);
-          totals[r][0] = at::vec::fmadd(factor, one, totals[r][0]);
-          totals[r][1] = at::vec::fmadd(factor, other, totals[r][1]);
+          float number;
+          std::memcpy(&number, at[r] + c * sizeof(float), sizeof(float));
+          const Floats factor(number);
+          totals[r][0] = Reader::multiply(factor, one, totals[r][0]);
+          totals[r][1] = Reader::multiply(factor, other, totals[r][1]);
         }
       }
       #pragma GCC unroll 8
@@ -1041,6 +1052,12 @@ Block make_keys(const Call& call, const Part<T>& part, int64_t n, int64_t rows, 
   return {reinterpret_cast<const char*>(scratch.keys), to * int64_t(sizeof(float)), {}, {}};
 }
 
+// Where the latent that keys are made of lies, from position `n` on.
+template <typename T>
+Block latent_block(const Call& call, const Part<T>& part, int64_t n) {
+  return block_of<T>(call, call.keys[0], part.b, 0, n);
+}
+
 // The scores [group, kBlock] of the `rows` positions from `n` on.
 template <typename T>
 void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
@@ -1053,8 +1070,12 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
     float* const weights = scratch.weights + k * shared * kBlock;
     const float* const queries = scratch.queries + k * shared * size + place_of(call.keys, piece);
     if (call.made) {
-      if (!k) read_latent<T>(source, block_of<T>(call, source, part.b, 0, n), rows, scratch);
-      const Block made = make_keys(call, part, n, rows, head, scratch);
+      const Block latent = latent_block(call, part, n);
+      if (!k && !pairs_of_latent<T>(call)) read_latent<T>(source, latent, rows, scratch);
+      const int64_t row = padded(source.columns) * sizeof(float);
+      const Block made = pairs_of_latent<T>(call)
+          ? make_keys<AlongRow>(call, part, n, latent, rows, head, scratch)
+          : make_keys<Numbers<float>>(call, part, n, {reinterpret_cast<const char*>(scratch.latent), row}, rows, head, scratch);
       in_tiles<kTile>(shared, 0, [&](auto count, int64_t g) {
         score<count, kTile, Numbers<float>>(made, rows, 0, call.made, queries + g * size, size, weights + g * kBlock);
       });
@@ -1118,7 +1139,10 @@ void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, S
     }
   }
   if (!call.plain_heads) return;
-  if (pairs_of_values<T>(call)) {
+  if (pairs_of_latent<T>(call)) {  // known as they were
+    float* const sums = scratch.left + plain_place(call);
+    add_rows<AcrossRows>(latent_block(call, part, n), rows, 0, call.plain.columns, scratch.weights, call.group, sums, size);
+  } else if (pairs_of_values<T>(call)) {
     add_plain<AcrossRows>(call, part, n, rows, scratch, reinterpret_cast<c10::BFloat16*>(scratch.rows));
   } else {
     add_plain<Numbers<float>>(call, part, n, rows, scratch, scratch.rows);
@@ -1240,9 +1264,23 @@ bool fits(const Call& call, const Source& source) {
   return true;
 }
 
+// What makes keys, of two columns of the latent each: [heads, columns / 2, padded(made)].
+std::vector<float> pairs_of_up(const Call& call) {
+  const int64_t width = padded(call.made), rows = call.heads * call.key_heads * call.keys[0].columns / 2;
+  std::vector<float> pairs(rows * width);
+  for (int64_t i = 0; i < rows * width; i += kFloats) {
+    const float* const from = call.up + i / width * 2 * width + i % width;
+    Pairs::across(Floats::loadu(from), Floats::loadu(from + width)).store(pairs.data() + i);
+  }
+  return pairs;
+}
+
 // Returns whether there is what is to be read; if not, nothing is done.
 template <typename T>
-bool run(const Call& call) {
+bool run(const Call& given) {
+  Call call = given;
+  const std::vector<float> up = pairs_of_latent<T>(call) ? pairs_of_up(call) : std::vector<float>();
+  if (!up.empty()) call.up = up.data();
   const auto all_fit = [&](const Source* pieces, int64_t count) {
     return std::all_of(pieces, pieces + count, [&](const Source& piece) { return fits(call, piece); });
   };

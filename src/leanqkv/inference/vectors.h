@@ -103,6 +103,11 @@ struct Pairs {
   }
   // 2 * kFloats floats as pairs.
   static Floats of(const Floats& first, const Floats& second) { return __m512(_mm512_cvtne2ps_pbh(second, first)); }
+  // kFloats pairs of a number of each.
+  static Floats across(const Floats& first, const Floats& second) {
+    const auto half = [](const Floats& of) { return _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(of))); };
+    return _mm512_castsi512_ps(_mm512_or_si512(half(first), _mm512_slli_epi32(half(second), 16)));
+  }
   static void store(const Floats& from, c10::BFloat16* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), __m256i(_mm512_cvtneps_pbh(from)));
   }
@@ -142,6 +147,7 @@ constexpr bool kHasPairs = false;
 // By these nothing is read.
 struct Pairs : Numbers<float> {
   static Floats of(const Floats& first, const Floats& second) { return first; }
+  static Floats across(const Floats& first, const Floats& second) { return first; }
   static void store(const Floats& from, c10::BFloat16* to) {}
 };
 struct AlongRow : Pairs {};
