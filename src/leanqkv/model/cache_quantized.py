@@ -198,7 +198,9 @@ class PageLayout:
         if not self.per_token:
             codes = F.pad(codes.transpose(-1, -2), (0, 0, 0, self.depth - self.columns))
         by_place = codes.unflatten(-2, (-1, 8 // self.bits, 4))  # [..., depth / 4 / places, places, 4, lanes]
-        packed: Any = sum(by_place.select(-3, place) << (self.bits * place) for place in range(8 // self.bits))
+        packed = by_place.select(-3, 0)
+        for place in range(1, 8 // self.bits):
+            packed = packed | by_place.select(-3, place) << (self.bits * place)
         return packed.transpose(-1, -2).flatten(-3)
 
     def _unpacked(self, packed: Tensor) -> Tensor:
@@ -242,7 +244,9 @@ class Paged:
         """Make pages of the first `tokens`, whole blocks, of the newest ones of these rows."""
         if not self.newest.numel():  # a tensor without heads takes no memory, and has no largest entry
             return
-        for row, made in zip(rows, self.layout.quantize(self.newest[list(rows), :, :tokens]), strict=True):
+        every = list(rows) == list(range(len(self.newest)))  # which need not be copied
+        newest = self.newest if every else self.newest[list(rows)]
+        for row, made in zip(rows, self.layout.quantize(newest[:, :, :tokens]), strict=True):
             self.pages[row] += [page.clone() for page in made.unbind(0)]  # each with a memory of its own
 
     def history(self, row: int, newest: int) -> Tensor:
