@@ -43,6 +43,7 @@ COMPARISONS = {
     "tiny-deep-decay": ("The papers' weight decay, 4 seeds", "difference in validation loss, nats"),
     "kv-sharing": ("Sharing values, 3 seeds", "difference in validation loss, nats"),
     "skip-ratio-gpt2": ("Shares of value heads, 3 seeds", "difference in validation loss, nats"),
+    "skip-ratio": ("Shares of value heads, LLaMA, 3 seeds", "difference in validation loss, nats"),
     "llama-sizes": ("SkipV1 at three sizes, 3 seeds", "difference in validation loss, nats"),
     "skip-layer": ("Which layer's values, 3 seeds", "difference in validation loss, nats"),
     "injection": ("Which heads are borrowed, 3 seeds", "difference in validation loss, nats"),

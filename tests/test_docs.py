@@ -118,6 +118,20 @@ def test_the_page_on_shares_of_value_heads_says_what_the_runs_say():
     assert not most.clear and max(most.by_seed.values()) < 0
 
 
+def test_the_page_on_shares_in_a_second_shape_says_what_the_runs_say():
+    """Signs by seed, and differences between shares."""
+    baseline, quarter, half, most, all_of_them = (
+        result.losses for result in load_comparison(RESULTS / "skip-ratio").results
+    )
+    for losses in (quarter, half, most, all_of_them):
+        assert max(paired_difference(losses, baseline).by_seed.values()) < 0
+    above = paired_difference(quarter, half)
+    assert above.clear and min(above.by_seed.values()) > 0
+    for losses, below in ((most, 2), (all_of_them, 1)):
+        other = paired_difference(losses, half)
+        assert not other.clear and sum(value < 0 for value in other.by_seed.values()) == below
+
+
 def test_the_page_on_which_layer_s_values_says_what_the_runs_say():
     """Differences between the models, which the comparison's table does not have."""
     baseline, *others = load_comparison(RESULTS / "skip-layer").results
@@ -328,6 +342,7 @@ NUMBERS = {
             "kv-sharing",
             "kv-both",
             "skip-ratio-gpt2",
+            "skip-ratio",
             "llama-sizes",
             "skip-layer",
             "injection",
