@@ -1,6 +1,6 @@
 # make demo       set up, then every tool on one small model: a few minutes on 2 cores; ends with runs/demo/report.html
 # make real       set up, then a pretrained model: fetched, converted and compared, on 2 cores in minutes; MODEL=gemma: another one
-# make test       set up, lint, and the tests, of many cases a tenth, other ones each week: about 5 minutes on 2 cores, 20 on CPUs without bfloat16
+# make test       set up, lint, and the tests, of many cases a tenth, other ones each week: about 8 minutes on 2 cores, 20 on CPUs without bfloat16
 # make test-all   all of them: about 17
 # make test-fast  the inner loop: a sample of the tests, without those that train or start processes; under a minute
 # make mutants    the tests against faults put into the package, for hours: ONLY=model, SAMPLE=20, AGAIN=1
