@@ -92,6 +92,10 @@ ALL: dict[str, Figure] = {
         tuple(f"{name}/copying.json" for name in COPIED),
         lambda: training.copied("skipv1", {f"{name}/copying.json": setting for name, setting in COPIED.items()}),
     ),
+    "query-sweep": Figure(
+        _files("query-sweep"),
+        lambda: training.rates_and_decays("query-sweep", "Nonlinear query, one seed, 0.82M tokens"),
+    ),
     "stability": Figure(_files("stability"), lambda: training.recipes("stability", "Recipes, one seed", 6.5)),
     **{name: _comparison(name, words) for name, words in COMPARISONS.items()},
 }

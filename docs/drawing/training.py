@@ -75,6 +75,33 @@ def recipes(directory: str, title: str, most: float) -> str:
     return plot(f"{title}: the last loss of every model under every recipe.", 210 + 40 * len(names), draw)
 
 
+def rates_and_decays(directory: str, title: str) -> str:
+    """The last loss over peak learning rates, a mark for every weight decay, and lines for models of the base's recipe.
+
+    Recipes are behind names: MODEL, PEAK to LEAST, decay DECAY.
+    """
+    results = {result.name: result for result in load_comparison(RESULTS / directory).results}
+    found = [(re.search(r", (\S+) to \S+, decay (\S+)$", name), result) for name, result in results.items()]
+    points = [(match[2], float(match[1]), result.mean_loss) for match, result in found if match]
+    decays = sorted({decay for decay, _, _ in points}, key=float, reverse=True)
+    looks = dict(zip(decays, zip((GREY, ORANGE, BLUE, GREEN, INK), "os^Dv", strict=True), strict=True))
+    fixed = {name: result.mean_loss for name, result in results.items() if "," not in name and " " not in name}
+    baseline, widest = next(iter(fixed)), min(fixed, key=fixed.__getitem__)
+
+    def draw(axes: Axes) -> None:
+        for decay, (color, marker) in looks.items():
+            own = sorted((rate, loss) for of, rate, loss in points if of == decay)
+            axes.plot(*zip(*own, strict=True), color=color, marker=marker, linestyle="", label=f"weight decay {decay}")
+        for name, style in ((baseline, "-"), (widest, "--")):
+            axes.axhline(fixed[name], color=INK, linewidth=1.2, linestyle=style, label=name)
+        axes.set_xlabel("highest learning rate")
+        axes.set_ylabel("validation loss, nats")
+        axes.set_title(title, loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=12)
+
+    return plot(f"{title}: the last loss over learning rates and weight decays.", 460, draw)
+
+
 def by_length(lines: Mapping[str, tuple[str, str]]) -> str:
     """Differences to the baseline in trainings of several lengths, with the 95% interval over seeds.
 
