@@ -3,6 +3,7 @@
 // Keys and values are read once, whatever the number of queries that share them, and once from beginning to end. Sums are
 // in float32. They lie in rows of the model's numbers, or first in pages: of the same rows, or of codes of 8, 4 or 2 bits,
 // which are turned into numbers in registers. The last dimension of every tensor is contiguous.
+// Rows of bfloat16 are multiplied as they are where the processor can; weights are rounded to bfloat16 for that.
 //
 // Values may be one head that all queries read, beside several heads of keys; it is read once too. They may be a latent
 // with the keys behind it, as they were before rotary positions: these are turned back here, row by row, and nowhere kept.
