@@ -14,6 +14,7 @@ def test_names_are_distinct():
     assert read_matrix().keys() <= set(names), "matrix.json has results of mutants that are gone"
 
 
+@pytest.mark.cheap_cases
 @pytest.mark.parametrize("room", dict.fromkeys(mutant.name.partition(".")[0] for mutant in MUTANTS))
 def test_mutants_apply(room):
     for mutant in MUTANTS:

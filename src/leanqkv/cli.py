@@ -70,11 +70,7 @@ def alone(command: Callable[..., Any], name: str | None = None) -> typer.Typer:
 
 
 app = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings=HELP,
+    cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich", context_settings=HELP
 )
 errors = Console(stderr=True, highlight=False)
 

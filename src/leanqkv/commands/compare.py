@@ -184,10 +184,7 @@ def learning_rates(option: str, text: str, below: float = math.inf) -> tuple[flo
 
 
 def report(
-    directory: Annotated[
-        Path,
-        typer.Argument(help="Directory of a comparison, bench, conversion or frontier."),
-    ],
+    directory: Annotated[Path, typer.Argument(help="Directory of a comparison, bench, conversion or frontier.")],
 ) -> None:
     """Rewrite the table and the page of a directory from its records."""
     from ..report.kinds import kind_of

@@ -18,14 +18,7 @@ from ..data.evaluation import EvaluationText
 from ..data.objectives import MaskedTokens
 from ..environment import check_device, made_on
 from ..errors import LeanError
-from ..evaluate.harness import (
-    TOKENS_AT_A_TIME,
-    TaskScores,
-    load_tasks,
-    mean_accuracy,
-    paired_answers,
-    task_scores,
-)
+from ..evaluate.harness import TOKENS_AT_A_TIME, TaskScores, load_tasks, mean_accuracy, paired_answers, task_scores
 from ..evaluate.loss import masked_figures
 from ..evaluate.paired import paired_record, spread_windows
 from ..evaluate.states import cached_states, last_states, obstacle

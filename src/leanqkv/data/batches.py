@@ -191,10 +191,7 @@ def make_batch_plan(
 
 
 def batch_plan(
-    directory: Path,
-    targets: Mapping[str, Any] | None = None,
-    samples: Iterable[np.ndarray] = (),
-    **sizes: int,
+    directory: Path, targets: Mapping[str, Any] | None = None, samples: Iterable[np.ndarray] = (), **sizes: int
 ) -> BatchPlan:
     """Return the plan of these arguments of `make_batch_plan`. Raises as `kept_plan`."""
     of = "seed{seed}-{steps}x{batch_size}x{context_length}-of-{train_tokens}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compat import compile_cpp
 from ..model.attention_latent import attend_to_latent
@@ -51,6 +51,7 @@ class _Source(ctypes.Structure):
 class _Call(Arguments):
     """The same, in the same order, as `Call` in attention.cpp."""
 
+    mask_batch: int
     _fields_ = [
         *((name, _Source * PIECES) for name in ("keys", "values")),
         ("plain", _Source),
@@ -65,75 +66,63 @@ class _Call(Arguments):
         *((name, ctypes.c_float) for name in ("scaling", "epsilon")),
     ]
 
+    given = "query", "mask", "cos", "sin"
+
     @property
     def lasting(self) -> int:  # type: ignore[override]
         """The parts of a head change where a new one begins."""
         return CHUNK_TOKENS - 1 - self.length % CHUNK_TOKENS
 
-    def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
-        fields = _Call.query, _Call.mask, _Call.cos, _Call.sin
+    def growing(self) -> list[ctypes.c_int64]:
         sources = *self.keys[: self.key_pieces], *self.values[: self.value_pieces], self.plain
-        counts = [_Call.length, _Call.mask_batch] if self.mask_batch else [_Call.length]
-        growing = [ctypes.c_int64.from_buffer(self, count.offset) for count in counts]
-        growing += [
-            ctypes.c_int64.from_address(ctypes.addressof(source) + _Source.row_count.offset)
-            for source in sources
-            if source.rows and not source.pages
+        return [
+            *(self.number(name) for name in (("length", "mask_batch") if self.mask_batch else ("length",))),
+            *(
+                ctypes.c_int64.from_address(ctypes.addressof(source) + _Source.row_count.offset)
+                for source in sources
+                if source.rows and not source.pages
+            ),
         ]
-        return [ctypes.c_void_p.from_buffer(self, field.offset) for field in fields], growing
+
+    def fit(self, rows: int, length: int) -> None:
+        super().fit(rows, length)
+        self.length = length
+        self.mask_batch = min(self.mask_batch, 1) * length  # 0: all rows have one
+        self.chunks = length_chunks(rows * self.heads, length, self.threads)
+        if self.plain_heads and rows > 1:  # rows take turns, part by part, and share what turns keys back
+            self.chunks = max(self.chunks, length // SHARED_TOKENS)
 
 
-def attend_one_query(
-    attention: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    values: Sequence[Tensor] | LatentAndKeys,
-    mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """As `model.attention.attend`, in whose place it is put: by the kernel where that applies."""
-    if isinstance(values, LatentAndKeys):
-        output = one_query_attention_to_both(query, key, values, mask, scaling)
-    else:
-        output = one_query_attention(query, key, values, mask, scaling)
-    if output is not None:
-        return output, None
-    return attend_to_inputs(attention, query, key, values, mask, scaling, **kwargs)
+def _in_place_of(plain: Callable[..., Any], kernel: Callable[..., Tensor | None]) -> Callable[..., Any]:
+    """Return what is put in the place of an attention: the kernel where it applies, with the same arguments."""
+
+    @functools.wraps(plain)
+    def attend(attention: Any, *given: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output = kernel(attention, *given, **kwargs)
+        return plain(attention, *given, **kwargs) if output is None else (output, None)
+
+    return attend
 
 
-def attend_one_query_to_latent(
-    attention: nn.Module,
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    scaling: float,
-) -> tuple[Tensor, Tensor | None]:
-    """As `model.attention_latent.attend_to_latent`, in whose place it is put: by the kernel where that applies."""
-    output = one_query_attention_to_pieces(queries, keys, values, mask, scaling)
-    if output is not None:
-        return output, None
-    return attend_to_latent(attention, queries, keys, values, mask, scaling)
+def _to_inputs(attention: Any, query: Tensor, key: Tensor, values: Any, *given: Any, **kwargs: Any) -> Tensor | None:
+    by = one_query_attention_to_both if isinstance(values, LatentAndKeys) else one_query_attention
+    return by(query, key, values, *given)
 
 
-def attend_one_query_turned(
-    attention: Any,
-    query: Tensor,
-    latent: Tensor,
-    values: Sequence[Tensor] | LatentAndKeys,
-    mask: Tensor | None,
-    scaling: float,
-    rotation: Rotation,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """As `model.latent_heads.attend_turned`, in whose place it is put: by the kernel where that applies."""
-    maps, output = attention.key_maps, None
-    if maps is not None and makes_keys(attention):  # which may have been given a hook since
-        output = one_query_attention_to_made(query, latent, maps, values, mask, scaling, rotation)
-    if output is not None:
-        return output, None
-    return attend_turned(attention, query, latent, values, mask, scaling, rotation, **kwargs)
+def _to_made(
+    attention: Any, query: Tensor, latent: Any, values: Any, mask: Tensor | None, scaling: float, *, rotation: Rotation
+) -> Tensor | None:
+    maps = attention.key_maps
+    if maps is None or not makes_keys(attention):  # which may have been given a hook since
+        return None
+    return one_query_attention_to_made(query, latent, maps, values, mask, scaling, rotation)
+
+
+attend_one_query = _in_place_of(attend_to_inputs, _to_inputs)
+attend_one_query_turned = _in_place_of(attend_turned, _to_made)
+attend_one_query_to_latent = _in_place_of(
+    attend_to_latent, lambda attention, *given, **kwargs: one_query_attention_to_pieces(*given)
+)
 
 
 def length_chunks(heads: int, length: int, threads: int) -> int:
@@ -334,7 +323,7 @@ def _call(
         made.firsts = None if places.firsts is None else places.firsts.data_ptr()
         made.padded_right = places.padded_right
     if mask is not None:
-        made.mask, made.mask_batch = mask.data_ptr(), 0 if len(mask) == 1 else mask.stride(0)
+        made.mask, made.mask_batch = mask.data_ptr(), 0 if len(mask) == 1 else length
     if both is not None:
         made.plain, made.plain_heads = _source(both.keys), both.keys.shape[1]
     if maps is not None:
@@ -349,12 +338,9 @@ def _call(
             index = frequencies_of(both.frequencies, cos.device)  # which is kept
             made.frequency, made.turned = index.data_ptr(), 2 * len(index)
         made.table_batch, made.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
-    made.batch, made.heads, made.group = batch, heads, num_heads // heads
-    made.length, made.key_heads = length, key_heads
+    made.heads, made.group, made.key_heads = heads, num_heads // heads, key_heads
     made.threads = torch.get_num_threads()
-    made.chunks = length_chunks(batch * heads, length, made.threads)
-    if both is not None and batch > 1:  # rows take turns, part by part, and share what turns keys back
-        made.chunks = max(made.chunks, length // SHARED_TOKENS)
+    made.fit(batch, length)
     made.query_batch, made.query_head = query.stride()[:2]
     made.output_batch, made.output_head = output.stride()[:2]
     made.scaling = scaling

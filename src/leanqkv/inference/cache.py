@@ -15,6 +15,7 @@ from ..cache_bits import PLAIN, CacheBits
 from ..model.cache import LeanDynamicLayer, LeanDynamicWindowLayer, cached_tensors
 from ..model.cache_quantized import BLOCK, KiviLayer, Paged, kivi_layers
 from ..model.config import LeanConfig
+from .codes import quantize
 from .history import History, Places
 from .repeat import known
 from .step import write
@@ -163,12 +164,19 @@ def _ends(held: Tensor | None, buffer: Tensor, place: int) -> bool:
     return not buffer.numel() or (held.data_ptr() == first.data_ptr() and held.stride() == first.stride())
 
 
+class KernelPaged(Paged):
+    """Paged, whose pages are made by the kernel where it applies."""
+
+    quantize_blocks = staticmethod(quantize)
+
+
 class QuantizedLayer(KiviLayer):
     """KiviLayer whose tensors are read where they lie if there is one new token of every row.
 
     Rows may have different lengths then: `join_rows` puts those of several caches together.
     """
 
+    paged_class = KernelPaged
     _lengths: Tensor | None = None  # positions held by every row; None: as the last prompt left them
     _histories: Sequence[History] = ()  # of the pages that there are, to be handed out again and again
 

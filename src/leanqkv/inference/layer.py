@@ -55,11 +55,11 @@ class _Run(Arguments):
     ]
     held: tuple[Any, Any]  # what `given` and `tables` point to
 
-    def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
+    def pointers(self) -> list[ctypes.c_void_p]:
         places = [ctypes.addressof(self.held[0]) + 8 * number for number in range(self.num_given)]
         if self.tables:
             places += [self.tables + field.offset for field in (_Tables.cos, _Tables.sin)]
-        return [ctypes.c_void_p.from_address(place) for place in places], []
+        return [ctypes.c_void_p.from_address(place) for place in places]
 
 
 class Program:

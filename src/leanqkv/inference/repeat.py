@@ -32,12 +32,26 @@ TRIES = 3
 class Arguments(ctypes.Structure):
     """What a kernel is called with: its address is the only argument, and it returns whether it did its work."""
 
-    # How many more steps differ in nothing but what `moving` names.
+    # The pointers to what a step is given.
+    given: tuple[str, ...] = ()
+    # How many more steps differ in nothing but these, and the numbers that are `growing`.
     lasting = 2**30
 
-    def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
-        """Return the pointers to what a step is given, and the numbers that grow by one from a step to the next."""
-        raise NotImplementedError
+    def pointers(self) -> list[ctypes.c_void_p]:
+        """Return the pointers to what a step is given."""
+        return [ctypes.c_void_p.from_buffer(self, getattr(type(self), name).offset) for name in self.given]
+
+    def growing(self) -> list[ctypes.c_int64]:
+        """Return the numbers that grow by one from a step to the next."""
+        return []
+
+    def number(self, name: str) -> ctypes.c_int64:
+        """Return a number, to be changed."""
+        return ctypes.c_int64.from_buffer(self, getattr(type(self), name).offset)
+
+    def fit(self, rows: int, length: int) -> None:
+        """Let the first so many rows of the batch be computed, of which the longest reads so many positions."""
+        self.batch = rows
 
 
 class _Noted(ctypes.Structure):
@@ -74,14 +88,14 @@ def made_of(mask: Tensor) -> Tensor | None:
     return getattr(_of_thread, "masks", {}).get(id(mask))
 
 
-def _noted() -> "Step | None":
+def _noted() -> "Calls | None":
     return getattr(_of_thread, "step", None)
 
 
 class _Watch(TorchDispatchMode):
     """Keep what operators give, and see those that compute."""
 
-    def __init__(self, step: "Step"):
+    def __init__(self, step: "Calls"):
         super().__init__()
         self.step = step
 
@@ -99,52 +113,66 @@ def _is_view(function: Any, args: Any, found: Any) -> bool:
     return found.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
 
 
-class Step:
-    """The calls of a step.
+class Calls:
+    """The calls of kernels that are made while something is computed, to be made again.
 
     Attributes:
         calls: functions and arguments, in their order.
         held: whose memory they read and write.
-        complete: whether they are all that the step computed.
+        complete: whether they are all that is computed.
     """
 
-    def __init__(self, cache: Cache):
+    def __init__(self) -> None:
         self.calls: list[tuple[Any, Arguments]] = []
         self.held: list[Any] = []
         self.complete = True
-        self._layers: list[Any] = cache.layers
-        self._marks = self._marks_now()
 
-    def note(self, compute: Callable[[], tuple[Tensor, Any]], inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        """Run a step and note it; a repeated one returns the first of its results. inputs: all that differs."""
+    def note(self, compute: Callable[[], Any], inputs: Sequence[Tensor] = ()) -> Any:
+        """Compute something and note it. inputs: what lies elsewhere when it is repeated."""
         _of_thread.step = self
         try:
             with _Watch(self):
-                self.output, rest = compute()
+                found = compute()
         finally:
             _of_thread.step = None
-        self._layers = [layer for layer, old in zip(self._layers, self._marks, strict=True) if layer.mark is not old]
-        self._marks = self._marks_now()
-        self.complete = self.complete and bool(self.calls) and all(one.is_contiguous() for one in inputs)
-        if self.complete:
-            self._prepare(inputs)
-        return self.output, rest
-
-    def _prepare(self, inputs: Sequence[Tensor]) -> None:
-        self._shapes, self._threads = [_shape(one) for one in inputs], torch.get_num_threads()
-        self._left = min(arguments.lasting for _, arguments in self.calls)
+        self.complete = self.complete and bool(self.calls)
         self._given: list[tuple[ctypes.c_void_p, int, int]] = []
-        self._growing: list[ctypes.c_int64] = []
-        for _, arguments in self.calls:
-            pointers, growing = arguments.moving()
-            self._growing += growing
-            for pointer in pointers:
-                for number, one in enumerate(inputs):
-                    offset = (pointer.value or 0) - one.data_ptr()
-                    if 0 <= offset < one.nbytes:
-                        self._given.append((pointer, number, offset))
+        for pointer in (pointer for _, arguments in self.calls for pointer in arguments.pointers()):
+            for number, one in enumerate(inputs):
+                offset = (pointer.value or 0) - one.data_ptr()
+                if 0 <= offset < one.nbytes:
+                    self._given.append((pointer, number, offset))
         noted = [_Noted(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(own)) for function, own in self.calls]
         self._noted = (_Noted * len(noted))(*noted)
+        return found
+
+    def repeat(self, repeat: Callable[[Any, int], int], inputs: Sequence[Tensor] = ()) -> None:
+        """Make them again, of other inputs: `repeat` is of step.cpp."""
+        addresses = [one.data_ptr() for one in inputs]
+        for pointer, number, offset in self._given:
+            pointer.value = addresses[number] + offset
+        if repeat(self._noted, len(self._noted)) != len(self._noted):
+            raise ValueError("a cache holds fewer positions than attention is to read")
+
+
+class Step(Calls):
+    """The calls of a step of a cache."""
+
+    def __init__(self, cache: Cache):
+        super().__init__()
+        self._layers: list[Any] = cache.layers
+        self._marks = self._marks_now()
+
+    def note(self, compute: Callable[[], Any], inputs: Sequence[Tensor] = ()) -> Any:
+        """Run a step and note it; a repeated one returns the first of its results. inputs: all that differs."""
+        self.complete = all(one.is_contiguous() for one in inputs)
+        self.output, rest = super().note(compute, inputs)
+        self._layers = [layer for layer, old in zip(self._layers, self._marks, strict=True) if layer.mark is not old]
+        self._marks = self._marks_now()
+        self._shapes, self._threads = [_shape(one) for one in inputs], torch.get_num_threads()
+        self._left = min((arguments.lasting for _, arguments in self.calls), default=0)
+        self._growing = [number for _, arguments in self.calls for number in arguments.growing()]
+        return self.output, rest
 
     def _marks_now(self) -> list[Any]:
         return [layer.mark for layer in self._layers]
@@ -165,15 +193,11 @@ class Step:
         """Run it once more. What it returns is overwritten by the next time."""
         for count in self._growing:
             count.value += 1
-        addresses = [one.data_ptr() for one in inputs]
-        for pointer, number, offset in self._given:
-            pointer.value = addresses[number] + offset
         for layer in self._layers:
             layer.advance()
         self._left -= 1
         self._marks = self._marks_now()
-        if repeat(self._noted, len(self._noted)) != len(self._noted):
-            raise ValueError("a cache holds fewer positions than attention is to read")
+        self.repeat(repeat, inputs)
         return self.output
 
 

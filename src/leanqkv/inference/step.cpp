@@ -152,12 +152,23 @@ void multiply(
   }
 }
 
-// x_h W_h^T + b_h of every head h: input [batch, heads * group, inputs], of which `group` follow each other share a head;
-// weight [heads, outputs, inputs]; bias [heads, outputs] or null; output [batch, heads * group, outputs].
+// What `by_head` is called with; the same, in the same order, as `_ByHead` in step.py.
+struct ByHead {
+  const void* weight;  // [heads, outputs, inputs]
+  const void* bias;    // [heads, outputs], or null
+  const void* input;   // [batch, heads * group, inputs], of which `group` that follow each other share a head
+  void* output;        // [batch, heads * group, outputs]
+  int64_t batch, heads, group, outputs, inputs, threads;
+};
+
+// x_h W_h^T + b_h of every head h.
 template <typename T>
-void by_head(
-    const T* weight, const T* bias, int64_t heads, int64_t outputs, int64_t inputs, const T* input, int64_t batch,
-    int64_t group, T* output, int64_t threads) {
+void by_head(const ByHead& call) {
+  const T *const weight = static_cast<const T*>(call.weight), *const bias = static_cast<const T*>(call.bias);
+  const T* const input = static_cast<const T*>(call.input);
+  T* const output = static_cast<T*>(call.output);
+  const int64_t batch = call.batch, heads = call.heads, group = call.group, threads = call.threads;
+  const int64_t outputs = call.outputs, inputs = call.inputs;
   const int64_t size = row_size<T>(inputs);
 #pragma omp parallel for schedule(static) num_threads(threads) if (batch * heads * group * outputs * inputs > kAlone)
   for (int64_t i = 0; i < batch * heads; ++i) {
@@ -273,13 +284,6 @@ void gate(const T* gate, const T* up, int64_t size, int64_t activation, T* outpu
 
 enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd, kByHead, kCopy, kActivate };
 
-// What `by_head` multiplies by; the same, in the same order, as `_HeadMap` in step.py.
-struct HeadMap {
-  const void* weight;  // [heads, outputs, inputs]
-  const void* bias;    // [heads, outputs], or null
-  int64_t heads, outputs;
-};
-
 // An operation on buffers, which are named by number; the same, in the same order, as `_Operation` in step.py.
 struct Operation {
   int64_t kind, first, second, output;  // second: of a norm, whether it takes off the mean
@@ -345,10 +349,10 @@ bool run(const Run& call) {
         break;
       }
       case kByHead: {
-        const HeadMap& map = *static_cast<const HeadMap*>(one->data);
-        const T *const weight = static_cast<const T*>(map.weight), *const bias = static_cast<const T*>(map.bias);
-        by_head<T>(
-            weight, bias, map.heads, map.outputs, width, first, rows, one->count / map.heads, output, threads);
+        ByHead call = *static_cast<const ByHead*>(one->data);
+        call.input = first, call.output = output, call.batch = rows, call.group = one->count / call.heads;
+        call.threads = threads;
+        by_head<T>(call);
         break;
       }
       case kGate:
@@ -375,10 +379,10 @@ bool run(const Run& call) {
 // One new position of every head, and where it goes; the same, in the same order, as `_Write` in step.py.
 struct Write {
   const char* from;  // [batch, heads, row]
-  char* to;          // [batch, heads, places, row]
+  char* to;          // [batch, heads, places, row], or from where pages lie
   const int64_t* places;  // of every row of the batch; or null: `place`
   int64_t batch, heads, row;  // bytes of a row
-  int64_t from_batch, from_head, to_batch, to_head;  // strides, in bytes
+  int64_t from_batch, from_head, to_batch, to_head, to_place;  // strides, in bytes
   int64_t place;
 };
 
@@ -396,17 +400,13 @@ struct Noted {
       int64_t threads) {                                                                                               \
     multiply<T>(maps, count, inputs, input, rows, outputs, threads);                                                   \
   }                                                                                                                    \
-  extern "C" void by_head_##name(                                                                                      \
-      const T* weight, const T* bias, int64_t heads, int64_t outputs, int64_t inputs, const T* input, int64_t batch,   \
-      int64_t group, T* output, int64_t threads) {                                                                     \
-    by_head<T>(weight, bias, heads, outputs, inputs, input, batch, group, output, threads);                            \
-  }                                                                                                                    \
+  extern "C" bool by_head_##name(const ByHead* call) { return by_head<T>(*call), true; }                               \
   extern "C" void norm_##name(                                                                                         \
       const T* input, int64_t rows, int64_t width, const T* weight, const T* bias, int64_t centered, float offset,     \
       float eps, T* output, int64_t threads) {                                                                         \
     norm<T>(input, rows, width, weight, bias, centered, offset, eps, output, threads);                                 \
   }                                                                                                                    \
-  extern "C" void turn_##name(const Turn* call) { turn<T>(*call); }                                                    \
+  extern "C" bool turn_##name(const Turn* call) { return turn<T>(*call), true; }                                       \
   extern "C" void gate_##name(                                                                                         \
       const T* input, const T* up, int64_t size, int64_t activation, T* output, int64_t threads) {                     \
     gate<T>(input, up, size, activation, output, threads);                                                             \
@@ -420,7 +420,7 @@ extern "C" bool write_head_rows(const Write* call) {
   for (int64_t b = 0; b < call->batch; ++b) {
     const int64_t place = call->places ? call->places[b] : call->place;
     for (int64_t h = 0; h < call->heads; ++h) {
-      char* const to = call->to + b * call->to_batch + h * call->to_head + place * call->row;
+      char* const to = call->to + b * call->to_batch + h * call->to_head + place * call->to_place;
       std::memcpy(to, call->from + b * call->from_batch + h * call->from_head, call->row);
     }
   }

@@ -19,7 +19,7 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from ..compat import compile_cpp
 from ..model.attention import Attention
-from ..model.latent import Absorbing, absorb, is_absorbable, is_rewritten, restore
+from ..model.latent import Absorbing, absorb, frequencies_of, is_absorbable, is_rewritten, restore, rotate_columns
 from ..model.layers import MLP, GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
 from .repeat import Arguments, call, not_noted
@@ -40,7 +40,7 @@ class _Map(ctypes.Structure):
     _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
 
 
-class _Turn(ctypes.Structure):
+class _Turn(Arguments):
     """The same, in the same order, as `Turn` in step.cpp."""
 
     _fields_ = [
@@ -50,13 +50,17 @@ class _Turn(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_batch", "table_position", "threads")),
         *(("frequency", ctypes.c_void_p), ("frequencies", ctypes.c_int64)),
     ]
+    given = "heads", "cos", "sin"
 
 
-class _HeadMap(ctypes.Structure):
-    """The same, in the same order, as `HeadMap` in step.cpp."""
+class _ByHead(Arguments):
+    """The same, in the same order, as `ByHead` in step.cpp."""
 
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
-    _fields_ += [("heads", ctypes.c_int64), ("outputs", ctypes.c_int64)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "input", "output")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "outputs", "inputs", "threads")),
+    ]
+    given = ("input",)
 
 
 class _Write(Arguments):
@@ -65,11 +69,12 @@ class _Write(Arguments):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("source", "target", "places")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "row")),
-        *((name, ctypes.c_int64) for name in ("from_batch", "from_head", "to_batch", "to_head", "place")),
+        *((name, ctypes.c_int64) for name in ("from_batch", "from_head", "to_batch", "to_head", "to_place", "place")),
     ]
+    given = ("source",)
 
-    def moving(self) -> tuple[list[ctypes.c_void_p], list[ctypes.c_int64]]:
-        return [], [] if self.places else [ctypes.c_int64.from_buffer(self, _Write.place.offset)]
+    def growing(self) -> list[ctypes.c_int64]:
+        return [] if self.places else [self.number("place")]
 
 
 class Product:
@@ -119,20 +124,21 @@ class HeadProduct:
         """weight: [heads, outputs, inputs]; bias: [heads, outputs]."""
         self.weight, self.bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
         pointers = self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
-        self._map = _HeadMap(*pointers, *weight.shape[:2])
+        self._map = _ByHead(*pointers, heads=weight.shape[0], outputs=weight.shape[1], inputs=weight.shape[2])
         self.address = ctypes.addressof(self._map)
 
     def __call__(self, inputs: Tensor) -> Tensor | None:
         """[batch, heads of x, inputs] to [batch, heads of x, outputs]; None where PyTorch computes."""
-        heads, outputs, size = self.weight.shape
+        heads, outputs, _ = self.weight.shape
         batch, given, _ = inputs.shape
         kernels = kernels_for(inputs, self.weight) if given % heads == 0 else None
         if kernels is None:
             return None
         inputs, output = inputs.contiguous(), inputs.new_empty((batch, given, outputs))
-        bias = None if self.bias is None else self.bias.data_ptr()
-        sizes = heads, outputs, size, inputs.data_ptr(), batch, given // heads
-        kernels.by_head(self.weight.data_ptr(), bias, *sizes, output.data_ptr(), torch.get_num_threads())
+        made = _ByHead.from_buffer_copy(self._map)
+        made.input, made.output, made.batch, made.group = inputs.data_ptr(), output.data_ptr(), batch, given // heads
+        made.threads = torch.get_num_threads()
+        call(kernels.by_head, made)
         return output
 
 
@@ -195,7 +201,7 @@ def use_head_products(attention: Any) -> None:
             return restore(value, attended, head_dim) if found is None else found[:, None]
 
         attention.restore = restore_heads
-    attention.head_products = into, out_of
+    attention.head_products, attention.rotate_columns = (into, out_of), fused_rotate
     attention.key_maps = key_maps(attention) if attention.turns_keys else None
 
 
@@ -228,26 +234,26 @@ class FusedNorm(nn.Module):
         return output
 
 
-def fused_rotate(heads: Tensor, position_embeddings: Rotation) -> Tensor:
-    """As `model.position.rotate`, in whose place it is put."""
+def fused_rotate(heads: Tensor, position_embeddings: Rotation, columns: tuple[int, ...] | None = None) -> Tensor:
+    """As `model.position.rotate`, in whose place it is put, or, with columns, `model.latent.rotate_columns`."""
     cos, sin = position_embeddings
     kernels = kernels_for(heads, cos)
     batch, num_heads, positions, head_dim = heads.shape
-    turned = cos.shape[-1]
+    width = cos.shape[-1]
+    index, turned = (None, width) if columns is None else (frequencies_of(columns, heads.device), head_dim)
     fits = turned <= head_dim and cos.shape[1] == positions and cos.shape[0] in (1, batch)
     if kernels is None or not fits or heads.stride(-1) != 1:
-        return rotate(heads, position_embeddings)
+        given = heads, position_embeddings
+        return rotate(*given) if columns is None else rotate_columns(*given, columns)
     cos, sin = cos.contiguous(), sin.contiguous()
     output = heads.new_empty(heads.shape)
-    kernels.turn(
-        ctypes.byref(
-            _Turn(
-                *(heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), output.data_ptr()),
-                *(batch, num_heads, positions, head_dim, turned, *heads.stride()[:3]),
-                *(0 if len(cos) == 1 else positions * turned, turned, torch.get_num_threads()),
-            )
-        )
+    arguments = _Turn(
+        *(heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), output.data_ptr()),
+        *(batch, num_heads, positions, head_dim, turned, *heads.stride()[:3]),
+        *(0 if len(cos) == 1 else positions * width, width, torch.get_num_threads()),
+        *((None, 0) if index is None else (index.data_ptr(), width // 2)),  # which is kept
     )
+    call(kernels.turn, arguments)
     return output
 
 
@@ -273,12 +279,12 @@ def write(states: Tensor, buffer: Tensor, place: int | Tensor) -> None:
     """buffer[:, :, place] = states[:, :, 0], of buffers that the kernels take; `place` may be one for every row of the
     batch, which the caller keeps and, where steps are repeated, advances."""
     kernels = kernels_for(states, buffer)
-    if kernels is None or states.stride(-1) != 1 or not buffer.is_contiguous():
+    if kernels is None or states.stride(-1) != 1 or buffer.stride(-1) != 1:
         rows = torch.arange(len(buffer)) if isinstance(place, Tensor) else slice(None)
         buffer[rows, :, place] = states[:, :, 0]
         return
     size = buffer.itemsize
-    strides = [size * stride for stride in (*states.stride()[:2], *buffer.stride()[:2])]
+    strides = [size * stride for stride in (*states.stride()[:2], *buffer.stride()[:3])]
     shape = *buffer.shape[:2], size * buffer.shape[-1]
     places, one = (place.data_ptr(), 0) if isinstance(place, Tensor) else (None, place)
     call(kernels.write, _Write(states.data_ptr(), buffer.data_ptr(), places, *shape, *strides, one))
@@ -329,9 +335,9 @@ def compiled_kernels() -> dict[torch.dtype, Any]:
     if library is None:
         return {}
     pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    arguments = {
+    arguments: dict[str, list[Any]] = {
         "multiply": [pointer, number, number, pointer, number, pointer, number],
-        "by_head": [pointer, pointer, number, number, number, pointer, number, number, pointer, number],
+        "by_head": [pointer],
         "norm": [pointer, number, number, pointer, pointer, number, real, real, pointer, number],
         "turn": [pointer],
         "gate": [pointer, pointer, number, number, pointer, number],
@@ -343,8 +349,9 @@ def compiled_kernels() -> dict[torch.dtype, Any]:
     for dtype in DTYPES:
         functions = {name: getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}") for name in arguments}
         for name, function in functions.items():
-            function.argtypes, function.restype = arguments[name], ctypes.c_bool if name == "run" else None
-            functions[name] = function if name == "run" else _alone(function)
+            noted = len(arguments[name]) == 1
+            function.argtypes, function.restype = arguments[name], ctypes.c_bool if noted else None
+            functions[name] = function if noted else _alone(function)
         kernels[dtype] = SimpleNamespace(**functions, write=library.write_head_rows, repeat=library.repeat_calls)
     return kernels
 

@@ -35,13 +35,7 @@ class KeyValues(NamedTuple):
 
 
 def attend(
-    attention: Any,
-    query: Tensor,
-    key: Tensor,
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    scaling: float,
-    **kwargs,
+    attention: Any, query: Tensor, key: Tensor, values: Sequence[Tensor], mask: Tensor | None, scaling: float, **kwargs
 ) -> tuple[Tensor, Tensor | None]:
     """Scaled dot-product attention of one group of heads whose values lie in one tensor or in several.
 

@@ -5,7 +5,7 @@ others, those of the values are not, so each is scaled along the dimension in wh
 tokens, fewer than a block, stay in the model's precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -178,7 +178,7 @@ class PageLayout:
         # What a conversion to integers makes of NaN is undefined.
         codes = codes.round_().nan_to_num_(0).to(torch.uint8).flatten(-2)[..., : self.columns]
         parts = [self._packed(codes), *(part.flatten(3) for part in (scale, low))]
-        return torch.cat([part.transpose(1, 2).flatten(2).view(torch.uint8) for part in parts], -1)
+        return torch.cat([part.transpose(1, 2).flatten(2).contiguous().view(torch.uint8) for part in parts], -1)
 
     @torch.no_grad()
     def dequantize(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,7 +232,10 @@ class Paged:
         layout: of the pages.
         pages: of every row, oldest first, each [page_bytes]. They never change, so rows may share them.
         newest: [batch, heads, places, columns].
+        quantize_blocks: makes the pages.
     """
+
+    quantize_blocks: Callable[[PageLayout, Tensor], Tensor] = staticmethod(PageLayout.quantize)
 
     def __init__(self, layout: PageLayout, like: Tensor):
         """like: [batch, heads, any, columns]."""
@@ -246,7 +249,7 @@ class Paged:
             return
         every = list(rows) == list(range(len(self.newest)))  # which need not be copied
         newest = self.newest if every else self.newest[list(rows)]
-        for row, made in zip(rows, self.layout.quantize(newest[:, :, :tokens]), strict=True):
+        for row, made in zip(rows, self.quantize_blocks(self.layout, newest[:, :, :tokens]), strict=True):
             self.pages[row] += [page.clone() for page in made.unbind(0)]  # each with a memory of its own
 
     def history(self, row: int, newest: int) -> Tensor:
@@ -286,6 +289,7 @@ class KiviLayer(DynamicLayer):
     """
 
     is_croppable = False
+    paged_class = Paged
 
     def __init__(
         self,
@@ -307,7 +311,7 @@ class KiviLayer(DynamicLayer):
         names = (*self.cached, *self.cached)[:2]
         bits = self.key_bits, self.value_bits
         self.paged = tuple(
-            Paged(page_layout(name, *bits, states.shape[1], states.shape[-1]), states)
+            self.paged_class(page_layout(name, *bits, states.shape[1], states.shape[-1]), states)
             for name, states in zip(names, (key_states, value_states), strict=True)
         )
 

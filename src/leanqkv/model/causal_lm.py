@@ -78,11 +78,7 @@ class LeanForCausalLM(LeanHeadModel, GenerationMixin):
         )
 
     def generate(
-        self,
-        inputs: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        *args: Any,
-        **kwargs: Any,
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """As in transformers; a model with `mask_type` "prefix" takes the prompt for its prefix."""
         if self.config.mask_type == "prefix" and kwargs.get("prefix_mask") is None:

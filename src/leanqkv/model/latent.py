@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .position import Rotation
+from .position import Rotation, rotate
 
 Columns = tuple[int, ...]  # complex ones of a latent, by frequency
 
@@ -142,6 +142,11 @@ def rotation_of_columns(rotation: Rotation, columns: Columns) -> Rotation:
         table.unflatten(-1, (2, -1))[..., frequencies_of(columns, table.device)].flatten(-2) for table in rotation
     )
     return cos, sin
+
+
+def rotate_columns(heads: Tensor, rotation: Rotation, columns: Columns) -> Tensor:
+    """Rotate a latent's complex columns [batch, heads, positions, 2 P], each at its own frequency."""
+    return rotate(heads, rotation_of_columns(rotation, columns))
 
 
 def frequencies_of(columns: Columns, device: torch.device) -> Tensor:

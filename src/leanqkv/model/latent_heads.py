@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .attention import KeyValues, LeanAttention, attend, autocast, update_cache
-from .latent import Absorbing, Columns, ComplexUp, absorbing_pays, expand, rotation_of_columns
+from .latent import Absorbing, Columns, ComplexUp, absorbing_pays, expand, rotate_columns
 from .layout import LayerPlan
 from .position import BACK, HISTORY, Rotation, Rotations, rotate, rotation_of
 from .registry import ConfigError, Projection
@@ -182,7 +182,7 @@ class LatentAndKeys(NamedTuple):
             return torch.cat((self.latent, self.new[:, None].to(self.latent.dtype)), dim=-1)
         keys, back = self.keys, self.back
         if back is not None:
-            keys = rotate(keys, back if self.frequencies is None else rotation_of_columns(back, self.frequencies))
+            keys = rotate(keys, back) if self.frequencies is None else rotate_columns(keys, back, self.frequencies)
         return torch.cat((self.latent[:, 0], *keys.unbind(1)), dim=-1)[:, None]
 
 
@@ -222,6 +222,7 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
     kind = "latent_heads"
     attend = staticmethod(attend_to_inputs)
     attend_turned = staticmethod(attend_turned)
+    rotate_columns = staticmethod(rotate_columns)
 
     def __init__(self, config, layer: LayerPlan):
         super().__init__(config, layer)
@@ -301,5 +302,5 @@ class LatentHeadsAttention(Absorbing, LeanAttention):
         """[batch, positions, columns] to the one head that is cached of it, its complex columns rotated."""
         head = projected[:, None]
         if columns is not None and rotation is not None:
-            head = self.rotate(head, rotation_of_columns(rotation, columns))
+            head = self.rotate_columns(head, rotation, columns)
         return autocast(head)

@@ -129,20 +129,8 @@ QWEN3 = replace(
     read=read_windows,
     write=_write_qwen_windows,
 )
-GRANITE = replace(
-    LLAMA,
-    model_type="granite",
-    settings=_WITHOUT_HEAD_DIM,
-    read=_read_granite,
-    write=_write_granite,
-)
-SMOLLM3 = replace(
-    LLAMA,
-    model_type="smollm3",
-    settings=_WITHOUT_HEAD_DIM,
-    read=_read_smollm3,
-    write=_write_smollm3,
-)
+GRANITE = replace(LLAMA, model_type="granite", settings=_WITHOUT_HEAD_DIM, read=_read_granite, write=_write_granite)
+SMOLLM3 = replace(LLAMA, model_type="smollm3", settings=_WITHOUT_HEAD_DIM, read=_read_smollm3, write=_write_smollm3)
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
