@@ -9,6 +9,7 @@ end where a page ends.
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property, partial
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from leanqkv.model.position import BACK, HISTORY, Rotation, Rotations, make_mask
 from leanqkv.model.transformer import LeanModel
 
 from .cache import PagedCache
+from .repeated import RepeatedRows
 from .rows import FEW, PagedLayer, Pages
 from .rows_of_codes import CodesLayer, CodesPages, Kept, pieces_by_page
 from .step import Step
@@ -53,6 +55,7 @@ class Histories:
         self.config = copy(model.config)
         self.config._attn_implementation = "sdpa"
         self.lenders, self.batches, self.passes = self.plan.lenders, [], 1
+        self.repeated = RepeatedRows(len(self.plan.layers), kernel)
         self._cores: dict[int, Any] = {}
         self._tables: Rotations = {}
 
@@ -66,6 +69,7 @@ class Histories:
         tokens = torch.arange(len(requests), device=counts.device)
         positions = tokens - starts[requests] + (lengths - counts)[requests]
         self.batches, self.passes = [], 1
+        self.tables(int(lengths.max()), like)
         if cache.codes is not None:
             for *given, whole, in_place in pieces_by_page(starts, lengths, positions):
                 self.batches.append(Batch(self, steps, *given, whole=whole, like=like, in_place=in_place))
@@ -96,18 +100,21 @@ class Histories:
         # What a batch reads of another one's new tokens is written when it is computed again.
         for batch in self.batches * self.passes:
             parts = [None if part is None else batch.rows_of(part) for part in projected]
-            found, _, own = core(
-                batch.rows_of(hidden_states) if core.mixer is not None else None,
-                layer,
-                position_embeddings=batch.rotations,
-                attention_mask=batch.masks[layer.window],
-                borrowed=batch.lent_to(layer),
-                past_key_values=batch.cache,
-                mlp_hidden=(*parts, None),
-            )
-            if number in self.lenders:
-                batch.borrowed[number] = batch.to_lend(own)
-            batch.put(output, found)
+            if batch.kept is not None:
+                own = f" of {number}" if number in self.lenders else ""  # of which later layers read new values
+                parts = [None if part is None else batch.keep(f"part {n}{own}", part) for n, part in enumerate(parts)]
+            hidden = batch.rows_of(hidden_states) if core.mixer is not None else None
+            compute = partial(batch.attend, core, layer, hidden, parts, number in self.lenders)
+            rows = len(batch.tokens)
+            batch.put(output, compute() if batch.kept is None else batch.kept.attend(number, rows, compute))
+
+    def kept_for(self, batch: "Batch") -> RepeatedRows | None:
+        """Return what a batch's steps are repeated by; None: they run as they are written."""
+        if batch.new > 1 or not batch.in_place or batch.longest == 1:
+            return None
+        addresses = [cache.kv_cache.data_ptr() for cache in self.caches]
+        kinds = *addresses, *(id(table[0]) for table in self._tables.values()), torch.get_num_threads()
+        return self.repeated if self.repeated.begin(len(batch.tokens), batch.longest, *kinds) else None
 
     def _core(self, block: int) -> Any:
         """The attention of a block, between its projections and its output."""
@@ -171,15 +178,16 @@ class Batch:
     ):
         self.tokens, self.new, self.whole = tokens, tokens.shape[1], whole
         self.positions, self.in_place = positions, in_place
-        self.lengths = positions[:, -1] + 1
-        self.longest = int(self.lengths.max())
+        lengths = positions[:, -1] + 1
+        self.longest = int(lengths.max())
+        self.kept = histories.kept_for(self)
+        self.lengths = self.keep("lengths", lengths)
         self.borrowed: dict[int, KeyValues] = {}
         self._parts: list[Any] = []  # of the last layer, the tensors that are made of pages of codes, and of what
         coded = histories.caches[0].codes is not None
         kinds: tuple[type[Pages], type[PagedLayer]] = (CodesPages, CodesLayer) if coded else (Pages, PagedLayer)
         self.pages = [kinds[0](self, *given, requests) for given in zip(histories.caches, steps, strict=True)]
-        of = {number: pages for pages in self.pages for number in pages.cache.group.layers}
-        self.cache = Cache(layers=[kinds[1](of.get(one.layer, self.pages[0]), one) for one in histories.plan.layers])
+        self._layers, self._kind = histories.plan.layers, kinds[1]
         self.padded_right = self.new == 1
         history = torch.arange(self.longest, device=tokens.device)[None]
         if not self.padded_right:
@@ -188,10 +196,22 @@ class Batch:
         self.masks = self._masks(histories, like)
         tables = histories.tables(self.longest, like)
         self.rotations = {name: self._rotation(name, table, positions) for name, table in tables.items()} or None
+        for pages in self.pages if self.kept is not None else ():
+            pages.prepare()
+
+    @cached_property
+    def cache(self) -> Cache:
+        of = {number: pages for pages in self.pages for number in pages.cache.group.layers}
+        return Cache(layers=[self._kind(of.get(one.layer, self.pages[0]), one) for one in self._layers])
 
     def _rotation(self, name: str, table: Rotation, positions: Tensor) -> Rotation:
-        chosen = self.history if name.startswith((HISTORY, BACK)) else positions
-        return table[0][chosen], table[1][chosen]
+        of_history = name.startswith((HISTORY, BACK))
+        if of_history and self.padded_right:
+            cos, sin = (one[None, : self.longest] for one in table)
+        else:
+            cos, sin = (one[self.history if of_history else positions] for one in table)
+            cos, sin = self.keep(f"{name}: cos", cos), self.keep(f"{name}: sin", sin)
+        return cos, sin
 
     def _masks(self, histories: Histories, like: Tensor) -> dict[int | None, Any]:
         """By window; of rows with one token each, additive masks where the rows are of several lengths."""
@@ -202,7 +222,8 @@ class Batch:
         for window in {layer.window for layer in histories.plan.layers}:
             seen = self.real if window is None else self.real & (self.history >= self.lengths[:, None] - window)
             hidden = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
-            masks[window] = None if seen.all() else hidden[:, None, None]
+            kept = None if self.kept is None else self.keep(f"mask of {window}", hidden[:, None, None])
+            masks[window] = kept if kept is not None or seen.all() else hidden[:, None, None]
         return masks
 
     def make(self, kept: "Kept") -> Tensor:
@@ -224,6 +245,27 @@ class Batch:
             for number, parts in lent.items()
         }
         return {**self.borrowed, **made}
+
+    def attend(
+        self, core: Any, layer: LayerPlan, hidden: Tensor | None, parts: list[Tensor | None], lends: bool
+    ) -> Tensor:
+        """The attention of a layer, [rows, new tokens, query heads, head_dim], of the rows of what it projects."""
+        found, _, own = core(
+            hidden,
+            layer,
+            position_embeddings=self.rotations,
+            attention_mask=self.masks[layer.window],
+            borrowed=self.lent_to(layer),
+            past_key_values=self.cache,
+            mlp_hidden=(*parts, None),
+        )
+        if lends:
+            self.borrowed[layer.layer] = self.to_lend(own)
+        return found
+
+    def keep(self, name: str, made: Tensor) -> Tensor:
+        """Return a tensor, or what is kept of it where steps are repeated."""
+        return made if self.kept is None else self.kept.keep(name, made)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """[tokens of the step, ...] to [rows, new tokens, ...]."""

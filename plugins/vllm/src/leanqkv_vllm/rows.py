@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from leanqkv.inference.history import History, Places
+from leanqkv.inference.step import write
 from leanqkv.model.layout import LayerPlan
 
 from .cache import PagedCache
@@ -46,16 +47,42 @@ class Pages:
         # What pads a row is read from the page that belongs to no request.
         return torch.where(self.batch.real, self.blocks.gather(1, found // size), 0), found % size
 
+    def keep(self, name: str, made: Tensor) -> Tensor:
+        """As the batch's."""
+        return self.batch.keep(f"{self.cache.layer_name}: {name}", made)
+
     @cached_property
     def table(self) -> Tensor:
         """Addresses of the rows' pages, [rows, pages]."""
         pages = self.cache.kv_cache
-        return self.blocks * (pages.stride(0) * pages.itemsize) + pages.data_ptr()
+        return self.keep("table", self.blocks * (pages.stride(0) * pages.itemsize) + pages.data_ptr())
+
+    @cached_property
+    def offsets(self) -> dict[int, Tensor]:
+        """Where a tensor's new tokens go, [rows], as numbers behind its first one in all pages; by its columns."""
+        [page, place], columns = self.written, {slot.columns for slot in self.cache.group.slots}
+        size = self.cache.kv_cache.stride(0) * self.cache.kv_cache.itemsize // self.cache.dtype.itemsize
+        return {width: self.keep(f"offsets of {width}", (page * size + place * width)[:, 0]) for width in columns}
+
+    def prepare(self) -> None:
+        """Bring what is kept up to date, whether or not it is asked for."""
+        assert self.table is not None and self.places and self.offsets
+
+    def write(self, slot: Slot, new: Tensor) -> None:
+        """Write new tokens [rows, heads, new tokens, columns] into their pages."""
+        heads = self.cache.heads(slot.layer, slot.name)
+        if self.batch.kept is None:
+            page, place = self.written
+            heads[page, :, place] = new.transpose(1, 2)
+            return
+        numbers = sum((size - 1) * heads.stride(d) for d, size in enumerate(heads.shape) if d != 1) + 1
+        shape = len(new), slot.heads, numbers - slot.columns + 1, slot.columns
+        write(new, heads.as_strided(shape, (0, heads.stride(1), 1, 1)), self.offsets[slot.columns])
 
     @cached_property
     def places(self) -> Places:
         lengths, window = self.batch.lengths, self.cache.group.window
-        firsts = None if window is None else (lengths - window).clamp_min(0)
+        firsts = None if window is None else self.keep("firsts", (lengths - window).clamp_min(0))
         return Places(self.batch.longest, lengths, firsts, lengths, self.cache.block_size, self.batch.padded_right)
 
     def gather(self, slot: Slot) -> Tensor:
@@ -86,8 +113,7 @@ class PagedLayer(DynamicLayer):
         given = [states for states in (key_states, value_states) if states.shape[1]]
         histories: list[Any] = []
         for slot, new in zip(self.slots, given, strict=True):
-            page, place = pages.written
-            pages.cache.heads(slot.layer, slot.name)[page, :, place] = new.transpose(1, 2)
+            pages.write(slot, new)
             if batch.longest == batch.new:  # nothing was there before
                 histories.append(new)
             elif batch.new == 1:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from leanqkv.inference.codes import quantize
 from leanqkv.inference.history import History, Places
 from leanqkv.model.cache_quantized import BLOCK
 
@@ -75,11 +76,15 @@ class CodesPages(Pages):
         """Addresses of the pages with the rows' numbers, [rows, pages]."""
         most = range((BLOCK - 1) // self.codes.tail + 1)
         behind = [(self.counts + number).clamp_max(self.blocks.shape[1] - 1) for number in most]
-        return self.table.gather(1, torch.stack(behind, 1))
+        return self.keep("tails", self.table.gather(1, torch.stack(behind, 1)))
+
+    def prepare(self) -> None:
+        super().prepare()
+        assert self.tails is not None
 
     @cached_property
     def places(self) -> Places:
-        batch, paged = self.batch, self.counts * BLOCK
+        batch, paged = self.batch, self.keep("paged", self.counts * BLOCK)
         tail = self.codes.tail if batch.in_place else 0
         return Places(batch.longest, batch.lengths, None, paged, BLOCK, batch.padded_right, tail)
 
@@ -93,7 +98,7 @@ class CodesPages(Pages):
     def close(self, slot: Slot, numbers: Tensor) -> None:
         """Make codes of whole blocks [rows, heads, BLOCK, columns]."""
         pages = self.blocks.gather(1, self.counts[:, None])[:, 0]
-        self.cache.codes_of(slot)[pages] = self.codes.layouts[slot].quantize(numbers)[:, 0]
+        self.cache.codes_of(slot)[pages] = quantize(self.codes.layouts[slot], numbers)[:, 0]
 
     def whole(self, slot: Slot, newest: Tensor | None) -> Tensor:
         """Return a tensor of all rows, [rows, heads, tokens of the longest, columns], padded.
@@ -164,8 +169,7 @@ class CodesLayer(PagedLayer):
             if numbers is not None and numbers.shape[2] == BLOCK:
                 pages.close(slot, numbers)
             else:
-                page, place = pages.written
-                pages.cache.heads(slot.layer, slot.name)[page, :, place] = new.transpose(1, 2)
+                pages.write(slot, new)
             if batch.new == 1:
                 histories.append(pages.lying(slot, numbers))
             else:
