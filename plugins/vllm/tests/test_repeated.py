@@ -1,4 +1,4 @@
-"""Steps whose layers make the kernels' calls of an earlier one again: the tokens of steps that run as they are written."""
+"""Steps whose layers make the calls of kernels of an earlier one again: their tokens are those of steps as written."""
 
 from pathlib import Path
 from typing import Any
