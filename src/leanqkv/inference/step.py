@@ -71,7 +71,7 @@ class _Write(Arguments):
         *((name, ctypes.c_int64) for name in ("batch", "heads", "row")),
         *((name, ctypes.c_int64) for name in ("from_batch", "from_head", "to_batch", "to_head", "to_place", "place")),
     ]
-    given = ("source",)
+    given = "source", "target"
 
     def growing(self) -> list[ctypes.c_int64]:
         return [] if self.places else [self.number("place")]

@@ -99,14 +99,20 @@ class Histories:
         core = self._core(layer.block)
         # What a batch reads of another one's new tokens is written when it is computed again.
         for batch in self.batches * self.passes:
-            parts = [None if part is None else batch.rows_of(part) for part in projected]
-            if batch.kept is not None:
-                own = f" of {number}" if number in self.lenders else ""  # of which later layers read new values
-                parts = [None if part is None else batch.keep(f"part {n}{own}", part) for n, part in enumerate(parts)]
             hidden = batch.rows_of(hidden_states) if core.mixer is not None else None
-            compute = partial(batch.attend, core, layer, hidden, parts, number in self.lenders)
-            rows = len(batch.tokens)
-            batch.put(output, compute() if batch.kept is None else batch.kept.attend(number, rows, compute))
+            compute = partial(batch.attend, core, layer, hidden, number in self.lenders)
+            if batch.kept is None:
+                batch.put(output, compute([None if part is None else batch.rows_of(part) for part in projected]))
+                continue
+            # Later layers read new values of a lender.
+            given = number, f" of {number}" if number in self.lenders else "", compute
+            if batch.whole:
+                batch.kept.attend(*given, projected, output)
+                continue
+            tokens = batch.tokens[:, 0]
+            found = output.new_empty(len(tokens), *output.shape[1:])
+            batch.kept.attend(*given, [None if part is None else part[tokens] for part in projected], found)
+            output[tokens] = found
 
     def kept_for(self, batch: "Batch") -> RepeatedRows | None:
         """Return what a batch's steps are repeated by; None: they run as they are written."""
@@ -247,7 +253,7 @@ class Batch:
         return {**self.borrowed, **made}
 
     def attend(
-        self, core: Any, layer: LayerPlan, hidden: Tensor | None, parts: list[Tensor | None], lends: bool
+        self, core: Any, layer: LayerPlan, hidden: Tensor | None, lends: bool, parts: Sequence[Tensor | None]
     ) -> Tensor:
         """The attention of a layer, [rows, new tokens, query heads, head_dim], of the rows of what it projects."""
         found, _, own = core(
