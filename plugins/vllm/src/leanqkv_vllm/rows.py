@@ -66,7 +66,7 @@ class Pages:
 
     def prepare(self) -> None:
         """Bring what is kept up to date, whether or not it is asked for."""
-        assert self.table is not None and self.places and self.offsets
+        _ = self.table, self.places, self.offsets
 
     def write(self, slot: Slot, new: Tensor) -> None:
         """Write new tokens [rows, heads, new tokens, columns] into their pages."""

@@ -80,7 +80,7 @@ class CodesPages(Pages):
 
     def prepare(self) -> None:
         super().prepare()
-        assert self.tails is not None
+        _ = self.tails
 
     @cached_property
     def places(self) -> Places:
