@@ -94,7 +94,7 @@ ALL: dict[str, Figure] = {
     ),
     "query-sweep": Figure(
         _files("query-sweep"),
-        lambda: training.rates_and_decays("query-sweep", "Nonlinear query, one seed, 0.82M tokens"),
+        lambda: training.rates_and_decays("query-sweep", "Nonlinear query, three seeds, 0.82M tokens"),
     ),
     "stability": Figure(_files("stability"), lambda: training.recipes("stability", "Recipes, one seed", 6.5)),
     **{name: _comparison(name, words) for name, words in COMPARISONS.items()},
