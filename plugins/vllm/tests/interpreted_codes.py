@@ -75,9 +75,11 @@ class Rows:
         batch: Any = SimpleNamespace(
             positions=positions, lengths=positions[:, 0] + 1, longest=max(lengths), in_place=in_place, padded_right=True
         )
+        batch.kept, batch.keep = None, lambda name, made: made
         cache: Any = SimpleNamespace(
             codes=self.codes, kv_cache=memory, block_size=size, group=group, heads=self._view, codes_of=self._codes_of
         )
+        cache.layer_name = "layers.0.pages"
         batch.tokens, self.memory, self.in_place = torch.arange(len(lengths))[:, None], memory, in_place
         common = SimpleNamespace(block_table_tensor=table, slot_mapping=torch.zeros(len(lengths), dtype=torch.long))
         step: Any = SimpleNamespace(common=common)
