@@ -21,6 +21,7 @@ from leanqkv.inference.attention import (
 from leanqkv.inference.cache import QuantizedLayer
 from leanqkv.inference.history import History, Places
 from leanqkv.inference.step import key_maps
+from leanqkv.model.cache_quantized import BLOCK
 from leanqkv.model.latent_heads import LatentAndKeys
 from leanqkv.model.layers import OffsetRMSNorm
 from leanqkv.model.position import rotate
@@ -127,6 +128,36 @@ def test_quantized_heads_of_rows_of_different_lengths(dtype, bits, window, threa
         seen[..., -1] = True
         found = one_query_attention(query, key, [value], seen, scaling)
         assert_close(found, expected_of(query, *filled.exact, seen, scaling), widths[0])
+
+
+@every_dtype
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (2, 2), (8, 4), (2, 8)], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_queries_of_codes(dtype, bits, threads, monkeypatch, needs_compiler):
+    """Those of a row are its last positions, some of which may be in pages; rows are of different lengths."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    lengths, sizes = (21, 64, 65, 301), [(16, 16), (64, 64), (73, 20), (35, 131)]
+    for (heads, group), widths, count in itertools.product([(1, 1), (2, 3)], sizes, [2, 21]):
+        filled = Filled(
+            lambda: QuantizedLayer(*bits), [length - 1 for length in lengths], [(heads, w) for w in widths], dtype
+        )
+        key, value = (states.at(replace(states.places, causal=True)) for states in filled.histories)
+        # As they are projected: heads lie behind each other in a position.
+        query = drawn(4, count, heads * group, widths[0], dtype=dtype, seed=3).transpose(1, 2)
+        scaling, longest = scaling_of(query, filled.exact[0]), max(lengths)
+        own = torch.arange(longest) <= torch.arange(longest - count, longest)[:, None]
+        wanted = expected_of(query, *filled.exact, seen_of(lengths, longest) & own, scaling)
+        assert_close(one_query_attention(query, key, [value], None, scaling), wanted, widths[0])
+        parts = [value[:, :1], value[:, 1:]] if heads > 1 else [value]
+        assert_close(one_query_attention(query, key, parts, None, scaling), wanted, widths[0])
+    for states in (filled.histories, in_tails(key, 18, seed=0)):  # not said to be causal; numbers in pages
+        assert one_query_attention(query, states[0], [states[0]], None, scaling) is None
+    assert one_query_attention(query, key, [key], None, scaling) is None  # values by channel
+    assert one_query_attention(query, key[..., :4], [value], None, scaling) is None
+    assert one_query_attention(query, filled.exact[0].to(dtype), [value], None, scaling) is None
+    short = value.at(replace(value.places, lengths=value.places.lengths + BLOCK, causal=True))
+    with pytest.raises(ValueError, match="fewer positions than attention is to read"):
+        one_query_attention(query, key.at(short.places), [short], None, scaling)
 
 
 @every_dtype

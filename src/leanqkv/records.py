@@ -64,12 +64,7 @@ RECORD = {
     "git_commit": (str,),
 }
 # Of run.json: what is read before it is compared with what is asked.
-BEGUN = {
-    "precision": str,
-    "precision_timings": {str: NUMBER},
-    "micro_batch_size": (COUNT,),
-    "hardware?": HARDWARE,
-}
+BEGUN = {"precision": str, "precision_timings": {str: NUMBER}, "micro_batch_size": (COUNT,), "hardware?": HARDWARE}
 # Of tasks.json, beside a run's record.
 TASKS = {"tasks": {str: {"acc?": NUMBER, "examples?": (WHOLE,)}}}
 # Of compare.json.

@@ -100,13 +100,19 @@ def test_preempted_requests(name: str, tmp_path: Path) -> None:
     assert rounds[0]["preempted"] and rounds[1]["cached"]
 
 
-def test_pieces_behind_unequally_many_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_pieces_behind_unequally_many_pages(by_kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two prompts, one of which began later, are rows of one batch: each has its own pages before it."""
     model = saved("gqa+skipv1", tmp_path)
     draw = torch.randint(
         1, model.config.vocab_size, (3, 7 * BLOCK), generator=torch.Generator().manual_seed(0)
     ).tolist()
-    prompts, counts, whole = [draw[0][:BLOCK], draw[1], draw[2][: 4 * BLOCK]], [], CodesPages.whole
+    prompts, counts = [draw[0][:BLOCK], draw[1], draw[2][: 4 * BLOCK]], []
+    whole, lying = CodesPages.whole, CodesPages.lying
+
+    def where_they_lie(pages: CodesPages, slot: Any, newest: Any) -> Any:
+        counts.append(pages.counts.tolist())
+        return lying(pages, slot, newest)
 
     def checked(pages: CodesPages, slot: Any, newest: Any) -> torch.Tensor:
         made = whole(pages, slot, newest)
@@ -118,7 +124,12 @@ def test_pieces_behind_unequally_many_pages(tmp_path: Path, monkeypatch: pytest.
             assert torch.equal(made[row, :, -own.shape[1] :], own) and not made[row, :, : -own.shape[1]].any()
         return made
 
-    monkeypatch.setattr(CodesPages, "whole", checked)
+    if by_kernel:
+        monkeypatch.setattr(CodesPages, "lying", where_they_lie)
+        monkeypatch.setattr(CodesPages, "whole", None)  # no tensor is made
+    else:
+        monkeypatch.setattr("leanqkv_vllm.histories.compiled_kernels", lambda: None)
+        monkeypatch.setattr(CodesPages, "whole", checked)
     options = coded("4", max_num_batched_tokens=4 * BLOCK, long_prefill_token_threshold=BLOCK, max_num_seqs=2)
     with engine(tmp_path, **options) as llm:
         assert behind(model, prompts, generate(llm, prompts, 5), "4") < NEAR
@@ -146,7 +157,10 @@ def test_no_codes_are_gathered_while_decoding(name: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(CodesPages, "whole", lambda pages, *given: made.append(pages.batch.new) or whole(pages, *given))
     with engine(tmp_path, **coded("4")) as llm:
         assert behind(model, prompts, generate(llm, prompts, 60), "4") < NEAR
-    assert made and min(made) > 1, "pieces of a prompt alone"
+    if name == "gqa+skipv1":
+        assert not made, "heads are read where they lie by pieces of a prompt too"
+    else:
+        assert made and min(made) > 1, "pieces of a prompt alone"
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

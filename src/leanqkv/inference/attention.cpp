@@ -1,4 +1,4 @@
-// Attention of one query per sequence, over keys and values where they lie in a cache.
+// Attention of one query per sequence, over keys and values where they lie in a cache; and of several, over codes in pages.
 //
 // Keys and values are read once, whatever the number of queries that share them, and once from beginning to end. Sums are
 // in float32. They lie in rows of the model's numbers, or first in pages: of the same rows, or of codes of 8, 4 or 2 bits,
@@ -69,6 +69,7 @@ struct Call {
   int64_t plain_heads, turned, frequencies;
   int64_t query_batch, query_head, table_batch, table_row, mask_batch, output_batch, output_head;
   int64_t padded_right;  // whether the first of mask, cos and sin are a shorter row's, and not the last
+  int64_t queries, query_row, output_row;  // several, which are a row's last positions and see all up to their own; or 0
   float scaling, epsilon;  // of the norm
 };
 
@@ -687,8 +688,10 @@ inline void to_floats(const Source& source, const Block& block, int64_t n, float
 }
 
 // One vector of a row that is made, as floats or as what is read in pairs.
-inline void put(const Floats& from, float* to) { from.store(to); }
-inline void put(const Floats& from, c10::BFloat16* to) { Pairs::store(from, to); }
+inline void put(const Floats& from, float* to, int64_t left = kFloats) {
+  left < kFloats ? from.store(to, int(left)) : from.store(to);
+}
+inline void put(const Floats& from, c10::BFloat16* to, int64_t left = kFloats) { Pairs::store(from, to, left); }
 // `size` floats, and up to a vector more.
 template <typename To>
 inline void put(const float* from, int64_t size, To* to) {
@@ -778,8 +781,8 @@ inline void with_tables(const Call& call, const Part<T>& part, int64_t n, Turn& 
   use([=](int64_t which, int64_t half, int64_t d) { return Floats::loadu(tables + (2 * which + half) * size + d); });
 }
 
-// to = a key of so many columns, of which the first ones are turned, forward or back as the tables are. Written from left to
-// right, and up to a vector more.
+// to = a key of so many columns, of which the first ones are turned, forward or back as the tables are; it may be the key
+// itself. Up to a vector more is written behind it.
 template <typename Reader, typename T, typename To>
 inline void turn_key(
     const Call& call, const Part<T>& part, int64_t n, Turn& turn, const char* from, int64_t columns, To* to) {
@@ -788,14 +791,69 @@ inline void turn_key(
   if (call.turned) {
     with_tables(call, part, n, turn, [=, half = call.turned / 2](const auto table) __attribute__((always_inline)) {
       for (int64_t d = 0; d < half; d += kFloats) {
-        put(at::vec::fmadd(key(d), table(0, 0, d), key(half + d) * table(1, 0, d)), to + d);
-      }
-      for (int64_t d = 0; d < half; d += kFloats) {
-        put(at::vec::fmadd(key(half + d), table(0, 1, d), key(d) * table(1, 1, d)), to + half + d);
+        const Floats one = key(d), other = key(half + d);
+        put(at::vec::fmadd(one, table(0, 0, d), other * table(1, 0, d)), to + d, half - d);
+        put(at::vec::fmadd(other, table(0, 1, d), one * table(1, 1, d)), to + half + d, half - d);
       }
     });
   }
   for (int64_t d = call.turned; d < columns; d += kFloats) put(key(d), to + d);
+}
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+// The same of a key in pairs of a complex column's two numbers, with pairs of a cosine and a sine in registers: up to 32 *
+// `blocks` frequencies. Nothing more is written.
+template <int64_t blocks>
+inline void turn_pairs(
+    const Call& call, const c10::BFloat16* cos, const c10::BFloat16* sin, const int32_t* frequency,
+    const c10::BFloat16* from, c10::BFloat16* to) {
+  const auto read = [](const c10::BFloat16* row, int64_t left) {
+    const __mmask16 there = (uint32_t(1) << std::clamp<int64_t>(left, 0, kFloats)) - 1;
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, row));
+  };
+  const auto pairs = [](__m512i first, __m512i second) { return _mm512_or_si512(first, _mm512_slli_epi32(second, 16)); };
+  const int64_t count = call.frequencies, half = call.turned / 2;
+  __m512i of_first[2 * blocks], of_second[2 * blocks];
+  #pragma GCC unroll 4
+  for (int64_t i = 0; i < 2 * blocks; ++i) {
+    const int64_t d = i * kFloats, left = count - d;
+    of_first[i] = pairs(read(cos + d, left), read(sin + d, left));
+    of_second[i] = pairs(read(sin + count + d, left), read(cos + count + d, left));
+  }
+  const auto found = [](const __m512i (&of)[2 * blocks], __m512i at) {
+    __m512i some = _mm512_permutex2var_epi32(of[0], at, of[1]);
+    if constexpr (blocks == 2) {
+      const __mmask16 behind = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(32));
+      some = _mm512_mask_mov_epi32(some, behind, _mm512_permutex2var_epi32(of[2], at, of[3]));
+    }
+    return __m512bh(some);
+  };
+  for (int64_t d = 0; d < half; d += kFloats) {
+    const __m512i at = _mm512_loadu_si512(frequency + d);
+    const auto both = __m512bh(pairs(read(from + d, half - d), read(from + half + d, half - d)));
+    const auto turned = [&](const __m512i (&of)[2 * blocks]) {
+      return Floats(_mm512_dpbf16_ps(_mm512_setzero_ps(), both, found(of, at)));
+    };
+    Pairs::store(turned(of_first), to + d, half - d);
+    Pairs::store(turned(of_second), to + half + d, half - d);
+  }
+  std::copy(from + call.turned, from + call.plain.columns, to + call.turned);
+}
+#endif
+
+// Whether a key could be turned in pairs, and was.
+template <typename T, typename To>
+inline bool turned_in_pairs(const Call& call, const Part<T>& part, int64_t n, const Turn& turn, const char* from, To* to) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, To> && kHasPairs<T>) {
+    if (!call.frequency || call.frequencies > 64) return false;
+    const T *const cos = part.cos + n * call.table_row, *const sin = part.sin + n * call.table_row;
+    const auto by = call.frequencies <= 32 ? turn_pairs<1> : turn_pairs<2>;
+    by(call, cos, sin, turn.frequency.data(), reinterpret_cast<const T*>(from), to);
+    return true;
+  }
+#endif
+  return false;
 }
 
 // The keys that follow values, as they were before rotary positions; one row, written from left to right, and up to a
@@ -809,7 +867,7 @@ inline void turn_back(const Call& call, const Part<T>& part, int64_t n, Turn& tu
       to_floats<T>(call.plain, block, n % call.page, turn.key.data());
       const auto* const key = reinterpret_cast<const char*>(turn.key.data());
       turn_key<Numbers<float>>(call, part, n, turn, key, columns, row + h * columns);
-    } else {
+    } else if (!turned_in_pairs(call, part, n, turn, block.first, row + h * columns)) {
       turn_key<Numbers<T>>(call, part, n, turn, block.first, columns, row + h * columns);
     }
   }
@@ -1008,47 +1066,51 @@ inline void norm_key(float* key, const float* weight, int64_t size, float epsilo
   for (d = 0; d < size; ++d) key[d] *= scale * weight[d];
 }
 
-// Key heads that are made of a latent, normed and turned: one head of the `rows` positions from `n` on.
-template <typename Reader, typename T>
-Block make_keys(
-    const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t rows, int64_t head, Scratch& scratch) {
-  constexpr int64_t tile = 4;
-  const int64_t numbers = call.keys[0].columns / Reader::kPacked, to = padded(call.made);
-  const float* const up = call.up + head * numbers * to;
-  for (int64_t d = 0; d < to; d += kStep) {
-    for (int64_t first = 0; first < rows; first += tile) {
-      Floats totals[tile][2];
-      const char* at[tile];
+// Adds the product of `left` [rows, depth], whose rows are so many bytes apart, and `right` [depth, columns] to sums [rows,
+// columns]; or writes it there. Numbers are floats or pairs; columns fill whole steps.
+template <typename Reader, bool adds>
+void multiply_rows(
+    const char* left, int64_t row, int64_t rows, int64_t depth, const float* right, int64_t columns, float* sums) {
+  constexpr int64_t most = kFloats == 16 ? 8 : 4;  // rows, with two vectors each
+  for (int64_t d = 0; d < columns; d += kStep) {
+    in_tiles<most>(rows, 0, [&](auto count, int64_t first) {
+      const char* const from = left + first * row;
+      float* const to = sums + first * columns + d;
+      Floats totals[count][2];
       #pragma GCC unroll 8
-      for (int64_t r = 0; r < tile; ++r) {
-        totals[r][0] = totals[r][1] = Floats(0.0f);
-        at[r] = latent.first + std::min(first + r, rows - 1) * latent.row;
+      for (int64_t r = 0; r < count; ++r) {
+        totals[r][0] = adds ? Floats::loadu(to + r * columns) : Floats(0.0f);
+        totals[r][1] = adds ? Floats::loadu(to + r * columns + kFloats) : Floats(0.0f);
       }
-      for (int64_t c = 0; c < numbers; ++c) {
-        const Floats one = Floats::loadu(up + c * to + d), other = Floats::loadu(up + c * to + d + kFloats);
+      for (int64_t c = 0; c < depth; ++c) {
+        const Floats one = Floats::loadu(right + c * columns + d), other = Floats::loadu(right + c * columns + d + kFloats);
         #pragma GCC unroll 8
-        for (int64_t r = 0; r < tile; ++r) {
+        for (int64_t r = 0; r < count; ++r) {
           float number;
-          std::memcpy(&number, at[r] + c * sizeof(float), sizeof(float));
+          std::memcpy(&number, from + r * row + c * sizeof(float), sizeof(float));
           const Floats factor(number);
           totals[r][0] = Reader::multiply(factor, one, totals[r][0]);
           totals[r][1] = Reader::multiply(factor, other, totals[r][1]);
         }
       }
       #pragma GCC unroll 8
-      for (int64_t r = 0; r < tile; ++r) {
-        float* const row = scratch.keys + (first + r) * to + d;
-        totals[r][0].store(row), totals[r][1].store(row + kFloats);
+      for (int64_t r = 0; r < count; ++r) {
+        totals[r][0].store(to + r * columns), totals[r][1].store(to + r * columns + kFloats);
       }
-    }
+    });
   }
+}
+
+// Key heads that are made of a latent, normed and turned: one head of the `rows` positions from `n` on.
+template <typename Reader, typename T>
+Block make_keys(
+    const Call& call, const Part<T>& part, int64_t n, const Block& latent, int64_t rows, int64_t head, Scratch& scratch) {
+  const int64_t numbers = call.keys[0].columns / Reader::kPacked, to = padded(call.made);
+  multiply_rows<Reader, false>(latent.first, latent.row, rows, numbers, call.up + head * numbers * to, to, scratch.keys);
   for (int64_t r = 0; r < rows; ++r) {
     float* const row = scratch.keys + r * to;
     if (call.norm) norm_key(row, call.norm, call.made, call.epsilon);
-    if (!call.turned) continue;
-    std::copy(row, row + call.made, scratch.turn.key.data());
-    const auto* const key = reinterpret_cast<const char*>(scratch.turn.key.data());
-    turn_key<Numbers<float>>(call, part, n + r, scratch.turn, key, call.made, row);
+    turn_key<Numbers<float>>(call, part, n + r, scratch.turn, reinterpret_cast<const char*>(row), call.made, row);
   }
   return {reinterpret_cast<const char*>(scratch.keys), to * int64_t(sizeof(float)), {}, {}};
 }
@@ -1216,7 +1278,10 @@ void combine(const Call& call, float* left, int64_t g, T* output) {
   for (int64_t c = 0; c < call.chunks; ++c) {
     const float share = highs[c * next] == kNothing ? 0.0f : std::exp(highs[c * next] - highest);
     total += share * totals[c * next];
-    for (int64_t d = 0; d < size; ++d) sums[d] = share * sums[c * next + d] + (c ? sums[d] : 0.0f);
+    for (int64_t d = 0; d < size; d += kFloats) {
+      const Floats before = c ? Floats::loadu(sums + d) : Floats(0.0f);
+      at::vec::fmadd(Floats(share), Floats::loadu(sums + c * next + d), before).store(sums + d);
+    }
   }
   const float scale = total > 0.0f ? 1.0f / total : 0.0f;
   for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
@@ -1265,6 +1330,185 @@ bool fits(const Call& call, const Source& source) {
   return true;
 }
 
+// --- several queries -------------------------------------------------------------------------------------------------
+//
+// A piece of a prompt attends to pages of codes and to numbers behind them. A block of keys, and one of values, becomes
+// numbers once for all queries of a head, as the right side of a product: floats, or pairs of two columns of a key or of
+// two positions of values.
+
+template <typename T>
+constexpr int64_t kTogether = kHasPairs<T> ? 2 : 1;
+template <typename T>
+using Products = std::conditional_t<kHasPairs<T>, Pairs, Numbers<float>>;
+
+// Four rows of numbers, as they are or as two rows of pairs.
+template <typename T>
+inline void put_four(const Floats (&made)[4], float* to, int64_t row, int64_t left) {
+  constexpr int64_t together = kTogether<T>;
+  for (int64_t i = 0; i < 4; i += together) {
+    if constexpr (together == 2) put(Pairs::across(made[i], made[i + 1]), to + i / 2 * row, left);
+    else put(made[i], to + i * row, left);
+  }
+}
+
+// Keys of a block, to [columns / kTogether, kBlock]; of those beyond the `rows`, zeros. room: [kBlock, padded columns].
+template <typename T>
+void keys_of(const Source& source, const Block& block, int64_t rows, float* room, float* to) {
+  if (!block.scale) {
+    const int64_t places = (source.columns + kTogether<T> - 1) / kTogether<T>, row = padded(source.columns);
+    std::fill(room, room + kBlock * row, 0.0f);
+    for (int64_t n = 0; n < rows; ++n) {
+      const char* const from = block.first + n * block.row;
+      if constexpr (kHasPairs<T>) std::memcpy(room + n * row, from, source.columns * sizeof(T));
+      else for (int64_t d = 0; d < source.columns; d += kFloats) {
+        put(Numbers<T>::load_last(from, d, source.columns - d), room + n * row + d);
+      }
+    }
+    at::vec::transpose_mxn(room, row, to, kBlock, int(kBlock), int(places));
+    return;
+  }
+  const int64_t places = 8 / source.bits;
+  const Ints lowest((1 << source.bits) - 1);
+  for (int64_t d = 0; d < source.columns; d += 4) {
+    const char* const from = block.first + d / 4 / places * block.row;
+    for (int64_t n = 0; n < kBlock; n += kFloats) {
+      const Ints read = Ints::loadu(from + 4 * n) >> Ints(int(d / 4 % places * source.bits));
+      Floats made[4];
+      for (int64_t i = 0; i < 4; ++i) {
+        const int64_t column = std::min(d + i, source.columns - 1);
+        const Floats code = at::vec::convert<float>(read >> Ints(int(8 * i)) & lowest);
+        made[i] = d + i < source.columns
+            ? at::vec::fmadd(code, Floats(float(block.scale[column])), Floats(float(block.low[column]))) : Floats(0.0f);
+      }
+      put_four<T>(made, to + d / kTogether<T> * kBlock + n, kBlock, kFloats);
+    }
+  }
+}
+
+// Values of a block, to [kBlock / kTogether, width]; of those beyond the `rows`, zeros.
+template <typename T>
+void values_of(const Source& source, const Block& block, int64_t rows, int64_t width, float* to) {
+  if (!block.scale) {
+    std::fill(to, to + kBlock / kTogether<T> * width, 0.0f);
+    for (int64_t n = 0; n < rows; n += kTogether<T>, to += width) {
+      const char* const from = block.first + n * block.row;
+      for (int64_t d = 0; d < source.columns; d += kFloats) {
+        const int64_t left = source.columns - d;
+        if constexpr (kHasPairs<T>) {
+          put(AcrossRows::load_last(from, n + 1 < rows ? from + block.row : nullptr, d, left), to + d);
+        } else {
+          put(Numbers<T>::load_last(from, d, left), to + d);
+        }
+      }
+    }
+    return;
+  }
+  const int64_t places = 8 / source.bits;
+  const Ints lowest((1 << source.bits) - 1);
+  for (int64_t n = 0; n < kBlock; n += 4) {
+    const char* const from = block.first + n / 4 / places * block.row;
+    const Ints shift(int(n / 4 % places * source.bits));
+    for (int64_t group = 0; group < source.groups; ++group) {
+      Floats scale[4], low[4];
+      for (int64_t i = 0; i < 4; ++i) {
+        scale[i] = Floats(float(block.scale[(n + i) * source.groups + group]));
+        low[i] = Floats(float(block.low[(n + i) * source.groups + group]));
+      }
+      const int64_t stop = std::min((group + 1) * source.width, source.columns);
+      for (int64_t d = group * source.width; d < stop; d += kFloats) {
+        const Ints read = Ints::loadu(from + 4 * d, int(std::min(stop - d, kFloats))) >> shift;
+        Floats made[4];
+        for (int64_t i = 0; i < 4; ++i) {
+          made[i] = at::vec::fmadd(at::vec::convert<float>(read >> Ints(int(8 * i)) & lowest), scale[i], low[i]);
+        }
+        put_four<T>(made, to + n / kTogether<T> * width + d, width, stop - d);
+      }
+    }
+  }
+}
+
+// The memory of a thread, for so many queries of a head: these [most, depth], their scores [most, kBlock], weighted sums of
+// values [most, width], highest scores and sums of weights [most], and a block.
+struct Several {
+  int64_t depth, width;
+  std::vector<Line> lines;
+  float *queries, *scores, *sums, *highest, *totals, *keys, *values, *room;
+
+  Several(const Call& call, int64_t most) : depth(padded(call.keys[0].columns)), width(padded(call.values[0].columns)) {
+    const int64_t sizes[] = {
+        most * depth, most * kBlock, most * width, most, most, depth * kBlock, width * kBlock, depth * kBlock};
+    float** const places[] = {&queries, &scores, &sums, &highest, &totals, &keys, &values, &room};
+    int64_t total = 0;
+    for (const int64_t size : sizes) total += (size + kLineFloats - 1) / kLineFloats;
+    lines.resize(total + 1);
+    float* next = lines[0].floats;
+    for (size_t i = 0; i < std::size(sizes); ++i) {
+      *places[i] = next;
+      next += (sizes[i] + kLineFloats - 1) / kLineFloats * kLineFloats;
+    }
+  }
+};
+
+// The queries [start, stop) of a head, in one pass over its blocks.
+template <typename T>
+void attend_several(const Call& call, int64_t b, int64_t head, int64_t start, int64_t stop, Several& own) {
+  const Source &keys = call.keys[0], &values = call.values[0];
+  const int64_t count = (stop - start) * call.group, width = own.width, length = call.lengths[b];
+  const int64_t row = own.depth * sizeof(float), before = length - call.queries;  // the position of the first query
+  const auto at = [&](int64_t i) { return std::pair(start + i / call.group, head * call.group + i % call.group); };
+  std::fill(own.queries, own.queries + count * own.depth, 0.0f);
+  std::fill(own.sums, own.sums + count * width, 0.0f);
+  std::fill(own.highest, own.highest + count, kNothing);
+  std::fill(own.totals, own.totals + count, 0.0f);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto [q, h] = at(i);
+    const T* const from = static_cast<const T*>(call.query) + b * call.query_batch + h * call.query_head + q * call.query_row;
+    float* const to = own.queries + i * own.depth;
+    if constexpr (kHasPairs<T>) std::memcpy(to, from, keys.columns * sizeof(T));
+    else std::copy(from, from + keys.columns, to);
+  }
+  for (int64_t n = 0; n < before + stop; n += kBlock) {
+    const int64_t rows = std::min(kBlock, length - n);
+    keys_of<T>(keys, block_of<T>(call, keys, b, head, n), rows, own.room, own.keys);
+    values_of<T>(values, block_of<T>(call, values, b, head, n), rows, width, own.values);
+    const int64_t depth = (keys.columns + kTogether<T> - 1) / kTogether<T>;
+    const auto* const queries = reinterpret_cast<const char*>(own.queries);
+    multiply_rows<Products<T>, false>(queries, row, count, depth, own.keys, kBlock, own.scores);
+    for (int64_t i = 0; i < count; ++i) {
+      float* const scores = own.scores + i * kBlock;
+      const int64_t end = std::clamp<int64_t>(before + at(i).first + 1 - n, 0, rows);
+      for (int64_t t = 0; t < kBlock; t += kFloats) (Floats::loadu(scores + t) * Floats(call.scaling)).store(scores + t);
+      std::fill(scores + end, scores + kBlock, kNothing);
+      weigh<kHasPairs<T>>(scores, own.highest[i], own.totals[i], own.sums + i * width, width);
+    }
+    const auto* const weights = reinterpret_cast<const char*>(own.scores);
+    const int64_t block = kBlock * sizeof(float);
+    multiply_rows<Products<T>, true>(weights, block, count, kBlock / kTogether<T>, own.values, width, own.sums);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const auto [q, h] = at(i);
+    T* const to = static_cast<T*>(call.output) + b * call.output_batch + h * call.output_head + q * call.output_row;
+    const float scale = 1.0f / own.totals[i];
+    for (int64_t d = 0; d < values.columns; ++d) to[d] = static_cast<T>(own.sums[i * width + d] * scale);
+  }
+}
+
+template <typename T>
+void run_several(const Call& call) {
+  // The queries of a head are cut where threads would have nothing to do.
+  const int64_t units = call.batch * call.heads, parts = units % call.threads ? std::min(call.threads, call.queries) : 1;
+#pragma omp parallel num_threads(call.threads)
+  {
+    Several own(call, (call.queries + parts - 1) / parts * call.group);
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < units * parts; ++i) {
+      const int64_t unit = i / parts, part = i % parts;
+      const int64_t start = call.queries * part / parts, stop = call.queries * (part + 1) / parts;
+      attend_several<T>(call, unit / call.heads, unit % call.heads, start, stop, own);
+    }
+  }
+}
+
 // What makes keys, of two columns of the latent each: [heads, columns / 2, padded(made)].
 std::vector<float> pairs_of_up(const Call& call) {
   const int64_t width = padded(call.made), rows = call.heads * call.key_heads * call.keys[0].columns / 2;
@@ -1287,6 +1531,7 @@ bool run(const Call& given) {
   };
   if (!all_fit(call.keys, call.key_pieces) || !all_fit(call.values, call.value_pieces)) return false;
   if (call.plain_heads && !fits(call, call.plain)) return false;
+  if (call.queries) return run_several<T>(call), true;
   const int64_t heads = call.batch * call.heads, chunks = call.chunks, size = left_size(call);
   const auto* const query = static_cast<const T*>(call.query);
   const auto *const cos = static_cast<const T*>(call.cos), *const sin = static_cast<const T*>(call.sin);

@@ -52,6 +52,7 @@ class _Call(Arguments):
     """The same, in the same order, as `Call` in attention.cpp."""
 
     mask_batch: int
+    held: Tensor  # what the mask names
     _fields_ = [
         *((name, _Source * PIECES) for name in ("keys", "values")),
         ("plain", _Source),
@@ -63,6 +64,7 @@ class _Call(Arguments):
         *((name, ctypes.c_int64) for name in ("key_heads", "made", "plain_heads", "turned", "frequencies")),
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
         *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
+        *((name, ctypes.c_int64) for name in ("queries", "query_row", "output_row")),
         *((name, ctypes.c_float) for name in ("scaling", "epsilon")),
     ]
 
@@ -142,20 +144,33 @@ def one_query_attention(
 
     query: [batch, heads, 1, head_dim]; key: [batch, heads / group size, key positions, head_dim].
     values: of consecutive key heads, each [batch, its heads, key positions, width]: a layer's own values
-    lie in one tensor and borrowed ones in another.
+    lie in one tensor and borrowed ones in another. Of a causal history in codes there may be several queries, and the
+    mask is not read.
     """
-    kernel = _kernel(query, (query, key, *values))
-    if kernel is None or not _fit(query, key, values, attention_mask):
+    batch, num_heads, queries, _ = query.shape
+    several = queries > 1 and _take_several(key, values)
+    kernel, mask = _kernel(query, (query, key, *values), several), None if several else attention_mask
+    if kernel is None or not _fit(query, key, values, mask):
         return None
-    mask = None if attention_mask is None else additive(attention_mask)
-    num_heads, group, start = query.shape[1], query.shape[1] // key.shape[1], 0
-    output = query.new_empty(len(query), 1, num_heads, values[0].shape[-1])
+    group, start = num_heads // key.shape[1], 0
+    output = query.new_empty(batch, queries, num_heads, values[0].shape[-1])
     for value in values:
         stop, first = start + value.shape[1], start * group
         part = query[:, first : stop * group], key[:, start:stop], value, output[:, 0, first:]
-        kernel(_call(part[0], [part[1]], [part[2]], part[3], mask, scaling))
+        made = _call(part[0], [part[1]], [part[2]], part[3], mask, scaling)
+        if several:
+            made.queries, made.query_row, made.output_row = queries, query.stride(2), output.stride(1)
+        kernel(made)
         start = stop
     return output
+
+
+def _take_several(key: Heads, values: Sequence[Heads]) -> bool:
+    """Whether the kernel reads a history for several queries: whole heads in codes, with numbers behind them."""
+    read: list[Any] = [one for one in (key, *values) if isinstance(one, History) and one.places.causal]
+    known = [(one.layout.per_token, one.layout.columns, False) for one in read if one.layout and one.newest is not None]
+    kinds = [(place > 0, one.shape[3], one.expanded) for place, one in enumerate(read)]  # keys, and then values
+    return known == kinds and len(read) == 1 + len(values)
 
 
 def one_query_attention_to_pieces(
@@ -178,8 +193,7 @@ def one_query_attention_to_pieces(
     if not _fit(query[..., : keys[0].shape[-1]], keys[0], values[:1], attention_mask):
         return None
     output = query.new_empty(len(query), 1, query.shape[1], sum(value.shape[-1] for value in values))
-    mask = None if attention_mask is None else additive(attention_mask)
-    kernel(_call(query, keys, values, output[:, 0], mask, scaling))
+    kernel(_call(query, keys, values, output[:, 0], attention_mask, scaling))
     return output
 
 
@@ -225,8 +239,7 @@ def one_query_attention_to_both(
     if both.keys.shape[:3:2] != (len(query), length) or any(tuple(table.shape) not in expected for table in tables):
         return None
     output = query.new_empty(len(query), 1, query.shape[1], both.columns)
-    mask = None if attention_mask is None else additive(attention_mask)
-    kernel(_call(query, [key], values, output[:, 0], mask, scaling, both))
+    kernel(_call(query, [key], values, output[:, 0], attention_mask, scaling, both))
     return output
 
 
@@ -266,16 +279,15 @@ def one_query_attention_to_made(
     ):
         return None
     output = query.new_empty(batch, 1, heads, parts[0].shape[-1] if both is None else both.columns)
-    mask = None if attention_mask is None else additive(attention_mask)
-    kernel(_call(query, [latent], parts, output[:, 0], mask, scaling, both, maps, rotation))
+    kernel(_call(query, [latent], parts, output[:, 0], attention_mask, scaling, both, maps, rotation))
     return output
 
 
-def _kernel(query: Tensor, tensors: Sequence[Any]) -> Callable[[_Call], None] | None:
+def _kernel(query: Tensor, tensors: Sequence[Any], several: bool = False) -> Callable[[_Call], None] | None:
     """Return the kernel for these tensors; None where there is none."""
-    if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
+    if query.device.type != "cpu" or query.dtype not in DTYPES or torch.compiler.is_compiling():
         return None
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if (query.shape[2] != 1 and not several) or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors)):
         return None
     lying = [tensor.newest if isinstance(tensor, History) else tensor for tensor in tensors]
     if any(tensor.dtype != query.dtype for tensor in tensors):
@@ -306,7 +318,7 @@ def _call(
     """The kernel's arguments, which name the memory of these tensors.
 
     keys, values: the pieces that they lie in, each with some of the columns.
-    mask: [batch or 1, 1, 1, key positions], added to the scores; output: [batch, heads, width].
+    mask: [batch or 1, 1, 1, key positions]; output: [batch, heads, width].
     """
     key, value = keys[0], values[0]
     batch, num_heads, length = len(query), query.shape[1], key.shape[2]
@@ -323,7 +335,8 @@ def _call(
         made.firsts = None if places.firsts is None else places.firsts.data_ptr()
         made.padded_right = places.padded_right
     if mask is not None:
-        made.mask, made.mask_batch = mask.data_ptr(), 0 if len(mask) == 1 else length
+        made.held = added = additive(mask)
+        made.mask, made.mask_batch = added.data_ptr(), 0 if len(added) == 1 else length
     if both is not None:
         made.plain, made.plain_heads = _source(both.keys), both.keys.shape[1]
     if maps is not None:

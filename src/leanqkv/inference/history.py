@@ -24,6 +24,7 @@ class Places:
         lengths, firsts, paged: of every row, int64: positions held, the first that is seen, and how many are in pages.
         page, tail: positions of a page, and of a page behind those of codes.
         padded_right: whether the tensor, a mask and what turns keys back are padded on the right, or on the left.
+        causal: whether several queries are the rows' last positions, and each sees all up to its own.
     """
 
     longest: int
@@ -33,6 +34,7 @@ class Places:
     page: int
     padded_right: bool = False
     tail: int = 0
+    causal: bool = False
 
 
 class History:

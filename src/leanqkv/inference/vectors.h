@@ -108,8 +108,9 @@ struct Pairs {
     const auto half = [](const Floats& of) { return _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(of))); };
     return _mm512_castsi512_ps(_mm512_or_si512(half(first), _mm512_slli_epi32(half(second), 16)));
   }
-  static void store(const Floats& from, c10::BFloat16* to) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), __m256i(_mm512_cvtneps_pbh(from)));
+  static void store(const Floats& from, c10::BFloat16* to, int64_t left = kFloats) {
+    const __mmask16 there = (uint32_t(1) << std::min(left, kFloats)) - 1;
+    _mm256_mask_storeu_epi16(to, there, __m256i(_mm512_cvtneps_pbh(from)));
   }
   static int64_t bytes(int64_t columns) { return columns * int64_t(sizeof(c10::BFloat16)); }
   static __m512i raw(const char* row, int64_t d, int64_t left) {
@@ -148,10 +149,13 @@ constexpr bool kHasPairs = false;
 struct Pairs : Numbers<float> {
   static Floats of(const Floats& first, const Floats& second) { return first; }
   static Floats across(const Floats& first, const Floats& second) { return first; }
-  static void store(const Floats& from, c10::BFloat16* to) {}
+  static void store(const Floats& from, c10::BFloat16* to, int64_t left = kFloats) {}
 };
 struct AlongRow : Pairs {};
-struct AcrossRows : Pairs {};
+struct AcrossRows : Pairs {
+  using Pairs::load_last;
+  static Floats load_last(const char* row, const char* next, int64_t d, int64_t left) { return Floats(0.0f); }
+};
 #endif
 // How rows are read that are multiplied with others of their type.
 template <typename T>

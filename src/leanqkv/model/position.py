@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.masking_utils import (
-    create_bidirectional_mask,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [batch, positions, rotated dimensions]

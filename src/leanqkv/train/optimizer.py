@@ -65,10 +65,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.opt
     """
     length = recipe.schedule_steps or recipe.steps
     schedule = get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer,
-        num_warmup_steps=recipe.warmup_steps,
-        num_training_steps=length,
-        min_lr=recipe.min_learning_rate,
+        optimizer, num_warmup_steps=recipe.warmup_steps, num_training_steps=length, min_lr=recipe.min_learning_rate
     )
     factor = schedule.lr_lambdas[0]
     # Beyond its length the library's cosine would rise again.

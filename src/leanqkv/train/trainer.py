@@ -12,12 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import shard_on_cpus

@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from leanqkv.inference import attention
+from leanqkv.inference.attention import compiled_kernels
 from leanqkv.inference.history import History
 from leanqkv.inference.step import fused_rotate, use_head_products
 from leanqkv.model.attention import KeyValues
@@ -56,6 +58,9 @@ class Histories:
         self.config._attn_implementation = "sdpa"
         self.lenders, self.batches, self.passes = self.plan.lenders, [], 1
         self.repeated = RepeatedRows(len(self.plan.layers), kernel)
+        # Whether the kernel reads codes for several tokens of a request, which it does without windows.
+        windows = any(layer.window is not None for layer in self.plan.layers)
+        self.causal = kernel is attention and not windows and compiled_kernels() is not None
         self._cores: dict[int, Any] = {}
         self._tables: Rotations = {}
 
@@ -165,6 +170,7 @@ class Batch:
     Attributes:
         cache, masks, rotations: as the core's attention takes them.
         padded_right: whether shorter rows are padded on the right, so that positions are counted alike, or on the left.
+        causal: whether the rows have several new tokens, which the kernel reads codes for.
         history, real: positions of the padded rows' tokens, [1 or rows, tokens of the longest], and which tokens are.
         borrowed: keys and values of the layers so far that later ones borrow.
         pages: of every group of layers.
@@ -195,6 +201,7 @@ class Batch:
         self.pages = [kinds[0](self, *given, requests) for given in zip(histories.caches, steps, strict=True)]
         self._layers, self._kind = histories.plan.layers, kinds[1]
         self.padded_right = self.new == 1
+        self.causal = not self.padded_right and histories.causal
         history = torch.arange(self.longest, device=tokens.device)[None]
         if not self.padded_right:
             history = history - (self.longest - self.lengths)[:, None]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from leanqkv.inference.codes import quantize
 from leanqkv.inference.history import History, Places
 from leanqkv.model.cache_quantized import BLOCK
+from leanqkv.model.layout import LayerPlan
 
 from .cache import PagedCache
 from .pages import Slot
@@ -86,7 +87,7 @@ class CodesPages(Pages):
     def places(self) -> Places:
         batch, paged = self.batch, self.keep("paged", self.counts * BLOCK)
         tail = self.codes.tail if batch.in_place else 0
-        return Places(batch.longest, batch.lengths, None, paged, BLOCK, batch.padded_right, tail)
+        return Places(batch.longest, batch.lengths, None, paged, BLOCK, batch.padded_right, tail, batch.causal)
 
     def newest(self, slot: Slot, rows: slice, stop: int) -> Tensor:
         """Return the rows' numbers, [rows, heads, tokens, columns], of tokens before place `stop` of their blocks."""
@@ -150,9 +151,17 @@ class Kept(NamedTuple):
 
 
 class CodesLayer(PagedLayer):
-    """PagedLayer on pages of codes. What is handed out holds numbers of a block that these tokens fill."""
+    """PagedLayer on pages of codes. What is handed out holds numbers of a block that these tokens fill.
+
+    Attributes:
+        heads: whether the layer attends to what it caches, and not to something made of that.
+    """
 
     pages: CodesPages
+
+    def __init__(self, pages: CodesPages, layer: LayerPlan):
+        super().__init__(pages, layer)
+        self.heads = (layer.latent, layer.key_rank, layer.value_rank) == (None, None, None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         pages, batch = self.pages, self.pages.batch
@@ -161,7 +170,7 @@ class CodesLayer(PagedLayer):
         if not batch.in_place:  # all is read before anything is written: codes lie where other numbers did
             before = int(batch.positions[0, 0]) % BLOCK
             newest = [
-                torch.cat((pages.newest(slot, slice(None), before), new), 2)
+                torch.cat((pages.newest(slot, slice(None), before), new), 2) if before else new
                 for slot, new in zip(self.slots, given, strict=True)
             ]
         histories: list[Any] = []
@@ -170,7 +179,7 @@ class CodesLayer(PagedLayer):
                 pages.close(slot, numbers)
             else:
                 pages.write(slot, new)
-            if batch.new == 1:
+            if batch.new == 1 or (batch.causal and self.heads):
                 histories.append(pages.lying(slot, numbers))
             else:
                 histories.append(batch.make(Kept(pages, slot, numbers)))
