@@ -610,9 +610,11 @@ void weigh(float* scores, float& highest, float& total, float* sums, int64_t siz
   for (int64_t n = kFloats; n < kBlock; n += kFloats) high = at::vec::maximum(high, Floats::loadu(scores + n));
   const float of_block = largest(high);
   if (!(of_block <= highest)) {
-    const float share = std::exp(highest - of_block);
-    for (int64_t d = 0; d < size; d += kFloats) (Floats::loadu(sums + d) * Floats(share)).store(sums + d);
-    total *= share;
+    if (highest != kNothing) {  // of the first block there is nothing to bring down
+      const float share = std::exp(highest - of_block);
+      for (int64_t d = 0; d < size; d += kFloats) (Floats::loadu(sums + d) * Floats(share)).store(sums + d);
+      total *= share;
+    }
     highest = of_block;
   }
   if (highest == kNothing) return std::fill(scores, scores + kBlock, 0.0f), void();
@@ -1066,37 +1068,41 @@ inline void norm_key(float* key, const float* weight, int64_t size, float epsilo
   for (d = 0; d < size; ++d) key[d] *= scale * weight[d];
 }
 
+// Of `count` rows of a product and two vectors of columns, whose sums stay in registers: see below.
+template <int64_t count, typename Reader, bool adds>
+void multiply_some(
+    const char* left, int64_t row, int64_t depth, const float* right, int64_t columns, float* sums) {
+  Floats totals[count][2];
+  #pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r) {
+    totals[r][0] = adds ? Floats::loadu(sums + r * columns) : Floats(0.0f);
+    totals[r][1] = adds ? Floats::loadu(sums + r * columns + kFloats) : Floats(0.0f);
+  }
+  for (int64_t c = 0; c < depth; ++c) {
+    const Floats one = Floats::loadu(right + c * columns), other = Floats::loadu(right + c * columns + kFloats);
+    #pragma GCC unroll 8
+    for (int64_t r = 0; r < count; ++r) {
+      float number;
+      std::memcpy(&number, left + r * row + c * sizeof(float), sizeof(float));
+      const Floats factor(number);
+      totals[r][0] = Reader::multiply(factor, one, totals[r][0]);
+      totals[r][1] = Reader::multiply(factor, other, totals[r][1]);
+    }
+  }
+  #pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r) {
+    totals[r][0].store(sums + r * columns), totals[r][1].store(sums + r * columns + kFloats);
+  }
+}
+
 // Adds the product of `left` [rows, depth], whose rows are so many bytes apart, and `right` [depth, columns] to sums [rows,
 // columns]; or writes it there. Numbers are floats or pairs; columns fill whole steps.
 template <typename Reader, bool adds>
 void multiply_rows(
     const char* left, int64_t row, int64_t rows, int64_t depth, const float* right, int64_t columns, float* sums) {
-  constexpr int64_t most = kFloats == 16 ? 8 : 4;  // rows, with two vectors each
   for (int64_t d = 0; d < columns; d += kStep) {
-    in_tiles<most>(rows, 0, [&](auto count, int64_t first) {
-      const char* const from = left + first * row;
-      float* const to = sums + first * columns + d;
-      Floats totals[count][2];
-      #pragma GCC unroll 8
-      for (int64_t r = 0; r < count; ++r) {
-        totals[r][0] = adds ? Floats::loadu(to + r * columns) : Floats(0.0f);
-        totals[r][1] = adds ? Floats::loadu(to + r * columns + kFloats) : Floats(0.0f);
-      }
-      for (int64_t c = 0; c < depth; ++c) {
-        const Floats one = Floats::loadu(right + c * columns + d), other = Floats::loadu(right + c * columns + d + kFloats);
-        #pragma GCC unroll 8
-        for (int64_t r = 0; r < count; ++r) {
-          float number;
-          std::memcpy(&number, from + r * row + c * sizeof(float), sizeof(float));
-          const Floats factor(number);
-          totals[r][0] = Reader::multiply(factor, one, totals[r][0]);
-          totals[r][1] = Reader::multiply(factor, other, totals[r][1]);
-        }
-      }
-      #pragma GCC unroll 8
-      for (int64_t r = 0; r < count; ++r) {
-        totals[r][0].store(to + r * columns), totals[r][1].store(to + r * columns + kFloats);
-      }
+    in_tiles<kFloats == 16 ? 8 : 4>(rows, 0, [&](auto count, int64_t first) {
+      multiply_some<count, Reader, adds>(left + first * row, row, depth, right + d, columns, sums + first * columns + d);
     });
   }
 }
@@ -1489,7 +1495,9 @@ void attend_several(const Call& call, int64_t b, int64_t head, int64_t start, in
     const auto [q, h] = at(i);
     T* const to = static_cast<T*>(call.output) + b * call.output_batch + h * call.output_head + q * call.output_row;
     const float scale = 1.0f / own.totals[i];
-    for (int64_t d = 0; d < values.columns; ++d) to[d] = static_cast<T>(own.sums[i * width + d] * scale);
+    for (int64_t d = 0; d < values.columns; d += kFloats) {
+      store(Floats::loadu(own.sums + i * width + d) * Floats(scale), to + d, values.columns - d);
+    }
   }
 }
 

@@ -29,17 +29,6 @@ inline Floats floats(const T* from, int64_t left) {
   return Numbers<T>::load_last(reinterpret_cast<const char*>(from), 0, std::min(left, kFloats));
 }
 
-// The first `left` of these numbers, or all.
-template <typename T>
-inline void store(const Floats& from, T* to, int64_t left) {
-  left = std::min(left, kFloats);
-  if constexpr (std::is_same_v<T, float>) {
-    from.store(to, left);
-  } else {
-    at::vec::convert_from_float<T>(from, Floats(0.0f)).store(to, left);
-  }
-}
-
 // --- matrix products ----------------------------------------------------------------------------------------------------
 
 // One of the maps of the same input; the same, in the same order, as `_Map` in step.py.

@@ -161,6 +161,17 @@ struct AcrossRows : Pairs {
 template <typename T>
 using Multiplied = std::conditional_t<kHasPairs<T>, AlongRow, Folded<T>>;
 
+// The first `left` of these numbers, or all.
+template <typename T>
+inline void store(const Floats& from, T* to, int64_t left) {
+  left = std::min(left, kFloats);
+  if constexpr (std::is_same_v<T, float>) {
+    from.store(to, left);
+  } else {
+    at::vec::convert_from_float<T>(from, Floats(0.0f)).store(to, left);
+  }
+}
+
 inline float sum(const Floats& of) {
   return at::vec::vec_reduce_all<float>([](const Floats& a, const Floats& b) { return a + b; }, of);
 }
