@@ -4,7 +4,7 @@ The model around it is compiled as a whole. Between a layer's projections and it
 which runs the core's attention. Tokens that a request has one or a few of, as in decoding and of drafts, are rows of
 one batch whose history is read where it lies, by leanqkv's kernel: leanqkv/inference/attention.cpp, on a GPU
 attention_triton.py. For longer pieces of a prompt the history is gathered. In pages of codes (codes.py) these pieces
-end where a page ends.
+end where a page ends, and on a CPU heads are read where they lie for them too.
 """
 
 from collections.abc import Sequence
