@@ -73,7 +73,12 @@ class Rows:
         memory = memory if self.codes else memory.view(dtype)
         positions = torch.tensor(lengths)[:, None] - 1
         batch: Any = SimpleNamespace(
-            positions=positions, lengths=positions[:, 0] + 1, longest=max(lengths), in_place=in_place, padded_right=True
+            positions=positions,
+            lengths=positions[:, 0] + 1,
+            longest=max(lengths),
+            in_place=in_place,
+            padded_right=True,
+            causal=False,
         )
         batch.kept, batch.keep = None, lambda name, made: made
         cache: Any = SimpleNamespace(
