@@ -875,6 +875,21 @@ inline void turn_back(const Call& call, const Part<T>& part, int64_t n, Turn& tu
   }
 }
 
+// Memory for arrays of so many floats, each of which begins at a line of the cache, and a line more.
+template <size_t count>
+std::vector<Line> lines_for(const int64_t (&sizes)[count], float** const (&places)[count]) {
+  const auto lines_of = [](int64_t size) { return (size + kLineFloats - 1) / kLineFloats; };
+  int64_t total = 1;
+  for (const int64_t size : sizes) total += lines_of(size);
+  std::vector<Line> lines(total);
+  float* next = lines[0].floats;
+  for (size_t i = 0; i < count; ++i) {
+    *places[i] = next;
+    next += lines_of(sizes[i]) * kLineFloats;
+  }
+  return lines;
+}
+
 // The memory of a thread: it adds up in its own, since what different parts leave shares lines of the cache at their ends.
 struct Scratch {
   std::vector<Line> lines;
@@ -898,14 +913,7 @@ struct Scratch {
         latent_size ? latent_size + kStep : 0, latent_size / int64_t(sizeof(float)),
         call.made ? kBlock * padded(call.made) + kStep : 0, left_size(call)};
     float** const places[] = {&queries, &weights, &factors, &integers, &rows, &latent, &latent_codes, &keys, &left};
-    int64_t total = 0;
-    for (const int64_t size : sizes) total += (size + kLineFloats - 1) / kLineFloats;
-    lines.resize(total + 1);
-    float* next = lines[0].floats;
-    for (size_t i = 0; i < std::size(sizes); ++i) {
-      *places[i] = next;
-      next += (sizes[i] + kLineFloats - 1) / kLineFloats * kLineFloats;
-    }
+    lines = lines_for(sizes, places);
   }
 };
 
@@ -1444,14 +1452,7 @@ struct Several {
     const int64_t sizes[] = {
         most * depth, most * kBlock, most * width, most, most, depth * kBlock, width * kBlock, depth * kBlock};
     float** const places[] = {&queries, &scores, &sums, &highest, &totals, &keys, &values, &room};
-    int64_t total = 0;
-    for (const int64_t size : sizes) total += (size + kLineFloats - 1) / kLineFloats;
-    lines.resize(total + 1);
-    float* next = lines[0].floats;
-    for (size_t i = 0; i < std::size(sizes); ++i) {
-      *places[i] = next;
-      next += (sizes[i] + kLineFloats - 1) / kLineFloats * kLineFloats;
-    }
+    lines = lines_for(sizes, places);
   }
 };
 
