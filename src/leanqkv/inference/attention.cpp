@@ -151,10 +151,11 @@ inline void scaled(Reader, const T* from, const Source& source, float scaling, f
   std::fill(to, to + source.skipped, 0.0f);
 }
 
-// Where the columns of a piece begin, in queries and sums: every piece is filled up.
+// Where the columns of a piece begin, in queries and sums: every piece is filled up. Behind those of codes with offsets by
+// position lie, for each group, the vectors whose sum is what these add to all of its columns.
 inline int64_t place_of(const Source* pieces, int64_t piece) {
   int64_t place = 0;
-  for (int64_t p = 0; p < piece; ++p) place += padded(pieces[p].columns);
+  for (int64_t p = 0; p < piece; ++p) place += padded(pieces[p].columns) + pieces[p].groups * kFloats;
   return place;
 }
 
@@ -344,11 +345,22 @@ inline void with_bits(int64_t bits, const Use& use) {
 
 inline int64_t filled(int64_t depth, int64_t bits) { return (depth + 32 / bits - 1) / (32 / bits) * (32 / bits); }
 
+// What is taken from codes that are multiplied as bfloat16, so that these are small.
+template <typename T>
+inline float middle(int64_t bits) { return kHasPairs<T> && bits < 8 ? float(1 << (bits - 1)) : 0.0f; }
+
+// Factors of codes: numbers [count, size], zeros behind the depth, and room for the same as they are multiplied.
+struct Factors {
+  const float* numbers;
+  int64_t size;
+  float* room;
+};
+
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__)
 // Factors as integers of seven bits, `parts` of each: x = scale * (a * 128 + b), or one more; four behind each other are
 // multiplied with four codes at once. Of 16-bit numbers two parts, of float three are finer than the numbers are.
 template <int parts>
-struct Factors {
+struct Integers {
   static constexpr int64_t kTiles = parts == 2 ? 5 : 3;  // of queries, with two vectors of lanes each
   const float* from;  // [count, size], with zeros behind the depth
   int64_t size;
@@ -404,7 +416,7 @@ struct Factors {
 // out[g, lane] += sum of factors[g, d] * codes[d, lane], of `lanes` lanes of a matrix that has `row` of them.
 template <int count, int vectors, int bits, int parts>
 inline void multiply_lanes(
-    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, const Factors<parts>& factors, float* out,
+    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, const Integers<parts>& factors, float* out,
     int64_t out_size) {
   const __m512i mask = _mm512_set1_epi8(char((1 << bits) - 1));
   __m512i totals[count][parts][vectors];
@@ -464,25 +476,111 @@ inline void multiply_lanes(
   }
 }
 
-template <typename T, int bits>
-void multiply(
-    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* from, int64_t size,
-    int64_t queries, int8_t* ints, float* out, int64_t out_size) {
-  constexpr int parts = std::is_same_v<T, float> ? 3 : 2;
-  in_tiles<Factors<parts>::kTiles>(queries, 0, [&](auto count, int64_t g) {
-    Factors<parts> factors{from + g * size, size, ints, depth, padded(depth), {}};
-    factors.prepare(count);
-    float* const own = out + g * out_size;
-    int64_t l = 0;
-    if constexpr (count <= 2) {
-      for (; l + 64 <= lanes; l += 64) {
-        multiply_lanes<count, 4, bits>(codes + 4 * l, row, ahead, 64, factors, own + l, out_size);
+// Codes of a few bits less their middle, as bfloat16; of any word with these lowest bits.
+template <int bits>
+struct Middled {
+  alignas(kLine) uint16_t words[32];
+  Middled() {
+    for (int i = 0; i < 32; ++i) words[i] = c10::BFloat16(float(i % (1 << bits)) - middle<c10::BFloat16>(bits)).x;
+  }
+};
+
+// The same of codes of 4 or 2 bits as pairs of bfloat16, about their middle: two words of a lane are four codes at once.
+// pairs: factors [count, size] of codes 0 and 2, 1 and 3, 4 and 6, and so on.
+template <int count, int vectors, int bits>
+inline void multiply_pairs(
+    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* pairs, int64_t size,
+    float* out, int64_t out_size) {
+  static const Middled<bits> numbers;
+  const __m512i table = _mm512_load_si512(numbers.words);
+  Floats totals[count][vectors];
+  #pragma GCC unroll 16
+  for (int g = 0; g < count; ++g) {
+    #pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) totals[g][v] = Floats(0.0f);
+  }
+  for (int64_t d = 0; d < depth; d += 4 * kPlaces<bits>) {
+    __m512i read[vectors];
+    #pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+      const uint8_t* const from = codes + d / (4 * kPlaces<bits>) * row + 64 * v;
+      read[v] = _mm512_loadu_si512(from);
+      __builtin_prefetch(from + ahead);
+    }
+    #pragma GCC unroll 8
+    for (int i = 0; i < 2 * kPlaces<bits>; ++i) {
+      Floats own[vectors];
+      #pragma GCC unroll 4
+      for (int v = 0; v < vectors; ++v) {
+        const __m512i at = _mm512_srli_epi16(read[v], i / 2 * bits + i % 2 * 8);
+        own[v] = _mm512_castsi512_ps(_mm512_permutexvar_epi16(at, table));
+      }
+      #pragma GCC unroll 16
+      for (int g = 0; g < count; ++g) {
+        const Floats factor(pairs[g * size + d / 2 + i]);
+        #pragma GCC unroll 4
+        for (int v = 0; v < vectors; ++v) totals[g][v] = Pairs::multiply(own[v], factor, totals[g][v]);
       }
     }
-    for (; l < lanes; l += 32) {
-      multiply_lanes<count, 2, bits>(codes + 4 * l, row, ahead, lanes - l, factors, own + l, out_size);
+  }
+  #pragma GCC unroll 16
+  for (int g = 0; g < count; ++g) {
+    #pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+      float* const to = out + g * out_size + v * kFloats;
+      const int64_t left = std::clamp<int64_t>(lanes - v * kFloats, 0, kFloats);
+      (Floats::loadu(to, left) + totals[g][v]).store(to, left);
     }
-  });
+  }
+}
+
+// Factors as pairs [count, padded(depth) / 2] in that order.
+inline void pairs_of_factors(const Factors& factors, int64_t count, int64_t depth) {
+  float* to = factors.room;
+  for (int64_t g = 0; g < count; ++g) {
+    const float* const from = factors.numbers + g * factors.size;
+    for (int64_t d = 0; d < padded(depth); d += kStep, to += kFloats) {
+      const Floats both = Pairs::of(Floats::loadu(from + d), Floats::loadu(from + d + kFloats));
+      const __m512i words = _mm512_castps_si512(both);  // of each four, the middle two change places
+      _mm512_storeu_si512(to, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(words, 0xd8), 0xd8));
+    }
+  }
+}
+
+template <typename T, int bits>
+void multiply(
+    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const Factors& from, int64_t queries,
+    float* out, int64_t out_size) {
+  if constexpr (kHasPairs<T> && bits < 8) {
+    const int64_t width = padded(depth) / 2;
+    pairs_of_factors(from, queries, depth);
+    in_tiles<kQueries>(queries, 0, [&](auto count, int64_t g) {
+      const auto some = [&](auto vectors, int64_t l) {
+        multiply_pairs<count, vectors, bits>(
+            codes + 4 * l, row, ahead, lanes - l, depth, from.room + g * width, width, out + g * out_size + l, out_size);
+      };
+      constexpr int64_t vectors = count <= 5 ? 4 : 2;
+      int64_t l = 0;
+      for (; l < lanes - kFloats; l += vectors * kFloats) some(constant<vectors>(), l);
+      if (l < lanes) some(constant<1>(), l);
+    });
+  } else {
+    constexpr int parts = std::is_same_v<T, float> ? 3 : 2;
+    auto* const ints = reinterpret_cast<int8_t*>(from.room);
+    in_tiles<Integers<parts>::kTiles>(queries, 0, [&](auto count, int64_t g) {
+      Integers<parts> factors{from.numbers + g * from.size, from.size, ints, depth, padded(depth), {}};
+      factors.prepare(count);
+      const auto some = [&](auto vectors, int64_t l) {
+        multiply_lanes<count, vectors, bits>(
+            codes + 4 * l, row, ahead, lanes - l, factors, out + g * out_size + l, out_size);
+      };
+      int64_t l = 0;
+      if constexpr (count <= 2) {
+        for (; l + 64 <= lanes; l += 64) some(constant<4>(), l);
+      }
+      for (; l < lanes; l += 32) some(constant<2>(), l);
+    });
+  }
 }
 #else
 // The same with numbers: with vectors that are whole, or with one that need not be.
@@ -533,19 +631,18 @@ inline void multiply_lanes(
 
 template <typename T, int bits>
 void multiply(
-    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const float* from, int64_t size,
-    int64_t queries, int8_t* ints, float* out, int64_t out_size) {
+    const uint8_t* codes, int64_t row, int64_t ahead, int64_t lanes, int64_t depth, const Factors& from, int64_t queries,
+    float* out, int64_t out_size) {
   in_tiles<kQueries>(queries, 0, [&](auto count, int64_t g) {
-    constexpr int vectors = count <= 2 ? 4 : 2;
-    const float* const factors = from + g * size;
-    float* const own = out + g * out_size;
+    const auto some = [&](auto vectors, int64_t l) {
+      multiply_lanes<count, vectors, bits>(
+          codes + 4 * l, row, ahead, lanes - l, depth, from.numbers + g * from.size, from.size, out + g * out_size + l,
+          out_size);
+    };
+    constexpr int64_t vectors = count <= 2 ? 4 : 2;
     int64_t l = 0;
-    for (; l + vectors * kFloats <= lanes; l += vectors * kFloats) {
-      multiply_lanes<count, vectors, bits>(codes + 4 * l, row, ahead, lanes - l, depth, factors, size, own + l, out_size);
-    }
-    for (; l < lanes; l += kFloats) {
-      multiply_lanes<count, 1, bits>(codes + 4 * l, row, ahead, lanes - l, depth, factors, size, own + l, out_size);
-    }
+    for (; l + vectors * kFloats <= lanes; l += vectors * kFloats) some(constant<vectors>(), l);
+    for (; l < lanes; l += kFloats) some(constant<1>(), l);
   });
 }
 #endif
@@ -600,25 +697,24 @@ inline void transpose(const uint8_t* codes, int64_t row, int64_t columns, uint8_
 #endif
 }
 
-// Replaces the scores of a block, [kBlock], by exp(score - highest) and adds these to the total. Where the block has a
-// higher score than all before it, the sums of values [size] and the total are brought down to it. While nothing is to
-// be seen, as of padding tokens, the highest is -inf and all else zero. NaN is higher than any number, and stays.
-// pairs: whether they become pairs of bfloat16, which are what is added to the total.
+// Replaces the scores of a block, [kBlock], by exp(score - highest) and adds these to the totals, [kFloats]. Where the block
+// has a higher score than all before it, the sums of values [size] and the totals are brought down to it. While nothing is
+// to be seen, as of padding tokens, the highest is -inf and all else zero. NaN is higher than any number, and stays.
+// pairs: whether they become pairs of bfloat16, which are what is added to the totals.
 template <bool pairs>
-void weigh(float* scores, float& highest, float& total, float* sums, int64_t size) {
-  Floats high = Floats::loadu(scores);
+void weigh(float* scores, float& highest, float* totals_of, float* sums, int64_t size) {
+  Floats high = Floats::loadu(scores), totals = Floats::loadu(totals_of);
   for (int64_t n = kFloats; n < kBlock; n += kFloats) high = at::vec::maximum(high, Floats::loadu(scores + n));
-  const float of_block = largest(high);
-  if (!(of_block <= highest)) {
+  if ((high <= Floats(highest)).zero_mask()) {
+    const float of_block = largest(high);
     if (highest != kNothing) {  // of the first block there is nothing to bring down
-      const float share = std::exp(highest - of_block);
-      for (int64_t d = 0; d < size; d += kFloats) (Floats::loadu(sums + d) * Floats(share)).store(sums + d);
-      total *= share;
+      const Floats share(std::exp(highest - of_block));
+      for (int64_t d = 0; d < size; d += kFloats) (Floats::loadu(sums + d) * share).store(sums + d);
+      totals = totals * share;
     }
     highest = of_block;
   }
   if (highest == kNothing) return std::fill(scores, scores + kBlock, 0.0f), void();
-  Floats totals(0.0f);
   const auto weight = [&](int64_t n) { return (Floats::loadu(scores + n) - Floats(highest)).exp_u20(); };
   if constexpr (pairs) {
     for (int64_t n = 0; n < kBlock; n += 2 * kFloats) {
@@ -633,7 +729,7 @@ void weigh(float* scores, float& highest, float& total, float* sums, int64_t siz
       weights.store(scores + n);
     }
   }
-  total += sum(totals);
+  totals.store(totals_of);
 }
 
 // What turns keys: of every complex column its frequency, where that is not its place, and what its cosines and sines are at
@@ -893,10 +989,10 @@ std::vector<Line> lines_for(const int64_t (&sizes)[count], float** const (&place
 // The memory of a thread: it adds up in its own, since what different parts leave shares lines of the cache at their ends.
 struct Scratch {
   std::vector<Line> lines;
-  // Queries [group, query_size] and weights [group, kBlock]; factors of codes, as numbers [group, factors_size] and as
-  // integers; keys that follow values [kBlock, padded columns] and a step more, or codes as bytes; a latent [kBlock,
+  // Queries [group, query_size], weights [group, kBlock] and sums of these [group, kFloats]; factors of codes, as numbers [group, factors_size] and as
+  // they are multiplied, and scales and offsets of a page [factors_size] and a step more; keys that follow values [kBlock, padded columns] and a step more, or codes as bytes; a latent [kBlock,
   // padded columns] and its codes as bytes; keys that are made of it [kBlock, padded(made)]; what the part leaves.
-  float *queries, *weights, *factors, *integers, *rows, *latent, *latent_codes, *keys, *left;
+  float *queries, *weights, *totals, *factors, *room, *scales, *lows, *rows, *latent, *latent_codes, *keys, *left;
   int64_t query_size, factors_size;
   Turn turn;
 
@@ -908,46 +1004,59 @@ struct Scratch {
     const int64_t plain_size = call.plain_heads ? kBlock * padded(plain_columns(call)) + kStep : 0;
     const int64_t latent_size = call.made ? kBlock * padded(call.keys[0].columns) : 0;
     const int64_t sizes[] = {
-        call.group * query_size, call.group * kBlock, codes ? call.group * factors_size : 0, codes ? 3 * factors_size : 0,
-        std::max(plain_size, codes_size),
+        call.group * query_size, call.group * kBlock, call.group * kFloats, codes ? call.group * factors_size : 0, codes ? 6 * factors_size : 0,
+        codes ? factors_size + kStep : 0, codes ? factors_size + kStep : 0, std::max(plain_size, codes_size),
         latent_size ? latent_size + kStep : 0, latent_size / int64_t(sizeof(float)),
         call.made ? kBlock * padded(call.made) + kStep : 0, left_size(call)};
-    float** const places[] = {&queries, &weights, &factors, &integers, &rows, &latent, &latent_codes, &keys, &left};
+    float** const places[] = {
+        &queries, &weights, &totals, &factors, &room, &scales, &lows, &rows, &latent, &latent_codes, &keys, &left};
     lines = lines_for(sizes, places);
   }
 };
 
-// Adds the scores [count, kBlock] of queries [count, size] with a page of codes of keys.
+// Factors of a page's codes: numbers [count, size] times its scales, over `depth` columns or positions. Calls `use` with the
+// place of each and the vector whose sum is what the page's offsets add to its products.
+template <typename T, typename Use>
+Factors make_factors(
+    const Source& source, const float* numbers, int64_t count, int64_t size, int64_t depth, Scratch& scratch,
+    const Use& use) {
+  const Floats middle_code(middle<T>(source.bits));
+  float *const scales = scratch.scales, *const lows = scratch.lows, *to = scratch.factors;
+  for (int64_t d = 0; d < depth; d += kFloats) {
+    at::vec::fmadd(Floats::loadu(scales + d), middle_code, Floats::loadu(lows + d)).store(lows + d);
+  }
+  for (int64_t g = 0; g < count; ++g, numbers += size, to += size) {
+    Floats offset(0.0f);
+    for (int64_t d = 0; d < depth; d += kFloats) {
+      const Floats number = Floats::loadu(numbers + d);
+      (number * Floats::loadu(scales + d)).store(to + d);
+      offset = at::vec::fmadd(number, Floats::loadu(lows + d), offset);
+    }
+    use(g, offset);
+  }
+  return {scratch.factors, size, scratch.room};
+}
+
+// Adds the scores [count, kBlock] of queries [count, size] with a page of codes of keys; to nothing, if they are the first.
 template <typename T>
 void score_codes(
-    const Source& source, const Block& keys, int64_t ahead, const float* queries, int64_t count, int64_t size,
+    const Source& source, const Block& keys, int64_t ahead, const float* queries, int64_t count, int64_t size, bool first,
     Scratch& scratch, float* weights) {
-  Floats scale[Scales::kParts], low[Scales::kParts];
   const auto *const scales = reinterpret_cast<const char*>(keys.scale), *const lows = reinterpret_cast<const char*>(keys.low);
-  float* const factors = scratch.factors;
   ask_for(scales + ahead, 2 * source.columns);
   ask_for(lows + ahead, 2 * source.columns);
-  for (int64_t g = 0; g < count; ++g) {
-    Floats bias(0.0f);
-    for (int64_t d = 0; d < source.columns; d += Scales::kWidth) {
-      Scales::load(scales, d, source.columns - d, scale);
-      Scales::load(lows, d, source.columns - d, low);
-      for (int64_t p = 0; p < Scales::kParts; ++p) {
-        const Floats query = Floats::loadu(queries + g * size + d + p * kFloats);
-        (query * scale[p]).store(factors + g * size + d + p * kFloats);
-        bias = at::vec::fmadd(query, low[p], bias);
-      }
-    }
-    const Floats offset(sum(bias));
-    for (float* to = weights + g * kBlock; to < weights + (g + 1) * kBlock; to += kFloats) {
-      (Floats::loadu(to) + offset).store(to);
-    }
-  }
+  to_floats<Scales>(scales, source.columns, scratch.scales);
+  to_floats<Scales>(lows, source.columns, scratch.lows);
+  const auto add_offset = [&](int64_t g, const Floats& offset) {
+    const Floats all(sum(offset));
+    float* const to = weights + g * kBlock;
+    for (int64_t n = 0; n < kBlock; n += kFloats) (first ? all : Floats::loadu(to + n) + all).store(to + n);
+  };
+  const Factors factors = make_factors<T>(source, queries, count, size, padded(source.columns), scratch, add_offset);
   with_bits(source.bits, [&](auto bits) {
     const auto* const codes = reinterpret_cast<const uint8_t*>(keys.first);
-    auto* const ints = reinterpret_cast<int8_t*>(scratch.integers);
     const int64_t depth = filled(source.columns, bits);
-    multiply<T, bits>(codes, keys.row, ahead, kBlock, depth, factors, size, count, ints, weights, kBlock);
+    multiply<T, bits>(codes, keys.row, ahead, kBlock, depth, factors, count, weights, kBlock);
   });
 }
 
@@ -956,37 +1065,28 @@ template <typename T>
 void add_codes(
     const Source& source, const Block& values, int64_t ahead, const float* weights, int64_t count, Scratch& scratch,
     float* sums, int64_t size) {
-  float scales[kBlock], lows[kBlock];
-  float* const factors = scratch.factors;
-  ask_for(reinterpret_cast<const char*>(values.scale) + ahead, 2 * kBlock * source.groups);
-  ask_for(reinterpret_cast<const char*>(values.low) + ahead, 2 * kBlock * source.groups);
+  const auto *const scales = reinterpret_cast<const char*>(values.scale), *const lows = reinterpret_cast<const char*>(values.low);
+  ask_for(scales + ahead, 2 * kBlock * source.groups);
+  ask_for(lows + ahead, 2 * kBlock * source.groups);
   for (int64_t group = 0; group < source.groups; ++group) {
     const int64_t start = group * source.width, lanes = std::min(source.width, source.columns - start);
     if (source.groups == 1) {
-      to_floats<Numbers<c10::BFloat16>>(reinterpret_cast<const char*>(values.scale), kBlock, scales);
-      to_floats<Numbers<c10::BFloat16>>(reinterpret_cast<const char*>(values.low), kBlock, lows);
+      to_floats<Scales>(scales, kBlock, scratch.scales);
+      to_floats<Scales>(lows, kBlock, scratch.lows);
     } else {
       for (int64_t n = 0; n < kBlock; ++n) {
-        scales[n] = float(values.scale[n * source.groups + group]), lows[n] = float(values.low[n * source.groups + group]);
+        const int64_t place = n * source.groups + group;
+        scratch.scales[n] = float(values.scale[place]), scratch.lows[n] = float(values.low[place]);
       }
     }
-    for (int64_t g = 0; g < count; ++g) {
-      Floats bias(0.0f);
-      for (int64_t n = 0; n < kBlock; n += kFloats) {
-        const Floats weight = Floats::loadu(weights + g * kBlock + n);
-        (weight * Floats::loadu(scales + n)).store(factors + g * kBlock + n);
-        bias = at::vec::fmadd(weight, Floats::loadu(lows + n), bias);
-      }
-      const Floats offset(sum(bias));
-      for (int64_t d = 0; d < lanes; d += kFloats) {
-        float* const to = sums + g * size + start + d;
-        (Floats::loadu(to, std::min(lanes - d, kFloats)) + offset).store(to, std::min(lanes - d, kFloats));
-      }
-    }
+    float* const offsets = sums + padded(source.columns) + group * kFloats;
+    const auto add_offset = [&](int64_t g, const Floats& offset) {
+      (Floats::loadu(offsets + g * size) + offset).store(offsets + g * size);
+    };
+    const Factors factors = make_factors<T>(source, weights, count, kBlock, kBlock, scratch, add_offset);
     with_bits(source.bits, [&](auto bits) {
       const auto* const codes = reinterpret_cast<const uint8_t*>(values.first) + 4 * start;
-      auto* const ints = reinterpret_cast<int8_t*>(scratch.integers);
-      multiply<T, bits>(codes, values.row, ahead, lanes, kBlock, factors, kBlock, count, ints, sums + start, size);
+      multiply<T, bits>(codes, values.row, ahead, lanes, kBlock, factors, count, sums + start, size);
     });
   }
 }
@@ -1005,8 +1105,7 @@ void add_channels(
   with_bits(source.bits, [&](auto bits) {
     transpose<bits>(reinterpret_cast<const uint8_t*>(values.first), values.row, source.columns, codes, 4 * lanes);
   });
-  auto* const ints = reinterpret_cast<int8_t*>(scratch.integers);
-  multiply<T, 8>(codes, 4 * lanes, 0, lanes, kBlock, weights, kBlock, count, ints, products, lanes);
+  multiply<T, 8>(codes, 4 * lanes, 0, lanes, kBlock, {weights, kBlock, scratch.room}, count, products, lanes);
   for (int64_t g = 0; g < count; ++g) {
     Floats all(0.0f);
     for (int64_t n = 0; n < kBlock; n += kFloats) all = all + Floats::loadu(weights + g * kBlock + n);
@@ -1139,14 +1238,15 @@ Block latent_block(const Call& call, const Part<T>& part, int64_t n) {
 template <typename T>
 void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, Scratch& scratch) {
   const int64_t shared = call.group / call.key_heads, size = scratch.query_size;
-  std::fill(scratch.weights, scratch.weights + call.group * kBlock, 0.0f);
   for (int64_t i = 0; i < call.key_heads * call.key_pieces; ++i) {
     const int64_t k = i / call.key_pieces, piece = i % call.key_pieces;
     const int64_t head = part.head * call.key_heads + k, next = std::min(n + rows, part.end - 1);
     const Source& source = call.keys[piece];
     float* const weights = scratch.weights + k * shared * kBlock;
     const float* const queries = scratch.queries + k * shared * size + place_of(call.keys, piece);
+    const auto start = [&] { if (!piece) std::fill(weights, weights + shared * kBlock, 0.0f); };
     if (call.made) {
+      start();
       const Block latent = latent_block(call, part, n);
       if (!k && !pairs_of_latent<T>(call)) read_latent<T>(source, latent, rows, scratch);
       const int64_t row = padded(source.columns) * sizeof(float);
@@ -1163,9 +1263,10 @@ void score_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows,
         in_turns(call) ? block_of<T>(call, call.values[0], part.b, head, n) : block_of<T>(call, source, part.b, head, next);
     const int64_t ahead = after.first - keys.first;
     if (keys.scale) {
-      score_codes<T>(source, keys, ahead, queries, shared, size, scratch, weights);
+      score_codes<T>(source, keys, ahead, queries, shared, size, !piece, scratch, weights);
       continue;
     }
+    start();
     const auto score_tile = [&](auto tile, auto count, int64_t g) {
       with_key_reader<T>(call, source, [&](auto reader) {
         using Reader = decltype(reader);
@@ -1231,10 +1332,11 @@ void add_block(const Call& call, const Part<T>& part, int64_t n, int64_t rows, S
 template <typename T>
 void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
   const int64_t group = call.group, size = sums_size(call);
-  float *const highest = scratch.left + group * size, *const totals = highest + group;
+  float* const highest = scratch.left + group * size;
   std::fill(scratch.queries, scratch.queries + group * scratch.query_size, 0.0f);
   std::fill(scratch.left, scratch.left + left_size(call), 0.0f);
-  std::fill(highest, totals, kNothing);
+  std::fill(highest, highest + group, kNothing);
+  std::fill(scratch.totals, scratch.totals + group * kFloats, 0.0f);
   for (int64_t g = 0; g < group; ++g) {
     const T* from = part.query + g * call.query_head;
     if (call.made) {
@@ -1275,10 +1377,11 @@ void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
       if (n < part.first) std::fill(own, own + part.first - n, kNothing);
       std::fill(own + rows, own + kBlock, kNothing);
       const auto weigh_own = pairs_of_values<T>(call) ? weigh<kHasPairs<T>> : weigh<false>;
-      weigh_own(own, highest[g], totals[g], scratch.left + g * size, size);
+      weigh_own(own, highest[g], scratch.totals + g * kFloats, scratch.left + g * size, size);
     }
     add_block(call, part, n, rows, scratch);
   }
+  for (int64_t g = 0; g < group; ++g) highest[group + g] = sum(Floats::loadu(scratch.totals + g * kFloats));
 }
 
 // Puts together what the parts of a head, one behind the other in `left`, have for query `g` of its group.
@@ -1299,8 +1402,13 @@ void combine(const Call& call, float* left, int64_t g, T* output) {
   }
   const float scale = total > 0.0f ? 1.0f / total : 0.0f;
   for (int64_t piece = 0; piece < call.value_pieces; ++piece) {
-    const float* const own = sums + place_of(call.values, piece);
+    float* const own = sums + place_of(call.values, piece);
     const Source& source = call.values[piece];
+    for (int64_t group = 0; group < source.groups; ++group) {
+      const float offset = sum(Floats::loadu(own + padded(source.columns) + group * kFloats));
+      const int64_t stop = std::min((group + 1) * source.width, source.columns);
+      for (int64_t d = group * source.width; d < stop; ++d) own[d] += offset;
+    }
     const auto column = [&](int64_t d) { return source.bits ? d : Folded<T>::place(d, source.columns); };
     for (int64_t d = source.skipped; d < source.columns; ++d) *output++ = static_cast<T>(own[column(d)] * scale);
   }
@@ -1442,7 +1550,7 @@ void values_of(const Source& source, const Block& block, int64_t rows, int64_t w
 }
 
 // The memory of a thread, for so many queries of a head: these [most, depth], their scores [most, kBlock], weighted sums of
-// values [most, width], highest scores and sums of weights [most], and a block.
+// values [most, width], highest scores [most], sums of weights [most, kFloats], and a block.
 struct Several {
   int64_t depth, width;
   std::vector<Line> lines;
@@ -1450,7 +1558,7 @@ struct Several {
 
   Several(const Call& call, int64_t most) : depth(padded(call.keys[0].columns)), width(padded(call.values[0].columns)) {
     const int64_t sizes[] = {
-        most * depth, most * kBlock, most * width, most, most, depth * kBlock, width * kBlock, depth * kBlock};
+        most * depth, most * kBlock, most * width, most, most * kFloats, depth * kBlock, width * kBlock, depth * kBlock};
     float** const places[] = {&queries, &scores, &sums, &highest, &totals, &keys, &values, &room};
     lines = lines_for(sizes, places);
   }
@@ -1466,7 +1574,7 @@ void attend_several(const Call& call, int64_t b, int64_t head, int64_t start, in
   std::fill(own.queries, own.queries + count * own.depth, 0.0f);
   std::fill(own.sums, own.sums + count * width, 0.0f);
   std::fill(own.highest, own.highest + count, kNothing);
-  std::fill(own.totals, own.totals + count, 0.0f);
+  std::fill(own.totals, own.totals + count * kFloats, 0.0f);
   for (int64_t i = 0; i < count; ++i) {
     const auto [q, h] = at(i);
     const T* const from = static_cast<const T*>(call.query) + b * call.query_batch + h * call.query_head + q * call.query_row;
@@ -1486,7 +1594,7 @@ void attend_several(const Call& call, int64_t b, int64_t head, int64_t start, in
       const int64_t end = std::clamp<int64_t>(before + at(i).first + 1 - n, 0, rows);
       for (int64_t t = 0; t < kBlock; t += kFloats) (Floats::loadu(scores + t) * Floats(call.scaling)).store(scores + t);
       std::fill(scores + end, scores + kBlock, kNothing);
-      weigh<kHasPairs<T>>(scores, own.highest[i], own.totals[i], own.sums + i * width, width);
+      weigh<kHasPairs<T>>(scores, own.highest[i], own.totals + i * kFloats, own.sums + i * width, width);
     }
     const auto* const weights = reinterpret_cast<const char*>(own.scores);
     const int64_t block = kBlock * sizeof(float);
@@ -1495,7 +1603,7 @@ void attend_several(const Call& call, int64_t b, int64_t head, int64_t start, in
   for (int64_t i = 0; i < count; ++i) {
     const auto [q, h] = at(i);
     T* const to = static_cast<T*>(call.output) + b * call.output_batch + h * call.output_head + q * call.output_row;
-    const float scale = 1.0f / own.totals[i];
+    const float scale = 1.0f / sum(Floats::loadu(own.totals + i * kFloats));
     for (int64_t d = 0; d < values.columns; d += kFloats) {
       store(Floats::loadu(own.sums + i * width + d) * Floats(scale), to + d, values.columns - d);
     }
