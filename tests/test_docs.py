@@ -315,6 +315,7 @@ NUMBERS = {
         tuple(row[:2] for row in BENCHMARKS if row[2] == "results-trained-to-the-end.md"),
         (
             "tiny",
+            "eight-seeds",
             "one-decay",
             "skipv1-six-seeds",
             "tiny-deep-decay",
