@@ -349,12 +349,26 @@ inline int64_t filled(int64_t depth, int64_t bits) { return (depth + 32 / bits -
 template <typename T>
 inline float middle(int64_t bits) { return kHasPairs<T> && bits < 8 ? float(1 << (bits - 1)) : 0.0f; }
 
-// Factors of codes: numbers [count, size], zeros behind the depth, and room for the same as they are multiplied.
+// Factors of codes: numbers [count, size], zeros behind the depth; and room for a tile of them as they are multiplied.
 struct Factors {
   const float* numbers;
   int64_t size;
   float* room;
 };
+
+// Adds vectors of as many lanes as there are to out, [count, out_size].
+template <int count, int vectors>
+inline void add_lanes(const Floats (&totals)[count][vectors], int64_t lanes, float* out, int64_t out_size) {
+  #pragma GCC unroll 16
+  for (int g = 0; g < count; ++g) {
+    #pragma GCC unroll 16
+    for (int v = 0; v < vectors; ++v) {
+      float* const to = out + g * out_size + v * kFloats;
+      const int64_t left = std::clamp<int64_t>(lanes - v * kFloats, 0, kFloats);
+      (Floats::loadu(to, left) + totals[g][v]).store(to, left);
+    }
+  }
+}
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__)
 // Factors as integers of seven bits, `parts` of each: x = scale * (a * 128 + b), or one more; four behind each other are
@@ -523,15 +537,7 @@ inline void multiply_pairs(
       }
     }
   }
-  #pragma GCC unroll 16
-  for (int g = 0; g < count; ++g) {
-    #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) {
-      float* const to = out + g * out_size + v * kFloats;
-      const int64_t left = std::clamp<int64_t>(lanes - v * kFloats, 0, kFloats);
-      (Floats::loadu(to, left) + totals[g][v]).store(to, left);
-    }
-  }
+  add_lanes(totals, lanes, out, out_size);
 }
 
 // Factors as pairs [count, padded(depth) / 2] in that order.
@@ -553,11 +559,11 @@ void multiply(
     float* out, int64_t out_size) {
   if constexpr (kHasPairs<T> && bits < 8) {
     const int64_t width = padded(depth) / 2;
-    pairs_of_factors(from, queries, depth);
     in_tiles<kQueries>(queries, 0, [&](auto count, int64_t g) {
+      pairs_of_factors({from.numbers + g * from.size, from.size, from.room}, count, depth);
       const auto some = [&](auto vectors, int64_t l) {
         multiply_pairs<count, vectors, bits>(
-            codes + 4 * l, row, ahead, lanes - l, depth, from.room + g * width, width, out + g * out_size + l, out_size);
+            codes + 4 * l, row, ahead, lanes - l, depth, from.room, width, out + g * out_size + l, out_size);
       };
       constexpr int64_t vectors = count <= 5 ? 4 : 2;
       int64_t l = 0;
@@ -618,15 +624,7 @@ inline void multiply_lanes(
       }
     }
   }
-  #pragma GCC unroll 16
-  for (int g = 0; g < count; ++g) {
-    #pragma GCC unroll 16
-    for (int v = 0; v < vectors; ++v) {
-      float* const to = out + g * out_size + v * kFloats;
-      const int64_t left = std::min(lanes - v * kFloats, kFloats);
-      (Floats::loadu(to, left) + totals[g][v]).store(to, left);
-    }
-  }
+  add_lanes(totals, lanes, out, out_size);
 }
 
 template <typename T, int bits>
@@ -989,9 +987,10 @@ std::vector<Line> lines_for(const int64_t (&sizes)[count], float** const (&place
 // The memory of a thread: it adds up in its own, since what different parts leave shares lines of the cache at their ends.
 struct Scratch {
   std::vector<Line> lines;
-  // Queries [group, query_size], weights [group, kBlock] and sums of these [group, kFloats]; factors of codes, as numbers [group, factors_size] and as
-  // they are multiplied, and scales and offsets of a page [factors_size] and a step more; keys that follow values [kBlock, padded columns] and a step more, or codes as bytes; a latent [kBlock,
-  // padded columns] and its codes as bytes; keys that are made of it [kBlock, padded(made)]; what the part leaves.
+  // Queries [group, query_size], weights [group, kBlock] and sums of these [group, kFloats]; factors of codes, as numbers
+  // [group, factors_size] and a tile as it is multiplied, and a page's scales and offsets [factors_size] and a step more; keys
+  // that follow values [kBlock, padded columns] and a step more, or codes as bytes; a latent [kBlock, padded columns] and
+  // its codes as bytes; keys that are made of it [kBlock, padded(made)]; what the part leaves.
   float *queries, *weights, *totals, *factors, *room, *scales, *lows, *rows, *latent, *latent_codes, *keys, *left;
   int64_t query_size, factors_size;
   Turn turn;
@@ -1003,9 +1002,10 @@ struct Scratch {
     const int64_t codes_size = codes ? kBlock * sums_size(call) / int64_t(sizeof(float)) : 0;
     const int64_t plain_size = call.plain_heads ? kBlock * padded(plain_columns(call)) + kStep : 0;
     const int64_t latent_size = call.made ? kBlock * padded(call.keys[0].columns) : 0;
+    const int64_t page_size = codes ? factors_size + kStep : 0;
     const int64_t sizes[] = {
-        call.group * query_size, call.group * kBlock, call.group * kFloats, codes ? call.group * factors_size : 0, codes ? 6 * factors_size : 0,
-        codes ? factors_size + kStep : 0, codes ? factors_size + kStep : 0, std::max(plain_size, codes_size),
+        call.group * query_size, call.group * kBlock, call.group * kFloats, codes ? call.group * factors_size : 0,
+        codes ? 6 * factors_size : 0, page_size, page_size, std::max(plain_size, codes_size),
         latent_size ? latent_size + kStep : 0, latent_size / int64_t(sizeof(float)),
         call.made ? kBlock * padded(call.made) + kStep : 0, left_size(call)};
     float** const places[] = {
