@@ -57,6 +57,18 @@ CLAIMS = [
     Claim(
         "A nonlinear value lowers the loss (P1), early in training", "extensions", "tiny+nonlinear-value", "extensions"
     ),
+    Claim(
+        "SkipV1 lowers the loss (P3), at an eighth of the length",
+        "eight-seeds",
+        "tiny+skipv1",
+        "trained-to-the-end",
+    ),
+    Claim(
+        "A nonlinear query lowers the loss (P2), at an eighth of the length",
+        "eight-seeds",
+        "tiny+nonlinear-query",
+        "trained-to-the-end",
+    ),
     Claim("SkipV1 lowers the loss (P3), early in training", "kv-sharing", "small+skipv1", "sharing-values"),
     Claim("DenseFormer lowers the loss (P3), early in training", "kv-sharing", "small+denseformer", "sharing-values"),
 ]

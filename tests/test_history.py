@@ -113,7 +113,8 @@ def seen_of(lengths: Sequence[int], longest: int, window: int | None = None) -> 
 def test_quantized_heads_of_rows_of_different_lengths(dtype, bits, window, threads, monkeypatch, needs_compiler):
     monkeypatch.setattr("leanqkv.inference.attention.length_chunks", lambda heads, length, threads: threads)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    for (heads, group), widths in itertools.product([(1, 1), (2, 3), (1, 71)], [(16, 16), (64, 64), (73, 20), (36, 131)]):
+    sizes = [(16, 16), (64, 64), (73, 20), (36, 131)]
+    for (heads, group), widths in itertools.product([(1, 1), (2, 3), (1, 71)], sizes):
         shapes = [(heads, width) for width in widths]
         filled = Filled(lambda: QuantizedLayer(*bits, window=window), (5, 63, 64, 300), shapes, dtype)
         key, value = filled.histories
