@@ -41,14 +41,20 @@ def lost(losses: Losses, before: Losses) -> list[dict[str, float | None]]:
     return [mean_over_windows(found, torch.arange(len(found))) for found in differences]
 
 
+def beside(amount: int, rows: Sequence[dict[str, Any]]) -> int:
+    """Return how many tokens the latents are given that rows with `amount` are compared with: as many, or the most."""
+    own = {row["calibration_tokens"] for row in rows if row["method"] == OURS}
+    return amount if amount in own else max(own, default=amount)
+
+
 def compared(rows: Sequence[dict[str, Any]], source: Losses) -> list[dict[str, Any]]:
-    """Return the rows with what each loses, and what it loses beyond latents of its share and calibration."""
+    """Return the rows with what each loses, and what it loses beyond latents of its share (see `beside`)."""
     ours = {(row["calibration_tokens"], row["share"]): row["losses"] for row in rows if row["method"] == OURS}
     found = []
     for row in rows:
-        beside = ours.get((row["calibration_tokens"], row["share"]))
+        latents = ours.get((beside(row["calibration_tokens"], rows), row["share"]))
         one = {key: value for key, value in row.items() if key != "losses"} | {"lost": lost(row["losses"], source)}
-        beyond = {} if row["method"] == OURS or beside is None else {"beyond": lost(row["losses"], beside)}
+        beyond = {} if row["method"] == OURS or latents is None else {"beyond": lost(row["losses"], latents)}
         found.append({**one, **beyond, "losses": row["losses"]})
     return found
 

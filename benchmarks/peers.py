@@ -20,6 +20,8 @@ at full rank, or it is not measured.
     python benchmarks/peers.py MODEL --evaluate prose book.txt --transmla TransMLA --palu Palu --mha2mla MHA2MLA \\
         --out results/real/peers.json
     python benchmarks/peers.py --tables results/real/peers.json
+
+`--also palu=524288` calibrates a peer once more, on so many tokens, and compares it with latents that were given fewer.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from peer_losses import OURS, UNROTATED, compared, decoded, losses_of, windows_of
+from peer_losses import OURS, UNROTATED, beside, compared, decoded, losses_of, windows_of
 from peer_processes import CHECKED, PEERS, PROMPT, ROPE, Peer
 from safetensors.torch import save_file
 from torch import Tensor
@@ -61,10 +63,8 @@ def measure(options: argparse.Namespace) -> harness.Record:
     source = open_causal_lm(options.model)
     about = shape_of(source)
     data = prepare_data(options.calibration, vocab_size=source.config.vocab_size, tokenizer=str(source.directory))
-    lengths = {
-        amount: calibration_tokens(data, source.config, amount, options.length)
-        for amount in options.calibration_lengths
-    }
+    amounts = {*options.calibration_lengths, *(amount for _, amount in options.also)}
+    tokens = {amount: calibration_tokens(data, source.config, amount, options.length) for amount in amounts}
     texts = evaluated_texts(source, options)
     windows = windows_of(texts, options.length, options.windows)
     model = load_model(source, torch.float32)
@@ -76,11 +76,13 @@ def measure(options: argparse.Namespace) -> harness.Record:
         work = Path(directory)
         rewrite(options.model, work / "source", torch.float32, stock=True)
         save_file({name: tensor.contiguous() for name, tensor in windows.items()}, work / "windows.safetensors")
-        for amount, tokens in lengths.items():
-            np.save(work / f"tokens-{amount}.npy", tokens)
+        for amount, chosen in tokens.items():
+            np.save(work / f"tokens-{amount}.npy", chosen)
         for name, clone in clones.items():
-            found[name] = run_peer(name, clone, {**given, "lengths": list(lengths), "work": directory})
-        rows = measure_ours(source, lengths, options.shares, windows, work)
+            lengths = [*options.calibration_lengths, *(amount for also, amount in options.also if also == name)]
+            found[name] = run_peer(name, clone, {**given, "lengths": lengths, "work": directory})
+        own = {amount: tokens[amount] for amount in options.calibration_lengths}
+        rows = measure_ours(source, own, options.shares, windows, work)
     rows += [row for one in found.values() for row in one["rows"]]
     evaluated = [{**text.record(), "windows": len(losses)} for text, losses in zip(texts, before, strict=True)]
     return {
@@ -207,7 +209,8 @@ def tables(record: harness.Record) -> str:
     for amount in sorted({row["calibration_tokens"] for row in record["rows"]}):
         rows = [row for row in record["rows"] if row["calibration_tokens"] == amount]
         rows.sort(key=lambda row: -row["share"])
-        blocks.append(f"Calibrated on {amount:,} tokens:")
+        own = beside(amount, record["rows"])
+        blocks.append(f"Calibrated on {amount:,} tokens{f', and latents on {own:,}' if own != amount else ''}:")
         blocks.append(harness.table(headers, [cells(row, whole) for row in rows], "ll" + "r" * (2 * len(names))))
     cached = [row for row in record["rows"] if "cached" in row]
     sizes = [(row["method"], f"{row['columns']:,.1f}", f"{row['cached']:,.1f}") for row in cached]
@@ -239,6 +242,14 @@ def read_shares(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def read_also(text: str) -> tuple[str, int]:
+    """Return the name and the number of "palu=524288"."""
+    name, _, amount = text.partition("=")
+    if name not in PEERS or not amount.isdecimal() or not int(amount):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(f'{peer}=TOKENS' for peer in PEERS)}")
+    return name, int(amount)
+
+
 def main() -> None:
     parser = harness.command_line(__doc__)
     parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="a checkpoint or a .gguf file")
@@ -251,6 +262,9 @@ def main() -> None:
     )
     parser.add_argument("--calibration", default="prose", metavar="TEXT")
     parser.add_argument("--calibration-lengths", type=int, nargs="+", default=[12_288], metavar="N", help="in tokens")
+    parser.add_argument(
+        "--also", type=read_also, nargs="+", default=[], metavar="PEER=N", help="a peer once more, with N tokens"
+    )
     parser.add_argument("--length", type=int, default=512, metavar="N", help="of a sequence and a window")
     harness.run(parser, measure, tables)
 

@@ -85,11 +85,13 @@ def test_rows_are_compared_with_latents_of_their_share_and_calibration():
             ("other", 20, 0.5, 1.75),
             ("other", 10, 0.5, 2.5),
             ("other", 10, 1.0, 1.0),
+            ("other", 40, 0.5, 2.0),
         )
     ]
     found = peer_losses.compared(rows, [[1.0, 2.0]])
-    assert [row["lost"][0]["mean"] for row in found] == [0.5, 0.25, 0.75, 1.5, 0]
-    assert [row["beyond"][0]["mean"] if "beyond" in row else None for row in found] == [None, None, 0.5, 1.0, None]
+    assert [row["lost"][0]["mean"] for row in found] == [0.5, 0.25, 0.75, 1.5, 0, 1.0]
+    beyond = [row["beyond"][0]["mean"] if "beyond" in row else None for row in found]
+    assert beyond == [None, None, 0.5, 1.0, None, 0.75]  # the last beside latents of 20 tokens
 
 
 @torch.no_grad()
@@ -170,6 +172,9 @@ def test_the_tables_name_what_is_kept_and_lost():
     lines = found.splitlines()
     assert lines[0] == "Loss of the source, nats per token: 2.500 on book (2 windows of 32). Above it:"
     assert lines[2] == "Calibrated on 10 tokens:"
+    both = [{**rows[0], "method": peer_losses.OURS}, {**rows[0], "calibration_tokens": 40}]
+    more = peers.tables({**record, "checks": [], "rows": both})
+    assert "Calibrated on 40 tokens, and latents on 10:" in more.splitlines()
     assert lines[4] == "| method | columns kept of 256 | book | beyond leanqkv latents |"
     assert lines[6] == "| all | 256 (100.0%) | +0.250 ± 0.125 |  |"
     assert lines[7] == "| other | 128 (50.0%) | +0.250 ± 0.125 | +0.250 ± 0.125 |"
@@ -180,3 +185,10 @@ def test_shares_are_read_from_one_word():
     assert peers.read_shares("84%,0.5") == [0.84, 0.5]
     with pytest.raises(peers.argparse.ArgumentTypeError, match="--shares is a share of the source's cache"):
         peers.read_shares("84%,all")
+
+
+def test_a_peer_with_more_tokens_is_read_from_one_word():
+    assert peers.read_also("palu=524288") == ("palu", 524288)
+    for text in ("palu", "palu=0", "palu=all", "other=5"):
+        with pytest.raises(peers.argparse.ArgumentTypeError, match=f"^{text!r} is none of transmla=TOKENS"):
+            peers.read_also(text)
