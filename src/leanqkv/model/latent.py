@@ -117,11 +117,15 @@ class ComplexUp(nn.Module):
     def forward(self, latent: Tensor) -> Tensor:
         """Key heads side by side, [..., heads * head_dim], of a latent [..., 2 P]."""
         places = _index(_places, self.columns, latent.device)
-        columns = latent.unflatten(-1, (2, -1))[..., places]  # [..., 2, frequencies, most columns of one]
         # Where a frequency has fewer columns, the place is -1: any column, times the zeros that are the weight's last.
-        real, imaginary = F.pad(self.weight.to(latent.dtype), (0, 0, 0, 1))[:, places].unbind(-1)
-        maps = torch.stack((torch.stack((real, -imaginary)), torch.stack((imaginary, real))))
-        return torch.einsum("...ifc,oihfc->...hof", columns, maps).flatten(-3)
+        real, imaginary = F.pad(self.weight.to(latent.dtype), (0, 0, 0, 1))[:, places].transpose(0, 1).unbind(-1)
+        parts = torch.cat((real, -imaginary), -1), torch.cat((imaginary, real), -1)
+        maps = torch.stack(parts, dim=2).flatten(1, 2)  # [frequencies, heads * 2, 2 * most columns of one]
+        # Tokens come last, so that a column is chosen, and a key's number is put in its place, by copying whole rows.
+        both = torch.cat((places, places + latent.shape[-1] // 2), dim=-1) % latent.shape[-1]
+        columns = latent.flatten(0, -2).T.contiguous().index_select(0, both.flatten()).unflatten(0, both.shape)
+        heads = torch.bmm(maps, columns).transpose(0, 1).flatten(0, 1)  # [heads * head_dim, tokens]
+        return heads.T.contiguous().unflatten(0, latent.shape[:-1])
 
     def absorb(self, query: Tensor) -> Tensor:
         """Queries on the latent, [batch, query heads, positions, 2 P], of rotated ones [..., head_dim].
