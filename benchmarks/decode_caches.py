@@ -215,7 +215,7 @@ def prompt_bounds(record: dict[str, Any], shape: str) -> str:
 
 def _time_of_one(cache: str, dtype: str) -> float:
     """The time of a multiplication, in that of one of floats: but for those that keys are made of, codes are multiplied
-    four at once, with factors in so many parts (attention.cpp)."""
+    four at once, with factors in so many parts, or in pairs, which is as many (attention.cpp)."""
     kind, _, bits = CACHES[cache]
     if bits == "16" or kind == "unrotated latents":
         return 1.0
