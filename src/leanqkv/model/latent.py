@@ -119,8 +119,8 @@ class ComplexUp(nn.Module):
         places = _index(_places, self.columns, latent.device)
         # Where a frequency has fewer columns, the place is -1: any column, times the zeros that are the weight's last.
         real, imaginary = F.pad(self.weight.to(latent.dtype), (0, 0, 0, 1))[:, places].transpose(0, 1).unbind(-1)
-        parts = torch.cat((real, -imaginary), -1), torch.cat((imaginary, real), -1)
-        maps = torch.stack(parts, dim=2).flatten(1, 2)  # [frequencies, heads * 2, 2 * most columns of one]
+        # [frequencies, heads * 2, 2 * most columns of one]
+        maps = torch.stack((torch.cat((real, -imaginary), -1), torch.cat((imaginary, real), -1)), 2).flatten(1, 2)
         # Tokens come last, so that a column is chosen, and a key's number is put in its place, by copying whole rows.
         both = torch.cat((places, places + latent.shape[-1] // 2), dim=-1) % latent.shape[-1]
         columns = latent.flatten(0, -2).T.contiguous().index_select(0, both.flatten()).unflatten(0, both.shape)
