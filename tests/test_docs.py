@@ -360,7 +360,7 @@ NUMBERS = {
     ),
     "results-quickstart.md": Sources((), ("quickstart",)),
     "results-images.md": Sources((), ("vision",), ("2.9",)),
-    "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5", "1.35")),  # P2; a target
+    "reference-inference.md": Sources(INFERENCE, ("bench",), ("2.5",)),  # P2
     "tools.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "tools.md"), (), ("2.13",)),  # PyTorch
     "laptop-to-cluster.md": Sources(tuple(row[:2] for row in BENCHMARKS if row[2] == "laptop-to-cluster.md")),
     "mechanisms.md": Sources(),
